@@ -4,6 +4,7 @@ import json
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from fleet_engine import SETTINGS, Killed, MadeUp, dying_write, fleet, states, submit
@@ -11,6 +12,7 @@ from fleet_engine import SETTINGS, Killed, MadeUp, dying_write, fleet, states, s
 from jaxdl.errors import ConfigError
 from jaxdl.fleet.__main__ import main
 from jaxdl.fleet.engine import make_engine
+from jaxdl.fleet.mixed import decide_mixed
 from jaxdl.fleet.server import Server
 from jaxdl.fleet.store import Journal, Store
 
@@ -73,6 +75,22 @@ def test_a_run_moves_for_one_that_needs_a_node(tmp_path):
     assert server.members[small].resized == 0
 
 
+def test_a_decision_that_was_cut_short_is_made_once_more(tmp_path, monkeypatch):
+    store, _, make = fleet(tmp_path / "fleet", 2, work=1000, have=[GPUS, GPUS])
+    limits, name = [], submit(store, (1,), needs=ONE)
+
+    def cut_short(runs, nodes, rules):
+        limits.append(rules.solve_sec)
+        return replace(decide_mixed(runs, nodes, rules), proven=False)
+
+    monkeypatch.setattr("jaxdl.fleet.server.decide_mixed", cut_short)
+    server = make()
+    for _ in range(150):  # Each reads the clock several times, a second later each time.
+        server.turn()
+    assert limits == [60.0, 60.0, 600.0]  # It waits, it runs, and nothing has changed.
+    assert states(server) == {name: "running"}
+
+
 def test_what_nobody_knows_of_the_nodes_is_said(tmp_path, capsys):
     store, engine, make = fleet(tmp_path / "fleet", 2)
     server, name, other = make(), submit(store, (1,), needs=ONE), submit(store, (1,))
@@ -105,6 +123,10 @@ def test_commands_show_where_hosts_would_be_and_what_is_free(tmp_path, capsys):
     assert "gpus=2,cpus=12" in said
     main(["explain", *state])
     assert "node1: cpus=8 are free; runs: none" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:  # That would stop what runs.
+        main(["serve", *state, "--nodes", "2", "--until-idle"])
+    assert ended.value.code == 2
+    assert "run 0001: it shares nodes, and nothing is known of what the nodes have" in capsys.readouterr().err
 
 
 def test_other_engines_say_that_they_know_what_nodes_have(tmp_path):

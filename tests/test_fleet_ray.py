@@ -153,6 +153,21 @@ def test_a_run_that_ignores_its_signal_is_killed_with_what_it_has_started(cluste
     wait_for(lambda: not running(int((tmp_path / "pid").read_text())), "its worker is killed", 60)
 
 
+def test_a_number_of_gpus_that_ray_does_not_know_is_one_message(cluster, tmp_path):
+    store = Store(tmp_path)
+    made = store.submit(["true"], [1], needs={"gpus": 1.5})
+    server = Server(store, OnRay(store, 2), Settings(Rules(1.0, 1.0, 60.0), between_sec=0.0))
+
+    def turned():
+        server.turn()
+        return server.idle
+
+    wait_for(turned, "it ends", 120)
+    assert server.members[made.name].state == "failed"
+    said = (tmp_path / "runs" / made.name / "attempts" / "1" / "output.txt").read_text()
+    assert said == "fleet: needs gpus=1.5: Ray gives a part of one GPU, or whole ones. Ask for such.\n"
+
+
 def test_a_cluster_that_is_not_there_is_one_message(tmp_path, monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
 

@@ -178,7 +178,12 @@ def serve(args: list[str]) -> None:
     lease = Lease(store.folder / SERVER_FOLDER, lost)
     lease.acquire()
     try:
-        _loop(Server(store, engine, settings), options)
+        server = Server(store, engine, settings)
+        nodes = engine.resources()
+        if nodes and server.sharing and not any(nodes.values()):
+            known = "nothing is known of what the nodes have. Say it with --have, as before"
+            raise ConfigError(f"run {', '.join(server.sharing)}: it shares nodes, and {known}; else it would stop.")
+        _loop(server, options)
     finally:
         lease.release()
 
@@ -298,7 +303,7 @@ _VERBS: dict[Asked, str] = {"run": "resume", "hold": "hold", "cancel": "cancel"}
 
 def _ended(store: Store, name: str, what: Asked) -> str | None:
     """The state of a run that has ended, where what is asked has no effect on such a one; None otherwise."""
-    from jaxdl.fleet.server import ENDED, RESUMABLE
+    from jaxdl.fleet.member import ENDED, RESUMABLE
 
     folder, states = store.run_folder(name).name, {}
     with contextlib.suppress(ConfigError):  # No server has seen anything yet.

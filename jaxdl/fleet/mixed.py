@@ -43,13 +43,16 @@ def decide_mixed(runs: Sequence[Run], nodes: Mapping[str, Amounts], rules: Rules
     try:
         found, shares, proven = _decided(able, program, rules)
     except TimeIsUp:
-        shares, proven = fair_hosts(able, nodes), False
+        found = None
+    room = Room(nodes)
+    # HiGHS keeps constraints within a tolerance, which can be more than a host has.
+    if found is None or not all(room.put(run.needs, found.get(run.name, {})) for run in runs):
+        room, shares, proven = Room(nodes), fair_hosts(able, nodes), False
         found = _first_fit(able, nodes, shares)
+        for run in able:
+            room.take(run.needs, found[run.name])
     told = "" if proven else f" (the best found within {rules.solve_sec:g} s)"
     places = {name: dict(one) for name, one in found.items() if one}
-    room = Room(nodes)
-    for run in runs:
-        room.take(run.needs, places.get(run.name, {}))
     reasons = {run.name: _reason(run, places.get(run.name, {}), shares, nodes, room) + told for run in runs}
     sizes = {run.name: sum(places.get(run.name, {}).values()) for run in runs}
     return Decision(sizes, reasons, {run.name: shares.get(run.name, 0.0) for run in runs}, places, proven)

@@ -24,7 +24,8 @@ Places = Mapping[str, int]
 _INFEASIBLE = 2
 """The status of `scipy.optimize.milp` for a program without a solution."""
 _LEAST_SEC = 0.02
-_GAP = 1e-6
+_PRECISION = 1e-5
+"""How far a sum of gains may be from the largest one: less than a difference that decides, such as a change's."""
 _Entries = list[tuple[int, float]]
 """Of a row: variables and their coefficients."""
 
@@ -100,12 +101,13 @@ class Program:
         if not rows.most:
             return Found({}, frozenset(), True) if rows.possible() else None
         most: Any = np.array(rows.most)  # SciPy's types know of numbers only.
+        largest = sum(max([one.keeps or 0.0, *one.gains.values()]) for one in asked)
         found = scipy.optimize.milp(
             -np.array(rows.gain),
             constraints=rows.constraint(),
             integrality=np.ones(len(rows.gain)),
             bounds=scipy.optimize.Bounds(0, most),
-            options={"time_limit": sec, "mip_rel_gap": _GAP},
+            options={"time_limit": sec, "mip_rel_gap": _PRECISION / max(largest, 1.0)},
         )
         if found.status == _INFEASIBLE:
             return None

@@ -201,6 +201,8 @@ class Keeper:
         said = ""
         try:
             code = self._run()
+        except ConfigError as error:
+            code, said = exits.MISTAKE, str(error)
         except self._ray.exceptions.RayTaskError as error:  # The command cannot be started, say.
             code, said = 1, str(error)
         except self._ray.exceptions.RayError as error:
@@ -219,6 +221,9 @@ class Keeper:
             os._exit(0)
 
     def _run(self) -> int:
+        for gpus in (bundle.get("GPU", 0.0) for bundle in self._bundles):
+            if gpus > 1 and gpus % 1:
+                raise ConfigError(f"needs gpus={gpus:g}: Ray gives a part of one GPU, or whole ones. Ask for such.")
         placing = importlib.import_module("ray.util.placement_group")
         where = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
         group = placing.placement_group(

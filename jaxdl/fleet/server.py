@@ -7,33 +7,44 @@ done. So an attempt may be in the journal that was never started: it is taken fo
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxdl.cluster import exits
 from jaxdl.errors import ConfigError
 from jaxdl.fleet.engine import LOST, Engine
+from jaxdl.fleet.member import (
+    CANCELLED,
+    COMPLETED,
+    ENDED,
+    FAILED,
+    HALTED,
+    HELD,
+    RESUMABLE,
+    RUNNING,
+    STOPPING,
+    WAITING,
+    Member,
+)
 from jaxdl.fleet.mixed import decide_mixed
 from jaxdl.fleet.policy import Decision, Rules, Run, decide
 from jaxdl.fleet.resources import Amounts, Room, hosts_of
 from jaxdl.fleet.speed import Measured, last_speed, last_step, speeds
-from jaxdl.fleet.store import Journal, Store, Submission
+from jaxdl.fleet.store import Journal, Store
 
-RUNNING, STOPPING, WAITING, HELD = "running", "stopping", "waiting", "held"
-COMPLETED, FAILED, CANCELLED, HALTED = "completed", "failed", "cancelled", "halted"
-ENDED = (COMPLETED, FAILED, CANCELLED, HALTED)
-RESUMABLE = (FAILED, HALTED)
-"""States from which `resume` lets a run run again."""
 _STARTED, _STOPPING, _KILLED, _LEFT, _ENDED, _RESUMED = "started", "stopping", "killed", "left", "ended", "resumed"
 _SAVED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 """Exit codes of a run that was asked to save and end, and did."""
 _FIRST_PAUSE_SEC, _LONGEST_PAUSE_SEC = 5.0, 300.0
 _LEAST_GRACE_SEC = 10.0
 """What a run has at least to save and end after a server has asked it, also where the server before meant to."""
+_AGAIN_SEC, _LONGER = 60.0, 10.0
+"""A decision that `Rules.solve_sec` cut short is made once more after so long, with so many times as long."""
 _START_SEC = 600.0
 """How long a run that reports nothing yet counts as starting; to resize it then would lose its whole start."""
 
@@ -50,43 +61,6 @@ class Settings:
     """After so many failures in a row, none of which left it running for `between_sec`, a run has failed."""
     grace_sec: float = 120.0
     """How long a run may take to save and end when it is stopped; then it is killed."""
-
-
-@dataclass
-class Member:
-    """A run as the server knows it."""
-
-    submission: Submission
-    state: str = WAITING
-    attempt: int = 0
-    nodes: tuple[str, ...] = ()
-    """The node of each host of the current attempt; empty without one."""
-    changed: float = 0.0
-    """When it got these nodes."""
-    begun: float = 0.0
-    """When the server first saw a report of a step of the current attempt; 0 before."""
-    size: int = 0
-    """The hosts of the current attempt, or of the last one."""
-    from_step: int = 0
-    """The last step that was reported before the current attempt."""
-    stopping: float = 0.0
-    """When the current attempt was asked to save and end."""
-    failures: int = 0
-    not_before: float = 0.0
-    reason: str = "submitted"
-    resized: int = 0
-    killed: int = 0
-    """Attempts that did not save and end in time."""
-    code: int | None = None
-    num_asked: int = 0
-    """What the user had asked by the time it ended, see `Store.num_asked`."""
-    decided: str = field(default="", compare=False)
-    """What the last decision said of it."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether an attempt may be running."""
-        return self.state in (RUNNING, STOPPING)
 
 
 class Server:
@@ -109,6 +83,8 @@ class Server:
         self._measured = Measured()
         self._journal = Journal(store.folder, read_only=read_only)
         self._situation: Any = None
+        self._again = math.inf
+        """When a decision on the same situation is due once more."""
         self._may_start = False
         self._signalled: dict[tuple[str, int], float] = {}
         """(run, attempt) -> when this server first asked it to save and end: the one before may have had no time."""
@@ -130,6 +106,11 @@ class Server:
         """Whether all runs have ended."""
         return all(member.state in ENDED for member in self.members.values())
 
+    @property
+    def sharing(self) -> list[str]:
+        """The runs that may be running now on parts of nodes."""
+        return [name for name, member in self.members.items() if member.alive and member.submission.needs]
+
     def propose(self) -> Decision:
         """The decision for what there is to run when what has to stop has saved; of a server that reads only."""
         self._read_submissions()
@@ -140,7 +121,7 @@ class Server:
             if member.state == STOPPING:
                 self._leave(member, _SAVED[0], None, member.reason)
         self._obey()
-        return self._decision(self._runs(), self.engine.resources())
+        return self._decision(self._runs(), self.engine.resources(), self.settings.rules)
 
     # What happened: each kind of event changes the members in one place, now and when it is read again.
 
@@ -279,11 +260,11 @@ class Server:
             found.append(Run(one.name, known, number, one.weight, one.priority, len(member.nodes), fixed, **mine))
         return found
 
-    def _decision(self, runs: Sequence[Run], nodes: Mapping[str, Amounts]) -> Decision:
+    def _decision(self, runs: Sequence[Run], nodes: Mapping[str, Amounts], rules: Rules) -> Decision:
         """What the policy says: the one for whole nodes, unless a run shares them."""
         if any(run.needs for run in runs):
-            return decide_mixed(runs, nodes, self.settings.rules)
-        return decide(runs, len(nodes), self.settings.rules)
+            return decide_mixed(runs, nodes, rules)
+        return decide(runs, len(nodes), rules)
 
     def _decide(self) -> None:
         """A new decision, if something is otherwise than when the last one was made and no run is being stopped.
@@ -296,10 +277,14 @@ class Server:
             return
         runs, nodes = self._runs(), self.engine.resources()
         situation = ([(run.name, run.places, run.fixed, run.priority) for run in runs], nodes)
-        if situation == self._situation:
+        rules, same = self.settings.rules, situation == self._situation
+        if same and self._now() < self._again:
             return
         self._situation = situation
-        self.decision = self._decision(runs, nodes)
+        self.decision = self._decision(
+            runs, nodes, replace(rules, solve_sec=rules.solve_sec * _LONGER) if same else rules
+        )
+        self._again = math.inf if same or self.decision.proven else self._now() + _AGAIN_SEC
         for name, why in self.decision.reasons.items():
             self.members[name].decided = why
 

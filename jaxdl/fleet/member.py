@@ -1,0 +1,50 @@
+"""A run as the server of a fleet knows it, and the states that it can have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jaxdl.fleet.store import Submission
+
+RUNNING, STOPPING, WAITING, HELD = "running", "stopping", "waiting", "held"
+COMPLETED, FAILED, CANCELLED, HALTED = "completed", "failed", "cancelled", "halted"
+ENDED = (COMPLETED, FAILED, CANCELLED, HALTED)
+RESUMABLE = (FAILED, HALTED)
+"""States from which `resume` lets a run run again."""
+
+
+@dataclass
+class Member:
+    """A run as the server knows it."""
+
+    submission: Submission
+    state: str = WAITING
+    attempt: int = 0
+    nodes: tuple[str, ...] = ()
+    """The node of each host of the current attempt; empty without one."""
+    changed: float = 0.0
+    """When it got these nodes."""
+    begun: float = 0.0
+    """When the server first saw a report of a step of the current attempt; 0 before."""
+    size: int = 0
+    """The hosts of the current attempt, or of the last one."""
+    from_step: int = 0
+    """The last step that was reported before the current attempt."""
+    stopping: float = 0.0
+    """When the current attempt was asked to save and end."""
+    failures: int = 0
+    not_before: float = 0.0
+    reason: str = "submitted"
+    resized: int = 0
+    killed: int = 0
+    """Attempts that did not save and end in time."""
+    code: int | None = None
+    num_asked: int = 0
+    """What the user had asked by the time it ended, see `Store.num_asked`."""
+    decided: str = field(default="", compare=False)
+    """What the last decision said of it."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether an attempt may be running."""
+        return self.state in (RUNNING, STOPPING)
