@@ -54,7 +54,8 @@ class PlanAuto(Plan, kind="auto"):
     command line adds those of its options."""
     timed: int = pydantic.Field(default=4, ge=1)
     """So many layouts, the best by their predicted times, run some steps, and the fastest is taken; then so many
-    choices of schemes for its embedding tables. 1: the best by prediction is taken."""
+    choices of schemes for its embedding tables. 1: the best by prediction is taken. Those that need more memory by
+    XLA's plan than a device has are left out, and the next ones timed."""
     devices_per_node: int | None = pydantic.Field(default=None, ge=1)
     """Devices that are joined by fast links; None: those of a process."""
     network: str | None = None

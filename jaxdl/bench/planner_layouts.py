@@ -21,6 +21,7 @@ from jaxdl.planner.auto import layout_plan, prepared, searched
 from jaxdl.planner.h100 import compile_step
 from jaxdl.planner.search import Candidate
 from jaxdl.planner.timed import ROUNDS, as_fast, quickest, rounds_of, slowest
+from jaxdl.planner.trials import Trials
 from jaxdl.plans import PlanAuto
 from jaxdl.report import Start
 
@@ -67,8 +68,9 @@ def compare_times(command: PlannerBench, console: Console) -> None:
     every: list[Row] = []
     for nodes in command.nodes:
         console.print(f"{nodes} nodes of {NUM_DEVICES // nodes}: planning")
+        trials = Trials(experiment)
         candidates = _candidates(command, devices, nodes)
-        plans = {name: layout_plan(experiment, one, devices) for name, one in candidates.items()}
+        plans = {name: layout_plan(experiment, trials, one, devices) for name, one in candidates.items()}
         console.print(f"compiling {len(plans)} layouts")
         programs = {name: (plan, compile_step(plan)) for name, plan in plans.items()}
         best = {name: programs[name] for name in list(plans)[: PlanAuto().timed]}
@@ -89,7 +91,7 @@ def _candidates(command: PlannerBench, devices: Sequence[Any], nodes: int) -> di
     plan = PlanAuto(devices_per_node=NUM_DEVICES // nodes)
     changes = {"exchange": _EXCHANGES[-1], "plan": plan, "mesh": MeshConfig(replica=nodes)}
     asked = command.experiment.replaced(changes)
-    work, cluster, fixed = prepared(asked, devices, Start(quiet=True))
+    work, cluster, fixed = prepared(asked, Trials(asked), devices, Start(quiet=True))
     found: list[Candidate] = []
     for exchange in _EXCHANGES if nodes > 1 else _EXCHANGES[:1]:
         found += searched(dataclasses.replace(work, exchange=exchange), cluster, fixed).candidates

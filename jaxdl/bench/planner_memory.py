@@ -18,6 +18,7 @@ from jaxdl.planner.machine import nominal_machine
 from jaxdl.planner.memory import sharding_of
 from jaxdl.planner.search import Candidate, Choice, Cluster, Workload, costed, divisors
 from jaxdl.planner.trial import planned_bytes, stand_in
+from jaxdl.planner.trials import Trials
 from jaxdl.planner.workload import workload_of
 from jaxdl.run.build import make_plan
 
@@ -54,7 +55,7 @@ def compare_memory(command: PlannerBench, console: Console) -> None:
     cluster = Cluster(1, NUM_DEVICES, machine, float(DEVICE["device_memory_size"]))
     if experiment.model.modality == TabularSpec.modality:
         raise ConfigError(f"model {experiment.model.kind}: the memory of tables is measured by `bench embedding`.")
-    work = workload_of(experiment, h100_devices(1, NUM_DEVICES), 1, replicas=True)
+    work = workload_of(experiment, Trials(experiment), h100_devices(1, NUM_DEVICES), 1, replicas=True)
     rows = []
     for one in layouts(work, cluster)[: command.layouts or None]:
         found = _compiled_bytes(experiment, one)

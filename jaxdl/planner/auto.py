@@ -32,11 +32,11 @@ from jaxdl.planner.search import Candidate, Choice, Cluster, Found, Workload, bi
 from jaxdl.planner.steptime import Efficiency
 from jaxdl.planner.tables import counted
 from jaxdl.planner.timed import ROUNDS, Name, agreed, memory_of, quickest, step_parts, timed_layouts
-from jaxdl.planner.trial import stand_in
+from jaxdl.planner.trials import Trials
 from jaxdl.planner.workload import fixed_fields, no_layout, workload_of
 from jaxdl.plans import PlanAuto
 from jaxdl.report import Start
-from jaxdl.run.build import Plan, make_plan
+from jaxdl.run.build import Plan
 from jaxdl.run.planning import Planned
 
 _LATENCY_US = 20.0
@@ -48,28 +48,32 @@ def plan(experiment: Experiment, devices: Sequence[Device], start: Start) -> Pla
     """The layout with the fastest step on these devices, see `jaxdl.run.planning.Planner`."""
     asked = experiment.plan
     assert isinstance(asked, PlanAuto)
-    work, cluster, fixed = prepared(experiment, devices, start)
+    trials = Trials(experiment)
+    work, cluster, fixed = prepared(experiment, trials, devices, start)
     with start.doing("planning the layout: compiling and timing steps"):
         found = searched(work, cluster, fixed)
     if not found.candidates:
         raise no_layout(experiment, fixed, f"{cluster.nodes} nodes of {cluster.gpus_per_node} devices")
 
     def timed(layouts: Sequence[Candidate], what: str) -> list[list[float]]:
-        if len(layouts) < 2:
-            return []
         with start.doing(f"planning the layout: timing the best {len(layouts)} {what}"):
-            plans = {number: layout_plan(experiment, one, devices) for number, one in enumerate(layouts)}
+            plans = {number: layout_plan(experiment, trials, one, devices) for number, one in enumerate(layouts)}
             return list(timed_layouts(plans, found.cluster.device_bytes, ROUNDS).values())
 
-    best = [one for one in found.candidates if one.fits][: asked.timed]
-    times = {one.choice: sec for one, sec in zip(best, timed(best, "layouts"), strict=False)}
+    times: dict[Choice, list[float]] = {}
+    fitting = [one for one in found.candidates if one.fits]
+    for best in (fitting[first : first + asked.timed] for first in range(0, len(fitting), asked.timed)):
+        times |= dict(zip((one.choice for one in best), timed(best, "layouts"), strict=True))
+        if min(map(min, times.values())) < math.inf:  # XLA needs more memory for the others than a device has.
+            break
     found = _chosen(found, times)
     choices = [found.best, *with_other_tables(work, cluster, found.best, asked.timed - 1)] if found.best else []
-    return planned(found, experiment, times, list(zip(choices, timed(choices, "choices of tables"), strict=False)))
+    of_tables = timed(choices, "choices of tables") if len(choices) > 1 else []
+    return planned(found, experiment, times, list(zip(choices, of_tables, strict=False)))
 
 
 def prepared(
-    experiment: Experiment, devices: Sequence[Device], start: Start
+    experiment: Experiment, trials: Trials, devices: Sequence[Device], start: Start
 ) -> tuple[Workload, Cluster, dict[str, Any]]:
     """What is searched on these devices: (the workload, the devices and their links, fields that keep their values)."""
     asked = experiment.plan
@@ -82,19 +86,23 @@ def prepared(
     sizes = {Axis.REPLICA.value: replica, Axis.FSDP.value: len(devices) // replica, Axis.TENSOR.value: 1}
     mesh = make_mesh(MeshConfig(replica=replica, fsdp=sizes[Axis.FSDP.value]), devices)
     own = [one for one in devices if one.process_index == jax.process_index()]
+    if (tensor := int(fixed.get("mesh.tensor", 1))) > len(own):
+        raise ConfigError(
+            f"--plan auto: mesh.tensor {tensor} is more than the {len(own)} devices of a process, and its steps are "
+            "compiled for these before the run begins. Give the whole layout in place of --plan, or a smaller one."
+        )
     device_bytes = 1e9 * (asked.device_gb or 0) or agreed(memory_of(own[0]) or _of_host(), min)
     described = functools.cache(lambda: machine_of(experiment, asked, mesh))
     with start.doing("planning the layout: reading the data, measuring the links"):
-        tables = tables_on_meshes(experiment, sizes, described, asked.keep)
+        tables = tables_on_meshes(experiment, sizes, described, asked.keep, trials.splits)
         cluster = Cluster(nodes, of_each, described(), device_bytes, Efficiency(compute=1.0))
-    parts = step_parts(stand_in(experiment), own, max(1, experiment.batch_size // len(devices)), device_bytes)
-    return workload_of(experiment, own[:of_each], replica, tables, parts), cluster, fixed
+    parts = step_parts(trials, own, max(1, experiment.batch_size // len(devices)), device_bytes)
+    return workload_of(experiment, trials, own[:of_each], replica, tables, parts), cluster, fixed
 
 
-def layout_plan(experiment: Experiment, one: Candidate, devices: Sequence[Device]) -> Plan:
+def layout_plan(experiment: Experiment, trials: Trials, one: Candidate, devices: Sequence[Device]) -> Plan:
     """The step of a layout, on data of the run's shapes."""
-    changes = settings_of(one, experiment) | {"exchange": one.exchange}
-    return make_plan(stand_in(experiment).replaced(changes), devices)
+    return trials.plan(settings_of(one, experiment) | {"exchange": one.exchange}, devices, whole=True)
 
 
 def settings_of(one: Candidate, experiment: Experiment) -> dict[str, Any]:
@@ -248,9 +256,8 @@ def _chosen(found: Found, times: Mapping[Choice, Sequence[float]]) -> Found:
     medians = _medians(times)
     if medians and min(medians.values()) == math.inf:
         raise ConfigError(
-            f"--plan auto: the best {len(medians)} layouts need more memory by XLA's plan than a device has, "
-            f"{found.cluster.device_bytes / 1e9:.3g} GB. Time more of them (--plan.timed), take more devices, or a "
-            "smaller --batch-size."
+            f"--plan auto: all {len(medians)} layouts that should fit need more memory by XLA's plan than a device "
+            f"has, {found.cluster.device_bytes / 1e9:.3g} GB. Take more devices, or a smaller --batch-size."
         )
     timed = [one for one in found.candidates if one.choice in times]
     chosen = quickest({one.choice: times[one.choice] for one in timed}) if timed else None

@@ -43,6 +43,7 @@ from jaxdl.planner.steptime import Efficiency, nodes_that_pay, parameter_servers
 from jaxdl.planner.table_report import config_lines, measured_workload, table_of
 from jaxdl.planner.table_report import remarks as remarks_of_tables
 from jaxdl.planner.table_search import plan_tables
+from jaxdl.planner.trials import Trials
 from jaxdl.planner.workload import fixed_fields, no_layout, workload_of
 from jaxdl.plans import typed_fields
 
@@ -109,23 +110,24 @@ def run(args: list[str], prog: str) -> None:
     keep = typed_fields(args) | set(getattr(command.experiment.plan, "keep", ()))
     fixed = fixed_fields(command.experiment, keep)
     console = Console(width=170)
+    trials = Trials(command.experiment)
     if command.only_tables:
         sizes = _sizes(command, fixed)
         if math.prod(sizes.values()) == 1:
             raise OptionError("--only-tables: one device has all tables. Give --nodes or --gpus-per-node above 1.")
-        if not _print_tables(command, cluster, console, keep, sizes):
+        if not _print_tables(command, trials, cluster, console, keep, sizes):
             raise OptionError(f"--only-tables: model {command.experiment.model.kind} has no embedding tables.")
         return
     replica = int(fixed.get("mesh.replica", command.nodes))
     total = command.nodes * command.gpus_per_node
     sizes = {Axis.REPLICA.value: replica, Axis.FSDP.value: max(1, total // replica), Axis.TENSOR.value: 1}
-    tables = tables_on_meshes(command.experiment, sizes, lambda: cluster.machine, keep)
+    tables = tables_on_meshes(command.experiment, sizes, lambda: cluster.machine, keep, trials.splits)
     devices = h100_devices(1, cluster.gpus_per_node)
-    found = search(workload_of(command.experiment, devices, replica, tables), cluster, fixed)
+    found = search(workload_of(command.experiment, trials, devices, replica, tables), cluster, fixed)
     if not found.candidates:
         raise no_layout(command.experiment, fixed, f"{command.nodes} nodes of {command.gpus_per_node} GPUs")
     if found.best is not None and tables is not None and math.prod(found.best.choice.sizes.values()) > 1:
-        _print_tables(command, cluster, console, keep, found.best.choice.sizes, found.best)
+        _print_tables(command, trials, cluster, console, keep, found.best.choice.sizes, found.best)
     console.print(table(found, command))
     for line in remarks(found, command):
         console.print(line, highlight=False)
@@ -153,6 +155,7 @@ def _sizes(command: PlanCommand, fixed: Mapping[str, Any]) -> dict[str, int]:
 
 def _print_tables(
     command: PlanCommand,
+    trials: Trials,
     cluster: Cluster,
     console: Console,
     keep: Collection[str],
@@ -162,7 +165,7 @@ def _print_tables(
     """Plans the embedding tables for a mesh, if there are any, or shows those of a plan; whether there are."""
     if command.experiment.model.modality != TabularSpec.modality:  # No data need be read.
         return False
-    found = measured_workload(command.experiment, sizes)
+    found = measured_workload(command.experiment, sizes, trials.splits)
     if found is None:
         return False
     base = command.experiment.embedding

@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 
-from jaxdl.data import TabularSpec
+from jaxdl.data import Data, Splits, TabularSpec
 from jaxdl.embedding import EmbeddingConfig, Scheme, make_buffers
 from jaxdl.embedding.cache import CacheConfig
 from jaxdl.embedding.traffic import messages, sent_bytes
@@ -20,10 +20,15 @@ from jaxdl.planner.table_report import measured_workload
 from jaxdl.planner.table_search import plan_choices, plan_tables
 from jaxdl.planner.tables import Workload, device_bytes
 from jaxdl.plans import TABLES
+from jaxdl.run.validate import read_splits
 
 
 def tables_on_meshes(
-    experiment: Experiment, sizes: Mapping[str, int], machine: Callable[[], Machine], keep: Collection[str]
+    experiment: Experiment,
+    sizes: Mapping[str, int],
+    machine: Callable[[], Machine],
+    keep: Collection[str],
+    read: Callable[[Data, None], Splits] = read_splits,
 ) -> PlanTables | None:
     """Plans an experiment's tables for meshes with as many replicas as `sizes`; None without tables.
 
@@ -32,7 +37,7 @@ def tables_on_meshes(
     """
     if experiment.model.modality != TabularSpec.modality:  # No data need be read.
         return None
-    found = measured_workload(experiment, sizes)
+    found = measured_workload(experiment, sizes, read)
     if found is None:
         return None
     base, work = experiment.embedding, with_slots(found, experiment.embedding)

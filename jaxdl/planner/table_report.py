@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 from rich.table import Table as RichTable
 
 from jaxdl.config import ConfigError
-from jaxdl.data import Source
+from jaxdl.data import Data, Source, Splits
 from jaxdl.embedding import EmbeddingConfig, Scheme, Table
 from jaxdl.exchange.cost import Machine
 from jaxdl.experiment import Experiment
@@ -26,12 +26,14 @@ _MOST_EXAMPLES = 65_536
 """Examples that are read to count the rows that a node's batch touches."""
 
 
-def measured_workload(experiment: Experiment, sizes: Mapping[str, int]) -> Workload | None:
+def measured_workload(
+    experiment: Experiment, sizes: Mapping[str, int], read: Callable[[Data, None], Splits] = read_splits
+) -> Workload | None:
     """The tables of an experiment and what its batches do with them, from its data; None for a model without tables.
 
     Raises ConfigError for data that cannot be read, and for a batch that the devices do not divide.
     """
-    source = read_splits(experiment.data, None).train
+    source = read(experiment.data, None).train
     features = source.spec.id_features()
     tables = experiment.model.tables(features)
     if not tables:

@@ -21,14 +21,15 @@ import numpy as np
 
 from jaxdl.cluster import wait_for_all
 from jaxdl.cluster.agree import from_each_process
+from jaxdl.config import ConfigError
 from jaxdl.exchange import Dense
 from jaxdl.exchange.idle import NoExchange
-from jaxdl.experiment import Experiment
 from jaxdl.mesh import Device, MeshConfig
 from jaxdl.planner.h100 import compile_step
 from jaxdl.planner.memory import MOST_OF_DEVICE
 from jaxdl.planner.trial import planned_bytes
-from jaxdl.run.build import Plan, make_initial_state, make_plan
+from jaxdl.planner.trials import Trials, first_batch
+from jaxdl.run.build import Plan, make_random_state
 from jaxdl.state import TrainState
 from jaxdl.step import Batch
 
@@ -66,12 +67,12 @@ def memory_of(device: Device) -> float | None:
 
 
 def step_parts(
-    experiment: Experiment, devices: Sequence[Device], local: int, device_bytes: float = math.inf
+    trials: Trials, devices: Sequence[Device], local: int, device_bytes: float = math.inf
 ) -> Callable[[str], StepParts]:
     """remat (empty for a model without the setting) -> what its steps take on these devices; three steps are run.
 
     They have up to `local` examples of a device, or as many fewer as fit. `devices` are those of this process; all
-    processes call it alike, at once, and get the times of the slowest.
+    processes call it alike, at once, and get the times of the slowest. Raises ConfigError if not even one example fits.
     """
 
     @functools.cache
@@ -79,9 +80,14 @@ def step_parts(
         examples = local
         while True:
             wanted = [(1, examples), (1, max(1, examples // 2)), (2, max(1, examples // 2))]
-            plans = {one: local_plan(experiment, devices, remat or None, *one) for one in dict.fromkeys(wanted)}
+            plans = {one: local_plan(trials, devices, remat or None, *one) for one in dict.fromkeys(wanted)}
             programs = {one: compile_step(plan) for one, plan in plans.items()}
             most = max(planned_bytes(program) or 0 for program in programs.values())
+            if examples == 1 and most > device_bytes:
+                raise ConfigError(
+                    f"--plan auto: a step of one example with all parameters on a device needs {most / 1e9:.3g} "
+                    f"GB of {device_bytes / 1e9:.3g}, so none can be timed. Choose the layout, or take larger devices."
+                )
             if examples == 1 or most <= _MOST_OF_MEMORY * device_bytes:
                 times = timed_steps({one: (plans[one], programs[one]) for one in plans}, ROUNDS)
                 return fitted_steps(times)
@@ -105,22 +111,17 @@ def fitted_steps(steps: Mapping[tuple[int, int], float]) -> StepParts:
     return StepParts(*(found / scale).tolist())
 
 
-def local_plan(
-    experiment: Experiment, devices: Sequence[Device], remat: str | None, microbatches: int, examples: int
-) -> Plan:
+def local_plan(trials: Trials, devices: Sequence[Device], remat: str | None, microbatches: int, examples: int) -> Plan:
     """A step in which every device is a replica that exchanges nothing."""
-    batch = examples * microbatches * len(devices)
     changes: dict[str, Any] = {
         "mesh": MeshConfig(replica=len(devices), fsdp=1, tensor=1),
-        "batch_size": batch,
+        "batch_size": examples * microbatches * len(devices),
         "step.microbatches": microbatches,
         "exchange": Dense(),
     }
     if remat is not None:
         changes["model.remat"] = remat
-    if isinstance(number := getattr(experiment.data, "num_train", None), int):
-        changes["data.num_train"] = max(batch, number)
-    plan = make_plan(experiment.replaced(changes), devices)
+    plan = trials.plan(changes, devices)
     return dataclasses.replace(plan, parts=dataclasses.replace(plan.parts, exchange=NoExchange()))
 
 
@@ -173,12 +174,14 @@ def timed_steps(programs: Mapping[Name, tuple[Plan, jax.stages.Compiled]], num_r
 def rounds_of(
     programs: Mapping[Name, tuple[Plan, jax.stages.Compiled]], num_rounds: int, most_sec: float = _MOST_SEC
 ) -> dict[Name, list[float]]:
-    """Seconds of the steps on one batch of zeros, one a round, in turns, after two rounds that warm up.
+    """Seconds of the steps on one batch, one a round, in turns, after two rounds that warm up.
+
+    The batch is of zeros, but of a plan with tables it has ids of the data, which decide what its step does.
 
     Rounds end early, but not before the third, when all took longer than `most_sec`.
     """
-    states: dict[Name, TrainState] = {name: make_initial_state(plan) for name, (plan, _) in programs.items()}
-    batches = {name: _zeros(plan, program) for name, (plan, program) in programs.items()}
+    states: dict[Name, TrainState] = {name: make_random_state(plan) for name, (plan, _) in programs.items()}
+    batches = {name: _batch(plan, program) for name, (plan, program) in programs.items()}
     times: dict[Name, list[float]] = {name: [] for name in programs}
     for number in range(num_rounds + 2):
         for name in _turns(programs, number):
@@ -196,9 +199,11 @@ def _turns(names: Iterable[Name], number: int) -> list[Name]:
     return list(names)[:: -1 if number % 2 else 1]
 
 
-def _zeros(plan: Plan, program: jax.stages.Compiled) -> Batch:
-    """A batch of zeros as the program takes it, on all processes."""
+def _batch(plan: Plan, program: jax.stages.Compiled) -> Batch:
+    """A batch as the program takes it, on all processes."""
     shapes = plan.batch_shapes(plan.timeline.segments[0], evaluating=False)
+    if plan.parts.tables is not None and (found := first_batch(plan, shapes)) is not None:
+        return found
     _, sharding = program.input_shardings[0]
     make = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), dict(shapes)), out_shardings=sharding)
     return make()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,13 +15,13 @@ from jaxdl.data import SyntheticImages
 from jaxdl.embedding.traffic import Message, axis_bytes, messages
 from jaxdl.exchange import Dense, ExchangeConfig
 from jaxdl.experiment import Experiment
-from jaxdl.mesh import Axis, MeshConfig
+from jaxdl.mesh import Axis
 from jaxdl.optim import Constant
 from jaxdl.planner.h100 import compile_step
-from jaxdl.planner.memory import Fit, fitted, sharding_of
+from jaxdl.planner.memory import Fit, fitted
 from jaxdl.planner.steptime import Profile
 from jaxdl.plans import AsGiven
-from jaxdl.run.build import Plan, make_plan
+from jaxdl.run.build import Plan
 
 _IMAGENET_CLASSES = 1000
 _LAUNCH_SEC = 3e-6
@@ -88,24 +88,6 @@ class Setting:
     param_sharding: str
     replica: int = 1
     """One sends nothing; several exchange gradients as the experiment says."""
-
-
-def trial_plan(experiment: Experiment, setting: Setting, devices: Sequence[Any]) -> Plan:
-    """The plan of a step of this setting, on so many of the devices. Raises ConfigError if it cannot be run."""
-    batch = setting.examples * setting.fsdp * setting.replica
-    mesh = MeshConfig(replica=setting.replica, fsdp=setting.fsdp, tensor=setting.tensor)
-    changes: dict[str, Any] = {
-        "mesh": mesh,
-        "batch_size": batch,
-        "step.microbatches": 1,
-        "sharding": sharding_of(experiment.sharding, setting.param_sharding),
-        "exchange": trial_exchange(experiment) if setting.replica > 1 else Dense(),
-    }
-    if setting.remat is not None:
-        changes["model.remat"] = setting.remat
-    if isinstance(getattr(experiment.data, "num_train", None), int):
-        changes["data.num_train"] = max(batch, getattr(experiment.data, "num_train"))  # noqa: B009
-    return make_plan(experiment.replaced(changes), devices[: setting.replica * setting.fsdp * setting.tensor])
 
 
 def trial_exchange(experiment: Experiment) -> ExchangeConfig:

@@ -18,7 +18,8 @@ from jaxdl.planner.memory import Fit, Parameters
 from jaxdl.planner.search import PlanTables, Workload
 from jaxdl.planner.steptime import Profile
 from jaxdl.planner.timed import StepParts
-from jaxdl.planner.trial import Measured, Setting, measured, profile, stand_in, trial_exchange, trial_plan
+from jaxdl.planner.trial import Measured, Setting, measured, profile, trial_exchange
+from jaxdl.planner.trials import Trials, trial_plan
 from jaxdl.plans import LAYOUT
 from jaxdl.run.build import Plan
 from jaxdl.run.exchanged import trained_of
@@ -59,6 +60,7 @@ def no_layout(experiment: Experiment, fixed: Mapping[str, Any], devices: str) ->
 
 def workload_of(
     experiment: Experiment,
+    trials: Trials,
     devices: Sequence[Any],
     nodes: int,
     tables: PlanTables | None = None,
@@ -66,7 +68,7 @@ def workload_of(
     *,
     replicas: bool | None = None,
 ) -> Workload:
-    """What is planned of an experiment; steps are compiled for `devices`, those of a node.
+    """What is planned of an experiment; steps, those of `trials`, are compiled for `devices`, those of a node.
 
     With `replicas`, which several nodes have by default, the memory that their exchange needs is that of a compiled
     step of two replicas, if a node has devices for them. Kernels take the times in `parts`, by remat, as measured by
@@ -83,13 +85,12 @@ def workload_of(
     if not isinstance(exchange, ExchangeConfig | Auto):
         raise ConfigError(f"exchange {exchange.kind}: the planner does not know what it costs. Choose another one.")
     remat = getattr(experiment.model, "remat", None)
-    resident = stand_in(experiment)
-    base = trial_plan(resident, Setting(1, 1, 1, remat, "replicated"), devices)
+    base = trial_plan(trials, Setting(1, 1, 1, remat, "replicated"), devices)
     return Workload(
         batch_size=experiment.batch_size,
         parameters=parameters_of(base),
         profiles=_profiles(
-            resident,
+            trials,
             devices,
             experiment.batch_size // (nodes * len(devices)),
             parts,
@@ -104,7 +105,9 @@ def workload_of(
         tables=tables,
         batch_sizes=[one.batch_size for one in experiment.phases if one.batch_size is not None],
         eval_batch_size=experiment.evaluation.batch_size,
-        tensor_fits=functools.partial(tensor_fits, base.parts, experiment.sharding.tensor_dims),
+        tensor_fits=lambda size: (
+            size <= len(devices) and tensor_fits(base.parts, experiment.sharding.tensor_dims, size)
+        ),
     )
 
 
@@ -158,7 +161,7 @@ def tensor_fits(parts: Parts, dims: Sequence[str], size: int) -> bool:
 
 
 def _profiles(
-    experiment: Experiment,
+    trials: Trials,
     devices: Sequence[Any],
     most_examples: int,
     parts: Callable[[str], StepParts] | None,
@@ -170,7 +173,7 @@ def _profiles(
 
     @functools.cache
     def measure(setting: Setting) -> Measured:
-        return measured(trial_plan(experiment, setting, devices))
+        return measured(trial_plan(trials, setting, devices))
 
     @functools.cache
     def counted(tensor: int, remat: str, param_sharding: str) -> Profile:

@@ -165,12 +165,14 @@ def make_plan(
     start: Start | None = None,
     stored: Callable[[], Kept | None] | None = None,
     read: Callable[[Data, DataSpec | None], Splits] = read_splits,
+    most_rows: int | None = None,
 ) -> Plan:
     """Starts the devices, reads the data and joins the parts. Raises ConfigError for everything that cannot be run.
 
     `devices` (default: all) are those of the mesh. All processes call `stored` (see `with_plan`), `started` when JAX
     has started, `chosen` and `recorded`, which return the exchange that `auto` chose earlier in this workdir
     and the spec of its data, then `initial` (see `beginning`). `start` prints progress and findings; `read` reads.
+    Embedding tables with more than `most_rows` have so many, for steps that are compiled or timed alone.
     """
     experiment, start = as_experiment(experiment), start or Start(Console(quiet=True))
     if not any(getattr(experiment, name) for name in LENGTH):
@@ -200,7 +202,7 @@ def make_plan(
     check_warmup(experiment, total_steps)
     with start.doing("choosing the exchange" if isinstance(experiment.exchange, Auto) else "tracing the model"):
         experiment, reasons = settled(experiment, splits.train.spec, mesh, before)
-        parts = make_parts(experiment, splits.train.spec, mesh, timeline)
+        parts = make_parts(experiment, splits.train.spec, mesh, timeline, most_rows)
     check_rates(experiment.schedule, parts.rates, timeline.scheduled_steps)
     check_memory(experiment, parts.state_spec, splits.train.spec)
     check_norms(experiment, mesh.shape[Axis.REPLICA], has_norms=bool(parts.network.norms))
@@ -224,8 +226,13 @@ def make_devices(experiment: Experiment, devices: Sequence[Device] | None = None
     return mesh
 
 
-def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Timeline) -> Parts:
-    """All that steps are made of, for data that `spec` describes. Raises ConfigError for parts that do not fit."""
+def make_parts(
+    experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Timeline, most_rows: int | None = None
+) -> Parts:
+    """All that steps are made of, for data that `spec` describes. Raises ConfigError for parts that do not fit.
+
+    `most_rows`: see `make_plan`.
+    """
     if not spec.fits(experiment.model.modality):
         raise ConfigError(
             f"data {experiment.data.kind} is {spec.modality} ({spec.described()[1]}), but model "
@@ -241,7 +248,7 @@ def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Tim
     gradients = gradient_layout(experiment, network, spec, layout)
     fragments = fragments_of(experiment, network, gradients)
     exchange = make_exchange(experiment, network, gradients, fragments, mesh.shape[Axis.REPLICA])
-    tables = make_tables(experiment, spec, mesh)
+    tables = make_tables(experiment, spec, mesh, most_rows)
     state_spec = make_state_spec(
         layout,
         network,
@@ -355,16 +362,13 @@ def make_initial_state(plan: Plan) -> TrainState:
 
     It has the parameters that the plan takes from another run.
     """
-    spec, seed = plan.parts.state_spec, plan.experiment.seed
-    # It runs once: on a CPU, compiling it with all optimizations takes many times longer than running it without.
-    flag, given = "xla_backend_optimization_level", os.environ.get("XLA_FLAGS", "")
-    options = {flag: 1} if jax.default_backend() == "cpu" and flag not in given else None
-    make = jax.jit(lambda: spec.init(jax.random.key(seed)), out_shardings=spec.shardings, compiler_options=options)
+    spec = plan.parts.state_spec
     if plan.caches is not None:
-        plan.caches.store.init(jax.random.key(seed))
+        plan.caches.store.init(jax.random.key(plan.experiment.seed))
+    state = make_random_state(plan)
     if plan.initial is None:
-        return make()
-    state = plan.initial.apply(make(), spec.abstract())
+        return state
+    state = plan.initial.apply(state, spec.abstract())
     if plan.parts.agreement.keeps_replicas:
         restart = jax.jit(
             functools.partial(_with_equal_replicas, plan.parts), donate_argnums=0, out_shardings=spec.shardings
@@ -375,6 +379,16 @@ def make_initial_state(plan: Plan) -> TrainState:
     # An optimizer that jaxdl does not know may keep a copy of the initial parameters.
     trained, optimizer = plan.parts.trainable.of(state.params), plan.parts.optimizer
     return state.replace(opt_state=jax.jit(optimizer.init, out_shardings=spec.shardings.opt_state)(trained))
+
+
+def make_random_state(plan: Plan) -> TrainState:
+    """What of `make_initial_state` is on the devices, without another run's parameters and the tables of the host."""
+    spec, seed = plan.parts.state_spec, plan.experiment.seed
+    # It runs once: on a CPU, compiling it with all optimizations takes many times longer than running it without.
+    flag, given = "xla_backend_optimization_level", os.environ.get("XLA_FLAGS", "")
+    options = {flag: 1} if jax.default_backend() == "cpu" and flag not in given else None
+    make = jax.jit(lambda: spec.init(jax.random.key(seed)), out_shardings=spec.shardings, compiler_options=options)
+    return make()
 
 
 def _with_equal_replicas(parts: Parts, state: TrainState) -> TrainState:

@@ -74,8 +74,8 @@ def with_vectors(experiment: Experiment, spec: DataSpec, inputs: Sequence[Any]) 
     return (*inputs, {one.name: jnp.zeros((rows, columns[one.name])) for one in spec.id_features()})
 
 
-def make_tables(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> Tables | None:
-    """The embedding tables of an experiment on a mesh; None for a model without any.
+def make_tables(experiment: Experiment, spec: DataSpec, mesh: Mesh, most_rows: int | None = None) -> Tables | None:
+    """The embedding tables of an experiment on a mesh, with at most so many rows each; None for a model without any.
 
     Raises ConfigError for tables that do not fit the data, and for settings that do not work with them.
     """
@@ -103,7 +103,8 @@ def make_tables(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> Tables | 
     num_ids = {one.name: one.num_ids for one in features}
     # The devices have slots for some rows of tables with a cache.
     slots = {one.name: config.cache.slots(one.name, one.rows) for one in tables}
-    on_devices = [one.model_copy(update={"rows": slots[one.name] or one.rows}) for one in tables]
+    rows = {one.name: min(slots[one.name] or one.rows, most_rows or one.rows) for one in tables}
+    on_devices = [one.model_copy(update={"rows": rows[one.name]}) for one in tables]
     if config.jagged and not any(is_jagged(one) for one in features):
         raise ConfigError(
             f"--embedding.jagged: in data {experiment.data.kind} every feature has as many ids in each example, as "

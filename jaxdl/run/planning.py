@@ -16,6 +16,7 @@ from jaxdl.exchange import Auto, ExchangeConfig
 from jaxdl.experiment import Experiment
 from jaxdl.kinds import import_object, without_source
 from jaxdl.mesh import Axis, Device
+from jaxdl.plans import LAYOUT
 from jaxdl.report import Start
 
 _PLAN, _DEVICES = "plan", "devices"
@@ -114,8 +115,17 @@ def _made_for(experiment: Experiment, devices: Sequence[Device]) -> dict[str, An
     counts: dict[int, int] = {}
     for one in devices:
         counts[one.process_index] = counts.get(one.process_index, 0) + 1
-    asked = {name: dumped[name] for name in ("plan", "mesh", "sharding", "embedding")}
-    return {_DEVICES: {"kinds": kinds, "of_each_process": list(counts.values())}, **without_source(asked)}
+    asked = {name: dumped[name] for name in ("plan", "mesh", "sharding", "embedding", "batch_size")}
+    others = {name: value for name in LAYOUT if (value := _at(dumped, name)) is not None}
+    sizes = [one["batch_size"] for one in (*dumped["phases"], dumped["evaluation"])]
+    found = {**without_source(asked), "layout": others, "other_batch_sizes": sizes}
+    return {_DEVICES: {"kinds": kinds, "of_each_process": list(counts.values())}, **found}
+
+
+def _at(dumped: Mapping[str, Any], name: str) -> Any:
+    """The value of a dotted field; None where there is none, such as `model.remat` of a model without it."""
+    part, _, field = name.partition(".")
+    return dumped[part].get(field)
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
