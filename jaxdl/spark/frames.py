@@ -26,6 +26,7 @@ from jaxdl.data import NumbersSpec
 from jaxdl.predictor import trained_on
 from jaxdl.runs import check_run
 from jaxdl.spark.rows import HELD_OUT, LABEL, SPLITS, PartitionWriter, Written
+from jaxdl.spark.scoring import plain, trained_columns
 
 IMAGE = "image"
 IMAGE_GROUP_ROWS, TABLE_GROUP_ROWS = 16, 4096
@@ -47,6 +48,7 @@ def check_columns(frame: DataFrame, names: Sequence[str], param: str) -> None:
 def form_of(frame: DataFrame, names: Sequence[str], param: str = "featuresCol") -> Form:
     """Whether feature columns hold images or numbers. Raises ConfigError for anything else."""
     check_columns(frame, names, param)
+    _check_distinct(frame, names, param)
     found = [_form(frame.schema[name].dataType) for name in names]
     for name, form in zip(names, found, strict=True):
         if form is None:
@@ -58,6 +60,16 @@ def form_of(frame: DataFrame, names: Sequence[str], param: str = "featuresCol") 
     if "images" in found and len(found) > 1:
         raise ConfigError(f"{param}={list(names)}: images are one column alone. Give that.")
     return "images" if found == ["images"] else "numbers"
+
+
+def _check_distinct(frame: DataFrame, names: Sequence[str], param: str) -> None:
+    """Raises ConfigError where the numbers of two columns would have one name, since they could be mistaken later."""
+    lists = [name for name in names if _is_list(frame, name)]
+    for name in names:
+        if (vector := plain(name)) != name and vector in lists:
+            raise ConfigError(
+                f"{param}={list(names)}: {name!r} is also the name of a number of {vector!r}. Rename one."
+            )
 
 
 def _form(kind: DataType) -> Form | None:
@@ -79,14 +91,18 @@ def as_trained(frame: DataFrame, names: Sequence[str], workdir: str) -> list[str
         raise ConfigError(
             f"featuresCol={list(names)}: they hold {form}; the network of {workdir} reads {spec.modality}."
         )
-    columns = list(getattr(spec, "columns", names))
-    if all(isinstance(frame.schema[name].dataType, NumericType | BooleanType) for name in names):
-        if sorted(names) != sorted(columns):
-            raise ConfigError(
-                f"featuresCol={list(names)}: the network of {workdir} was trained on {', '.join(columns)}. Give these."
-            )
-        return columns
-    return list(names)
+    if form == "images" or (len(names) == 1 and _is_list(frame, names[0])):
+        return list(names)  # A vector alone has all numbers in their order, whatever its name.
+    columns = trained_columns(getattr(spec, "columns", names), names)
+    if sorted(names) != sorted(columns):
+        raise ConfigError(
+            f"featuresCol={list(names)}: the network of {workdir} was trained on {', '.join(columns)}. Give these."
+        )
+    return columns
+
+
+def _is_list(frame: DataFrame, name: str) -> bool:
+    return isinstance(frame.schema[name].dataType, ArrayType | VectorUDT)
 
 
 def feature_columns(frame: DataFrame, names: Sequence[str]) -> list[Column]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from jaxdl.runs import check_checkpoint, check_run
 from jaxdl.spark.rows import ROW
 
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+_PLACE = re.compile(r"\[\d+\]$")
+"""Which number of a vector it is, at the end of the name that `Tabular` gives it."""
 
 
 class Trained(NamedTuple):
@@ -116,6 +119,16 @@ class Scorer:
                     f"{' x '.join(map(str, shape))}. Resize it."
                 )
         return np.stack(found) if found else np.zeros((0, *shape), np.uint8)
+
+
+def plain(name: str) -> str:
+    """The column of vectors or lists that a number is of: `v` of `v[0]`. Other names stay as they are."""
+    return _PLACE.sub("", name)
+
+
+def trained_columns(columns: Sequence[str], names: Sequence[str] = ()) -> list[str]:
+    """The columns whose numbers are `columns` of a `NumbersSpec`, in their order; those of `names` are no vectors."""
+    return list(dict.fromkeys(name if name in names else plain(name) for name in columns))
 
 
 def lists_of(values: np.ndarray) -> Any:
