@@ -25,16 +25,17 @@ from jaxdl.spark.processes import (
     reason_of,
     run_process,
 )
-from jaxdl.spark.rows import HELD_OUT, LABEL, PartitionWriter, digest_of
+from jaxdl.spark.rows import LABEL, Columns, PartitionWriter, digest_of
 from jaxdl.spark.scoring import lists_of, newest, scored, scorer
 from jaxdl.spark.stream import Ended, Stream
 
 SECRET = "0123456789abcdef"
+NAMES = Columns(("number",), "class", "mine", written=("x",))
 
 
 def batch(x, labels, held=None):
     held = [False] * len(x) if held is None else held
-    return pyarrow.RecordBatch.from_pydict({"x": x, LABEL: labels, HELD_OUT: held})
+    return pyarrow.RecordBatch.from_pydict({"c0": x, "c1": labels, "c2": held})
 
 
 def job(*arguments, stream=None, **changes):
@@ -68,7 +69,7 @@ def test_row_groups_have_one_size_and_keep_the_order(tmp_path):
         rows = range(first, first + size)
         batches.append(batch(list(rows), [float(x % 3) for x in rows], [x % 4 == 0 for x in rows]))
         first += size
-    written = PartitionWriter(tmp_path, 3, 6).write(iter([*batches, batch([], [])]))
+    written = PartitionWriter(tmp_path, 3, 6, NAMES).write(iter([*batches, batch([], [])]))
     assert [(one.split, one.file) for one in written] == [
         ("train", "train-00003.parquet"),
         ("test", "test-00003.parquet"),
@@ -93,23 +94,24 @@ def test_the_digest_is_of_rows_whatever_their_order():
 
 
 @pytest.mark.parametrize(
-    ("x", "labels", "problem"),
+    ("x", "labels", "held", "problem"),
     [
-        ([1, None], [0.0, 1.0], "column 'x': a row has null"),
-        ([1, 2], [0.0, None], "labelCol: the label 'label' is null"),
-        ([1, 2], [0.0, 1.5], r"labelCol: the label 'label' is 1\.5 in a row\. Labels are"),
-        ([1, 2**24 + 1], [0.0, 1.0], r"featuresCol: column 'x' has the integer 16777217 in a row; .*Scale it"),
+        ([1, None], [0.0, 1.0], None, "column 'number': a row has null"),
+        ([1, 2], [0.0, 1.0], [True, None], "column 'mine': a row has null"),
+        ([1, 2], [0.0, None], None, "labelCol: the label 'class' is null"),
+        ([1, 2], [0.0, 1.5], None, r"labelCol: the label 'class' is 1\.5 in a row\. Labels are"),
+        ([1, 2**24 + 1], [0.0, 1.0], None, r"featuresCol: column 'number' has the integer 16777217 in a row; .*Scale"),
     ],
 )
-def test_bad_rows_leave_no_file(tmp_path, x, labels, problem):
+def test_bad_rows_leave_no_file(tmp_path, x, labels, held, problem):
     with pytest.raises(ConfigError, match=problem):
-        PartitionWriter(tmp_path, 0, 10).write(iter([batch([1], [0.0]), batch(x, labels)]))
+        PartitionWriter(tmp_path, 0, 10, NAMES).write(iter([batch([1], [0.0]), batch(x, labels, held)]))
     assert not [*tmp_path.iterdir()]
 
 
 def test_a_folder_that_executors_do_not_have(tmp_path):
     with pytest.raises(ConfigError, match=r"the executor on \S+ cannot write there.*driver and all executors share"):
-        PartitionWriter(tmp_path / "gone", 0, 10).write(iter([batch([1], [0.0])]))
+        PartitionWriter(tmp_path / "gone", 0, 10, NAMES).write(iter([batch([1], [0.0])]))
 
 
 # Processes

@@ -197,7 +197,7 @@ class JaxdlClassifierModel(Model, ScoringParams, DefaultParamsReadable, DefaultP
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         features = as_trained(dataset, self.features, self.getWorkdir())
-        score = score_udf(self.getWorkdir(), checked_batch_size(self.getBatchSize()))
+        score = score_udf(self.getWorkdir(), features, checked_batch_size(self.getBatchSize()))
         scored = dataset.withColumn(_SCORES, score(*feature_columns(dataset, features)))
         made = {
             self.getRawPredictionCol(): array_to_vector(F.col(f"{_SCORES}.rawPrediction")),

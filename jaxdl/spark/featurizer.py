@@ -89,5 +89,5 @@ class JaxdlFeaturizer(Transformer, HasFeatures, HasWorkdir, HasOutputCol, Defaul
     def _transform(self, dataset: DataFrame) -> DataFrame:
         layer, features = self.getLayer(), as_trained(dataset, self.features, self.getWorkdir())
         batch_size = checked_batch_size(self.getBatchSize())
-        feature = feature_udf(self.getWorkdir(), layer, batch_size, pool=self.getPool())
+        feature = feature_udf(self.getWorkdir(), features, layer, batch_size, pool=self.getPool())
         return dataset.withColumn(self.getOutputCol(), array_to_vector(feature(*feature_columns(dataset, features))))

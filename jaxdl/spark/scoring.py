@@ -61,9 +61,12 @@ class Scorer:
         photos = getattr(self.predictor.experiment.data, "photos", None)
         self._photos = photos if isinstance(photos, Photos) else None
 
-    def logits(self, columns: Sequence[Any]) -> np.ndarray:
-        """The outputs of the network, float32 [row, ...], for columns of Arrow (arrays of one length)."""
-        return self._batched(self.predictor.logits, columns)
+    def logits(self, columns: Sequence[Any], names: Sequence[str] = ()) -> np.ndarray:
+        """The outputs of the network, float32 [row, ...], for columns of Arrow (arrays of one length).
+
+        `names` is what messages call the columns; by default the names of training.
+        """
+        return self._batched(self.predictor.logits, columns, names)
 
     def predictions(self, columns: Sequence[Any]) -> np.ndarray:
         """The predictions of the task, float32 [row, ...]; of a classifier the probabilities."""
@@ -73,20 +76,20 @@ class Scorer:
         """The predictions of the task from outputs of the network."""
         return np.asarray(self.predictor.parts.task.predictions(logits), np.float32)
 
-    def features(self, columns: Sequence[Any], layer: str, *, pool: bool) -> np.ndarray:
-        """The output of a layer, float32 [row, feature]."""
-        found = self._batched(functools.partial(self.predictor.features, layer=layer, pool=pool), columns)
+    def features(self, columns: Sequence[Any], layer: str, names: Sequence[str] = (), *, pool: bool) -> np.ndarray:
+        """The output of a layer, float32 [row, feature]; `names` as for `logits`."""
+        found = self._batched(functools.partial(self.predictor.features, layer=layer, pool=pool), columns, names)
         return found.reshape(len(found), -1)
 
-    def _batched(self, function: Any, columns: Sequence[Any]) -> np.ndarray:
-        values, found = self.inputs(columns), []
+    def _batched(self, function: Any, columns: Sequence[Any], names: Sequence[str] = ()) -> np.ndarray:
+        values, found = self.inputs(columns, names), []
         for start in range(0, max(len(values), 1), self.batch_size):
             batch = values[start : start + self.batch_size]
             padding = np.zeros((self.batch_size - len(batch), *batch.shape[1:]), batch.dtype)
             found.append(np.asarray(function(np.concatenate([batch, padding])))[: len(batch)])
         return np.concatenate(found)
 
-    def inputs(self, columns: Sequence[Any]) -> np.ndarray:
+    def inputs(self, columns: Sequence[Any], names: Sequence[str] = ()) -> np.ndarray:
         """What the network reads of columns: images uint8 [row, height, width, channel], or numbers [row, column].
 
         Raises ConfigError for a null, and for what the network was not trained on.
@@ -96,7 +99,8 @@ class Scorer:
                 raise ConfigError("featuresCol: a row has null. Fill it, or drop such rows: df.na.drop().")
             return self._images(columns[0].to_pylist(), self._spec)
         trained = getattr(self._spec, "columns", ())
-        names = trained if len(trained) == len(columns) else ["features"] * len(columns)
+        names = names or trained_columns(trained)
+        names = names if len(names) == len(columns) else ["features"] * len(columns)
         if not len(columns[0]):
             return np.zeros((0, len(trained)), np.float32)
         wheres = [Where("featuresCol", name, ROW) for name in names]
@@ -140,13 +144,18 @@ def lists_of(values: np.ndarray) -> Any:
     return pyarrow.ListArray.from_arrays(pyarrow.array(ends), pyarrow.array(flat.ravel()))
 
 
-def scored(trained: Trained, batch_size: int, batches: Iterator[Sequence[Any]]) -> Iterator[Any]:
-    """For batches of feature columns, structs of Arrow: rawPrediction and probability (lists), prediction (double)."""
+def scored(
+    trained: Trained, batch_size: int, batches: Iterator[Sequence[Any]], names: Sequence[str] = ()
+) -> Iterator[Any]:
+    """For batches of feature columns, structs of Arrow: rawPrediction and probability (lists), prediction (double).
+
+    `names` is what messages call the columns.
+    """
     import pyarrow
 
     network = scorer(trained, batch_size)
     for columns in batches:
-        logits = network.logits(columns)
+        logits = network.logits(columns, names)
         if logits.ndim != 2:
             raise ConfigError(
                 f"{trained.workdir}: its network has outputs {list(logits.shape[1:])}, so it is no classifier."
