@@ -282,6 +282,16 @@ def test_overrides_of_an_experiment():
 # Scoring
 
 
+def test_the_newest_checkpoint_is_found_from_any_working_directory(tiny_run, monkeypatch):
+    wanted, workdir = newest(tiny_run.workdir), tiny_run.workdir
+    monkeypatch.setenv("HOME", str(workdir.parent))
+    monkeypatch.chdir(workdir.parent)
+    assert newest(f"~/{workdir.name}") == newest(workdir.name) == wanted
+    assert wanted.workdir == str(workdir)
+    with pytest.raises(ConfigError, match="empty"):
+        newest("")
+
+
 def test_scores_are_those_of_the_predictor(tiny_run):
     images = tiny_run.plan.splits.test.batch(np.arange(11))["image"]
     column = pyarrow.array([one.tolist() for one in images])

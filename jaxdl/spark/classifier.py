@@ -111,7 +111,7 @@ class JaxdlClassifier(Estimator, ClassifierParams, DefaultParamsReadable, Defaul
         )
 
     def _fit(self, dataset: DataFrame) -> JaxdlClassifierModel:
-        config, workdir = self.getConfig(), Path(self.getWorkdir()).expanduser().absolute()
+        config, workdir = self.getConfig(), Path(self.getWorkdir())
         processes, gpus = self.getNumProcesses(), self.getGpusPerProcess()
         group_rows, features = self.getRowGroupRows(), self.features
         checked_batch_size(self.getBatchSize())

@@ -37,9 +37,11 @@ class Trained(NamedTuple):
 
 def newest(workdir: str | Path) -> Trained:
     """The newest checkpoint of the run in a workdir. Raises ConfigError when there is none."""
+    if str(workdir).strip():  # Executors have another working directory, and may have another home.
+        workdir = Path(workdir).expanduser().absolute()
     folder = check_run(workdir)
     step = max(check_checkpoint(folder, "newest"))
-    return Trained(str(workdir), step, (folder / CHECKPOINTS_FOLDER / step_folder(step)).stat().st_mtime_ns)
+    return Trained(str(folder), step, (folder / CHECKPOINTS_FOLDER / step_folder(step)).stat().st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=2)
