@@ -16,7 +16,7 @@ from pyspark.ml.feature import VectorAssembler
 from pyspark.sql import functions as F
 from spark_session import points_of, session
 
-from jaxdl.spark import JaxdlClassifier, JaxdlClassifierModel
+from jaxdl.spark import JaxdlClassifier, JaxdlClassifierModel, JaxdlFeaturizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.long("each Python stage of Spark starts processes")]
 
@@ -26,7 +26,7 @@ def points(tmp_path_factory):
     """`points_of`, with a vector `v` of two of the numbers, and names with a dot and brackets."""
     with session(tmp_path_factory.mktemp("spark")) as spark:
         frame = VectorAssembler(inputCols=["a", "b"], outputCol="v").transform(points_of(spark))
-        yield frame.withColumns({"c.x": F.col("c"), "v[0]": F.col("a"), "image": F.lit(None).cast("double")}).cache()
+        yield frame.withColumns({"c.x": F.col("c"), "v[0]": F.col("a")}).cache()
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +76,8 @@ def test_a_null_while_scoring_is_in_a_column_of_the_user(fitted, points):
         ([], {}, {}, r"featuresCol=\[\]: it names no column\. Give one"),
         (["a", "b", "a"], {}, {}, r"featuresCol=\['a', 'b', 'a'\]: 'a' is there twice"),
         (["v", "v[0]"], {}, {}, r"'v\[0\]' is also the name of a number of 'v'"),
-        (["a", "image"], {}, {}, r"column 'image': a row has null"),
         (["v", "c"], {}, {"v": "vector"}, r"column 'v': a row has null"),
+        (["a"], {"overrides": {"data.label": "c"}}, {}, r"overrides: data\.label has no effect.*kind tabular"),
         (["a"], {"validationIndicatorCol": "mine"}, {"mine": "boolean"}, r"column 'mine': a row has null"),
     ],
 )
@@ -86,3 +86,16 @@ def test_a_mistake_names_the_columns_of_the_user(place, points, features, change
     frame = points.withColumns({name: F.lit(None).cast(types.get(kind, kind)) for name, kind in columns.items()})
     with pytest.raises(ConfigError, match=problem):
         classifier(place / "mistakes", features, **changes).fit(frame)
+
+
+def test_no_column_is_overwritten(fitted, place, points):
+    again = fitted.copy({fitted.probabilityCol: "", fitted.rawPredictionCol: "", fitted.predictionCol: "KIND"})
+    with pytest.raises(ConfigError, match=r"predictionCol='KIND': there is a column of that name\. Choose another"):
+        again.transform(points)
+    with pytest.raises(ConfigError, match=r"probabilityCol='y': there is a column"):
+        fitted.copy({fitted.probabilityCol: "y", fitted.rawPredictionCol: "y"}).transform(points)
+    featurizer = JaxdlFeaturizer(workdir=str(place / "run"), layer="head", featuresCol=["v", "c.x"], outputCol="a")
+    with pytest.raises(ConfigError, match=r"outputCol='a': there is a column of that name"):
+        featurizer.transform(points)
+    new = featurizer.setOutputCol("new.y").transform(points)
+    assert new.columns == [*points.columns, "new.y"]

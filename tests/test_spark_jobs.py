@@ -1,5 +1,6 @@
 """What runs beside Spark, without it: the files of an executor, processes and their ends, fitting, scoring."""
 
+import contextlib
 import importlib.util
 import signal
 import threading
@@ -14,7 +15,7 @@ from runs import ROOT, Started, wait_for
 import jaxdl.spark
 from jaxdl.config import ConfigError
 from jaxdl.data import TFDS, Digits, ParquetImages, ParquetPhotos, Photos, Tabular
-from jaxdl.spark.fitting import check_workdir, data_of, experiment_of, metrics_of, write_experiment
+from jaxdl.spark.fitting import check_overrides, check_workdir, data_of, experiment_of, metrics_of, write_experiment
 from jaxdl.spark.processes import (
     Job,
     Outcome,
@@ -277,6 +278,27 @@ def test_overrides_of_an_experiment():
     assert (found.epochs, found.mesh.cpu_devices) == (2, None)
     with pytest.raises(ConfigError, match="no such file"):
         experiment_of("nowhere.py", {}, gpus=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "form", "overrides", "has_effect"),
+    [
+        ("tabular_mlp", "numbers", {"data.normalize": False, "data.num_classes": None, "data": "tabular"}, True),
+        ("tabular_mlp", "numbers", {"epochs": 2, "data.test_fraction": 0.3, "data.num_classes": 4}, True),
+        ("tabular_mlp", "numbers", {"data.train": ("x.csv",)}, False),
+        ("tabular_mlp", "numbers", {"data.features": ("a",)}, False),
+        ("tabular_mlp", "images", {"data.normalize": False}, False),
+        ("photographs", "images", {"data.photos.size": 64}, True),
+        ("photographs", "numbers", {"data.photos.size": 64}, False),
+    ],
+)
+def test_overrides_of_data_take_effect_or_are_an_error(config, form, overrides, has_effect):
+    experiment = experiment_of(f"{ROOT}/configs/{config}.py", overrides, gpus=False)
+    data = data_of(experiment.data, form, (), (), ["one"], None)
+    with (
+        contextlib.nullcontext() if has_effect else pytest.raises(ConfigError, match=r"overrides: data.*has no effect")
+    ):
+        check_overrides(overrides, experiment, data)
 
 
 # Scoring

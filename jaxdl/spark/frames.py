@@ -10,7 +10,7 @@ import hashlib
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +43,17 @@ def check_columns(frame: DataFrame, names: Sequence[str], param: str) -> None:
     for name in names:
         if name not in frame.columns:
             raise ConfigError(f"{param}={name!r}: the DataFrame has no such column; it has {', '.join(frame.columns)}.")
+
+
+def check_new(frame: DataFrame, outputs: Mapping[str, str]) -> None:
+    """Raises ConfigError for an output column, given by parameter, that would replace a column or another output."""
+    exact = frame.sparkSession.conf.get("spark.sql.caseSensitive") == "true"
+    taken = {name if exact else name.lower() for name in frame.columns}
+    for param, name in outputs.items():
+        key = name if exact else name.lower()
+        if key in taken:
+            raise ConfigError(f"{param}={name!r}: there is a column of that name. Choose another, or drop that column.")
+        taken |= {key} if key else set()
 
 
 def form_of(frame: DataFrame, names: Sequence[str], param: str = "featuresCol") -> Form:
