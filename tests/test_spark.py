@@ -9,7 +9,6 @@ import io
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -32,8 +31,8 @@ from pyspark.ml.classification import LogisticRegression
 from pyspark.ml.evaluation import BinaryClassificationEvaluator, MulticlassClassificationEvaluator
 from pyspark.ml.feature import StringIndexer, VectorAssembler
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
-from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
+from spark_session import points_of, session
 
 from jaxdl.spark import (
     JaxDistributor,
@@ -71,15 +70,8 @@ def config():
 
 @pytest.fixture(scope="module")
 def spark(tmp_path_factory):
-    os.environ |= {"SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable}
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    folder = str(tmp_path_factory.mktemp("spark"))
-    builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
-    builder = builder.config("spark.sql.shuffle.partitions", 2).config("spark.local.dir", folder)
-    session = builder.config("spark.sql.warehouse.dir", folder).config("spark.driver.memory", "1g").getOrCreate()
-    session.sparkContext.setLogLevel("OFF")
-    yield session
-    session.stop()
+    with session(tmp_path_factory.mktemp("spark")) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -240,10 +232,7 @@ def test_a_table_of_columns_and_of_vectors(place, spark):
 
 @pytest.fixture(scope="module")
 def points(spark):
-    """300 rows of 3 numbers; the class says whether their sum is positive."""
-    x = np.random.default_rng(0).normal(size=(300, 3))
-    rows = [(*map(float, row), int(row.sum() > 0)) for row in x]
-    return spark.createDataFrame(rows, "a double, b double, c double, kind int").coalesce(1).cache()
+    return points_of(spark)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """What runs beside Spark, without it: the files of an executor, processes and their ends, fitting, scoring."""
 
+import contextlib
 import importlib.util
 import signal
 import threading
@@ -14,7 +15,7 @@ from runs import ROOT, Started, wait_for
 import jaxdl.spark
 from jaxdl.config import ConfigError
 from jaxdl.data import TFDS, Digits, ParquetImages, ParquetPhotos, Photos, Tabular
-from jaxdl.spark.fitting import check_workdir, data_of, experiment_of, metrics_of, write_experiment
+from jaxdl.spark.fitting import check_overrides, check_workdir, data_of, experiment_of, metrics_of, write_experiment
 from jaxdl.spark.processes import (
     Job,
     Outcome,
@@ -25,16 +26,17 @@ from jaxdl.spark.processes import (
     reason_of,
     run_process,
 )
-from jaxdl.spark.rows import HELD_OUT, LABEL, PartitionWriter, digest_of
+from jaxdl.spark.rows import LABEL, Columns, PartitionWriter, digest_of
 from jaxdl.spark.scoring import lists_of, newest, scored, scorer
 from jaxdl.spark.stream import Ended, Stream
 
 SECRET = "0123456789abcdef"
+NAMES = Columns(("number",), "class", "mine", written=("x",))
 
 
 def batch(x, labels, held=None):
     held = [False] * len(x) if held is None else held
-    return pyarrow.RecordBatch.from_pydict({"x": x, LABEL: labels, HELD_OUT: held})
+    return pyarrow.RecordBatch.from_pydict({"c0": x, "c1": labels, "c2": held})
 
 
 def job(*arguments, stream=None, **changes):
@@ -68,7 +70,7 @@ def test_row_groups_have_one_size_and_keep_the_order(tmp_path):
         rows = range(first, first + size)
         batches.append(batch(list(rows), [float(x % 3) for x in rows], [x % 4 == 0 for x in rows]))
         first += size
-    written = PartitionWriter(tmp_path, 3, 6).write(iter([*batches, batch([], [])]))
+    written = PartitionWriter(tmp_path, 3, 6, NAMES).write(iter([*batches, batch([], [])]))
     assert [(one.split, one.file) for one in written] == [
         ("train", "train-00003.parquet"),
         ("test", "test-00003.parquet"),
@@ -93,23 +95,24 @@ def test_the_digest_is_of_rows_whatever_their_order():
 
 
 @pytest.mark.parametrize(
-    ("x", "labels", "problem"),
+    ("x", "labels", "held", "problem"),
     [
-        ([1, None], [0.0, 1.0], "column 'x': a row has null"),
-        ([1, 2], [0.0, None], "labelCol: the label 'label' is null"),
-        ([1, 2], [0.0, 1.5], r"labelCol: the label 'label' is 1\.5 in a row\. Labels are"),
-        ([1, 2**24 + 1], [0.0, 1.0], r"featuresCol: column 'x' has the integer 16777217 in a row; .*Scale it"),
+        ([1, None], [0.0, 1.0], None, "column 'number': a row has null"),
+        ([1, 2], [0.0, 1.0], [True, None], "column 'mine': a row has null"),
+        ([1, 2], [0.0, None], None, "labelCol: the label 'class' is null"),
+        ([1, 2], [0.0, 1.5], None, r"labelCol: the label 'class' is 1\.5 in a row\. Labels are"),
+        ([1, 2**24 + 1], [0.0, 1.0], None, r"featuresCol: column 'number' has the integer 16777217 in a row; .*Scale"),
     ],
 )
-def test_bad_rows_leave_no_file(tmp_path, x, labels, problem):
+def test_bad_rows_leave_no_file(tmp_path, x, labels, held, problem):
     with pytest.raises(ConfigError, match=problem):
-        PartitionWriter(tmp_path, 0, 10).write(iter([batch([1], [0.0]), batch(x, labels)]))
+        PartitionWriter(tmp_path, 0, 10, NAMES).write(iter([batch([1], [0.0]), batch(x, labels, held)]))
     assert not [*tmp_path.iterdir()]
 
 
 def test_a_folder_that_executors_do_not_have(tmp_path):
     with pytest.raises(ConfigError, match=r"the executor on \S+ cannot write there.*driver and all executors share"):
-        PartitionWriter(tmp_path / "gone", 0, 10).write(iter([batch([1], [0.0])]))
+        PartitionWriter(tmp_path / "gone", 0, 10, NAMES).write(iter([batch([1], [0.0])]))
 
 
 # Processes
@@ -277,7 +280,38 @@ def test_overrides_of_an_experiment():
         experiment_of("nowhere.py", {}, gpus=False)
 
 
+@pytest.mark.parametrize(
+    ("config", "form", "overrides", "has_effect"),
+    [
+        ("tabular_mlp", "numbers", {"data.normalize": False, "data.num_classes": None, "data": "tabular"}, True),
+        ("tabular_mlp", "numbers", {"epochs": 2, "data.test_fraction": 0.3, "data.num_classes": 4}, True),
+        ("tabular_mlp", "numbers", {"data.train": ("x.csv",)}, False),
+        ("tabular_mlp", "numbers", {"data.features": ("a",)}, False),
+        ("tabular_mlp", "images", {"data.normalize": False}, False),
+        ("photographs", "images", {"data.photos.size": 64}, True),
+        ("photographs", "numbers", {"data.photos.size": 64}, False),
+    ],
+)
+def test_overrides_of_data_take_effect_or_are_an_error(config, form, overrides, has_effect):
+    experiment = experiment_of(f"{ROOT}/configs/{config}.py", overrides, gpus=False)
+    data = data_of(experiment.data, form, (), (), ["one"], None)
+    with (
+        contextlib.nullcontext() if has_effect else pytest.raises(ConfigError, match=r"overrides: data.*has no effect")
+    ):
+        check_overrides(overrides, experiment, data)
+
+
 # Scoring
+
+
+def test_the_newest_checkpoint_is_found_from_any_working_directory(tiny_run, monkeypatch):
+    wanted, workdir = newest(tiny_run.workdir), tiny_run.workdir
+    monkeypatch.setenv("HOME", str(workdir.parent))
+    monkeypatch.chdir(workdir.parent)
+    assert newest(f"~/{workdir.name}") == newest(workdir.name) == wanted
+    assert wanted.workdir == str(workdir)
+    with pytest.raises(ConfigError, match="empty"):
+        newest("")
 
 
 def test_scores_are_those_of_the_predictor(tiny_run):

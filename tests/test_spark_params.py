@@ -2,13 +2,21 @@
 
 import pytest
 
+from jaxdl.config import ConfigError
+
 pytest.importorskip("pyspark", reason="needs pyspark: pip install 'jaxdl[spark]'")
 
 from jaxdl.spark import JaxdlClassifier, JaxdlClassifierModel, JaxdlFeaturizer
 
 
 def test_every_parameter_has_a_setter_and_a_getter():
-    given = {"featuresCol": ["a", "b"], "overrides": {"epochs": 2}, "workdirPerFit": True, "pool": False}
+    given = {
+        "featuresCol": ["a", "b"],
+        "overrides": {"epochs": 2},
+        "workdirPerFit": True,
+        "pool": False,
+        "workdir": "/runs/a",
+    }
     for made in (JaxdlClassifier(), JaxdlClassifierModel(), JaxdlFeaturizer()):
         for param in made.params:
             name = param.name[0].upper() + param.name[1:]
@@ -17,3 +25,13 @@ def test_every_parameter_has_a_setter_and_a_getter():
             assert getattr(made, f"set{name}")(value) is made
             assert getattr(made, f"get{name}")() == value
             assert f"current: {value}" in made.explainParam(param)
+
+
+def test_a_workdir_is_absolute_for_all_processes(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    for made in (JaxdlClassifier, JaxdlClassifierModel, JaxdlFeaturizer):
+        assert made(workdir="~/run").getWorkdir() == "/home/me/run"
+        assert made(workdir="run").getWorkdir() == f"{tmp_path}/run"
+        with pytest.raises(ConfigError, match="workdir is not set"):
+            made(workdir="").getWorkdir()

@@ -24,6 +24,7 @@ from jaxdl.runs import check_run
 from jaxdl.spark.distributor import JaxDistributor
 from jaxdl.spark.fitting import (
     alone_in,
+    check_overrides,
     check_workdir,
     data_of,
     experiment_of,
@@ -31,7 +32,7 @@ from jaxdl.spark.fitting import (
     own_workdir,
     write_experiment,
 )
-from jaxdl.spark.frames import IMAGE, as_trained, check_columns, feature_columns, form_of, write_rows
+from jaxdl.spark.frames import IMAGE, as_trained, check_columns, check_new, feature_columns, form_of, write_rows
 from jaxdl.spark.params import ClassifierParams, ScoringParams
 from jaxdl.spark.rows import SPLITS
 from jaxdl.spark.udf import checked_batch_size, score_udf
@@ -111,13 +112,15 @@ class JaxdlClassifier(Estimator, ClassifierParams, DefaultParamsReadable, Defaul
         )
 
     def _fit(self, dataset: DataFrame) -> JaxdlClassifierModel:
-        config, workdir = self.getConfig(), Path(self.getWorkdir()).expanduser().absolute()
+        config, workdir = self.getConfig(), Path(self.getWorkdir())
         processes, gpus = self.getNumProcesses(), self.getGpusPerProcess()
         group_rows, features = self.getRowGroupRows(), self.features
         checked_batch_size(self.getBatchSize())
         form = form_of(dataset, features)
         check_columns(dataset, [self.getLabelCol()], "labelCol")
         experiment = experiment_of(config, self.getOverrides(), gpus=gpus > 0)
+        names = [IMAGE] if form == "images" else features
+        check_overrides(self.getOverrides(), experiment, data_of(experiment.data, form, (), (), names, None))
         distributor = JaxDistributor(processes, local_mode=False, use_gpu=gpus > 0)
         distributor.check(gpus or None)
         if not self.getWorkdirPerFit():
@@ -132,8 +135,7 @@ class JaxdlClassifier(Estimator, ClassifierParams, DefaultParamsReadable, Defaul
                 "rows, or leave it out: then a fifth of each class is."
             )
         train, test = (sorted(map(str, folder.glob(f"{split}-*.parquet"))) for split in ("train", "test"))
-        names = [IMAGE] if form == "images" else features
-        num_classes = max(one.num_classes for one in written)
+        num_classes = max(2, *(one.num_classes for one in written))
         data = data_of(experiment.data, form, train, test, names, num_classes)
         experiment = experiment.replaced({"data": data})
         workdir = own_workdir(workdir, experiment) if self.getWorkdirPerFit() else workdir
@@ -196,12 +198,15 @@ class JaxdlClassifierModel(Model, ScoringParams, DefaultParamsReadable, DefaultP
         return super().transform(dataset, params)
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
+        made = {name: self.getOrDefault(name) for name in ("rawPredictionCol", "probabilityCol", "predictionCol")}
+        check_new(dataset, made)
         features = as_trained(dataset, self.features, self.getWorkdir())
-        score = score_udf(self.getWorkdir(), checked_batch_size(self.getBatchSize()))
+        score = score_udf(self.getWorkdir(), features, checked_batch_size(self.getBatchSize()))
         scored = dataset.withColumn(_SCORES, score(*feature_columns(dataset, features)))
-        made = {
-            self.getRawPredictionCol(): array_to_vector(F.col(f"{_SCORES}.rawPrediction")),
-            self.getProbabilityCol(): array_to_vector(F.col(f"{_SCORES}.probability")),
-            self.getPredictionCol(): F.col(f"{_SCORES}.prediction"),
+        raw, probability, prediction = made.values()
+        columns = {
+            raw: array_to_vector(F.col(f"{_SCORES}.rawPrediction")),
+            probability: array_to_vector(F.col(f"{_SCORES}.probability")),
+            prediction: F.col(f"{_SCORES}.prediction"),
         }
-        return scored.withColumns({name: column for name, column in made.items() if name}).drop(_SCORES)
+        return scored.withColumns({name: column for name, column in columns.items() if name}).drop(_SCORES)

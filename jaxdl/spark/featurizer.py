@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame
 
 from jaxdl.config import ConfigError
 from jaxdl.errors import without_frames
-from jaxdl.spark.frames import as_trained, feature_columns
+from jaxdl.spark.frames import as_trained, check_new, feature_columns
 from jaxdl.spark.params import HasFeatures, HasOutputCol, HasWorkdir
 from jaxdl.spark.udf import checked_batch_size, feature_udf
 
@@ -87,7 +87,8 @@ class JaxdlFeaturizer(Transformer, HasFeatures, HasWorkdir, HasOutputCol, Defaul
         return super().transform(dataset, params)
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
+        check_new(dataset, {"outputCol": self.getOutputCol()})
         layer, features = self.getLayer(), as_trained(dataset, self.features, self.getWorkdir())
         batch_size = checked_batch_size(self.getBatchSize())
-        feature = feature_udf(self.getWorkdir(), layer, batch_size, pool=self.getPool())
+        feature = feature_udf(self.getWorkdir(), features, layer, batch_size, pool=self.getPool())
         return dataset.withColumn(self.getOutputCol(), array_to_vector(feature(*feature_columns(dataset, features))))

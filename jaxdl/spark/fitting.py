@@ -33,7 +33,7 @@ def experiment_of(config: str, overrides: Mapping[str, Any], *, gpus: bool) -> E
 
 
 def data_of(
-    given: Data, form: str, train: Sequence[str], test: Sequence[str], features: Sequence[str], num_classes: int
+    given: Data, form: str, train: Sequence[str], test: Sequence[str], features: Sequence[str], num_classes: int | None
 ) -> Data:
     """The data config of written rows; `form` is "images" or "numbers", `features` are the columns.
 
@@ -41,7 +41,7 @@ def data_of(
     `photos`, are cropped and augmented as it says; other images are taken as they are.
     """
     known = getattr(given, "num_classes", None)  # A subset may lack the last classes.
-    files = {"train": tuple(train), "test": tuple(test), "label": "label", "num_classes": known or max(2, num_classes)}
+    files = {"train": tuple(train), "test": tuple(test), "label": "label", "num_classes": known or num_classes}
     photos = getattr(given, "photos", None)
     if form == "numbers":
         base: Data = given if given.kind == Tabular.kind else Tabular()
@@ -51,6 +51,19 @@ def data_of(
     else:
         base = given if given.kind == ParquetImages.kind else ParquetImages()
     return base.replaced(files | {"image": features[0]})
+
+
+def check_overrides(overrides: Mapping[str, Any], experiment: Experiment, data: Data) -> None:
+    """Raises ConfigError for an override of the experiment's data that `data`, made of the rows, does not have."""
+    given, made = (flat(json.loads(one.to_json())) for one in (experiment, experiment.replaced({"data": data})))
+    for path in overrides:
+        there, here = ({name: one[name] for name in one if f"{name}.".startswith(f"{path}.")} for one in (given, made))
+        if path.startswith("data.") and there != here:
+            raise ConfigError(
+                f"overrides: {path} has no effect, since rows of a DataFrame are data of the kind {data.kind}, with "
+                "files and columns of their own. Leave it out; featuresCol, labelCol and validationIndicatorCol name "
+                "the columns."
+            )
 
 
 def own_workdir(workdir: Path, experiment: Experiment) -> Path:

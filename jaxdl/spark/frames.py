@@ -10,7 +10,7 @@ import hashlib
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,8 @@ from jaxdl.config import ConfigError
 from jaxdl.data import NumbersSpec
 from jaxdl.predictor import trained_on
 from jaxdl.runs import check_run
-from jaxdl.spark.rows import HELD_OUT, LABEL, SPLITS, PartitionWriter, Written
+from jaxdl.spark.rows import LABEL, SPLITS, Columns, PartitionWriter, Written
+from jaxdl.spark.scoring import plain, trained_columns
 
 IMAGE = "image"
 IMAGE_GROUP_ROWS, TABLE_GROUP_ROWS = 16, 4096
@@ -44,9 +45,21 @@ def check_columns(frame: DataFrame, names: Sequence[str], param: str) -> None:
             raise ConfigError(f"{param}={name!r}: the DataFrame has no such column; it has {', '.join(frame.columns)}.")
 
 
+def check_new(frame: DataFrame, outputs: Mapping[str, str]) -> None:
+    """Raises ConfigError for an output column, given by parameter, that would replace a column or another output."""
+    exact = frame.sparkSession.conf.get("spark.sql.caseSensitive") == "true"
+    taken = {name if exact else name.lower() for name in frame.columns}
+    for param, name in outputs.items():
+        key = name if exact else name.lower()
+        if key in taken:
+            raise ConfigError(f"{param}={name!r}: there is a column of that name. Choose another, or drop that column.")
+        taken |= {key} if key else set()
+
+
 def form_of(frame: DataFrame, names: Sequence[str], param: str = "featuresCol") -> Form:
     """Whether feature columns hold images or numbers. Raises ConfigError for anything else."""
     check_columns(frame, names, param)
+    _check_distinct(frame, names, param)
     found = [_form(frame.schema[name].dataType) for name in names]
     for name, form in zip(names, found, strict=True):
         if form is None:
@@ -58,6 +71,20 @@ def form_of(frame: DataFrame, names: Sequence[str], param: str = "featuresCol") 
     if "images" in found and len(found) > 1:
         raise ConfigError(f"{param}={list(names)}: images are one column alone. Give that.")
     return "images" if found == ["images"] else "numbers"
+
+
+def _check_distinct(frame: DataFrame, names: Sequence[str], param: str) -> None:
+    """Raises ConfigError for no column, one that is named twice, and columns whose numbers would have one name."""
+    if not names:
+        raise ConfigError(f"{param}=[]: it names no column. Give one, or several.")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"{param}={list(names)}: {twice[0]!r} is there twice. Give each column once.")
+    lists = [name for name in names if _is_list(frame, name)]
+    for name in names:
+        if (vector := plain(name)) != name and vector in lists:
+            raise ConfigError(
+                f"{param}={list(names)}: {name!r} is also the name of a number of {vector!r}. Rename one."
+            )
 
 
 def _form(kind: DataType) -> Form | None:
@@ -79,20 +106,29 @@ def as_trained(frame: DataFrame, names: Sequence[str], workdir: str) -> list[str
         raise ConfigError(
             f"featuresCol={list(names)}: they hold {form}; the network of {workdir} reads {spec.modality}."
         )
-    columns = list(getattr(spec, "columns", names))
-    if all(isinstance(frame.schema[name].dataType, NumericType | BooleanType) for name in names):
-        if sorted(names) != sorted(columns):
-            raise ConfigError(
-                f"featuresCol={list(names)}: the network of {workdir} was trained on {', '.join(columns)}. Give these."
-            )
-        return columns
-    return list(names)
+    if form == "images" or (len(names) == 1 and _is_list(frame, names[0])):
+        return list(names)  # A vector alone has all numbers in their order, whatever its name.
+    columns = trained_columns(getattr(spec, "columns", names), names)
+    if sorted(names) != sorted(columns):
+        raise ConfigError(
+            f"featuresCol={list(names)}: the network of {workdir} was trained on {', '.join(columns)}. Give these."
+        )
+    return columns
+
+
+def _is_list(frame: DataFrame, name: str) -> bool:
+    return isinstance(frame.schema[name].dataType, ArrayType | VectorUDT)
 
 
 def feature_columns(frame: DataFrame, names: Sequence[str]) -> list[Column]:
     """The feature columns as Arrow can hold them: vectors as arrays."""
     found = [(_named(frame, name), frame.schema[name].dataType) for name in names]
-    return [vector_to_array(column) if isinstance(kind, VectorUDT) else column for column, kind in found]
+    return [_array_of(column) if isinstance(kind, VectorUDT) else column for column, kind in found]
+
+
+def _array_of(vector: Column) -> Column:
+    """A column of vectors as arrays; null stays null, which `vector_to_array` would end the job about."""
+    return F.when(vector.isNotNull(), vector_to_array(vector))
 
 
 def _named(frame: DataFrame, name: str) -> Column:
@@ -120,13 +156,15 @@ def write_rows(
         check_columns(frame, [held_out], "validationIndicatorCol")
         if not isinstance(kind := frame.schema[held_out].dataType, BooleanType):
             raise ConfigError(f"validationIndicatorCol={held_out!r}: it holds {kind.simpleString()}, not booleans.")
-    taken = [name for name in features if name in (label, held_out, LABEL, HELD_OUT)]
+    taken = [name for name in features if name in (label, held_out, LABEL)]
     if taken and form == "numbers":
         raise ConfigError(f"featuresCol={taken[0]!r}: that name is for another column of the rows. Rename the feature.")
     names = [IMAGE] if form == "images" else list(features)
-    columns = [one.alias(name) for one, name in zip(feature_columns(frame, features), names, strict=True)]
-    columns.append(_named(frame, label).alias(LABEL))
-    columns.append((_named(frame, held_out) if held_out else F.lit(False)).alias(HELD_OUT))
+    given = [*feature_columns(frame, features), _named(frame, label)]
+    given.append(_named(frame, held_out) if held_out else F.lit(False))
+    # Spark looks for the names once more, and would take a dot in one for a field: the executors do not need them.
+    numbered = [column.alias(f"c{place}") for place, column in enumerate(given)]
+    columns = Columns(tuple(features), label, held_out, tuple(names))
     partial = folder / f"writing-{secrets.token_hex(4)}"
     try:
         partial.mkdir(parents=True)
@@ -134,10 +172,10 @@ def write_rows(
         raise ConfigError(f"workdir {folder.parent}: {error.strerror}. Choose a writable folder.") from None
     try:
         rows = group_rows or (IMAGE_GROUP_ROWS if form == "images" else TABLE_GROUP_ROWS)
-        found = frame.select(*columns).mapInArrow(functools.partial(_write, str(partial), rows), _OUTCOME).collect()
+        write = functools.partial(_write, str(partial), rows, columns)
+        found = frame.select(*numbered).mapInArrow(write, _OUTCOME).collect()
         if problem := next((row.problem for row in found if row.problem), None):
-            problem = problem.replace(f"the label {LABEL!r}", f"the label {label!r}")
-            raise ConfigError(problem.replace(f"column {IMAGE!r}", f"column {features[0]!r}"))
+            raise ConfigError(problem)
         written = [Written(row.split, row.file, row.num_rows, row.num_classes, int(row.digest)) for row in found]
         written.sort(key=lambda one: one.file)
         if not any(one.split == SPLITS[0] for one in written):
@@ -148,7 +186,7 @@ def write_rows(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(folder: str, group_rows: int, batches: Iterator[Any]) -> Iterator[Any]:
+def _write(folder: str, group_rows: int, columns: Columns, batches: Iterator[Any]) -> Iterator[Any]:
     """What an executor does with a partition; a problem comes back as a text, since Spark would retry a failure."""
     import pyarrow
 
@@ -156,7 +194,7 @@ def _write(folder: str, group_rows: int, batches: Iterator[Any]) -> Iterator[Any
     assert context is not None
     rows, problem = [], None
     try:
-        rows = PartitionWriter(Path(folder), context.partitionId(), group_rows).write(batches)
+        rows = PartitionWriter(Path(folder), context.partitionId(), group_rows, columns).write(batches)
     except ConfigError as error:
         problem = " ".join(str(error).split())
     found = [{**vars(one), "digest": str(one.digest), "problem": None} for one in rows]

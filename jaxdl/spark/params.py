@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Self
 
 from pyspark.ml.param import Param, Params, TypeConverters
@@ -92,10 +93,10 @@ class HasWorkdir(Params):
         return self._set(batchSize=value)
 
     def getWorkdir(self) -> str:
-        """The folder of the run. Raises ConfigError when it is not set."""
-        if not self.isSet(self.workdir):
+        """The folder of the run, absolute: executors have another working directory. Raises ConfigError without one."""
+        if not self.isSet(self.workdir) or not self.getOrDefault(self.workdir).strip():
             raise ConfigError("workdir is not set. Give a folder that the driver and all executors share.")
-        return self.getOrDefault(self.workdir)
+        return str(Path(self.getOrDefault(self.workdir)).expanduser().absolute())
 
     def getBatchSize(self) -> int:
         """Rows that the network gets at a time."""

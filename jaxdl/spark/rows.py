@@ -22,12 +22,23 @@ import numpy as np
 from jaxdl.config import ConfigError
 from jaxdl.data.arrow_numbers import Where, feature_numbers, holds_numbers, label_numbers
 
-LABEL, HELD_OUT = "label", "held_out"
-"""The columns of what is written beside the features; the second says which rows are held out, and is not kept."""
+LABEL = "label"
+"""The column of the labels in what is written."""
 SPLITS = ("train", "test")
 ROW = "a row"
 """What messages call a row: in Spark it has no number."""
 _DIGITS = 2**64
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What the user calls the columns of rows, which come as features, label, held out or not: for messages."""
+
+    features: tuple[str, ...]
+    label: str
+    held_out: str
+    written: tuple[str, ...]
+    """The names of the features in the files."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +57,15 @@ class Written:
 class PartitionWriter:
     """Writes the rows of a partition into a folder, whole files or none: a task that Spark repeats replaces them."""
 
-    def __init__(self, folder: Path, partition: int, group_rows: int) -> None:
-        self._folder, self._partition, self._group_rows = folder, partition, group_rows
+    def __init__(self, folder: Path, partition: int, group_rows: int, columns: Columns) -> None:
+        self._folder, self._partition, self._group_rows, self._columns = folder, partition, group_rows, columns
         self._partial = {split: folder / f".{split}-{partition}-{secrets.token_hex(4)}" for split in SPLITS}
         self._writers: dict[str, Any] = {}
         self._waiting: dict[str, list[Any]] = {split: [] for split in SPLITS}
         self._found = {split: [0, 0, 0] for split in SPLITS}
 
     def write(self, batches: Iterator[Any]) -> list[Written]:
-        """Writes batches of `pyarrow.RecordBatch`: the features, then `LABEL` (numbers), then `HELD_OUT` (booleans).
+        """Writes batches of `pyarrow.RecordBatch`: features, label (numbers), held out (booleans).
 
         Raises ConfigError for a label that is no whole number from 0, a feature that a network cannot read (a null,
         NaN, an integer beyond 2^24), and a folder that cannot be written.
@@ -81,17 +92,16 @@ class PartitionWriter:
 
         if not len(batch):
             return
-        for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            if column.null_count and name != LABEL:
+        names, (*arrays, label, held_out) = self._columns, batch.columns
+        for name, column in zip([*names.features, names.held_out], [*arrays, held_out], strict=True):
+            if column.null_count:
                 raise ConfigError(f"column {name!r}: a row has null. Fill it, or drop such rows: df.na.drop().")
-        labels = label_numbers(batch.column(LABEL), Where("labelCol", LABEL, ROW))
-        features = batch.schema.names[:-2]
-        arrays = [batch.column(name) for name in features]
-        for name, array in zip(features, arrays, strict=True):
+        labels = label_numbers(label, Where("labelCol", names.label, ROW))
+        for name, array in zip(names.features, arrays, strict=True):
             if holds_numbers(array.type):  # Else images. The run would refuse these too, after its processes started.
                 feature_numbers(array, Where("featuresCol", name, ROW))
-        kept = pyarrow.RecordBatch.from_arrays([*arrays, pyarrow.array(labels)], [*features, LABEL])
-        held = np.asarray(batch.column(HELD_OUT).to_numpy(zero_copy_only=False), bool)
+        kept = pyarrow.RecordBatch.from_arrays([*arrays, pyarrow.array(labels)], [*names.written, LABEL])
+        held = np.asarray(held_out.to_numpy(zero_copy_only=False), bool)
         for split, chosen in ((SPLITS[0], ~held), (SPLITS[1], held)):
             rows = kept.filter(pyarrow.array(chosen))
             if len(rows):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from jaxdl.runs import check_checkpoint, check_run
 from jaxdl.spark.rows import ROW
 
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+_PLACE = re.compile(r"\[\d+\]$")
+"""Which number of a vector it is, at the end of the name that `Tabular` gives it."""
 
 
 class Trained(NamedTuple):
@@ -34,9 +37,11 @@ class Trained(NamedTuple):
 
 def newest(workdir: str | Path) -> Trained:
     """The newest checkpoint of the run in a workdir. Raises ConfigError when there is none."""
+    if str(workdir).strip():  # Executors have another working directory, and may have another home.
+        workdir = Path(workdir).expanduser().absolute()
     folder = check_run(workdir)
     step = max(check_checkpoint(folder, "newest"))
-    return Trained(str(workdir), step, (folder / CHECKPOINTS_FOLDER / step_folder(step)).stat().st_mtime_ns)
+    return Trained(str(folder), step, (folder / CHECKPOINTS_FOLDER / step_folder(step)).stat().st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=2)
@@ -58,9 +63,12 @@ class Scorer:
         photos = getattr(self.predictor.experiment.data, "photos", None)
         self._photos = photos if isinstance(photos, Photos) else None
 
-    def logits(self, columns: Sequence[Any]) -> np.ndarray:
-        """The outputs of the network, float32 [row, ...], for columns of Arrow (arrays of one length)."""
-        return self._batched(self.predictor.logits, columns)
+    def logits(self, columns: Sequence[Any], names: Sequence[str] = ()) -> np.ndarray:
+        """The outputs of the network, float32 [row, ...], for columns of Arrow (arrays of one length).
+
+        `names` is what messages call the columns; by default the names of training.
+        """
+        return self._batched(self.predictor.logits, columns, names)
 
     def predictions(self, columns: Sequence[Any]) -> np.ndarray:
         """The predictions of the task, float32 [row, ...]; of a classifier the probabilities."""
@@ -70,20 +78,20 @@ class Scorer:
         """The predictions of the task from outputs of the network."""
         return np.asarray(self.predictor.parts.task.predictions(logits), np.float32)
 
-    def features(self, columns: Sequence[Any], layer: str, *, pool: bool) -> np.ndarray:
-        """The output of a layer, float32 [row, feature]."""
-        found = self._batched(functools.partial(self.predictor.features, layer=layer, pool=pool), columns)
+    def features(self, columns: Sequence[Any], layer: str, names: Sequence[str] = (), *, pool: bool) -> np.ndarray:
+        """The output of a layer, float32 [row, feature]; `names` as for `logits`."""
+        found = self._batched(functools.partial(self.predictor.features, layer=layer, pool=pool), columns, names)
         return found.reshape(len(found), -1)
 
-    def _batched(self, function: Any, columns: Sequence[Any]) -> np.ndarray:
-        values, found = self.inputs(columns), []
+    def _batched(self, function: Any, columns: Sequence[Any], names: Sequence[str] = ()) -> np.ndarray:
+        values, found = self.inputs(columns, names), []
         for start in range(0, max(len(values), 1), self.batch_size):
             batch = values[start : start + self.batch_size]
             padding = np.zeros((self.batch_size - len(batch), *batch.shape[1:]), batch.dtype)
             found.append(np.asarray(function(np.concatenate([batch, padding])))[: len(batch)])
         return np.concatenate(found)
 
-    def inputs(self, columns: Sequence[Any]) -> np.ndarray:
+    def inputs(self, columns: Sequence[Any], names: Sequence[str] = ()) -> np.ndarray:
         """What the network reads of columns: images uint8 [row, height, width, channel], or numbers [row, column].
 
         Raises ConfigError for a null, and for what the network was not trained on.
@@ -93,7 +101,8 @@ class Scorer:
                 raise ConfigError("featuresCol: a row has null. Fill it, or drop such rows: df.na.drop().")
             return self._images(columns[0].to_pylist(), self._spec)
         trained = getattr(self._spec, "columns", ())
-        names = trained if len(trained) == len(columns) else ["features"] * len(columns)
+        names = names or trained_columns(trained)
+        names = names if len(names) == len(columns) else ["features"] * len(columns)
         if not len(columns[0]):
             return np.zeros((0, len(trained)), np.float32)
         wheres = [Where("featuresCol", name, ROW) for name in names]
@@ -118,6 +127,16 @@ class Scorer:
         return np.stack(found) if found else np.zeros((0, *shape), np.uint8)
 
 
+def plain(name: str) -> str:
+    """The column of vectors or lists that a number is of: `v` of `v[0]`. Other names stay as they are."""
+    return _PLACE.sub("", name)
+
+
+def trained_columns(columns: Sequence[str], names: Sequence[str] = ()) -> list[str]:
+    """The columns whose numbers are `columns` of a `NumbersSpec`, in their order; those of `names` are no vectors."""
+    return list(dict.fromkeys(name if name in names else plain(name) for name in columns))
+
+
 def lists_of(values: np.ndarray) -> Any:
     """Rows [row, ...] as an Arrow array of lists of float32."""
     import pyarrow
@@ -127,13 +146,18 @@ def lists_of(values: np.ndarray) -> Any:
     return pyarrow.ListArray.from_arrays(pyarrow.array(ends), pyarrow.array(flat.ravel()))
 
 
-def scored(trained: Trained, batch_size: int, batches: Iterator[Sequence[Any]]) -> Iterator[Any]:
-    """For batches of feature columns, structs of Arrow: rawPrediction and probability (lists), prediction (double)."""
+def scored(
+    trained: Trained, batch_size: int, batches: Iterator[Sequence[Any]], names: Sequence[str] = ()
+) -> Iterator[Any]:
+    """For batches of feature columns, structs of Arrow: rawPrediction and probability (lists), prediction (double).
+
+    `names` is what messages call the columns.
+    """
     import pyarrow
 
     network = scorer(trained, batch_size)
     for columns in batches:
-        logits = network.logits(columns)
+        logits = network.logits(columns, names)
         if logits.ndim != 2:
             raise ConfigError(
                 f"{trained.workdir}: its network has outputs {list(logits.shape[1:])}, so it is no classifier."

@@ -40,26 +40,31 @@ def predictor_udf(workdir: str | Path, batch_size: int = 256) -> Callable[..., C
     return _iterating(predictions, "array<float>")
 
 
-def score_udf(workdir: str, batch_size: int) -> Callable[..., Column]:
-    """A function of feature columns whose value is a struct of rawPrediction, probability and prediction."""
+def score_udf(workdir: str, names: Sequence[str], batch_size: int) -> Callable[..., Column]:
+    """A function of feature columns whose value is a struct of rawPrediction, probability and prediction.
+
+    `names` is what messages call the columns.
+    """
     trained = newest(workdir)
 
     def scores(batches: Iterator[Any]) -> Iterator[Any]:
         use_own_gpus()
-        yield from scored(trained, batch_size, map(columns_of, batches))
+        yield from scored(trained, batch_size, map(columns_of, batches), names)
 
     return _iterating(scores, SCORED)
 
 
-def feature_udf(workdir: str, layer: str, batch_size: int, *, pool: bool) -> Callable[..., Column]:
-    """A function of feature columns whose value is the output of a layer, an array of floats."""
+def feature_udf(
+    workdir: str, names: Sequence[str], layer: str, batch_size: int, *, pool: bool
+) -> Callable[..., Column]:
+    """A function of feature columns whose value is the output of a layer, an array of floats; `names` as above."""
     trained = newest(workdir)
 
     def features(batches: Iterator[Any]) -> Iterator[Any]:
         use_own_gpus()
         network = scorer(trained, batch_size)
         for batch in batches:
-            yield lists_of(network.features(columns_of(batch), layer, pool=pool))
+            yield lists_of(network.features(columns_of(batch), layer, names, pool=pool))
 
     return _iterating(features, "array<float>")
 
