@@ -108,6 +108,20 @@ def test_mistakes_are_one_message(runs, tmp_path, monkeypatch, capsys, args, wor
     assert words in refusal(capsys, *args, run=main)
 
 
+def test_numbers_that_no_run_writes_are_left_out(runs):
+    with (runs[0] / METRICS_FILE).open("a") as file:
+        odd = [{"step": 50, "epoch": 5.0, "train/loss": 10**400, "examples_per_sec": "x"}, {"step": 10**400}]
+        file.write("\n" + "".join(json.dumps(row) + "\n" for row in odd) + "[" * 100_000 + "\n")
+    one = read_curves(runs[0])
+    assert (one.last("train/loss"), one.rows[-1]["step"]) == (2.5, 50)
+    np.testing.assert_allclose(one.points("train/loss", "time")[0], [2, 6, 8, 9])
+    (runs[0] / EXAMPLES_FILE).write_text('{"train": {"examples": Infinity}}')
+    assert read_curves(runs[0]).train_examples is None
+    (runs[0] / CONFIG_FILE).write_text("[" * 100_000)
+    with pytest.raises(jaxdl.ConfigError, match=r"runs/a: its .* cannot be read: it is nested too deeply"):
+        read_curves(runs[0])
+
+
 def test_a_run_that_measured_nothing_is_named(runs):
     (runs[0] / METRICS_FILE).write_text("")
     with pytest.raises(jaxdl.ConfigError, match="runs/a: there is no measurement"):
