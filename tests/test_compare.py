@@ -60,6 +60,29 @@ def test_last_and_best(runs):
     assert (one.last("eval/top5"), one.best("eval/top5")) == (None, None)
 
 
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [
+        ("eval/error", {"best": 0.9, "best_step": 2}),  # As the task says.
+        ("eval/rank", {"best": None, "best_step": None}),
+        ("eval/loss_share", {"best": None, "best_step": None}),
+        ("eval/text/loss", {"best": 0.1, "best_step": 1}),
+        ("eval/accuracy_top5", {"best": 0.9, "best_step": 2}),
+    ],
+)
+def test_the_best_value_is_that_of_the_task_and_none_where_it_is_not_known(tmp_path, capsys, metric, best):
+    task = {"kind": "loss", "best_metric": "error", "best_mode": "max"}
+    for name in "ab":
+        folder = make_run(tmp_path / name, [], [], {"task": task})
+        rows = [{"step": 1, metric: 0.1}, {"step": 2, metric: 0.9}]
+        (folder / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main([str(tmp_path), "--json"])
+    assert json.loads(capsys.readouterr().out)["runs"]["a"]["metrics"] == {metric: {"last": 0.9} | best}
+    main([str(tmp_path), "--out", str(tmp_path / "out.png")])
+    cells = capsys.readouterr().out.splitlines()[1].split()
+    assert cells == ["a", "2", "0.9"] + ([f"{best['best']:g}", "at", str(best["best_step"])] if best["best"] else [])
+
+
 def test_differences_of_configs(runs):
     curves = [read_curves(run) for run in runs]
     assert config_differences(curves) == {"optimizer.kind": ["sgd", "lars"], "optimizer.trust": [None, 1]}

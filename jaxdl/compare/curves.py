@@ -14,7 +14,7 @@ import numpy as np
 from jaxdl.cluster.consistency import flat
 from jaxdl.errors import ConfigError
 from jaxdl.files import CONFIG_FILE, EXAMPLES_FILE, METRICS_FILE
-from jaxdl.report.plots import LOWER_IS_BETTER
+from jaxdl.report.directions import is_higher_better
 from jaxdl.status.parsing import parse_json
 
 By = Literal["step", "examples", "time"]
@@ -67,11 +67,16 @@ class Curves:
         return float(values[-1]) if len(values) else None
 
     def best(self, metric: str) -> tuple[float, int] | None:
-        """(best value of a metric, its step): the least of a loss and the like, the largest of another."""
+        """(best value of a metric, its step); None where it is not known whether a higher value is better.
+
+        It is known for the best metric of the task, if the config says which that is, and for loss, accuracy, ...
+        """
         steps, values = self.points(metric)
-        if not len(values):
+        best = self.config.get("task.best_metric"), self.config.get("task.best_mode")
+        rises = is_higher_better(metric, best if best[1] in ("max", "min") else None)
+        if not len(values) or rises is None:
             return None
-        place = int(np.argmin(values) if any(word in metric for word in LOWER_IS_BETTER) else np.argmax(values))
+        place = int(np.argmax(values) if rises else np.argmin(values))
         return float(values[place]), int(steps[place])
 
 
