@@ -19,7 +19,6 @@ from jaxdl.options import parse
 from jaxdl.report import Event, History, sender
 from jaxdl.report.tracking import Kept, Trackers
 from jaxdl.trackers import MLflow, Tracker, Trackio, Wandb, Writer
-from jaxdl.trackers.mlflow import allowed_name
 
 ONE = jax.devices()[:1]
 
@@ -190,21 +189,6 @@ def test_the_id_of_a_run_is_kept_before_anything_else_of_it_can_fail(tmp_path, w
     Process(tmp_path, warnings).end()
     assert warnings[0].startswith("tracker fake: ConnectionError"), "it was flushed when it was opened, without rows"
     assert json.loads((tmp_path / TRACKERS_FILE).read_text())["runs"]["fake"]["run"] == "run 1"
-
-
-@pytest.mark.parametrize(
-    ("name", "allowed"),
-    [
-        ("optimizer.rate_factors.stem*", "optimizer.rate_factors.stem_"),
-        ("eval/top 5:é-1", "eval/top 5:é-1"),
-        ("/a//./b/../..c/", "a/b/__/__c"),
-        ("", "_"),
-        ("...", "__."),
-        ("a\n" * 200, "a_" * 125),
-    ],
-)
-def test_names_that_mlflow_takes(name, allowed):
-    assert allowed_name(name) == allowed
 
 
 def test_a_server_that_stays_away_costs_one_warning_and_the_rows_are_counted(tmp_path, warnings):

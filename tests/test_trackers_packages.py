@@ -15,6 +15,7 @@ from jaxdl.files import METRICS_FILE, TRACKERS_FILE, TRACKERS_FOLDER
 from jaxdl.report import Event, History, sender
 from jaxdl.report.tracking import Trackers
 from jaxdl.trackers import MLflow, TrackedRun, Trackio, Wandb
+from jaxdl.trackers.mlflow import allowed_name
 
 NAN = float("nan")
 
@@ -106,6 +107,21 @@ def test_mlflow_in_the_workdir(tmp_path, monkeypatch):
     # Metrics cannot be removed: the run with the dropped rows is in MLflow's trash, and the other is the only one.
     assert client.get_run(first).info.lifecycle_stage == "deleted"
     assert len(client.search_runs([run.info.experiment_id])) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("optimizer.rate_factors.stem*", "optimizer.rate_factors.stem_"),
+        ("eval/top 5:é-1", "eval/top 5:é-1"),
+        ("/a//./b/../..c/", "a/b/__/__c"),
+        ("", "_"),
+        ("...", "__."),
+        ("a\n" * 200, "a_" * 125),
+    ],
+)
+def test_names_that_mlflow_takes(name, allowed):
+    assert allowed_name(name) == allowed
 
 
 ODD_NAMES = {"stem*": 0.1, "stem?": 0.2, "a/../b//c/": 1, "": 2, "long" * 100: 3, "d.é-:_ 9": 4}
