@@ -186,7 +186,8 @@ def test_thresholds_name_what_is_slower():
         "", "[]", "{}", '{"about": {}, "examples": {}, "rows": {}}',
         '{"about": {}, "examples": {}, "rows": {"a": {"sec": -1, "tolerance": 0.1}}}',
         '{"about": {}, "examples": {"1x": 0}, "rows": {"a": {"sec": 1, "tolerance": 0.1}}}',
-        '{"about": {}, "examples": {}, "rows": {"a": 3}}',
+        '{"about": {}, "examples": {}, "rows": {"a": 3}}', "[" * 100_000,
+        '{"about": {}, "examples": {"1x": Infinity}, "rows": {"a": {"sec": 1, "tolerance": 0.1}}}',
     ],
 )  # fmt: skip
 def test_damaged_thresholds_are_refused(text, on_command_line):

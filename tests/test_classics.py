@@ -189,11 +189,43 @@ X = np.arange(12.0).reshape(6, 2)
         (lambda: classics.logistic(X, np.ones(6)), "all rows are of class 1.0"),
         (lambda: classics.logistic(X, [0, 1] * 3, c=0), "c = 0"),
         (lambda: classics.pca(X, 1).transform(X[:, :1]), "the fit was on 2 features"),
+        (lambda: classics.pca(X * 1e25, 1), "pca: x: its numbers are too large for float32"),
+        (lambda: classics.kmeans(X * 1e25, 2), "kmeans: x: its numbers are too large for float32"),
+        (lambda: classics.kmeans(X, 2, start=X[:2] * 1e25), "kmeans: start: its numbers are too large for float32"),
+        (lambda: classics.ridge(X * 1e25, X[:, 0]), "ridge: x: its numbers are too large for float32"),
+        (lambda: classics.ridge(X, X[:, 0] * 1e25), "ridge: y: its numbers are too large for float32"),
+        (lambda: classics.logistic(X * 1e25, [0, 1] * 3), "logistic: x: its numbers are too large for float32"),
+        (lambda: classics.logistic(X, np.array(["a", None, 1] * 2, object)), "y has values that cannot be ordered"),
+        (lambda: classics.logistic(X, [0, 1] * 3, c="1"), "c = '1'"),
+        (lambda: classics.logistic(X, [0, 1] * 3, max_steps=2.0), r"max_steps = 2\.0"),
+        (lambda: classics.ridge(X, X[:, 0], alpha=None), "alpha = None"),
+        (lambda: classics.pca(X, 2.0), r"2\.0 components of 6 rows"),
+        (lambda: classics.kmeans(X, 2.0), r"2\.0 clusters of 6 rows"),
+        (lambda: classics.kmeans(X, 2, tolerance="0"), "tolerance = '0'"),
+        (lambda: classics.kmeans(X, 2, max_steps=1.5), r"max_steps = 1\.5"),
+        (lambda: classics.kmeans_plus_plus(X, 2, seed=-1), "seed = -1"),
     ],
 )
 def test_mistakes(call, message):
     with pytest.raises(ConfigError, match=message):
         call()
+
+
+def test_rows_that_are_all_alike_have_no_variance(recwarn):
+    found = classics.pca(np.ones((6, 2)), 2)
+    assert found.explained_variance.tolist() == found.explained_variance_ratio.tolist() == [0, 0]
+    assert not [one for one in recwarn if one.category is RuntimeWarning]
+
+
+@pytest.mark.parametrize("kind", [np.int64, jax.numpy.int32])
+def test_counts_of_numpy_and_jax_are_counts(kind):
+    assert classics.pca(X, kind(2)).components.shape == (2, 2)
+
+
+def test_numbers_as_large_as_float32_sums_allow():
+    np.testing.assert_allclose(
+        classics.pca(X * 1e17, 2).explained_variance, classics.pca(X, 2).explained_variance * 1e34
+    )
 
 
 def test_newton_needs_few_steps_for_classes_that_are_nearly_separable(cancer):

@@ -60,6 +60,29 @@ def test_last_and_best(runs):
     assert (one.last("eval/top5"), one.best("eval/top5")) == (None, None)
 
 
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [
+        ("eval/error", {"best": 0.9, "best_step": 2}),  # As the task says.
+        ("eval/rank", {"best": None, "best_step": None}),
+        ("eval/loss_share", {"best": None, "best_step": None}),
+        ("eval/text/loss", {"best": 0.1, "best_step": 1}),
+        ("eval/accuracy_top5", {"best": 0.9, "best_step": 2}),
+    ],
+)
+def test_the_best_value_is_that_of_the_task_and_none_where_it_is_not_known(tmp_path, capsys, metric, best):
+    task = {"kind": "loss", "best_metric": "error", "best_mode": "max"}
+    for name in "ab":
+        folder = make_run(tmp_path / name, [], [], {"task": task})
+        rows = [{"step": 1, metric: 0.1}, {"step": 2, metric: 0.9}]
+        (folder / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main([str(tmp_path), "--json"])
+    assert json.loads(capsys.readouterr().out)["runs"]["a"]["metrics"] == {metric: {"last": 0.9} | best}
+    main([str(tmp_path), "--out", str(tmp_path / "out.png")])
+    cells = capsys.readouterr().out.splitlines()[1].split()
+    assert cells == ["a", "2", "0.9"] + ([f"{best['best']:g}", "at", str(best["best_step"])] if best["best"] else [])
+
+
 def test_differences_of_configs(runs):
     curves = [read_curves(run) for run in runs]
     assert config_differences(curves) == {"optimizer.kind": ["sgd", "lars"], "optimizer.trust": [None, 1]}
@@ -106,6 +129,20 @@ def test_the_command(runs, tmp_path, capsys, monkeypatch):
 def test_mistakes_are_one_message(runs, tmp_path, monkeypatch, capsys, args, words):
     monkeypatch.chdir(tmp_path)
     assert words in refusal(capsys, *args, run=main)
+
+
+def test_numbers_that_no_run_writes_are_left_out(runs):
+    with (runs[0] / METRICS_FILE).open("a") as file:
+        odd = [{"step": 50, "epoch": 5.0, "train/loss": 10**400, "examples_per_sec": "x"}, {"step": 10**400}]
+        file.write("\n" + "".join(json.dumps(row) + "\n" for row in odd) + "[" * 100_000 + "\n")
+    one = read_curves(runs[0])
+    assert (one.last("train/loss"), one.rows[-1]["step"]) == (2.5, 50)
+    np.testing.assert_allclose(one.points("train/loss", "time")[0], [2, 6, 8, 9])
+    (runs[0] / EXAMPLES_FILE).write_text('{"train": {"examples": Infinity}}')
+    assert read_curves(runs[0]).train_examples is None
+    (runs[0] / CONFIG_FILE).write_text("[" * 100_000)
+    with pytest.raises(jaxdl.ConfigError, match=r"runs/a: its .* cannot be read: it is nested too deeply"):
+        read_curves(runs[0])
 
 
 def test_a_run_that_measured_nothing_is_named(runs):

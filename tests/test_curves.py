@@ -96,6 +96,13 @@ def test_the_best_evaluation_is_the_lowest_loss_and_the_highest_accuracy():
     assert last_label(accuracy) == "best 50.00 % at step 1"
 
 
+def test_the_best_evaluation_is_that_of_the_task_and_not_marked_where_it_is_not_known():
+    columns = {"step": [1, 2, 3], "eval/error": [3.0, 1.0, 2.0], "eval/loss_share": [3.0, 1.0, 2.0]}
+    error, share = plot_history(columns, best=("error", "max")).axes
+    assert (last_label(error), last_label(share)) == ("best 3 at step 1", "evaluation")
+    assert last_label(plot_history(columns).axes[0]) == "best 1 at step 2"
+
+
 def test_the_legend_says_how_the_training_loss_differs():
     figure = plot_history(make_columns(), objective="with label smoothing 0.1")
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]

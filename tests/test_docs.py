@@ -38,8 +38,9 @@ from jaxdl.checkpoint.items import ITEMS
 from jaxdl.cluster.exits import BROKEN, DIVERGED, HALTED, MISTAKE
 from jaxdl.command import parse_command
 from jaxdl.config import Config, several_of
+from jaxdl.data import Data
 from jaxdl.experiment import Experiment
-from jaxdl.kinds import choices, forgotten
+from jaxdl.kinds import choices, forgotten, kinds
 from jaxdl.launch import __main__ as launch
 from jaxdl.launch import asynchronous
 from jaxdl.launch.learners import numbered
@@ -318,6 +319,13 @@ def test_the_page_of_files_has_what_a_run_writes(digits_run):
 def test_the_page_of_exit_codes_has_those_of_the_code():
     codes = re.findall(r"^\| (\d+) \|", page("reference/exit-codes.md"), re.M)
     assert {BROKEN, MISTAKE, DIVERGED, HALTED, 0, 1, 130, 143} == {int(code) for code in codes}
+
+
+def test_the_page_of_staged_data_names_every_kind_that_has_files():
+    table = re.search(r"\| data \| what is copied \|.*?\n\n", page("platform.md"), re.S)
+    assert table
+    named = re.findall(r"`(\w+)`", " ".join(line.split("|")[1] for line in table[0].splitlines() if line))
+    assert sorted(named) == sorted(name for name, cls in kinds(Data).items() if cls.staged is not Data.staged)
 
 
 def test_the_architecture_names_every_room():

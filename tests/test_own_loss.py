@@ -130,7 +130,7 @@ def experiment(**changes):
     values = {
         "model": Line(),
         "data": jaxdl.Arrays(train={"x": X, "y": Y, "n": COUNTS}, test={"x": X, "y": Y, "n": COUNTS}),
-        "task": Loss(weighted, inputs="x", metrics=close),
+        "task": Loss(weighted, inputs="x", metrics=close, best_metric="close", best_mode="max"),
         "optimizer": AdamW(learning_rate=0.3),
         "schedule": Constant(),
         "batch_size": 16,
@@ -170,6 +170,7 @@ def test_an_evaluation_counts_each_example_once(tmp_path):
     errors = np.abs(predicted[:, 0] - Y)
     assert run.metrics["loss"] == pytest.approx((COUNTS * errors**2).sum() / COUNTS.sum(), rel=1e-5)
     assert run.metrics["close"] == pytest.approx((errors < 1).sum() / COUNTS.sum(), rel=1e-5)
+    assert [line.get_label()[:4] for line in run.plot().axes[1].lines[-1:]] == ["best"], "the task says what is better"
 
 
 # Mistakes

@@ -22,6 +22,7 @@ from jaxdl.data import (
     Mixture,
     MovieLens,
     Stage,
+    Tabular,
     TextFiles,
     remote,
     staging,
@@ -158,6 +159,29 @@ def test_kinds_of_data_say_what_they_read(tmp_path, source):
     for data in (Digits(), Clicks()):
         with pytest.raises(jaxdl.ConfigError, match="reads no files, so it has no effect"):
             data.staged(stage)
+
+
+@pytest.mark.parametrize("pattern", ["*/x.csv", "*/*", "./b?[a]//x*.csv", "b{1..2}a/x.csv", "b1a/x.csv", "b1a/*"])
+@pytest.mark.parametrize("root", ["", "{}/tables/", "~/tables/", "memory://{}/tables/"])
+def test_a_pattern_may_leave_folders_open(tmp_path, monkeypatch, root, pattern):
+    if "://" in root and "?" in pattern:
+        pytest.skip("in an object store only * stands for any text")
+    for number in (1, 2):
+        path, text = tmp_path / "tables" / f"b{number}a" / "x.csv", f"a,label\n{number},0\n5,1\n"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+        fsspec.filesystem("memory").pipe(str(path), text.encode())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "tables")
+    given = root.format(tmp_path) + pattern
+    copied = Stage(tmp_path / "disk").files(given)
+    found, before = remote.expand(copied), remote.expand(given)
+    assert all(one.address.startswith(str(tmp_path / "disk")) for one in found)
+    assert len(found) == (1 if "b1a" in pattern else 2)
+    assert [remote.read(one.address) for one in found] == [remote.read(one.address) for one in before]
+    if "://" not in root and "{" not in pattern:
+        data = Tabular(train=(given,), test=(given,))
+        assert data.staged(Stage(tmp_path / "disk")).build().content() == data.build().content()
 
 
 def test_the_tokens_of_documents_are_what_is_copied(tmp_path, source, capsys):

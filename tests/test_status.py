@@ -1,5 +1,6 @@
 """status.json, the table of runs, and what is kept of failures: files alone, no run."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -77,16 +78,55 @@ def test_a_record_comes_back_from_its_file(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"[]", b'{"state": "PROCESSING"', b'{"state": "DANCING"}', b'{"state": "FAILED", "since": "x"}', b"\xff"],
+    [
+        *(b"", b"[]", b'{"state": "PROCESSING"', b'{"state": "DANCING"}', b'{"state": "FAILED", "since": "x"}'),
+        *(b"\xff", b"[" * 100_000),
+        *({"seen": 5}, {"since": None}, {"step": True}, {"step": 10**400}, {"end_step": "10"}, {"failure": None}),
+        *({"doing": None}, {"doing": "\ud800"}, {"next_text": ["a"]}, {"restart": "x"}, {"hosts": 5}),
+        *({"reason": {"text": 5}}, {"reason": {"text": "x", "exit_code": "3"}}, {"reason": ["a"]}),
+        {"process": {"token": "a", "pid": "x"}},
+    ],
 )
 def test_a_damaged_status_is_a_row_that_says_so(tmp_path, content):
     make_run(tmp_path / "a", rows=[{"step": 4, "train/loss": 1.5}])
+    if isinstance(content, dict):  # Fields that no run writes.
+        content = json.dumps(json.loads(record().to_bytes()) | content).encode()
     (tmp_path / "a" / STATUS_FILE).write_bytes(content)
     row = read_row(tmp_path / "a")
     assert row.state == "UNKNOWN"
     assert row.problem.startswith("status.json cannot be read")
     assert (row.step, row.metrics["train/loss"]) == (4, 1.5)
     assert "status.json cannot be read" in plain([row], [])
+
+
+SUMMARY = {"status": "finished", "steps": 1, "total_steps": 3, "time": "2026-01-01"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (SUMMARY_FILE, json.dumps(SUMMARY | {"steps": float("inf")})),
+        (SUMMARY_FILE, json.dumps(SUMMARY | {"total_steps": None})),
+        (SUMMARY_FILE, "[" * 100_000),
+        (LEASE_FILE, "[" * 100_000),
+        (LEASE_FILE, json.dumps(dataclasses.asdict(HERE) | {"pid": 10**17})),
+    ],
+)
+def test_another_damaged_file_is_a_row_that_says_so(tmp_path, name, content):
+    make_run(tmp_path, rows=[{"step": 4, "train/loss": 1.5}])
+    (tmp_path / name).write_text(content)
+    row = read_row(tmp_path)
+    assert (row.state, row.step, row.metrics) == ("UNKNOWN", 4, {"train/loss": 1.5})
+    assert "cannot be read" in plain([row], [])
+
+
+def test_rows_of_metrics_that_no_run_writes(tmp_path):
+    make_run(tmp_path, record(), rows=[{"step": 31, "train/loss": 10**400, "epoch": "x"}, {"step": 10**400}])
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write("[" * 100_000 + "\n")
+    row = read_row(tmp_path)
+    assert (row.step, row.problem) == (31, "")
+    assert "inf" in plain([row], ["train/loss"])
 
 
 def test_a_killed_run_is_told_from_a_live_one(tmp_path, gone):
@@ -158,6 +198,34 @@ def test_the_tail_of_a_long_file_is_the_end_of_the_whole(tmp_path):
     assert tail_rows(tmp_path / "none") == []
     path.write_text("not a row\n" * 5)
     assert METRICS_FILE in read_row(tmp_path).problem
+
+
+@contextlib.contextmanager
+def without_rights():
+    """Context of a user who is not root: root may read everything."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o100, 0o400], ids=oct)
+def test_a_folder_that_may_not_be_read_is_a_row_that_says_so(tmp_path, monkeypatch, capsys, mode):
+    make_run(tmp_path / "runs" / "mine", record(State.COMPLETED))
+    make_run(tmp_path / "runs" / "other").chmod(mode | mode >> 3 | mode >> 6)
+    (tmp_path / "runs" / "loop").symlink_to("loop")
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)  # For folders above may not be searched.
+    with without_rights():
+        main(["runs"])
+    (tmp_path / "runs" / "other").chmod(0o700)
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[:2] for line in lines] == [["runs/mine", "COMPLETED"], ["runs/other", "UNKNOWN"]]
+    assert lines[1].endswith("cannot be read: Permission denied")
 
 
 def test_rows_are_sorted_and_those_without_the_value_come_last(tmp_path):

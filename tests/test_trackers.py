@@ -184,6 +184,13 @@ def test_what_fails_is_one_warning_and_is_written_later(tmp_path, warnings, call
     ]
 
 
+def test_the_id_of_a_run_is_kept_before_anything_else_of_it_can_fail(tmp_path, warnings):
+    store.failures = ["flush"] * 10_000
+    Process(tmp_path, warnings).end()
+    assert warnings[0].startswith("tracker fake: ConnectionError"), "it was flushed when it was opened, without rows"
+    assert json.loads((tmp_path / TRACKERS_FILE).read_text())["runs"]["fake"]["run"] == "run 1"
+
+
 def test_a_server_that_stays_away_costs_one_warning_and_the_rows_are_counted(tmp_path, warnings):
     process = Process(tmp_path, warnings)
     process.train(1, 2)

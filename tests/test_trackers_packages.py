@@ -12,9 +12,10 @@ import pytest
 
 from jaxdl.config import Config
 from jaxdl.files import METRICS_FILE, TRACKERS_FILE, TRACKERS_FOLDER
-from jaxdl.report import Event, History
+from jaxdl.report import Event, History, sender
 from jaxdl.report.tracking import Trackers
-from jaxdl.trackers import MLflow, Trackio, Wandb
+from jaxdl.trackers import MLflow, TrackedRun, Trackio, Wandb
+from jaxdl.trackers.mlflow import allowed_name
 
 NAN = float("nan")
 
@@ -106,6 +107,63 @@ def test_mlflow_in_the_workdir(tmp_path, monkeypatch):
     # Metrics cannot be removed: the run with the dropped rows is in MLflow's trash, and the other is the only one.
     assert client.get_run(first).info.lifecycle_stage == "deleted"
     assert len(client.search_runs([run.info.experiment_id])) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("optimizer.rate_factors.stem*", "optimizer.rate_factors.stem_"),
+        ("eval/top 5:é-1", "eval/top 5:é-1"),
+        ("/a//./b/../..c/", "a/b/__/__c"),
+        ("", "_"),
+        ("...", "__."),
+        ("a\n" * 200, "a_" * 125),
+    ],
+)
+def test_names_that_mlflow_takes(name, allowed):
+    assert allowed_name(name) == allowed
+
+
+ODD_NAMES = {"stem*": 0.1, "stem?": 0.2, "a/../b//c/": 1, "": 2, "long" * 100: 3, "d.é-:_ 9": 4}
+
+
+@needs("mlflow")
+def test_mlflow_has_every_name_also_those_that_it_refuses(tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = TrackedRun("mine", None, False, tmp_path, {f"rates.{name}": value for name, value in ODD_NAMES.items()}, {})
+    writer = MLflow(tags=("a=b|c*", "..")).open(run)
+    writer.write({"step": 1} | {name: float(value) for name, value in ODD_NAMES.items()})
+    writer.flush()
+    found = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}").get_run(writer.run_id).data
+    assert sorted(found.params.values()) == sorted(map(str, ODD_NAMES.values()))
+    assert sorted(found.metrics.values()) == sorted([*ODD_NAMES.values(), 1])  # And the number of the row.
+    assert {"rates.stem_", "rates.stem_ 2", "rates.d.é-:_ 9"} <= found.params.keys()
+    assert {"a_b_c_", "__"} <= found.tags.keys()
+
+
+@needs("mlflow")
+def test_mlflow_makes_no_further_run_when_one_cannot_be_described(tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    log_batch, failures = MlflowClient.log_batch, [ConnectionError("gone")] * 4
+
+    def failing(self, *args, **keywords):
+        if failures:
+            raise failures.pop()
+        return log_batch(self, *args, **keywords)
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(MlflowClient, "log_batch", failing)
+    monkeypatch.setattr(sender, "RETRY_SEC", 0.01)
+    process(MLflow(wait_sec=60.0), tmp_path, [1, 2])
+    process(MLflow(wait_sec=60.0), tmp_path, [3], resume_step=2)
+    client = MlflowClient(f"sqlite:///{tmp_path / TRACKERS_FOLDER / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("jaxdl").experiment_id])
+    assert run.info.run_id == run_id(tmp_path, "mlflow")
+    assert rows_of_mlflow(client, run) == measured(tmp_path)
+    assert run.data.params == {"seed": "3", "sizes": "[1, 2]"}
 
 
 @needs("mlflow")

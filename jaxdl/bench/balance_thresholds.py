@@ -66,7 +66,7 @@ def parse_thresholds(text: str, path: Path) -> Thresholds:
         assert all(sec > 0 for sec in made.seconds.values())
         assert all(one > 0 for one in made.tolerance.values())
         assert all(count > 0 for count in made.examples.values())
-    except (ValueError, LookupError, TypeError, AttributeError, AssertionError):
+    except (ValueError, LookupError, TypeError, AttributeError, AssertionError, OverflowError, RecursionError):
         raise ConfigError(
             f"--thresholds {path}: not a file that --write-thresholds wrote. Give one, or write it first."
         ) from None

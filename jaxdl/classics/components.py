@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxdl.classics.rows import as_rows, checked_columns, mean_of, on_all
+from jaxdl.classics.rows import as_rows, checked_columns, is_number, mean_of, on_all
 from jaxdl.errors import ConfigError, without_frames
 
 
@@ -26,7 +26,7 @@ class PrincipalComponents:
     explained_variance: np.ndarray
     """float64 `[components]`, with rows - 1 as the denominator."""
     explained_variance_ratio: np.ndarray
-    """The same over the variance of all features."""
+    """The same over the variance of all features; 0 if the rows are all alike."""
 
     def transform(self, x: Any) -> np.ndarray:
         """The coordinates of rows, float64 `[rows, components]`, on the host."""
@@ -39,23 +39,22 @@ def pca(x: Any, num_components: int, *, mesh: Mesh | None = None) -> PrincipalCo
 
     The devices sum the features' covariance in float32, which is all that they send; its eigenvectors are computed on
     the host. So variances are exact to about 1e-6 of the largest one, and smaller ones are noise. Raises ConfigError
-    for more components than features, or than rows - 1.
+    for more components than features, or than rows - 1, and for numbers too large for float32.
     """
     rows = as_rows(x, mesh, "pca")
     most = min(rows.num_features, rows.num_rows - 1)
-    if not 1 <= num_components <= most:
+    if not is_number(num_components, whole=True) or not 1 <= num_components <= most:
         raise ConfigError(
-            f"pca: {num_components} components of {rows.num_rows} rows of {rows.num_features} features. Give a number "
-            f"from 1 to {most}."
+            f"pca: {num_components!r} components of {rows.num_rows} rows of {rows.num_features} features. Give a whole "
+            f"number from 1 to {most}."
         )
     mean, scatter = (np.asarray(one, np.float64) for one in on_all(rows.mesh, _scatter)(rows.x, rows.weight))
     variances, vectors = np.linalg.eigh(scatter / (rows.num_rows - 1))
     components = vectors.T[::-1][:num_components]
     largest = np.take_along_axis(components, np.abs(components).argmax(1)[:, None], axis=1)
     variances = np.maximum(variances[::-1], 0)
-    return PrincipalComponents(
-        mean, components * np.sign(largest), variances[:num_components], variances[:num_components] / variances.sum()
-    )
+    found = variances[:num_components]
+    return PrincipalComponents(mean, components * np.sign(largest), found, found / (variances.sum() or 1.0))
 
 
 def _scatter(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:

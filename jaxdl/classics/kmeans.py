@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxdl.classics.rows import Rows, as_rows, checked_columns, mean_of, numbers, on_all
+from jaxdl.classics.rows import Rows, as_rows, check_size, checked_columns, is_number, mean_of, numbers, on_all
 from jaxdl.errors import ConfigError, without_frames
 
 
@@ -52,17 +52,21 @@ def kmeans(
     An iteration sends, of each cluster, the sum and the number of its rows. Unlike there, a cluster that loses all rows
     keeps its center.
 
-    Raises ConfigError for a number of clusters, or a start, that does not fit the rows.
+    Raises ConfigError for a number of clusters, or a start, that does not fit the rows, and for numbers too large for
+    float32.
     """
     rows = as_rows(x, mesh, "kmeans")
-    _check_count(num_clusters, rows, "kmeans")
-    if max_steps < 1 or not tolerance >= 0:
-        raise ConfigError(f"kmeans: max_steps = {max_steps}, tolerance = {tolerance}: give at least 1, and 0 or more.")
+    _check_count(num_clusters, seed, rows, "kmeans")
+    if not is_number(max_steps, whole=True) or max_steps < 1 or not is_number(tolerance) or not tolerance >= 0:
+        raise ConfigError(
+            f"kmeans: max_steps = {max_steps!r}, tolerance = {tolerance!r}: give at least 1, and 0 or more."
+        )
     if isinstance(start, str):
         if start != "k-means++":
             raise ConfigError(f'kmeans: start = "{start}". Give "k-means++", or the first centers.')
         start = np.asarray(x, np.float32)[_plus_plus(rows, num_clusters, seed)]
     first = numbers(start, "kmeans: start")
+    check_size(first, "kmeans: start")
     if first.shape != (num_clusters, rows.num_features):
         raise ConfigError(
             f"kmeans: start has the shape {list(first.shape)}. Give {num_clusters} centers of {rows.num_features} "
@@ -83,13 +87,17 @@ def kmeans_plus_plus(x: Any, num_clusters: int, *, mesh: Mesh | None = None, see
     each center. Raises ConfigError for a number of clusters that does not fit the rows.
     """
     rows = as_rows(x, mesh, "kmeans_plus_plus")
-    _check_count(num_clusters, rows, "kmeans_plus_plus")
+    _check_count(num_clusters, seed, rows, "kmeans_plus_plus")
     return _plus_plus(rows, num_clusters, seed)
 
 
-def _check_count(num_clusters: int, rows: Rows, where: str) -> None:
-    if not 1 <= num_clusters <= rows.num_rows:
-        raise ConfigError(f"{where}: {num_clusters} clusters of {rows.num_rows} rows. Give a number from 1 to that.")
+def _check_count(num_clusters: int, seed: int, rows: Rows, where: str) -> None:
+    if not is_number(num_clusters, whole=True) or not 1 <= num_clusters <= rows.num_rows:
+        raise ConfigError(
+            f"{where}: {num_clusters!r} clusters of {rows.num_rows} rows. Give a whole number from 1 to that."
+        )
+    if not is_number(seed, whole=True) or not 0 <= seed < 2**32:
+        raise ConfigError(f"{where}: seed = {seed!r}. Give a whole number from 0 to 2**32 - 1.")
 
 
 def _plus_plus(rows: Rows, num_clusters: int, seed: int) -> np.ndarray:

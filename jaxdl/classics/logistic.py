@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxdl.classics.rows import as_rows, checked_columns, on_all, targets
+from jaxdl.classics.rows import as_rows, checked_columns, is_number, on_all, targets
 from jaxdl.errors import ConfigError, without_frames
 
 _HALVINGS = 30
@@ -58,17 +58,23 @@ def logistic(
     sees no improvement. The Hessian has (classes x features)^2 numbers, so it is for some hundred features; more train
     with `jaxdl.fit`.
 
-    Raises ConfigError for fewer than two classes, for numbers that are no classes, and for a c that is not positive.
+    Raises ConfigError for fewer than two classes, for numbers that are no classes, for values that cannot be
+    ordered, for numbers too large for float32, and for a c that is not positive.
     """
     rows = as_rows(x, mesh, "logistic")
     wanted = targets(y, rows.num_rows, "logistic")
     if wanted.dtype.kind == "f" and not (np.isfinite(wanted) & (wanted == np.floor(wanted))).all():
         raise ConfigError("logistic: some of y are no classes but numbers. Give whole numbers, or names; or use ridge.")
-    classes, numbers = np.unique(wanted, return_inverse=True)
+    try:
+        classes, numbers = np.unique(wanted, return_inverse=True)
+    except TypeError:
+        raise ConfigError(
+            "logistic: y has values that cannot be ordered. Give whole numbers, or names alone."
+        ) from None
     if len(classes) < 2:
         raise ConfigError(f"logistic: all rows are of class {classes[0]}. Give rows of two or more classes.")
-    if not 0 < c < float("inf") or max_steps < 1:
-        raise ConfigError(f"logistic: c = {c}, max_steps = {max_steps}. Give a positive number, and at least 1.")
+    if not is_number(c) or not 0 < c < float("inf") or not is_number(max_steps, whole=True) or max_steps < 1:
+        raise ConfigError(f"logistic: c = {c!r}, max_steps = {max_steps!r}. Give a positive number, and at least 1.")
     width = 1 if len(classes) == 2 else len(classes)
     labels = rows.place(numbers.astype(np.int32))
     sums, objective = (on_all(rows.mesh, one) for one in (_sums, _loss))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxdl.classics.rows import as_rows, checked_columns, mean_of, numbers, on_all, targets
+from jaxdl.classics.rows import as_rows, check_size, checked_columns, is_number, mean_of, numbers, on_all, targets
 from jaxdl.errors import ConfigError, without_frames
 
 
@@ -34,13 +34,14 @@ def ridge(x: Any, y: Any, *, alpha: float = 1.0, mesh: Mesh | None = None) -> Ri
     As scikit-learn's `Ridge`: the intercept has no penalty, and 0 for alpha is linear regression. The devices sum the
     products of features and of features and y, in float32, which is all that they send; the host solves the equations.
     Features should have about the same size: that of the equations is squared. Raises ConfigError for a negative
-    alpha, and without a penalty for features that depend on each other linearly.
+    alpha, for numbers too large for float32, and without a penalty for features that depend on each other linearly.
     """
     rows = as_rows(x, mesh, "ridge")
-    if not 0 <= alpha < float("inf"):
-        raise ConfigError(f"ridge: alpha = {alpha}. Give 0 or more.")
-    values = rows.place(numbers(targets(y, rows.num_rows, "ridge"), "ridge: y"))
-    found = on_all(rows.mesh, _products)(rows.x, values, rows.weight)
+    if not is_number(alpha) or not 0 <= alpha < float("inf"):
+        raise ConfigError(f"ridge: alpha = {alpha!r}. Give 0 or more.")
+    values = numbers(targets(y, rows.num_rows, "ridge"), "ridge: y")
+    check_size(values, "ridge: y")
+    found = on_all(rows.mesh, _products)(rows.x, rows.place(values), rows.weight)
     mean, mean_y, squares, products = (np.asarray(one, np.float64) for one in found)
     system = squares + alpha * np.eye(rows.num_features)
     # Beyond this the sums' own rounding decides the solution.

@@ -49,6 +49,7 @@ def as_rows(x: Any, mesh: Mesh | None, where: str) -> Rows:
     if table.ndim != 2 or 0 in table.shape:
         raise ConfigError(f"{where}: x has the shape {list(table.shape)}. Give numbers [rows, features].")
     mesh = make_mesh(MeshConfig()) if mesh is None else mesh
+    check_size(table, f"{where}: x")
     weight = _placed(mesh, np.ones(len(table), np.float32))
     return Rows(_placed(mesh, table), weight, len(table), mesh)
 
@@ -62,6 +63,18 @@ def numbers(values: Any, where: str) -> np.ndarray:
     if not np.isfinite(found).all():
         raise ConfigError(f"{where}: NaN or infinite numbers. Remove or replace them.")
     return found
+
+
+def check_size(values: np.ndarray, where: str) -> None:
+    """Raises ConfigError for numbers so large that sums of their squares, or of squared differences, are infinite."""
+    flat = values.ravel()
+    if 4 * np.einsum("i,i->", flat, flat, dtype=np.float64) > np.finfo(np.float32).max:
+        raise ConfigError(f"{where}: its numbers are too large for float32, in which squares are summed. Scale them.")
+
+
+def is_number(value: Any, *, whole: bool = False) -> bool:
+    """Whether it is one number, of Python, NumPy or JAX; with `whole` of a type of whole numbers."""
+    return np.shape(value) == () and np.asarray(value).dtype.kind in ("iu" if whole else "iuf")
 
 
 def targets(y: Any, num_rows: int, where: str) -> np.ndarray:

@@ -71,16 +71,20 @@ def run(options: argparse.Namespace) -> None:
 
 
 def as_json(runs: Sequence[Curves], names: Sequence[str], metrics: Sequence[str]) -> dict[str, Any]:
-    """What is compared: of each run the last and the best value of each metric, and the fields that differ."""
+    """What is compared: of each run the last and the best value of each metric, and the fields that differ.
+
+    The best value is None where it is not known whether higher is better.
+    """
     return {
         "runs": {
             name: {
                 "workdir": str(run.workdir),
                 "last_step": run.rows[-1]["step"],
                 "metrics": {
-                    metric: {"last": run.last(metric), "best": best[0], "best_step": best[1]}
+                    metric: {"last": last, "best": best[0], "best_step": best[1]}
                     for metric in metrics
-                    if (best := run.best(metric)) is not None
+                    if (last := run.last(metric)) is not None
+                    for best in [run.best(metric) or (None, None)]
                 },
             }
             for name, run in zip(names, runs, strict=True)
@@ -96,7 +100,7 @@ def _values(runs: Sequence[Curves], names: Sequence[str], metrics: Sequence[str]
         line = [name, f"{run.rows[-1]['step']:,}"]
         for metric in metrics:
             best, last = run.best(metric), run.last(metric)
-            line += ["", ""] if best is None or last is None else [f"{last:.4g}", f"{best[0]:.4g} at {best[1]:,}"]
+            line += ["" if last is None else f"{last:.4g}", "" if best is None else f"{best[0]:.4g} at {best[1]:,}"]
         lines.append(line)
     return lines
 

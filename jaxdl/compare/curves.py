@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,8 @@ import numpy as np
 from jaxdl.cluster.consistency import flat
 from jaxdl.errors import ConfigError
 from jaxdl.files import CONFIG_FILE, EXAMPLES_FILE, METRICS_FILE
-from jaxdl.report.plots import LOWER_IS_BETTER
+from jaxdl.report.directions import is_higher_better
+from jaxdl.status.parsing import parse_json
 
 By = Literal["step", "examples", "time"]
 """What curves are drawn over: steps; training examples seen; seconds of training, without compiling and evaluating."""
@@ -39,30 +39,26 @@ class Curves:
 
         Raises ConfigError when the workdir does not say how many examples the run has seen, or how fast it was.
         """
-        found = [
-            (number, float(row[metric]))
-            for number, row in enumerate(self.rows)
-            if isinstance(row.get(metric), int | float) and math.isfinite(row[metric])
-        ]
+        found = [(number, float(row[metric])) for number, row in enumerate(self.rows) if _is_number(row.get(metric))]
         places = self._places(by)
         return np.asarray([places[number] for number, _ in found]), np.asarray([value for _, value in found])
 
     def _places(self, by: By) -> np.ndarray:
         if by == "step":
             return np.asarray([row["step"] for row in self.rows], float)
-        if self.train_examples is None or not all("epoch" in row for row in self.rows):
+        if self.train_examples is None or not all(_is_number(row.get("epoch")) for row in self.rows):
             raise ConfigError(f"{self.workdir}: it does not say how many examples there were. Give --by step.")
         examples = np.asarray([row["epoch"] * self.train_examples for row in self.rows])
         return examples if by == "examples" else self._seconds(examples)
 
     def _seconds(self, examples: np.ndarray) -> np.ndarray:
         """The seconds that training up to each row took: the sum over reports of their examples by their rate."""
-        rated = [number for number, row in enumerate(self.rows) if row.get("examples_per_sec")]
+        rates = [row.get("examples_per_sec") for row in self.rows]
+        rated = [number for number, rate in enumerate(rates) if rate and _is_number(rate)]
         if not rated:
             raise ConfigError(f"{self.workdir}: it does not say how fast the run was. Give --by step.")
-        rates = np.asarray([self.rows[number]["examples_per_sec"] for number in rated])
         ends = examples[rated]
-        seconds = np.cumsum(np.diff(ends, prepend=0.0) / rates)
+        seconds = np.cumsum(np.diff(ends, prepend=0.0) / np.asarray([rates[number] for number in rated], float))
         return np.interp(examples, np.concatenate([[0.0], ends]), np.concatenate([[0.0], seconds]))
 
     def last(self, metric: str) -> float | None:
@@ -71,11 +67,16 @@ class Curves:
         return float(values[-1]) if len(values) else None
 
     def best(self, metric: str) -> tuple[float, int] | None:
-        """(best value of a metric, its step): the least of a loss and the like, the largest of another."""
+        """(best value of a metric, its step); None where it is not known whether a higher value is better.
+
+        It is known for the best metric of the task, if the config says which that is, and for loss, accuracy, ...
+        """
         steps, values = self.points(metric)
-        if not len(values):
+        best = self.config.get("task.best_metric"), self.config.get("task.best_mode")
+        rises = is_higher_better(metric, best if best[1] in ("max", "min") else None)
+        if not len(values) or rises is None:
             return None
-        place = int(np.argmin(values) if any(word in metric for word in LOWER_IS_BETTER) else np.argmax(values))
+        place = int(np.argmax(values) if rises else np.argmin(values))
         return float(values[place]), int(steps[place])
 
 
@@ -83,7 +84,7 @@ def read_curves(workdir: Path) -> Curves:
     """The measurements of the run in a workdir. Raises ConfigError when they cannot be read, or there are none."""
     try:
         lines = (workdir / METRICS_FILE).read_bytes().split(b"\n")
-        config = json.loads((workdir / CONFIG_FILE).read_bytes())
+        config = parse_json((workdir / CONFIG_FILE).read_bytes())
     except (OSError, ValueError) as error:
         reason = error.strerror or error if isinstance(error, OSError) else error
         raise ConfigError(f"{workdir}: its {METRICS_FILE} and {CONFIG_FILE} cannot be read: {reason}.") from None
@@ -91,16 +92,20 @@ def read_curves(workdir: Path) -> Curves:
     if not rows:
         raise ConfigError(f"{workdir}: there is no measurement in its {METRICS_FILE} yet.")
     try:
-        examples = int(json.loads((workdir / EXAMPLES_FILE).read_bytes())["train"]["examples"])
-    except (OSError, ValueError, KeyError, TypeError):
+        examples = int(parse_json((workdir / EXAMPLES_FILE).read_bytes())["train"]["examples"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         examples = None
     rows.sort(key=lambda row: row["step"])
     return Curves(workdir, rows, flat(config) if isinstance(config, dict) else {}, examples)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def _row(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError:
         return None  # One that is being written.
     return row if isinstance(row, dict) and type(row.get("step")) is int and "event" not in row else None

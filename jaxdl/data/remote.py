@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fnmatch
+import glob
 import os
 import re
 import time
@@ -135,14 +136,18 @@ def expand(pattern: str) -> list[Found]:
         ]
     else:
         path = Path(pattern).expanduser()
-        found = []
+        several = glob.has_magic(str(path.parent)) and not path.parent.is_dir()
         with reading(str(path.parent)):
-            for name in sorted(one for one in os.listdir(path.parent) if fnmatch.fnmatch(one, path.name)):
-                status = (path.parent / name).stat()
-                found.append(Found(str(path.parent / name), name, status.st_size, str(status.st_mtime_ns)))
+            paths = map(Path, glob.glob(str(path))) if several else _matching(path.parent, path.name)
+            rows = [(one, one.stat()) for one in sorted(paths)]
+        found = [Found(str(one), one.name, status.st_size, str(status.st_mtime_ns)) for one, status in rows]
     if not found:
         raise ConfigError(f"{pattern}: no such file.")
     return found
+
+
+def _matching(folder: Path, pattern: str) -> list[Path]:
+    return [folder / name for name in os.listdir(folder) if fnmatch.fnmatch(name, pattern)]
 
 
 def read(address: str, start: int = 0, length: int | None = None) -> bytes:

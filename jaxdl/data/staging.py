@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ COPIERS = 8
 SPARE = 0.01
 """The share of the disk that is left free."""
 _EVERY_FILE = ("",)
+_WILD = set("*?[{")
 _NAMES = "utf-8", "surrogateescape"
 
 
@@ -66,8 +68,12 @@ class Stage:
 
     def files(self, pattern: str) -> str:
         """The same pattern, or name of a file, for the copies of the files that it matches."""
-        parent, _, name = pattern.rpartition("/")
-        return f"{self._copied(parent or '.', remote.expand(pattern), pattern)}/{name}"
+        *folders, name = pattern.split("/")
+        fixed = list(itertools.takewhile(lambda part: not _WILD & set(part), folders))
+        below = [part for part in (*folders[len(fixed) :], name) if part not in ("", ".")]
+        # Files of one name may be in several folders: their copies keep the folders that the pattern leaves open.
+        found = [one._replace(name="/".join(one.address.split("/")[-len(below) :])) for one in remote.expand(pattern)]
+        return "/".join([self._copied("/".join(fixed) or ".", found, pattern), *below])
 
     def _copied(self, root: str, found: Sequence[remote.Found], what: str) -> str:
         """The folder with copies of these files below `root`; `what` names them, if they are taken together."""

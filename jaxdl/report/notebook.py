@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxdl.report.directions import Best
 from jaxdl.report.plots import plot_history
 
 EVERY_SEC = 3.0
@@ -30,7 +31,7 @@ class LivePlot:
 
     Args:
       columns: the present columns of the history.
-      objective: see `plot_history`.
+      objective, best: see `plot_history`.
       note: shows a message.
       clock: the time in seconds.
     """
@@ -40,10 +41,12 @@ class LivePlot:
         columns: Callable[[], Mapping[str, Sequence[Any]]],
         *,
         objective: str,
+        best: Best | None = None,
         note: Callable[[str], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._columns, self._objective, self._note, self._clock = columns, objective, note, clock
+        self._columns, self._note, self._clock = columns, note, clock
+        self._how = {"objective": objective, "best": best}
         self._next = clock() + EVERY_SEC
         self._handle: Any = None
         self._failed = False
@@ -70,5 +73,5 @@ class LivePlot:
 
     def _png(self) -> bytes:
         image = io.BytesIO()
-        plot_history(self._columns(), objective=self._objective).savefig(image, format="png", dpi=DPI)
+        plot_history(self._columns(), **self._how).savefig(image, format="png", dpi=DPI)
         return image.getvalue()

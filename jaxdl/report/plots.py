@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxdl.report.directions import Best, is_higher_better
 from jaxdl.writing import replace_file
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TRAIN_COLOR, EVAL_COLOR, RATE_COLOR, SPEED_COLOR, INK = "#2f6fde", "#e4572e", "#7b4fc9", "#1b998b", "#2b2d33"
-LOWER_IS_BETTER = ("loss", "bits", "perplexity", "error")
 SMOOTHING = 0.01
 """Standard deviation of the Gaussian that smooths a curve, as a share of the curve's points."""
 FEW_POINTS = 30
@@ -29,11 +29,17 @@ Columns = Mapping[str, Sequence[Any]]
 
 
 def plot_history(
-    columns: Columns, path: Path | None = None, *, title: str | None = None, objective: str = ""
+    columns: Columns,
+    path: Path | None = None,
+    *,
+    title: str | None = None,
+    objective: str = "",
+    best: Best | None = None,
 ) -> Figure:
     """Draws the columns of a History over steps, with epochs on top; writes a PNG to `path`, atomically, if given.
 
-    `objective` is how the training loss differs from that of evaluations: "with label smoothing 0.1".
+    `objective` is how the training loss differs from that of evaluations: "with label smoothing 0.1". `best` is
+    (best_metric, best_mode) of the task. The best evaluation is marked where it is known whether higher is better.
 
     Panels: loss (training raw and smoothed, evaluation); one for each other eval/ metric, with train/ of the same name;
     learning rate; throughput. Panels without data are left out, and so are values that are not finite. Events are
@@ -42,7 +48,7 @@ def plot_history(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels = _panels(columns, objective)
+    panels = _panels(columns, objective, best)
     num_columns = 1 if len(panels) <= 1 else 2
     num_rows = max(1, math.ceil(len(panels) / num_columns))
     size = (11.5 if num_columns == 2 else 8.0, 3.6 * num_rows + 0.5)
@@ -71,7 +77,7 @@ def plot_history(
     return figure
 
 
-def _panels(columns: Columns, objective: str) -> list[Callable[[Axes], None]]:
+def _panels(columns: Columns, objective: str, best: Best | None) -> list[Callable[[Axes], None]]:
     """A drawing function for each panel with data."""
 
     def has(name: str) -> bool:
@@ -80,11 +86,11 @@ def _panels(columns: Columns, objective: str) -> list[Callable[[Axes], None]]:
     speed = "tokens_per_sec" if has("tokens_per_sec") else "examples_per_sec"
     panels: list[Callable[[Axes], None]] = []
     if has("train/loss") or has("eval/loss"):
-        panels.append(lambda axes: _metric(axes, columns, "loss", objective))
+        panels.append(lambda axes: _metric(axes, columns, "loss", best, objective))
     for name in columns:
         base = name.removeprefix("eval/")
         if base != name and base != "loss" and has(name):
-            panels.append(lambda axes, base=base: _metric(axes, columns, base))
+            panels.append(lambda axes, base=base: _metric(axes, columns, base, best))
     for name in columns:
         last = name.rsplit("/", 1)[-1]
         if last in ("learning_rate", "lr") and has(name):
@@ -94,7 +100,7 @@ def _panels(columns: Columns, objective: str) -> list[Callable[[Axes], None]]:
     return panels
 
 
-def _metric(axes: Axes, columns: Columns, base: str, objective: str = "") -> None:
+def _metric(axes: Axes, columns: Columns, base: str, best: Best | None, objective: str = "") -> None:
     """Draws training (raw light, smoothed strong) and evaluation of one metric, and marks the best evaluation."""
     training = f"training, {objective}" if objective else "training"
     evaluation = f"evaluation, {objective.replace('with', 'without', 1)}" if objective else "evaluation"
@@ -109,9 +115,11 @@ def _metric(axes: Axes, columns: Columns, base: str, objective: str = "") -> Non
     eval_steps, eval_values = _points(columns, f"eval/{base}")
     if len(eval_steps):
         axes.plot(eval_steps, eval_values, color=EVAL_COLOR, lw=2, **_marks(eval_steps), label=evaluation)
-        best = int(np.argmin(eval_values) if any(word in base for word in LOWER_IS_BETTER) else np.argmax(eval_values))
-        label = f"best {_readable(base, eval_values[best])} at step {int(eval_steps[best]):,}"
-        axes.plot(eval_steps[best], eval_values[best], "o", ms=9, mfc="white", mec=EVAL_COLOR, mew=2, label=label)
+        rises = is_higher_better(f"eval/{base}", best)
+        if rises is not None:
+            top = int(np.argmax(eval_values) if rises else np.argmin(eval_values))
+            label = f"best {_readable(base, eval_values[top])} at step {int(eval_steps[top]):,}"
+            axes.plot(eval_steps[top], eval_values[top], "o", ms=9, mfc="white", mec=EVAL_COLOR, mew=2, label=label)
     _keep_spikes_out(axes, [values, eval_values])
     if _is_share(base, [values, eval_values]):
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")

@@ -97,7 +97,7 @@ class Reporter:
         console = self._start.console
         if console.is_jupyter and not console.quiet and self._config.curves:
             columns = lambda: self.history.columns()  # noqa: E731  A rollback makes another history.
-            self._live_plot = LivePlot(columns, objective=self._task.objective, note=self.note)
+            self._live_plot = LivePlot(columns, **self._looks, note=self.note)
         if self._counter.step > 0 and self._folder is not None:
             self._earlier = read_summary(self._folder / SUMMARY_FILE)
 
@@ -317,8 +317,14 @@ class Reporter:
         except OSError as error:
             self.warn(f"{name} could not be written: {error.strerror}")
 
+    @property
+    def _looks(self) -> dict[str, Any]:
+        """See `plot_history`."""
+        task = self._task
+        return {"objective": task.objective, "best": (task.best_metric, task.best_mode)}
+
     def _plot(self, columns: Mapping[str, Sequence[Any]], path: Path) -> None:
-        plot_history(columns, path, objective=self._task.objective)
+        plot_history(columns, path, **self._looks)
 
     def _begin_window(self) -> None:
         self._since_sec, self._since_data_sec = self._training_sec(), self._watch.seconds().get("data", 0.0)

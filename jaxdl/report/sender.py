@@ -150,6 +150,7 @@ class Sender(threading.Thread):
         self._writer, self._rows, self._next, self._num_events = writer, rows, 0, 0
         self._num_earlier = None
         self._opened(writer.run_id, num_cuts)
+        writer.flush()
         left = writer.num_rows
         while left:
             left -= "event" not in rows[self._next]

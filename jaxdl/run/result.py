@@ -73,7 +73,8 @@ class Run:
 
     def plot(self) -> Figure:
         """The run's curves as a matplotlib figure."""
-        return plot_history(self.history, objective=self.plan.parts.task.objective)
+        task = self.plan.parts.task
+        return plot_history(self.history, objective=task.objective, best=(task.best_metric, task.best_mode))
 
 
 class Interrupted(BaseException):

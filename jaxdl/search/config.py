@@ -10,6 +10,7 @@ from jaxdl.config import Config, ConfigError
 from jaxdl.experiment import Experiment
 from jaxdl.options import parse
 from jaxdl.phases import Timeline, make_timeline
+from jaxdl.report.directions import is_higher_better
 from jaxdl.run.changes import check_may_change
 from jaxdl.run.length import steps_of
 from jaxdl.run.validate import read_splits
@@ -27,9 +28,6 @@ __all__ = ["Lengths", "OnRay", "SearchConfig", "check_settings", "direction_of",
 
 LENGTH_FIELDS = ("epochs", "steps", "tokens", "phases", "batch_size", "data")
 """Fields that decide how many steps a run has."""
-LOWER = ("loss", "perplexity", "bits_per_byte", "error")
-HIGHER = ("accuracy", "auc", "bleu")
-"""Last words of metrics of which a lower, or a higher, value is better."""
 
 
 class SearchConfig(Config):
@@ -75,12 +73,10 @@ def direction_of(config: SearchConfig, experiment: Experiment) -> Direction:
     if config.direction is not None:
         return config.direction
     metric, task = metric_of(config, experiment), experiment.task
-    if metric == f"eval/{task.best_metric}":
-        return "maximize" if task.best_mode == "max" else "minimize"
-    last = metric.rpartition("/")[2]
-    if last in LOWER or last in HIGHER:
-        return "minimize" if last in LOWER else "maximize"
-    raise ConfigError(f"--metric {metric}: whether a higher value is better is not known. Give --direction too.")
+    rises = is_higher_better(metric, (task.best_metric, task.best_mode))
+    if rises is None:
+        raise ConfigError(f"--metric {metric}: whether a higher value is better is not known. Give --direction too.")
+    return "maximize" if rises else "minimize"
 
 
 class Lengths:

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxdl.files import STATUS_FILE
 from jaxdl.lease import Holder, is_alive
+from jaxdl.status.parsing import check_types, parse_json
 from jaxdl.writing import replace_file
 
 BEAT_SEC = 15.0
@@ -113,7 +114,7 @@ class Record:
     @classmethod
     def from_bytes(cls, content: bytes) -> Record:
         """The inverse of `to_bytes`. Unknown fields are ignored. Raises ValueError for what is no record."""
-        values = json.loads(content)
+        values = parse_json(content)
         if not isinstance(values, dict):
             raise ValueError("it is no JSON object")
         names = {field.name for field in dataclasses.fields(cls)}
@@ -124,11 +125,10 @@ class Record:
             found["reason"] = _inner(Reason, found.get("reason"))
             found["process"] = _inner(Holder, found.get("process"))
             record = cls(**found)
-        except (KeyError, TypeError) as error:
+            check_types(record)
+            _ = seconds_since(record.seen), seconds_since(record.since)
+        except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"it is no status of a run: {error}") from None
-        if type(record.step) is not int or not all(type(one) in (int, type(None)) for one in (record.total_steps,)):
-            raise ValueError("its steps are no whole numbers")
-        _ = seconds_since(record.seen), seconds_since(record.since)
         return record
 
     def is_alive(self, now: datetime | None = None) -> bool | None:
@@ -146,7 +146,11 @@ class Record:
 
 
 def _inner(cls: Any, values: Any) -> Any:
-    return None if values is None else cls(**values)
+    if values is None:
+        return None
+    made = cls(**values)
+    check_types(made)
+    return made
 
 
 def status_path(workdir: Path) -> Path:

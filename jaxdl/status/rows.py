@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any
 from jaxdl.errors import ConfigError
 from jaxdl.files import CONFIG_FILE, LEASE_FILE, METRICS_FILE, REPORT_FILE, STATUS_FILE, SUMMARY_FILE
 from jaxdl.lease import Holder, is_alive
+from jaxdl.status.parsing import parse_json
 from jaxdl.status.record import Action, Reason, Record, State, read_record, seconds_since
 
 UNKNOWN = "UNKNOWN"
@@ -79,15 +79,21 @@ def find_workdirs(given: Sequence[str]) -> list[Path]:
 
 
 def _inside(folder: Path, depth: int) -> Iterator[Path]:
-    if any((folder / mark).exists() for mark in MARKS):
-        yield folder
-    elif depth:
-        try:
-            inner = sorted(one.path for one in os.scandir(folder) if one.is_dir() and not one.name.startswith("."))
-        except OSError:
+    """The workdirs in a folder, and folders that may not be read: their rows say so."""
+    try:
+        if any((folder / mark).exists() for mark in MARKS):
+            yield folder
             return
-        for path in inner:
-            yield from _inside(Path(path), depth - 1)
+        inner = [] if not depth else sorted(one.path for one in os.scandir(folder) if _is_searched(one))
+    except OSError:
+        yield folder
+        return
+    for path in inner:
+        yield from _inside(Path(path), depth - 1)
+
+
+def _is_searched(entry: os.DirEntry[str]) -> bool:
+    return not entry.name.startswith(".") and os.path.isdir(entry.path)  # Unlike its `is_dir`, this raises nothing.
 
 
 def read_row(workdir: Path, now: datetime | None = None) -> Row:
@@ -102,7 +108,10 @@ def read_row(workdir: Path, now: datetime | None = None) -> Row:
     except (OSError, ValueError) as error:
         found = Row(str(workdir), UNKNOWN, problem=f"{STATUS_FILE} cannot be read: {_why(error)}")
         return _with_metrics(found, rows)
-    row = _without_status(workdir, rows, now) if record is None else _from_record(workdir, record, now)
+    try:
+        row = _without_status(workdir, rows, now) if record is None else _from_record(workdir, record, now)
+    except Exception as error:  # A damaged file of one run, of whatever kind, must not hide the others.
+        row = Row(str(workdir), UNKNOWN, problem=f"its files cannot be read: {type(error).__name__}: {_why(error)}")
     return _with_metrics(row, rows, problem)
 
 
@@ -181,12 +190,12 @@ def _without_status(workdir: Path, rows: Sequence[Mapping[str, Any]], now: datet
             base, state=State.FAILED, alive=False, since_sec=diverged_sec, reason=why, exit_code=3
         )
     if summary_sec is None:
-        return base
+        return dataclasses.replace(base, problem=_why_closed(workdir))
     try:
-        summary = json.loads((workdir / SUMMARY_FILE).read_bytes())
+        summary = parse_json((workdir / SUMMARY_FILE).read_bytes())
         state, steps, total = _ENDED[summary["status"]], int(summary["steps"]), int(summary["total_steps"])
         since_sec = seconds_since(summary["time"], now)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         return dataclasses.replace(base, problem=f"{SUMMARY_FILE} cannot be read: {_why(error)}")
     done = state == State.COMPLETED
     return dataclasses.replace(
@@ -201,6 +210,15 @@ def _without_status(workdir: Path, rows: Sequence[Mapping[str, Any]], now: datet
         next_action=Action.NONE if done else Action.RESUME,
         next_text="" if done else f"the same command resumes from step {steps}",
     )
+
+
+def _why_closed(folder: Path) -> str:
+    """Why the files of a folder cannot be listed; empty if they can be."""
+    try:
+        os.scandir(folder).close()
+    except OSError as error:
+        return f"the folder cannot be read: {_why(error)}"
+    return ""
 
 
 def _lease(workdir: Path) -> tuple[Holder, float] | None:
@@ -252,7 +270,7 @@ def tail_rows(path: Path, num_rows: int = 40) -> list[dict[str, Any]]:
 
 def _row(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError:
         return None
     return row if isinstance(row, dict) and type(row.get("step")) is int else None

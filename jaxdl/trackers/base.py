@@ -35,7 +35,11 @@ class Writer(abc.ABC):
         """
 
     def flush(self) -> None:  # noqa: B027
-        """Returns when every row that was taken is where it belongs; those before an exception are taken again."""
+        """Returns when every row that was taken is where it belongs; those before an exception are taken again.
+
+        Called first when the run is open and its `run_id` is kept: what can fail once the run is made belongs here,
+        not in `Tracker.open`, for that would make another run when it is tried again.
+        """
 
     def tag(self, tags: Mapping[str, str]) -> None:  # noqa: B027
         """Notes texts of the run by their names; one of the same name is replaced."""

@@ -7,6 +7,7 @@ import importlib
 import itertools
 import logging
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,8 +24,8 @@ ROW = "row"
 """The metric with the number of a row, counted from 1: MLflow keeps its metrics one by one."""
 MAX_METRICS, MAX_OTHERS = 1000, 100
 """The most metrics, and the most parameters or tags, that MLflow takes in one call."""
-MAX_VALUE = 5000
-"""The most characters of a parameter or a tag."""
+MAX_VALUE, MAX_NAME = 5000, 250
+"""The most characters of a parameter or a tag, and of the name of one or of a metric."""
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 """How long MLflow itself tries to reach a server, unless the user has set it; jaxdl tries again itself.
 
@@ -87,6 +88,7 @@ class _Run(Writer):
             Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         self._metrics: list[Any] = []
+        self._names: dict[str, str] = {}
         found = None if run.run_id is None else self._there(run.run_id)
         if found is not None and run.rows_changed:  # Metrics cannot be removed from a run.
             self._client.delete_run(found.info.run_id)
@@ -98,7 +100,8 @@ class _Run(Writer):
         self.run_id = found.info.run_id
         self.num_rows = int(found.data.metrics.get(ROW, 0))
         self._written, self._time_ms = self.num_rows, 0
-        self._describe(run, found.data.params, words)
+        # Described in `flush`, when the id of the run is kept: what fails here would leave a run for each try.
+        self._to_describe: tuple[TrackedRun, Mapping[str, str], tuple[str, ...]] | None = run, found.data.params, words
 
     def _there(self, run_id: str) -> Any:
         """The run of an earlier process; None if it has been deleted."""
@@ -123,7 +126,7 @@ class _Run(Writer):
     def _describe(self, run: TrackedRun, there: Mapping[str, str], words: tuple[str, ...]) -> None:
         """Logs config and tags. A parameter never changes: what a resumed run has changed is a tag."""
         entities = importlib.import_module("mlflow.entities")
-        config = {name: str(value)[:MAX_VALUE] for name, value in run.config.items()}
+        config = {self._name(name): str(value)[:MAX_VALUE] for name, value in run.config.items()}
         for part in _parts(entities.Param(name, value) for name, value in config.items() if name not in there):
             self._client.log_batch(self.run_id, params=part)
         changed = {f"now.{name}": value for name, value in config.items() if there.get(name, value) != value}
@@ -137,13 +140,20 @@ class _Run(Writer):
         self._time_ms, step = max(int(time.time() * 1000), self._time_ms + 1), row["step"]
         found = {name: finite(value) for name, value in row.items() if name != "step"} | {ROW: float(self._written)}
         # The number of the row last, so that a row is there whole if its number is.
-        made = [entities.Metric(name, value, self._time_ms, step) for name, value in found.items() if value is not None]
+        made = [
+            entities.Metric(self._name(name), value, self._time_ms, step)
+            for name, value in found.items()
+            if value is not None
+        ]
         if len(self._metrics) + len(made) > MAX_METRICS:
             self.flush()
         self._metrics += made
 
     def flush(self) -> None:
         """See `Writer.flush`."""
+        if self._to_describe is not None:
+            self._describe(*self._to_describe)
+            self._to_describe = None
         metrics, self._metrics = self._metrics, []
         for part in _parts(metrics, MAX_METRICS):
             self._client.log_batch(self.run_id, metrics=part)
@@ -151,8 +161,17 @@ class _Run(Writer):
     def tag(self, tags: Mapping[str, str]) -> None:
         """See `Writer.tag`."""
         entities = importlib.import_module("mlflow.entities")
-        for part in _parts(entities.RunTag(name, value[:MAX_VALUE]) for name, value in tags.items()):
+        for part in _parts(entities.RunTag(self._name(name), value[:MAX_VALUE]) for name, value in tags.items()):
             self._client.log_batch(self.run_id, tags=part)
+
+    def _name(self, name: str) -> str:
+        """The name that MLflow gets for this one; no other name of the run has the same."""
+        short = found = allowed_name(name)
+        for number in itertools.count(2):
+            if self._names.setdefault(found, name) == name:
+                break
+            found = f"{short[: MAX_NAME - 10]} {number}"
+        return found
 
     def keep(self, path: Path) -> None:
         """See `Writer.keep`."""
@@ -165,6 +184,13 @@ class _Run(Writer):
         if state is not None:
             assert self.run_id is not None
             self._client.set_terminated(self.run_id, STATUS[state])
+
+
+def allowed_name(name: str) -> str:
+    """The name as MLflow takes one: letters, digits and `_-. :/`, a path in its shortest form, not too long."""
+    found = re.sub(r"[^\w\-. :/]", "_", name[:MAX_NAME])
+    parts = re.sub(r"(^|/)\.\.", r"\1__", found).split("/")
+    return "/".join(one for one in parts if one not in ("", ".")) or "_"
 
 
 def _parts(values: Iterable[Any], size: int = MAX_OTHERS) -> Iterator[list[Any]]:
