@@ -72,8 +72,8 @@ class Curves:
         It is known for the best metric of the task, if the config says which that is, and for loss, accuracy, ...
         """
         steps, values = self.points(metric)
-        best = self.config.get("task.best_metric"), self.config.get("task.best_mode")
-        rises = is_higher_better(metric, best if best[1] in ("max", "min") else None)
+        name, mode = self.config.get("task.best_metric"), self.config.get("task.best_mode")
+        rises = is_higher_better(metric, (name, mode) if name and mode in ("max", "min") else None)
         if not len(values) or rises is None:
             return None
         place = int(np.argmax(values) if rises else np.argmin(values))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,6 +19,8 @@ class Scored(Protocol):
     """What is read of a `jaxdl.tasks.Task`."""
 
     unit: ClassVar[str]
+    best_metric: ClassVar[str]
+    best_mode: ClassVar[Literal["max", "min"]]
 
     @property
     def objective(self) -> str:
