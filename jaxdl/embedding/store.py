@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxdl.cluster import wait_for_all
@@ -180,8 +181,12 @@ class Store:
     def _is_here(self, name: str, ids: np.ndarray) -> np.ndarray:
         return self._cached[name].is_here(name, ids)
 
+    def copied(self, rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """A copy of the rows of each buffer with a cache: slots of their own, for an evaluation."""
+        return {name: jnp.copy(rows[name]) for name in self._hosts}
+
     def with_rows(self, rows: Mapping[str, jax.Array], swaps: Mapping[str, Swap]) -> dict[str, jax.Array]:
-        """Rows of each buffer in slots of their own, for evaluation, after those of a swap have come; donated."""
+        """What `copied` returned, which is donated, after the rows of a swap have come."""
         loads = {
             name: swap._replace(evicted=swap.evicted[:0], evicted_slots=swap.evicted_slots[:0])
             for name, swap in swaps.items()
