@@ -1,6 +1,11 @@
 """Criteo's files: TSV and Parquet alike, in memory and prepared, missing values, and files that are wrong."""
 
+import errno
+import fcntl
 import gzip
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow
@@ -8,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from jaxdl.config import ConfigError
-from jaxdl.data import Criteo
+from jaxdl.data import Criteo, criteo
 from jaxdl.data.criteo import hash_of
 
 NUM_EXAMPLES = 40
@@ -33,6 +38,11 @@ def everything(data):
     splits = data.build()
     parts = [one.batch(np.arange(len(one))) for one in (splits.train, splits.test)]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def kept_folders(folder):
+    """Those of prepared examples, and of examples that are half-written."""
+    return [one for one in folder.iterdir() if one.is_dir()]
 
 
 def test_tsv_gzip_and_parquet_have_the_same_examples(tsv, tmp_path):
@@ -83,7 +93,7 @@ def test_several_ids_are_drawn_from_the_value(tsv):
 def test_prepared_examples_are_read_again_only_when_files_change(tsv, tmp_path):
     data = Criteo(train=(str(tsv),), folder=str(tmp_path / "kept"))
     first = data.build().train
-    [made] = (tmp_path / "kept").iterdir()
+    [made] = kept_folders(tmp_path / "kept")
     before = (made / "examples.json").stat().st_mtime_ns
     assert data.build().train.content() == first.content()
     assert (made / "examples.json").stat().st_mtime_ns == before
@@ -91,6 +101,82 @@ def test_prepared_examples_are_read_again_only_when_files_change(tsv, tmp_path):
     again = data.build()
     assert len(again.train) + len(again.test) == 20
     assert again.train.content() != first.content()
+
+
+def test_what_a_killed_process_left_is_removed(tsv, tmp_path, monkeypatch):
+    """The next process may have the same number, as in containers."""
+    data, kept = Criteo(train=(str(tsv),), folder=str(tmp_path / "kept")), tmp_path / "kept"
+
+    def dies(folder, *_):
+        (folder / "labels.u8").write_bytes(b"1")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(criteo, "_write", dies)
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(KeyboardInterrupt):
+            data.build()
+    [left] = kept_folders(kept)
+    assert left.name.startswith(".")
+    splits = data.build()
+    assert len(splits.train) + len(splits.test) == NUM_EXAMPLES
+    assert [one.name[0] for one in kept_folders(kept)] == ["t"]
+
+
+def at_once(data, count=3):
+    """The contents of training examples that so many readers find which begin together."""
+    with ThreadPoolExecutor(count) as threads:
+        return [one.result() for one in [threads.submit(lambda: data.build().train.content()) for _ in range(count)]]
+
+
+def test_one_of_several_processes_reads_the_files(tsv, tmp_path, monkeypatch, capfd):
+    """Threads stand for the processes: a lock of a file is as much between them."""
+    written, waits, write, flock = [], threading.Event(), criteo._write, fcntl.flock
+
+    def watched(file, how):
+        if not how & fcntl.LOCK_NB:
+            waits.set()
+        flock(file, how)
+
+    def until_another_waits(folder, *rest):
+        written.append(folder)
+        write(folder, *rest)
+        assert waits.wait(20)
+
+    monkeypatch.setattr(fcntl, "flock", watched)
+    monkeypatch.setattr(criteo, "_write", until_another_waits)
+    assert len(set(at_once(Criteo(train=(str(tsv),), folder=str(tmp_path / "kept"))))) == 1
+    assert len(written) == 1
+    assert "waiting for another process that reads examples" in capfd.readouterr().err
+    assert len(kept_folders(tmp_path / "kept")) == 1
+
+
+def test_several_processes_on_a_disk_without_locks(tsv, tmp_path, monkeypatch):
+    together, write = threading.Barrier(3), criteo._write
+
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    def all_write(*arguments):
+        write(*arguments)
+        together.wait(20)
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(criteo, "_write", all_write)
+    assert len(set(at_once(Criteo(train=(str(tsv),), folder=str(tmp_path / "kept"))))) == 1
+    assert len(kept_folders(tmp_path / "kept")) == 1
+
+
+def test_a_folder_that_cannot_be_used(tsv, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"data.folder .*file: the examples cannot be kept there.*Give a folder with"):
+        Criteo(train=(str(tsv),), folder=str(tmp_path / "file")).build()
+    data = Criteo(train=(str(tsv),), folder=str(tmp_path / "kept"))
+    data.build()
+    [made] = kept_folders(tmp_path / "kept")
+    (made / "examples.json").unlink()
+    with pytest.raises(ConfigError, match=rf"{made}: the examples cannot be read.*Remove that folder"):
+        data.build()
 
 
 def test_files_of_their_own_are_held_out(tsv, tmp_path):
@@ -113,7 +199,7 @@ def test_files_that_are_wrong(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message) as found:
         Criteo(train=(str(tmp_path / "bad.tsv"),), folder=str(tmp_path / "kept")).build()
     assert "bad.tsv" in str(found.value)
-    assert not list((tmp_path / "kept").iterdir())
+    assert not kept_folders(tmp_path / "kept")
 
 
 def test_one_example_cannot_be_held_out(tmp_path):

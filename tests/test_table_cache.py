@@ -1,6 +1,7 @@
 """Look-ahead caches of tables: plans against references, training bit-equal to whole tables, checkpoints of either."""
 
 import contextlib
+import types
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from jaxdl.mesh import MeshConfig
 from jaxdl.models import DLRM
 from jaxdl.optim import SGD, Constant
 from jaxdl.run.build import make_plan
+from jaxdl.state import TABLES
 from jaxdl.tasks import Binary
 
 ROWS, SLOTS = 60, 12
@@ -178,6 +180,26 @@ def restored_rows(workdir, one):
     assert not found.damaged
     rows = rows_of_ids(plan.parts.tables, found.state.tables)
     return rows | {name: store.in_order(name) for name in (store.rows if store else ())}
+
+
+def test_an_evaluation_copies_slots_alone():
+    """The rows of tables without a cache may be nearly all that the devices have."""
+    plan = make_plan(experiment(CacheConfig(fraction=0.1, min_rows=5000)))
+    tables, caches, seen = plan.parts.tables, plan.caches, {}
+    caches.store.init(jax.random.key(0))
+    blank = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tables.shapes)
+    state = types.SimpleNamespace(tables=jax.tree.map(jax.device_put, blank, tables.shardings()))
+    step, source = caches.evaluating(state, lambda _, state, batch: seen.update(state[TABLES]), plan.splits.test, 40)
+    for batch in source.eval_batches(np.arange(first, first + 40) for first in range(0, 200, 40)):
+        step({}, {}, batch)
+    of_buffer = {one.name: {table.name for table in one.tables} for one in tables.buffers}
+    assert seen.keys() == of_buffer.keys()
+    copied = [name for name, one in state.tables.items() if seen[name] is not one["rows"]]
+    assert copied == [name for name, members in of_buffer.items() if members & caches.store.whole.keys()]
+    assert 0 < len(copied) < len(of_buffer)
+    for name in copied:
+        assert seen[name].any()
+        assert not np.asarray(state.tables[name]["rows"]).any()  # The slots of training.
 
 
 OTHERS = {

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import pydantic
 from jaxdl.config import ConfigError
 from jaxdl.data.clicks import CRITEO_ROWS, NUM_NUMBERS
 from jaxdl.data.codec import import_text
+from jaxdl.data.locks import locked
 from jaxdl.data.source import Data, Splits
 from jaxdl.data.staging import Stage
 from jaxdl.data.tabular import Feature, TabularSource, TabularSpec
@@ -267,31 +269,48 @@ def _converted(block: Any, path: Path, first: int) -> dict[str, np.ndarray]:
 def _prepared(folder: Path, split: str, paths: Sequence[Path], say: Any) -> Examples:
     """The examples of the files, from `folder` if they are there, else read and written there first."""
     files = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
-    name = f"{split}-{hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]}"
-    made = folder / name
+    made = folder / f"{split}-{hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]}"
     try:
-        if not (made / _PREPARED).exists():
-            partial = folder / f".{name}.{os.getpid()}"
-            partial.mkdir(parents=True)
-            try:
-                _write(partial, paths, say)
-                if not made.exists():
-                    partial.rename(made)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
+        if not made.exists():
+            _prepare(made, paths, say)
+    except OSError as error:
+        raise ConfigError(
+            f"--data.folder {folder}: the examples cannot be kept there ({error}). Give a folder with room that this "
+            "user may write."
+        ) from None
+    try:
         count = json.loads((made / _PREPARED).read_text())["examples"]
         shapes = {"number": (count, NUM_NUMBERS), "feature": (count, len(CRITEO_ROWS)), "label": (count,)}
         arrays = {
             what: np.memmap(made / file, dtype, "r", shape=shapes[what]) for what, (file, dtype) in _FILES.items()
         }
     except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(
-            f"{made}: the examples cannot be kept or read there ({error}). Remove that folder, or choose another "
-            "--data.folder."
+            f"{made}: the examples cannot be read ({error}). Remove that folder, or choose another --data.folder."
         ) from None
-    return Examples(arrays["number"], arrays["feature"], arrays["label"], name)
+    return Examples(arrays["number"], arrays["feature"], arrays["label"], made.name)
+
+
+def _prepare(made: Path, paths: Sequence[Path], say: Any) -> None:
+    """Makes the folder, which appears when it is whole; waits for another process that does so. Raises OSError."""
+    folder = made.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / f"{made.name}.lock", f"reads examples into {made}") as alone:
+        if made.exists():
+            return
+        if alone:  # What a killed process left half-written.
+            for left in folder.glob(f".{made.name}.*"):
+                shutil.rmtree(left, ignore_errors=True)
+        partial = folder / f".{made.name}.{uuid.uuid4().hex}"
+        partial.mkdir()
+        try:
+            _write(partial, paths, say)
+            partial.rename(made)
+        except OSError:  # Without locks, another process may have been faster.
+            if not made.exists():
+                raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write(folder: Path, paths: Sequence[Path], say: Any) -> None:

@@ -15,13 +15,13 @@ from jaxdl.data.tabular import Feature, TabularArrays, TabularSpec, with_statist
 
 Columns = dict[str, list[str]]
 _RECBOLE = {".inter": "ratings", ".user": "people", ".item": "films"}
+"""Endings of the files with a typed header line, as RecBole has them."""
 _NEEDED = {
     ".inter": ("user_id", "item_id", "rating", "timestamp"),
     ".user": ("user_id", "age", "gender", "occupation", "zip_code"),
     ".item": ("item_id", "release_year", "class"),
 }
 """The columns that are read."""
-"""Endings of the files with a typed header line, as RecBole has them."""
 _DAY_SEC, _YEAR_SEC = 86_400, 31_556_952
 
 

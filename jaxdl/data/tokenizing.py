@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import pickle
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxdl.config import ConfigError
+from jaxdl.data.locks import locked
 from jaxdl.data.shards import MANIFEST, Plan, Shard, TokenStore, finished, write_manifest, write_shard
 
 SMALL_BYTES = 256 << 20
@@ -110,7 +110,7 @@ def _tokenize(plan: Plan, told: Told) -> None:
     """Writes the shards that are missing, and the manifest. Another process that does the same is waited for."""
     try:
         plan.folder.mkdir(parents=True, exist_ok=True)
-        with _locked(plan.folder) as alone:
+        with locked(plan.folder / "lock", f"tokenizes into {plan.folder}") as alone:
             if ready(plan):
                 return
             if alone:  # What a killed process left half-written.
@@ -129,22 +129,6 @@ def _tokenize(plan: Plan, told: Told) -> None:
             f"{error.filename or plan.folder}: the shards of tokens cannot be written ({error.strerror}). Set "
             "--data.shards to a folder with room that this user may write."
         ) from None
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Context: no other process is in it; yields False where the disk has no locks, and then others may be."""
-    with (folder / "lock").open("wb") as file:
-        try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                print(f"waiting for another process that tokenizes into {folder}", file=sys.stderr, flush=True)
-                fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            yield False
-            return
-        yield True
 
 
 def _written(plan: Plan, missing: list[int], num_bytes: int) -> Iterator[tuple[int, Shard]]:

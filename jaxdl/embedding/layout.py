@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -178,6 +178,19 @@ class Buffer:
         return min(num_ids, math.ceil(num_ids * self.scheme.message_room * slack / self.row_ways))
 
 
+def first_columns(widths: Mapping[str, int]) -> dict[str, int]:
+    """Of each feature the first of its columns, where those of all follow each other in this order."""
+    return dict(zip(widths, np.cumsum([0, *widths.values()]).tolist(), strict=False))
+
+
+def columns_of_ids(tables: Iterable[Table], num_ids: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """The columns of ids of each table; `num_ids` are as in `make_buffers`."""
+    first = first_columns(num_ids)
+    return {
+        table.name: np.concatenate([first[one] + np.arange(num_ids[one]) for one in table.features]) for table in tables
+    }
+
+
 def make_buffers(
     tables: Sequence[Table],
     num_ids: Mapping[str, int],
@@ -188,9 +201,9 @@ def make_buffers(
 
     Raises ConfigError for columns that cannot be cut, and for more rows than a device can address.
     """
-    first = dict(zip(num_ids, np.cumsum([0, *num_ids.values()]).tolist(), strict=False))
+    first = first_columns(num_ids)
     columns = {feature: table.columns for table in tables for feature in table.features}
-    vector = dict(zip(num_ids, np.cumsum([0, *(columns[name] for name in num_ids)]).tolist(), strict=False))
+    vector = first_columns({feature: columns[feature] for feature in num_ids})
     order = {feature: number for number, feature in enumerate(num_ids)}
     groups: dict[str, list[Table]] = {}
     for table in tables:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxdl.cluster import wait_for_all
@@ -17,6 +18,7 @@ from jaxdl.config import ConfigError
 from jaxdl.embedding.cache import SlotPlan, Swap, Window
 from jaxdl.embedding.hosts import HostRows, local_part
 from jaxdl.embedding.initial import rows_of_ids
+from jaxdl.embedding.layout import columns_of_ids
 from jaxdl.embedding.places import Places, id_of
 from jaxdl.embedding.swap import Swapper, Taken, of_devices
 from jaxdl.embedding.table import Table
@@ -77,7 +79,7 @@ class Store:
         self.rows: dict[str, dict[str, np.ndarray]] = {}
         """Table -> `rows` `[rows, columns]` and what its optimizer keeps, float32: what `HostRows` says is here."""
         self._slots = slots
-        self._columns = _columns_of(self.whole.values(), num_ids)
+        self._columns = columns_of_ids(self.whole.values(), num_ids)
         self._swap = Swapper(tables, self._cached)
         self._id_of: dict[str, np.ndarray] = {}
         self._leaving: deque[_Leaving] = deque()
@@ -180,8 +182,12 @@ class Store:
     def _is_here(self, name: str, ids: np.ndarray) -> np.ndarray:
         return self._cached[name].is_here(name, ids)
 
+    def copied(self, rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """A copy of the rows of each buffer with a cache: slots of their own, for an evaluation."""
+        return {name: jnp.copy(rows[name]) for name in self._hosts}
+
     def with_rows(self, rows: Mapping[str, jax.Array], swaps: Mapping[str, Swap]) -> dict[str, jax.Array]:
-        """Rows of each buffer in slots of their own, for evaluation, after those of a swap have come; donated."""
+        """What `copied` returned, which is donated, after the rows of a swap have come."""
         loads = {
             name: swap._replace(evicted=swap.evicted[:0], evicted_slots=swap.evicted_slots[:0])
             for name, swap in swaps.items()
@@ -324,11 +330,3 @@ class Store:
             for name, ids, places in self._uncached(host, part):
                 mine[places] = host.part_of(name, x)[host.numbers(ids), *columns]
         return made
-
-
-def _columns_of(tables: Any, num_ids: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """The columns of ids of each table."""
-    first = dict(zip(num_ids, np.cumsum([0, *num_ids.values()]).tolist(), strict=False))
-    return {
-        table.name: np.concatenate([first[one] + np.arange(num_ids[one]) for one in table.features]) for table in tables
-    }

@@ -35,11 +35,11 @@ def touched(buffer: Buffer, found: Located, grads: jax.Array) -> Touched:
     Equal rows are summed in the order of examples, so the bits do not depend on how examples are spread.
     """
     flat = grads.reshape(-1, grads.shape[-1])
-    rows, vectors = found.rows.reshape(-1), _vectors(buffer, found)
+    rows, vectors = found.rows.reshape(-1), _gradient_places(buffer, found)
     return summed(rows, vectors, flat, buffer.local_rows, in_order=found.vectors is None)
 
 
-def _vectors(buffer: Buffer, found: Located) -> jax.Array:
+def _gradient_places(buffer: Buffer, found: Located) -> jax.Array:
     """Of each entry, its place in the gradients of all examples and ranks."""
     if found.vectors is not None:
         return found.vectors.reshape(-1)
@@ -101,7 +101,7 @@ def of_all_copies(buffer: Buffer, found: Touched, send: Wire) -> Touched:
 
 def of_all_rows(buffer: Buffer, located: Located, grads: jax.Array) -> Touched:
     """As `touched` and `of_all_copies`, by a sum of gradients of all rows: for tables with few."""
-    found = jnp.take(grads.reshape(-1, grads.shape[-1]), _vectors(buffer, located), axis=0)
+    found = jnp.take(grads.reshape(-1, grads.shape[-1]), _gradient_places(buffer, located), axis=0)
     rows, count = located.rows.reshape(-1), buffer.local_rows
     marked = jnp.concatenate([found, jnp.ones((rows.size, 1), found.dtype)], axis=1)
     total = jnp.zeros((count, marked.shape[1]), jnp.float32).at[rows].add(marked, mode="drop")

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxdl.checkpoint.stored_tables import aligned
@@ -72,18 +71,20 @@ class Caches:
     ) -> tuple[EvalStep, Source]:
         """(the evaluation step, the source with slots in place of ids), with rows of the state's tables.
 
-        They come into slots of their own, which are as large as those of training, and are dropped at the end.
+        They come into slots of their own, which are as large as those of training, and are dropped at the end. Tables
+        in buffers without a cache are those of the state.
         """
         self.store.write_back(state.tables)
         queue: deque[Swaps] = deque()
         window = self.store.window(_EVAL_SIZE)
         planned = _Planned(source, evaluation_batches(batch_size), window, queue, Counter())
-        rows: dict[str, Any] = {name: jnp.copy(one[ROWS]) for name, one in state.tables.items()}
+        every = {name: one[ROWS] for name, one in state.tables.items()}
+        rows = self.store.copied(every)
 
         def step(params: Any, model_state: Any, batch: Any) -> Any:
             nonlocal rows
             rows = self.store.with_rows(rows, queue.popleft())
-            return eval_step(params, {**model_state, TABLES: rows}, batch)
+            return eval_step(params, {**model_state, TABLES: {**every, **rows}}, batch)
 
         return step, planned
 
