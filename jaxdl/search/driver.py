@@ -119,8 +119,8 @@ class Search:
         if threading.current_thread() is threading.main_thread():
             self._handlers = {one: signal.signal(one, self._note) for one in (signal.SIGTERM, signal.SIGINT)}
         try:
-            for trial in self.journal.trials():  # A killed search may have recorded a copy and not made it.
-                self._copy(trial)
+            for trial in self.journal.trials():
+                self._repair(trial)
             while self.signum is None and self._step():
                 self.shows.refresh(self.journal.trials(), sorted(self.running))
                 time.sleep(POLL_SEC)
@@ -133,6 +133,13 @@ class Search:
             self._restore()
         self.shows.refresh(self.journal.trials(), [])
         return self.signum
+
+    def _repair(self, trial: Trial) -> None:
+        """Completes what a killed search has recorded in part: a value at the full length, a copy that was not made."""
+        value = trial.values.get(trial.target)
+        if trial.state == "open" and value is not None and trial.target >= self.request.length(dict(trial.settings)):
+            self.journal.finish(trial.number, value)
+        self._copy(trial)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         """The first signal lets the trials save; a second one acts at once."""
