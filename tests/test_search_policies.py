@@ -14,7 +14,7 @@ from jaxdl.search.__main__ import main
 from jaxdl.search.samplers import Grid, Sampler
 from jaxdl.search.schedulers import ASHA, PBT, Clone, Course, Full, Halving, New, Promote
 from jaxdl.search.space import Choices, Number, parse_settings, words_of
-from jaxdl.search.trial import Trial, best
+from jaxdl.search.trial import Trial, best, compared, rank
 
 RATE = Number("optimizer.learning_rate", 1e-3, 1.0, log=True)
 MOMENTUM = Choices("optimizer.momentum", (0.8, 0.9, 0.95))
@@ -291,3 +291,17 @@ def test_a_missing_package_ends_the_command_before_a_trial(tmp_path, monkeypatch
         "such as tpe."
     )
     assert not folder.exists()
+
+
+def test_finished_trials_are_compared_whatever_their_lengths():
+    """With --scheduler none lengths differ: the one with the most steps need not be the best."""
+    long, short, way = (Trial(0, {}, 40, {40: 0.5}, "finished"), Trial(1, {}, 20, {20: 0.9}, "finished"),
+                        Trial(2, {}, 60, {50: 0.95}))  # fmt: skip
+    trials = [long, short, way]
+    assert best(trials, "maximize") == short
+    assert best(trials, "minimize") == long
+    assert compared(trials) == [long, short], "those on their way, and failed ones, are not"
+    assert [one.number for one in sorted(trials, key=lambda one: rank(one, "maximize"))] == [1, 0, 2]
+    failed = replace(long, state="failed")
+    assert best([failed, way, replace(way, number=3, values={30: 1.0})], "maximize") == way, "of others the furthest"
+    assert best([failed, Trial(1, {}, 3)], "maximize") is None

@@ -16,7 +16,7 @@ from rich.table import Table
 from jaxdl.search.driver import Request
 from jaxdl.search.schedulers import Course, Scheduler
 from jaxdl.search.space import short
-from jaxdl.search.trial import Trial, best, key
+from jaxdl.search.trial import Trial, best, rank
 from jaxdl.search.workdirs import last_step
 
 REFRESH_SEC = 1.0
@@ -55,8 +55,8 @@ def table(shown: Shown, trials: Sequence[Trial], running: Sequence[int]) -> Tabl
     found = Table(title=title, title_justify="left", border_style="dim")
     for name in ("trial", *map(short, names), "state", "step", "to", request.metric):
         found.add_column(name, justify="left" if name == "state" else "right", no_wrap=True)
-    top = best([*trials], request.direction)
-    order = sorted(trials, key=lambda one: (one.number not in running, -one.step, _rank(one, request.direction)))
+    top = best(trials, request.direction)
+    order = sorted(trials, key=lambda one: (one.number not in running, rank(one, request.direction)))
     for trial in order[:_MOST_ROWS]:
         values = [trial.settings[name] for name in names]
         step = last_step(request.workdir(trial.number)) if trial.number in running else trial.step
@@ -70,12 +70,6 @@ def table(shown: Shown, trials: Sequence[Trial], running: Sequence[int]) -> Tabl
     if len(order) > _MOST_ROWS:
         found.caption = f"and {len(order) - _MOST_ROWS} more"
     return found
-
-
-def _rank(trial: Trial, direction: str) -> float:
-    return (
-        float("inf") if trial.value is None else key(trial.value, "maximize" if direction == "maximize" else "minimize")
-    )
 
 
 class Lines:
