@@ -91,6 +91,7 @@ def jaxdl_devices():
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, on_command_line):
+    monkeypatch.setattr("jaxdl.search.attempts.pause_after", lambda *args: 0.0)
     monkeypatch.setattr(InThisProcess, "started", [])
     monkeypatch.setattr(InThisProcess, "before", staticmethod(lambda number, words: None))
 

@@ -1,14 +1,20 @@
 """How trials of a search end, and what becomes of them: a real journal and loop, trials that are made up."""
 
 import json
+import time
 
 import pytest
 
-from jaxdl.search.driver import Request, Search
+from jaxdl.errors import ConfigError
+from jaxdl.launch import processes
+from jaxdl.search.attempts import Attempts
+from jaxdl.search.driver import Request, Search, check_any
 from jaxdl.search.journal import Journal
 from jaxdl.search.samplers import Random
-from jaxdl.search.schedulers import Course, Full, Halving
+from jaxdl.search.schedulers import PBT, Course, Full, Halving
+from jaxdl.search.show import Shown, table
 from jaxdl.search.space import Choices
+from jaxdl.status import Reason, Record, State, utc_now, write_record
 
 RATE = Choices("optimizer.learning_rate", (0.1, 0.2, 0.4, 0.8))
 
@@ -99,3 +105,102 @@ def test_a_trial_whose_search_was_killed_before_it_was_finished_is_finished(tmp_
     (trial,), workers, _ = searched(request, policy)
     assert (trial.state, trial.value, trial.step) == ("finished", 1.0, 9)
     assert workers.started == [], "it has been trained"
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    monkeypatch.setattr(processes, "FIRST_PAUSE_SEC", 0.0)
+
+
+@pytest.mark.usefixtures("fast", "on_command_line")
+def test_a_trial_that_was_halted_waits_and_the_same_command_resumes_it(tmp_path):
+    request = request_in(tmp_path)
+
+    def halted(number, start):
+        if number != 1:
+            return 0
+        reason = Reason("halt file: stopped at step 4 (lunch)", 4, utc_now())
+        request.workdir(1).mkdir(parents=True)
+        write_record(request.workdir(1), Record(State.HALTED, utc_now(), utc_now(), step=4, reason=reason))
+        return 4
+
+    trials, workers, said = searched(request, Full().policy(course(3)), halted)
+    assert workers.started == [0, 1, 2], "it is not started again, and the others go on"
+    assert [one.state for one in trials] == ["finished", "open", "finished"]
+    assert trials[1].busy
+    assert trials[1].reason == "halt file: stopped at step 4 (lunch)"
+    assert any("trial 1: halt file: stopped at step 4 (lunch); the same command resumes" in one for one in said.events)
+    shown = table(Shown(request, course(3), Full()), said.trials, [])
+    assert "to be resumed: halt file: stopped at step 4 (lunch)" in shown.columns[2]._cells
+    trials, workers, _ = searched(request, Full().policy(course(3)))
+    assert workers.started == [1]
+    assert [(one.state, one.reason) for one in trials] == [("finished", "")] * 3
+
+
+@pytest.mark.usefixtures("fast", "on_command_line")
+def test_what_diverged_or_was_refused_stays_failed_and_what_broke_off_is_tried_by_the_next_command(tmp_path):
+    codes, request = {0: 3, 1: 2, 2: 75, 3: -9}, request_in(tmp_path, retries=1)
+    trials, workers, _ = searched(request, Full().policy(course(4)), lambda number, start: codes[number])
+    assert [one.state for one in trials] == ["failed"] * 4
+    assert workers.started == [0, 1, 2, 2, 3, 3]
+    assert "exit code 75, 1 times started again" in trials[2].reason
+    with pytest.raises(ConfigError, match="the same command tries those again that may yet train") as raised:
+        check_any(trials)
+    assert "--vary" not in str(raised.value), "its ranges are not why"
+    trials, workers, _ = searched(request, Full().policy(course(4)), lambda number, start: 0)
+    assert workers.started == [2, 3]
+    assert [(one.state, one.given_up, bool(one.reason)) for one in trials] == [
+        ("failed", False, True), ("failed", False, True), ("finished", False, False), ("finished", False, False),
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("on_command_line")
+@pytest.mark.parametrize(("code", "advice"), [(3, "Change the ranges of --vary"), (2, "what the trials printed.")])
+def test_ranges_are_blamed_for_trials_that_diverged_alone(tmp_path, code, advice):
+    trials, _, _ = searched(request_in(tmp_path), Full().policy(course(2)), lambda number, start: code)
+    with pytest.raises(ConfigError, match="all 2 trials failed") as raised:
+        check_any(trials)
+    assert advice in str(raised.value)
+    assert ("--vary" in str(raised.value)) == (code == 3)
+
+
+def test_starts_of_a_trial_that_breaks_off_are_further_and_further_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "FIRST_PAUSE_SEC", 0.4)
+    at = []
+
+    def end(number, start):
+        if number == 0:
+            at.append(time.monotonic())
+        return 75 if number == 0 and start < 3 else 0
+
+    trials, workers, _ = searched(request_in(tmp_path), Full().policy(course(2)), end)
+    assert [one.state for one in trials] == ["finished"] * 2
+    assert workers.started == [0, 1, 0, 0], "the other trial does not wait for it"
+    assert 0.4 <= at[1] - at[0] < at[2] - at[1]
+
+
+def test_a_trial_that_trained_for_long_is_started_again_at_once():
+    now = [0.0]
+    attempts = Attempts(3, lambda: now[0])
+    attempts.started(0)
+    assert attempts.again(0) == 1.0
+    assert not attempts.is_due(0)
+    now[0] = 1.0
+    assert attempts.is_due(0)
+    attempts.started(0)
+    now[0] = 1000.0
+    assert attempts.again(0) == 0.0
+    assert attempts.is_due(0)
+    attempts.reached(0)
+    assert [attempts.again(0) is None for _ in range(4)] == [False, False, False, True], "counted from there"
+
+
+@pytest.mark.usefixtures("fast", "on_command_line")
+def test_a_member_whose_place_was_taken_is_not_tried_again(tmp_path, monkeypatch):
+    request, policy = request_in(tmp_path, retries=0), PBT(interval=4).policy(course(3))
+    monkeypatch.setattr("jaxdl.search.driver.copy_workdir", lambda source, target, step: True)
+    trials, _, _ = searched(request, policy, lambda number, start: 75 if number == 0 else 0)
+    assert next(one.replaces for one in trials if one.parent is not None) == 0
+    again, workers, _ = searched(request, policy)
+    assert workers.started == []
+    assert (again[0].state, again[0].given_up) == ("failed", False)

@@ -14,19 +14,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from jaxdl.cluster import DIVERGED, HALTED, MISTAKE
 from jaxdl.errors import ConfigError
+from jaxdl.launch.attempt import format_sec
+from jaxdl.search.attempts import Attempts
 from jaxdl.search.engines import Job, Workers
 from jaxdl.search.journal import Journal
 from jaxdl.search.samplers import Proposal, Sampler
 from jaxdl.search.schedulers import Action, Clone, New, Policy, Promote
 from jaxdl.search.space import Setting, shown, words_of
 from jaxdl.search.trial import Direction, Trial
-from jaxdl.search.workdirs import copy_workdir, is_free, value_at, why_failed
+from jaxdl.search.workdirs import copy_workdir, is_free, value_at, why_failed, why_halted
 
 TRIALS_FOLDER, LOGS_FOLDER, PROGRAMS_FOLDER = "trials", "logs", "programs"
 PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
-DIVERGED, MISTAKE = 3, 2
 POLL_SEC = 0.1
+_DIVERGED = "diverged: "
 
 
 class Shows(Protocol):
@@ -110,7 +113,7 @@ class Search:
         self.workers, self.shows = workers, shows
         self.running: set[int] = set()
         self.signum: int | None = None
-        self._tries: dict[int, int] = {}
+        self._attempts = Attempts(request.retries)
         self._waited: set[int] = set()
         self._handlers: dict[int, Any] = {}
 
@@ -135,11 +138,19 @@ class Search:
         return self.signum
 
     def _repair(self, trial: Trial) -> None:
-        """Completes what a killed search has recorded in part: a value at the full length, a copy that was not made."""
+        """Completes what a killed search has recorded in part: a value at the full length, a copy that was not made.
+
+        What was given up is tried again, unless a copy has taken its place.
+        """
         value = trial.values.get(trial.target)
         if trial.state == "open" and value is not None and trial.target >= self.request.length(dict(trial.settings)):
             self.journal.finish(trial.number, value)
         self._copy(trial)
+        if self.journal.trials()[trial.number].given_up:
+            if any(one.replaces == trial.number for one in self.journal.trials()):
+                self.journal.fail(trial.number, trial.reason)
+            else:
+                self.journal.reopen(trial.number)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         """The first signal lets the trials save; a second one acts at once."""
@@ -161,7 +172,9 @@ class Search:
         while self._has_place() and (action := self.policy.next(self.journal.trials())) is not None:
             if (trial := self._act(action)).busy:
                 self._start(trial)
-        return bool(self.running) or any(trial.busy for trial in self.journal.trials())
+        return bool(self.running) or any(
+            one.busy and not self._attempts.is_halted(one.number) for one in self.journal.trials()
+        )
 
     def _has_place(self) -> bool:
         return len(self.running) < self.workers.capacity and self.signum is None
@@ -216,15 +229,20 @@ class Search:
             self.journal.fail(trial.number, f"trial {trial.parent} has no checkpoint of step {trial.from_step}")
 
     def _start(self, trial: Trial) -> None:
-        """Starts a trial, unless another process trains in its folder: then it is tried again later."""
+        """Starts a trial, unless it rests, or another process trains in its folder: then it is tried again later."""
         request, number = self.request, trial.number
+        if not self._attempts.is_due(number):
+            return
         if not is_free(request.workdir(number)):
             if number not in self._waited:
                 self._waited.add(number)
                 self.shows.event(f"trial {number} waits: another process trains in {request.workdir(number)}")
             return
+        if trial.reason:
+            self.journal.note(number, "")
         self.workers.start(Job(number, request.train(trial), request.log(number), request.environment()))
-        self.running.add(trial.number)
+        self._attempts.started(number)
+        self.running.add(number)
 
     def _collect(self, *, stopping: bool = False) -> None:
         """Records what the trials that have ended have reached."""
@@ -241,24 +259,32 @@ class Search:
         if value is None:
             self._fail(trial, reason)
             return
-        self._tries.pop(trial.number, None)
+        self._attempts.reached(trial.number)
         self.journal.report(trial.number, trial.target, value)
         self.shows.event(f"trial {trial.number} at step {trial.target}: {self.request.metric} {value:.6g}")
         if trial.target >= self.request.length(dict(trial.settings)):
             self.journal.finish(trial.number, value)
 
     def _broke_off(self, trial: Trial, code: int) -> None:
-        """Fails a trial that diverged or cannot be run; any other end is tried again."""
-        reason = why_failed(self.request.log(trial.number))
+        """Fails a trial that diverged or cannot be run, lets one rest that was halted; any other end is tried again."""
+        number, reason = trial.number, why_failed(self.request.log(trial.number))
+        if code == HALTED:
+            self._attempts.halted(number)
+            self.journal.note(number, why_halted(self.request.workdir(number)))
+            self.shows.event(f"trial {number}: {self.journal.trials()[number].reason}; the same command resumes it")
+            return
         elsewhere = code == MISTAKE and "is in use: " in reason
         if code in (DIVERGED, MISTAKE) and not elsewhere:
-            self._fail(trial, reason if code == MISTAKE else f"diverged: {reason}")
+            self._fail(trial, reason if code == MISTAKE else f"{_DIVERGED}{reason}")
             return
-        self._tries[trial.number] = self._tries.get(trial.number, 0) + 1
-        if self._tries[trial.number] > self.request.retries:
-            self._fail(trial, f"exit code {code}, {self.request.retries} times started again: {reason}")
+        pause_sec = self._attempts.again(number)
+        if pause_sec is None:
+            reason = f"exit code {code}, {self.request.retries} times started again: {reason}"
+            self.journal.give_up(number, reason)
+            self.shows.event(f"trial {number} failed: {reason}; the same command tries it again")
             return
-        self.shows.event(f"trial {trial.number} ended with exit code {code} ({reason}); it is started again")
+        soon = f" in {format_sec(pause_sec)}" if pause_sec else ""
+        self.shows.event(f"trial {number} ended with exit code {code} ({reason}); it is started again{soon}")
 
     def _fail(self, trial: Trial, reason: str) -> None:
         self.journal.fail(trial.number, reason)
@@ -269,7 +295,9 @@ def check_any(trials: Sequence[Trial]) -> None:
     """Raises ConfigError when every trial has failed."""
     if trials and all(one.state == "failed" for one in trials):
         last = trials[-1].reason.rstrip(".")
-        raise ConfigError(
-            f"all {len(trials)} trials failed, the last one: {last}. Change the ranges of --vary; the folder logs has "
-            "what the trials printed."
-        )
+        advice = "The folder logs has what the trials printed"
+        if any(one.given_up for one in trials):
+            advice += "; the same command tries those again that may yet train"
+        elif all(one.reason.startswith(_DIVERGED) for one in trials):
+            advice = "Change the ranges of --vary; the folder logs has what the trials printed"
+        raise ConfigError(f"all {len(trials)} trials failed, the last one: {last}. {advice}.")

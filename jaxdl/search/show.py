@@ -21,6 +21,7 @@ from jaxdl.search.workdirs import last_step
 
 REFRESH_SEC = 1.0
 _MOST_ROWS = 30
+_MOST_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,12 @@ def state_of(trial: Trial, running: Sequence[int]) -> str:
     return trial.state
 
 
+def _with_reason(trial: Trial, running: Sequence[int]) -> str:
+    """The state, and why a trial that could train does not."""
+    state = state_of(trial, running)
+    return f"{state}: {trial.reason[:_MOST_CHARACTERS]}" if trial.busy and trial.reason else state
+
+
 def table(shown: Shown, trials: Sequence[Trial], running: Sequence[int]) -> Table:
     """The trials: those that train, then the best. Reads the histories of those that train."""
     request = shown.request
@@ -64,7 +71,7 @@ def table(shown: Shown, trials: Sequence[Trial], running: Sequence[int]) -> Tabl
         found.add_row(
             str(trial.number),
             *(f"{one:.4g}" if isinstance(one, float) else str(one) for one in values),
-            state_of(trial, running), str(step), str(trial.target), value,
+            _with_reason(trial, running), str(step), str(trial.target), value,
             style="bold green" if top is not None and trial.number == top.number else None,
         )  # fmt: skip
     if len(order) > _MOST_ROWS:

@@ -23,7 +23,9 @@ class Trial:
     state: State = "open"
     """open: it trains, or waits at a rung; finished: at its full length; replaced: another continues in its place."""
     reason: str = ""
-    """Why it failed."""
+    """Why it failed, or why it is not trained now."""
+    given_up: bool = False
+    """Of a failed one: it may yet train, and the next process of the search tries it again."""
     parent: int | None = None
     """The trial whose checkpoint it began with, at step `from_step`, in the place of the trial `replaces`."""
     from_step: int = 0
@@ -59,9 +61,9 @@ def best_first(trials: list[Trial], step: int, direction: Direction) -> list[Tri
 
 
 def compared(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials that may be the best: those that finished, whatever their length; without one those that came furthest.
+    """The trials that may be the best: those that finished, whatever their length.
 
-    A run that is still on its way is not compared with one at another step.
+    When none has, those that came furthest: a run on its way is not compared with one at another step.
     """
     able = [one for one in trials if one.values and one.state != "failed"]
     furthest = max((one.step for one in able), default=0)

@@ -27,6 +27,7 @@ from jaxdl.files import (
     step_dir,
 )
 from jaxdl.lease import Holder, is_alive
+from jaxdl.status import State, read_record
 
 _COPIED = (
     CONFIG_FILE, DATA_FILE, EXAMPLES_FILE, CODEC_FILE, CHOICE_FILE, PLAN_FILE, INIT_FILE, METRICS_FILE, SKIPPED_FILE,
@@ -99,6 +100,15 @@ def is_free(workdir: Path) -> bool:
     except OSError:
         return True
     return holder.released or not is_alive(holder) or holder.pid == os.getpid()
+
+
+def why_halted(workdir: Path) -> str:
+    """The reason of a run that was halted, as its status has it."""
+    with contextlib.suppress(OSError, ValueError):
+        record = read_record(workdir)
+        if record is not None and record.state == State.HALTED and record.reason is not None:
+            return record.reason.text
+    return "halted by the file"
 
 
 def why_failed(log: Path) -> str:
