@@ -189,10 +189,18 @@ def test_failures_are_recorded_and_end_no_search(config, tmp_path, monkeypatch):
         search(config, tmp_path / "dead", *words, "--sampler", "grid")
 
 
-def test_a_metric_that_no_run_has_fails_the_trials_with_its_name(config, tmp_path):
-    words = ["--vary", "optimizer.learning_rate=0.1", "--sampler", "grid", "--scheduler", "none", "--steps", "2"]
-    with pytest.raises(ConfigError, match=r"no eval/acuracy at step 2: its metrics are eval/accuracy, eval/loss"):
-        search(config, tmp_path, *words, "--metric", "evaluation/acuracy", "--direction", "maximize")
+def test_a_metric_that_no_run_has_ends_the_search_and_can_be_corrected(config, tmp_path):
+    words = ["--vary", "optimizer.learning_rate=0.1,0.2", "--sampler", "grid", "--scheduler", "none", "--steps", "2"]
+    with pytest.raises(ConfigError, match=r"--metric eval/los: .* of its metrics.*: eval/accuracy, eval/loss"):
+        search(config, tmp_path, *words, "--metric", "evaluation/los", "--direction", "minimize")
+    assert [number for number, _ in InThisProcess.started] == [0], "no other trial trains for it"
+    with pytest.raises(ConfigError, match=r"direction: .*minimize.* -> .*maximize"):
+        search(config, tmp_path, *words, "--direction", "maximize")
+    found = search(config, tmp_path, *words)
+    assert [(one["state"], one["step"]) for one in found["trials"]] == [("finished", 2)] * 2
+    assert [row["step"] for row in measured(tmp_path / "trials/0000") if "eval/loss" in row] == [2], "trained once"
+    with pytest.raises(ConfigError, match="metric: "):
+        search(config, tmp_path, *words, "--metric", "evaluation/accuracy", "--direction", "minimize")
     with pytest.raises(ConfigError, match="Give --direction too"):
         search(config, tmp_path / "b", *words, "--metric", "evaluation/acuracy")
 
@@ -257,6 +265,10 @@ def test_gpus_are_divided():
         (["--vary", RATES], "--trials: how many"),
         (["--vary", RATES, "--trials", "2", "--max-steps", "3"], "a search does not take it"),
         (["--vary", RATES, "--trials", "2", "--scheduler.rungs", "9"], "a rung at step 9"),
+        (["--vary", RATES, "--trials", "2", "--schedule.warmup-steps", "9"], "more warm-up than steps"),
+        (["--vary", "schedule.warmup_steps=1,9", "--trials", "2"], "more warm-up than steps"),
+        (["--vary", RATES, "--trials", "2", "--exchange", "topk", "--exchange.dense-warmup-steps", "8"], "not shorter"),
+        (["--vary", "steps=2,8", "--trials", "2", "--scheduler", "none", "--schedule.warmup-steps", "4"], "has 2"),
         (["--vary", RATES, "--trials", "2", "--sampler", "tpee"], "Did you mean tpe"),
         (["--vary", RATES, "--trials", "2", "--devices-per-trial", "1", "--engine", "local"], "no GPUs here"),
     ],

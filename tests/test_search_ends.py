@@ -22,11 +22,12 @@ RATE = Choices("optimizer.learning_rate", (0.1, 0.2, 0.4, 0.8))
 class MadeUp:
     """Workers whose trials end at once.
 
-    `end(job, start)` has the exit code of a trial's start of that number; where it is 0, a value is in its history.
+    `end(number, start)` has the exit code of a trial's start of that number; where it is 0, a value is in its history,
+    but for the trial `silent`.
     """
 
-    def __init__(self, request, end, capacity=1, metric="eval/loss"):
-        self.request, self.end, self.capacity, self.metric = request, end, capacity, metric
+    def __init__(self, request, end, capacity=1, silent=None):
+        self.request, self.end, self.capacity, self.silent = request, end, capacity, silent
         self.started, self.jobs, self.calls = [], [], []
 
     def start(self, job):
@@ -38,10 +39,10 @@ class MadeUp:
         while self.jobs:
             job = self.jobs.pop()
             codes[job.number] = code = self.end(job.number, self.started.count(job.number))
-            if code == 0:
+            if code == 0 and job.number != self.silent:
                 words = list(job.command)
                 step = int(words[words.index("--max-steps") + 1]) if "--max-steps" in words else 9
-                self.write(job.number, {"step": step, self.metric: 1.0 + job.number})
+                self.write(job.number, {"step": step, "eval/loss": 1.0 + job.number})
         return codes
 
     def write(self, number, row):
@@ -204,3 +205,41 @@ def test_a_member_whose_place_was_taken_is_not_tried_again(tmp_path, monkeypatch
     again, workers, _ = searched(request, policy)
     assert workers.started == []
     assert (again[0].state, again[0].given_up) == ("failed", False)
+
+
+@pytest.mark.usefixtures("on_command_line")
+def test_a_metric_that_the_first_run_to_end_has_not_stops_the_search_and_fails_no_trial(tmp_path):
+    with pytest.raises(ConfigError, match=r"--metric eval/top1/accuracy: trial 0.* no run has.*: eval/loss\.$"):
+        searched(request_in(tmp_path, metric="eval/top1/accuracy"), Full().policy(course(4)))
+    trials, workers, _ = searched(request_in(tmp_path), Full().policy(course(4)))
+    assert [one.state for one in trials] == ["finished"] * 4
+    assert workers.started == [0, 1, 2, 3]
+
+
+def test_a_later_trial_without_the_metric_fails_and_ends_no_search(tmp_path):
+    request = request_in(tmp_path)
+
+    def end(number, start):
+        if number == 1:
+            request.workdir(1).mkdir(parents=True)
+            (request.workdir(1) / "metrics.jsonl").write_text('{"step": 9, "eval/accuracy": 1.0}\n')
+        return 0
+
+    trials, _, _ = searched(request, Full().policy(course(3)), end, silent=1)
+    assert [one.state for one in trials] == ["finished", "failed", "finished"]
+    assert trials[1].reason == "no eval/loss at step 9: its metrics are eval/accuracy"
+
+
+def test_trials_save_before_the_search_ends_by_an_error(tmp_path):
+    """Such as a full disk when the journal is written."""
+    request = request_in(tmp_path)
+    workers = MadeUp(request, lambda number, start: 0)
+
+    class OnAFullDisk(Journal):
+        def report(self, number, step, value):
+            raise OSError(28, "No space left on device")
+
+    journal = OnAFullDisk(tmp_path / "journal.log", [RATE], "minimize")
+    with pytest.raises(OSError, match="No space"):
+        Search(request, journal, Random(), Full().policy(course(2)), workers, Said()).run()
+    assert workers.calls == ["stop", "close"]

@@ -17,9 +17,9 @@ from jaxdl.experiment import LENGTH, Experiment, identity, load_experiment
 from jaxdl.lease import Lease
 from jaxdl.options import parse
 from jaxdl.report import replace_file
-from jaxdl.search.config import FREE, Lengths, SearchConfig, check_settings, direction_of, metric_of
+from jaxdl.search.config import FREE, Lengths, SearchConfig, check_settings, combinations, direction_of, metric_of
 from jaxdl.search.driver import Request, Search, check_any
-from jaxdl.search.journal import Journal, check_optuna
+from jaxdl.search.journal import Journal, check_optuna, has_values
 from jaxdl.search.report import result, write_report
 from jaxdl.search.schedulers import Course
 from jaxdl.search.show import Display, Lines, Shown
@@ -152,6 +152,7 @@ def _plain(groups: Sequence[Sequence[str]]) -> tuple[dict[str, str], bool]:
 def _prepared(given: Given, settings: list[Setting], metric: str, direction: Any) -> tuple[Request, Course]:
     """What the loop and the policy are made of. Raises ConfigError."""
     search, lengths = given.search, Lengths(given.experiment, settings)
+    lengths.check(combinations(settings))
     most = search.sampler.check(settings)
     trials = search.trials or most
     if trials is None:
@@ -187,7 +188,7 @@ def _claim(given: Given) -> None:
             raise ConfigError(
                 f"{path}: it cannot be read ({error}). Restore it, or choose another --workdir."
             ) from None
-        free = {name: getattr(before, name) for name in FREE}
+        free = {name: getattr(before, name) for name in (*FREE, *_not_yet_fixed(given, before))}
         changes = differences(before, given.search.replaced(free))
         if _fixed(experiment) != _fixed(json.loads(given.experiment.to_json())):
             changes = [*changes, "the experiment is another one"]
@@ -208,6 +209,14 @@ def _claim(given: Given) -> None:
         replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"--workdir {given.workdir}: {error.strerror}. Choose a writable folder.") from None
+
+
+def _not_yet_fixed(given: Given, before: SearchConfig) -> tuple[str, ...]:
+    """The settings that may be others as long as no trial has a value: a metric that no run has is corrected so."""
+    if has_values(given.workdir / JOURNAL_FILE):
+        return ()
+    directions = {direction_of(one, given.experiment) for one in (before, given.search)}
+    return ("metric", "direction") if len(directions) == 1 else ()
 
 
 def _fixed(experiment: Mapping[str, Any]) -> dict[str, Any]:

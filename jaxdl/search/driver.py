@@ -24,7 +24,7 @@ from jaxdl.search.samplers import Proposal, Sampler
 from jaxdl.search.schedulers import Action, Clone, New, Policy, Promote
 from jaxdl.search.space import Setting, shown, words_of
 from jaxdl.search.trial import Direction, Trial
-from jaxdl.search.workdirs import copy_workdir, is_free, value_at, why_failed, why_halted
+from jaxdl.search.workdirs import copy_workdir, is_free, metrics_of, value_at, why_failed, why_halted
 
 TRIALS_FOLDER, LOGS_FOLDER, PROGRAMS_FOLDER = "trials", "logs", "programs"
 PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
@@ -131,6 +131,9 @@ class Search:
                 self.shows.event("stopping: the trials save their state")
                 self.workers.stop()
                 self._collect(stopping=True)
+        except Exception:
+            self.workers.stop()  # They save before they are killed.
+            raise
         finally:
             self.workers.close()
             self._restore()
@@ -255,8 +258,15 @@ class Search:
                 self._broke_off(trials[number], code)
 
     def _reached(self, trial: Trial) -> None:
-        value, reason = value_at(self.request.workdir(trial.number), self.request.metric, trial.target)
+        workdir, metric = self.request.workdir(trial.number), self.request.metric
+        value, reason = value_at(workdir, metric, trial.target)
         if value is None:
+            known = metrics_of(workdir)
+            if known and metric not in known and not any(one.values for one in self.journal.trials()):
+                raise ConfigError(
+                    f"--metric {metric}: trial {trial.number}, the first to end, has no such metric, so no run has. "
+                    f"Give one of its metrics, and the search goes on with its trials: {', '.join(known)}."
+                )
             self._fail(trial, reason)
             return
         self._attempts.reached(trial.number)

@@ -156,6 +156,23 @@ class Journal:
         return self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
 
 
+def has_values(path: Path) -> bool:
+    """Whether a trial of the journal has a value. False where there is no journal, or it cannot be read."""
+    check_optuna()
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    if not path.exists():
+        return False
+    _cut_torn_line(path)
+    try:
+        storage = JournalStorage(JournalFileBackend(str(path), _NoLock()))  # pyright: ignore[reportArgumentType]
+        trials = storage.get_all_trials(storage.get_study_id_from_name(STUDY), deepcopy=False)
+    except (ValueError, KeyError):
+        return False
+    return any(one.intermediate_values for one in trials)
+
+
 def _trial(found: FrozenTrial) -> Trial:
     states: dict[str, State] = {"COMPLETE": "finished", "FAIL": "failed", "PRUNED": "replaced"}
     own = {name: found.user_attrs[name] for name in _OWN if name in found.user_attrs}

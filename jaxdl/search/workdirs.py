@@ -60,11 +60,16 @@ def value_at(workdir: Path, metric: str, step: int) -> tuple[float | None, str]:
     """
     found = [(row["step"], row[metric]) for row in rows(workdir) if metric in row and row["step"] >= step]
     if not found:
-        known = sorted({name for row in rows(workdir) for name in row if name.startswith(("eval/", "train/"))})
+        known = metrics_of(workdir)
         there = f"its metrics are {', '.join(known)}" if known else "it has measured nothing"
         return None, f"no {metric} at step {step}: {there}"
     value = found[0][1]
     return (None, f"{metric} at step {step} is not finite") if value is None else (float(value), "")
+
+
+def metrics_of(workdir: Path) -> list[str]:
+    """The metrics of training and evaluation that a history has."""
+    return sorted({name for row in rows(workdir) for name in row if name.startswith(("eval/", "train/"))})
 
 
 def last_step(workdir: Path) -> int:
