@@ -186,6 +186,32 @@ def test_a_population_replaces_its_worst_by_its_best_whatever_the_order(parallel
     assert [one for one in again.log if isinstance(one, Clone)] == clones, "a function of the values, not of the order"
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_population_grows_by_the_trials_that_are_added(ended):
+    """By more --trials, after it has ended and before."""
+    policies = [PBT(interval=9).policy(course(trials)) for trials in (4, 6)]
+    first = Bench(policies[0], lambda number, step: number)
+    if ended:
+        first.play()
+    else:
+        with pytest.raises(AssertionError, match="does not end"):
+            first.play(5)
+    copies = sum(one.parent is not None for one in first.trials)
+    assert copies, "they are no members of their own"
+    more = Bench(policies[1], lambda number, step: number)
+    more.trials, more.running = list(first.trials), list(first.running)
+    more.play()
+    assert more.log.count(New(9)) == 2
+    assert sum(one.parent is None for one in more.trials) == 6
+    assert sum(one.state == "finished" for one in more.trials) == 6
+
+
+def test_a_grid_goes_on_where_it_stopped_beside_copies():
+    settings = parse_settings(["a=1,2,3"])
+    trials = [Trial(0, {"a": 1}, 9), Trial(1, {"a": 2}, 9), Trial(2, {"a": 2}, 9, parent=1, from_step=4, replaces=0)]
+    assert Grid().propose(settings, trials, "maximize", 0, {}).settings == {"a": 3}
+
+
 def test_a_population_takes_the_same_decision_after_a_kill_in_the_middle():
     policy = PBT(interval=9, quantile=0.5).policy(course(4))
     trials = [Trial(number, {RATE.name: 0.1, MOMENTUM.name: 0.9}, 9, {9: float(number)}) for number in range(4)]
