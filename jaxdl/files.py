@@ -58,6 +58,9 @@ FAILURES_FOLDER = "failures"
 FAILURE_FILE = "failure.json"
 """In the folder of a failure: reason, exit code, versions, last metrics."""
 
+SEARCH_FILE = "search.json"
+"""The settings of a search: its folder is no workdir, but has those of its trials."""
+
 
 def step_folder(step: int) -> str:
     """The name of the checkpoint of a step."""

@@ -158,6 +158,20 @@ def test_a_search_of_another_kind_in_the_folder_is_refused_and_more_trials_are_n
         search(config, tmp_path / "new", *words, "--trials", "3")
 
 
+def test_a_search_and_a_run_do_not_share_a_folder(config, tiny_run, tmp_path):
+    words = ["--vary", RATES, "--sampler", "grid", "--scheduler", "none"]
+    before = sorted(path.name for path in tiny_run.workdir.iterdir())
+    with pytest.raises(ConfigError, match=r"a run is in it \(status.json, config.json"):
+        search(config, tiny_run.workdir, *words)
+    assert sorted(path.name for path in tiny_run.workdir.iterdir()) == before
+    folder = tmp_path / "search"
+    folder.mkdir()
+    (folder / "search.json").write_text("{}")
+    with pytest.raises(ConfigError, match="it is the folder of a search"):
+        jaxdl.train(EXPERIMENT, folder, devices=jaxdl_devices(), quiet=True)
+    assert [path.name for path in folder.iterdir()] == ["search.json"]
+
+
 def result_of(workdir):
     return json.loads((workdir / "result.json").read_text())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from jaxdl.cluster import BROKEN, exits
 from jaxdl.config import ConfigError, differences
 from jaxdl.errors import print_out
 from jaxdl.experiment import LENGTH, Experiment, identity, load_experiment
+from jaxdl.files import SEARCH_FILE
 from jaxdl.lease import Lease
 from jaxdl.options import parse
 from jaxdl.report import replace_file
@@ -25,6 +27,7 @@ from jaxdl.search.schedulers import Course
 from jaxdl.search.show import Display, Lines, Shown
 from jaxdl.search.space import Setting, parse_settings
 from jaxdl.startup import example_config, find_config, no_config
+from jaxdl.status.rows import MARKS
 
 ABOUT = """Searches settings of an experiment: a sampler proposes the settings of runs, and the good ones train longer.
 
@@ -33,7 +36,7 @@ ABOUT = """Searches settings of an experiment: a sampler proposes the settings o
 
 The same command continues a search that was killed. Options of the experiment hold for all trials. --json prints the
 result as JSON."""
-SEARCH_FILE, JOURNAL_FILE = "search.json", "journal.log"
+JOURNAL_FILE = "journal.log"
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ def run(args: list[str], prog: str) -> int | None:
     settings = parse_settings(given.search.vary)
     check_settings(given.search, given.experiment, settings)
     metric, direction = metric_of(given.search, given.experiment), direction_of(given.search, given.experiment)
+    _check_no_run(given.workdir)
     with_lease = Lease(given.workdir, _lost, lambda text: Console(stderr=True).print(text, highlight=False))
     request, course = _prepared(given, settings, metric, direction)
     policy = given.search.scheduler.policy(course)
@@ -175,6 +179,13 @@ def _prepared(given: Given, settings: list[Setting], metric: str, direction: Any
     total = None if lengths.differ else lengths.timeline.total_steps
     course = Course(trials, total, lengths.aligned, direction, settings, search.sampler_seed)
     return request, course
+
+
+def _check_no_run(folder: Path) -> None:
+    """Raises ConfigError for the workdir of a run: the files of both would be mixed. Makes nothing."""
+    marks = [name for name in MARKS if os.path.exists(folder / name)]
+    if marks and not os.path.exists(folder / SEARCH_FILE):
+        raise ConfigError(f"--workdir {folder}: a run is in it ({', '.join(marks)}). Choose another --workdir.")
 
 
 def _claim(given: Given) -> None:
