@@ -61,6 +61,9 @@ FAILURE_FILE = "failure.json"
 SEARCH_FILE = "search.json"
 """The settings of a search: its folder is no workdir, but has those of its trials."""
 
+TRIALS_FOLDER = "trials"
+"""In the folder of a search: the workdirs of its trials, named by their numbers."""
+
 
 def step_folder(step: int) -> str:
     """The name of the checkpoint of a step."""

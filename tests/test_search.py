@@ -293,6 +293,17 @@ def test_mistakes_are_one_message_and_leave_no_trial(config, tmp_path, words, me
     assert not (tmp_path / "search" / "trials").exists()
 
 
+def test_a_full_disk_is_one_message(config, tmp_path, monkeypatch):
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("jaxdl.search.journal.Journal.add", full)
+    with pytest.raises(
+        ConfigError, match=r"No space left on device\. When that is put right, the same command goes on"
+    ):
+        search(config, tmp_path, "--vary", RATES, "--trials", "2")
+
+
 @pytest.mark.long("starts some ten processes that train, and kills some of them")
 def test_a_search_and_a_trial_that_are_killed_go_on(config, tmp_path):
     line = ["--config", str(config), "--workdir", str(tmp_path), "--metric", "evaluation/loss", "--vary", RATES]

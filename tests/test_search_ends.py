@@ -7,6 +7,8 @@ import pytest
 
 from jaxdl.errors import ConfigError
 from jaxdl.launch import processes
+from jaxdl.report.tracking import name_of
+from jaxdl.search import command
 from jaxdl.search.attempts import Attempts
 from jaxdl.search.driver import Request, Search, check_any
 from jaxdl.search.journal import Journal
@@ -14,6 +16,7 @@ from jaxdl.search.samplers import Random
 from jaxdl.search.schedulers import PBT, Course, Full, Halving
 from jaxdl.search.show import Shown, table
 from jaxdl.search.space import Choices
+from jaxdl.search.trial import Trial
 from jaxdl.status import Reason, Record, State, utc_now, write_record
 
 RATE = Choices("optimizer.learning_rate", (0.1, 0.2, 0.4, 0.8))
@@ -155,6 +158,16 @@ def test_what_diverged_or_was_refused_stays_failed_and_what_broke_off_is_tried_b
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("printed", ["--workdir x is in use: by 1", "--stage-data /disk: No space left on device"])
+def test_a_refusal_that_is_not_of_the_settings_is_not_for_good(tmp_path, printed):
+    request = request_in(tmp_path, retries=1)
+    request.log(0).parent.mkdir()
+    request.log(0).write_text(f"error: {printed}\n")
+    trials, workers, _ = searched(request, Full().policy(course(1)), lambda number, start: 2)
+    assert (trials[0].given_up, workers.started) == (True, [0, 0])
+
+
 @pytest.mark.usefixtures("on_command_line")
 @pytest.mark.parametrize(("code", "advice"), [(3, "Change the ranges of --vary"), (2, "what the trials printed.")])
 def test_ranges_are_blamed_for_trials_that_diverged_alone(tmp_path, code, advice):
@@ -243,3 +256,27 @@ def test_trials_save_before_the_search_ends_by_an_error(tmp_path):
     with pytest.raises(OSError, match="No space"):
         Search(request, journal, Random(), Full().policy(course(2)), workers, Said()).run()
     assert workers.calls == ["stop", "close"]
+
+
+def test_copies_of_the_data_are_for_trials_and_may_be_elsewhere_next_time(tmp_path):
+    line = ["--config", "digits", "--workdir", str(tmp_path), "--vary", "seed=1,2", "--epochs", "3"]
+    given = command.parse_command([*line, "--stage-data", "/local/disk"], "search")
+    assert (given.stage_data, given.words) == ("/local/disk", ("--epochs", "3"))
+    assert command.parse_command(line, "search").stage_data is None
+    request = request_in(tmp_path, stage_data=given.stage_data)
+    trial = Trial(0, {RATE.name: 0.1}, 9)
+    words = request.train(trial)
+    assert words[words.index("--stage-data") + 1] == "/local/disk"
+    assert "--stage-data" not in request_in(tmp_path).train(trial)
+    for wrong, message in ((["--stage-data", ""], "empty"), (["--stage-data"], "give one value")):
+        with pytest.raises(ConfigError, match=message):
+            command.parse_command([*line, *wrong], "search")
+
+
+def test_trials_have_names_that_say_which_search_they_are_of(tmp_path):
+    trial = tmp_path / "rates" / "trials" / "0003"
+    trial.mkdir(parents=True)
+    assert name_of(trial) == "0003", "a folder that is of no search"
+    (tmp_path / "rates" / "search.json").write_text("{}")
+    assert name_of(trial) == "rates/0003"
+    assert name_of(tmp_path / "rates") == "rates"

@@ -34,8 +34,8 @@ ABOUT = """Searches settings of an experiment: a sampler proposes the settings o
   python -m jaxdl.search --config configs/digits.py --workdir runs/search \\
       --vary optimizer.learning-rate=log:1e-3:1 --vary optimizer.momentum=0.8,0.9,0.95 --trials 20 --parallel 2
 
-The same command continues a search that was killed. Options of the experiment hold for all trials. --json prints the
-result as JSON."""
+The same command continues a search that was killed. Options of the experiment hold for all trials, and so does
+--stage-data FOLDER. --json prints the result as JSON."""
 JOURNAL_FILE = "journal.log"
 
 
@@ -50,6 +50,8 @@ class Given:
     words: tuple[str, ...]
     """The options that all trials share, as typed."""
     as_json: bool
+    stage_data: str | None = None
+    """Where trials keep copies of the data; it may be another folder when the search goes on."""
 
 
 def run(args: list[str], prog: str) -> int | None:
@@ -81,6 +83,11 @@ def run(args: list[str], prog: str) -> int | None:
         if signum is None:
             check_any(journal.trials())
         return signum
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # A full disk, say. A line of the journal that is not whole is cut off when it is opened.
+        where, why = error.filename or given.workdir, error.strerror or error
+        raise ConfigError(f"{where}: {why}. When that is put right, the same command goes on.") from None
     finally:
         with_lease.release()
 
@@ -97,10 +104,13 @@ def parse_command(args: Sequence[str], prog: str) -> Given:
     path, function = find_config(values["config"])
     config = str(path.absolute()) + (f":{function}" if function != "config" else "")
     experiment = parse(load_experiment(values["config"]), words)
-    return Given(config, Path(values["workdir"]), search, experiment, tuple(words), as_json)
+    stage_data = values.get("stage-data")
+    if stage_data is not None and not stage_data.strip():
+        raise ConfigError("--stage-data '': empty. Give a folder on the disk of each node, or leave it out.")
+    return Given(config, Path(values["workdir"]), search, experiment, tuple(words), as_json, stage_data)
 
 
-_PLAIN = ("--config", "--workdir", "--json")
+_PLAIN = ("--config", "--workdir", "--stage-data", "--json")
 _REFUSED = {
     "--max-steps": "--scheduler decides where trials stop",
     "--may-change": "--scheduler pbt changes what --vary names",
@@ -138,7 +148,7 @@ def _own(groups: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _plain(groups: Sequence[Sequence[str]]) -> tuple[dict[str, str], bool]:
-    """(the values of --config and --workdir, whether --json is given)."""
+    """(the values of --config, --workdir and --stage-data, whether --json is given)."""
     values, as_json = dict[str, str](), False
     for first, *rest in groups:
         name, equals, value = first.partition("=")
@@ -175,6 +185,7 @@ def _prepared(given: Given, settings: list[Setting], metric: str, direction: Any
         seed=search.sampler_seed,
         retries=search.retries,
         changing=search.scheduler.changes_settings,
+        stage_data=given.stage_data,
     )
     total = None if lengths.differ else lengths.timeline.total_steps
     course = Course(trials, total, lengths.aligned, direction, settings, search.sampler_seed)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from jaxdl.cluster import DIVERGED, HALTED, MISTAKE
 from jaxdl.errors import ConfigError
+from jaxdl.files import TRIALS_FOLDER
 from jaxdl.launch.attempt import format_sec
 from jaxdl.search.attempts import Attempts
 from jaxdl.search.engines import Job, Workers
@@ -26,7 +27,7 @@ from jaxdl.search.space import Setting, shown, words_of
 from jaxdl.search.trial import Direction, Trial
 from jaxdl.search.workdirs import copy_workdir, is_free, metrics_of, value_at, why_failed, why_halted
 
-TRIALS_FOLDER, LOGS_FOLDER, PROGRAMS_FOLDER = "trials", "logs", "programs"
+LOGS_FOLDER, PROGRAMS_FOLDER = "logs", "programs"
 PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
 POLL_SEC = 0.1
 _DIVERGED = "diverged: "
@@ -62,6 +63,8 @@ class Request:
     retries: int = 3
     changing: bool = False
     """Whether settings change within a run."""
+    stage_data: str | None = None
+    """Where trials keep copies of the data."""
 
     def workdir(self, number: int) -> Path:
         """The folder of a trial."""
@@ -93,6 +96,8 @@ class Request:
         ]
         if trial.target < self.length(dict(trial.settings)):
             words += ["--max-steps", str(trial.target)]
+        if self.stage_data is not None:
+            words += ["--stage-data", self.stage_data]
         if self.changing:
             words += ["--may-change", *(one.name for one in self.settings)]
         return words
@@ -283,8 +288,9 @@ class Search:
             self.journal.note(number, why_halted(self.request.workdir(number)))
             self.shows.event(f"trial {number}: {self.journal.trials()[number].reason}; the same command resumes it")
             return
-        elsewhere = code == MISTAKE and "is in use: " in reason
-        if code in (DIVERGED, MISTAKE) and not elsewhere:
+        # A mistake that is none of the trial's settings: its folder is in use, or copies of the data find no room.
+        passing = code == MISTAKE and ("is in use: " in reason or reason.startswith("--stage-data"))
+        if code in (DIVERGED, MISTAKE) and not passing:
             self._fail(trial, reason if code == MISTAKE else f"{_DIVERGED}{reason}")
             return
         pause_sec = self._attempts.again(number)
