@@ -1,7 +1,12 @@
 """How trials of a search end, and what becomes of them: a real journal and loop, trials that are made up."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +16,7 @@ from jaxdl.report.tracking import name_of
 from jaxdl.search import command
 from jaxdl.search.attempts import Attempts
 from jaxdl.search.driver import Request, Search, check_any
+from jaxdl.search.engines import Job, Processes
 from jaxdl.search.journal import Journal
 from jaxdl.search.samplers import Random
 from jaxdl.search.schedulers import PBT, Course, Full, Halving
@@ -280,3 +286,65 @@ def test_trials_have_names_that_say_which_search_they_are_of(tmp_path):
     (tmp_path / "rates" / "search.json").write_text("{}")
     assert name_of(trial) == "rates/0003"
     assert name_of(tmp_path / "rates") == "rates"
+
+
+CHILD = (
+    "import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)']).pid"
+)
+CHILD += ", flush=True); "
+
+
+def child_of(log):
+    """The process that a job has started, when it has."""
+    deadline = time.monotonic() + 60
+    while not (log.exists() and log.read_text().endswith("\n")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return int(log.read_text())
+
+
+def ends(pid):
+    """Whether a process ends within some seconds."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    return False
+
+
+@pytest.mark.parametrize("how", ["killed", "closed"])
+def test_what_a_trial_has_started_ends_with_it(tmp_path, how):
+    """Workers that read data, say, of a trial that is killed."""
+    workers = Processes([{}])
+    workers.start(Job(0, [sys.executable, "-c", f"{CHILD}time.sleep(300)"], tmp_path / "log"))
+    child = child_of(tmp_path / "log")
+    if how == "killed":
+        ((process, _),) = workers._running.values()
+        process.kill()
+        while not (codes := workers.ended()):
+            time.sleep(0.02)
+        assert codes == {0: -9}
+        assert ends(child)
+    workers.close()
+    assert ends(child)
+
+
+def test_what_a_trial_has_started_ends_with_a_search_that_is_killed(tmp_path):
+    code = f"""
+import sys, time
+from pathlib import Path
+from jaxdl.search.engines import Job, Processes
+workers = Processes([{{}}])
+workers.start(Job(0, [sys.executable, "-c", {CHILD + "time.sleep(300)"!r}], Path({str(tmp_path / "log")!r})))
+time.sleep(300)
+"""
+    search = subprocess.Popen([sys.executable, "-c", code])
+    child = child_of(tmp_path / "log")
+    search.kill()
+    search.wait()
+    assert ends(child)
