@@ -1,14 +1,12 @@
 """How trials of a search end, and what becomes of them: a real journal and loop, trials that are made up."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from children import CHILD, child_of, ends
 
 from jaxdl.errors import ConfigError
 from jaxdl.launch import processes
@@ -286,35 +284,6 @@ def test_trials_have_names_that_say_which_search_they_are_of(tmp_path):
     (tmp_path / "rates" / "search.json").write_text("{}")
     assert name_of(trial) == "rates/0003"
     assert name_of(tmp_path / "rates") == "rates"
-
-
-CHILD = (
-    "import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)']).pid"
-)
-CHILD += ", flush=True); "
-
-
-def child_of(log):
-    """The process that a job has started, when it has."""
-    deadline = time.monotonic() + 60
-    while not (log.exists() and log.read_text().endswith("\n")):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return int(log.read_text())
-
-
-def ends(pid):
-    """Whether a process ends within some seconds."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.02)
-    os.kill(pid, signal.SIGKILL)
-    return False
 
 
 @pytest.mark.parametrize("how", ["killed", "closed"])

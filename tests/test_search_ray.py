@@ -4,7 +4,7 @@ import sys
 import time
 
 import pytest
-from test_search_ends import CHILD, child_of, ends
+from children import CHILD, child_of, ends
 
 from jaxdl.errors import ConfigError
 from jaxdl.search.engines import Job
