@@ -58,6 +58,12 @@ FAILURES_FOLDER = "failures"
 FAILURE_FILE = "failure.json"
 """In the folder of a failure: reason, exit code, versions, last metrics."""
 
+SEARCH_FILE = "search.json"
+"""The settings of a search: its folder is no workdir, but has those of its trials."""
+
+TRIALS_FOLDER = "trials"
+"""In the folder of a search: the workdirs of its trials, named by their numbers."""
+
 
 def step_folder(step: int) -> str:
     """The name of the checkpoint of a step."""

@@ -6,16 +6,18 @@ import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import jsonschema
 import pytest
 import yaml
+from children import CHILD, child_of, ends
 from jax._src.clusters.k8s_cluster import K8sCluster
 from job_files import CLUSTER_VARIABLES, PYTHON, ROOT, SIZE, TRAIN, detected, job_file, no_cluster, words
 
 from jaxdl.cluster.token import run_token
 from jaxdl.config import ConfigError
-from jaxdl.launch.jobs import COMMANDS
+from jaxdl.launch.jobs import COMMANDS, ray_job
 
 __all__ = ["no_cluster"]
 
@@ -283,3 +285,21 @@ def test_the_ray_script(tmp_path, codes, end, starts):
     assert len(tokens) == 1, "the same for all processes of a start"
     if starts > 1:
         assert f"JAXDL_RUN_TOKEN={tokens.pop()}" not in (tmp_path / "env.1.0").read_text(), "another at each start"
+
+
+@pytest.mark.parametrize("how", ["command", "worker"])
+def test_what_the_command_of_a_ray_job_has_started_ends_with_it(tmp_path, how):
+    """When the command is killed, and when the worker of Ray is that runs it."""
+    own = "import os; os.kill(os.getpid(), 9)" if how == "command" else "time.sleep(300)"
+    (tmp_path / "ray.py").write_text(RAY)
+    program = Path(ray_job.__file__).with_name("ray_program.py").read_text()
+    program = program.replace("COMMAND: list[str] = []", f"COMMAND = {[sys.executable, '-c', CHILD + own]!r}")
+    (tmp_path / "job.py").write_text(program)
+    given = {**os.environ, "RECORD": str(tmp_path)}
+    with (tmp_path / "out").open("wb") as out:
+        job = subprocess.Popen([sys.executable, tmp_path / "job.py"], env=given, stdout=out, stderr=subprocess.DEVNULL)
+    child = child_of(tmp_path / "out")
+    if how == "worker":
+        job.kill()
+    assert job.wait(60) == (137 if how == "command" else -9)
+    assert ends(child)

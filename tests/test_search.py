@@ -91,6 +91,7 @@ def jaxdl_devices():
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, on_command_line):
+    monkeypatch.setattr("jaxdl.search.attempts.pause_after", lambda *args: 0.0)
     monkeypatch.setattr(InThisProcess, "started", [])
     monkeypatch.setattr(InThisProcess, "before", staticmethod(lambda number, words: None))
 
@@ -157,6 +158,20 @@ def test_a_search_of_another_kind_in_the_folder_is_refused_and_more_trials_are_n
         search(config, tmp_path / "new", *words, "--trials", "3")
 
 
+def test_a_search_and_a_run_do_not_share_a_folder(config, tiny_run, tmp_path):
+    words = ["--vary", RATES, "--sampler", "grid", "--scheduler", "none"]
+    before = sorted(path.name for path in tiny_run.workdir.iterdir())
+    with pytest.raises(ConfigError, match=r"a run is in it \(status.json, config.json"):
+        search(config, tiny_run.workdir, *words)
+    assert sorted(path.name for path in tiny_run.workdir.iterdir()) == before
+    folder = tmp_path / "search"
+    folder.mkdir()
+    (folder / "search.json").write_text("{}")
+    with pytest.raises(ConfigError, match="it is the folder of a search"):
+        jaxdl.train(EXPERIMENT, folder, devices=jaxdl_devices(), quiet=True)
+    assert [path.name for path in folder.iterdir()] == ["search.json"]
+
+
 def result_of(workdir):
     return json.loads((workdir / "result.json").read_text())
 
@@ -188,10 +203,18 @@ def test_failures_are_recorded_and_end_no_search(config, tmp_path, monkeypatch):
         search(config, tmp_path / "dead", *words, "--sampler", "grid")
 
 
-def test_a_metric_that_no_run_has_fails_the_trials_with_its_name(config, tmp_path):
-    words = ["--vary", "optimizer.learning_rate=0.1", "--sampler", "grid", "--scheduler", "none", "--steps", "2"]
-    with pytest.raises(ConfigError, match=r"no eval/acuracy at step 2: its metrics are eval/accuracy, eval/loss"):
-        search(config, tmp_path, *words, "--metric", "evaluation/acuracy", "--direction", "maximize")
+def test_a_metric_that_no_run_has_ends_the_search_and_can_be_corrected(config, tmp_path):
+    words = ["--vary", "optimizer.learning_rate=0.1,0.2", "--sampler", "grid", "--scheduler", "none", "--steps", "2"]
+    with pytest.raises(ConfigError, match=r"--metric eval/los: .* of its metrics.*: eval/accuracy, eval/loss"):
+        search(config, tmp_path, *words, "--metric", "evaluation/los", "--direction", "minimize")
+    assert [number for number, _ in InThisProcess.started] == [0], "no other trial trains for it"
+    with pytest.raises(ConfigError, match=r"direction: .*minimize.* -> .*maximize"):
+        search(config, tmp_path, *words, "--direction", "maximize")
+    found = search(config, tmp_path, *words)
+    assert [(one["state"], one["step"]) for one in found["trials"]] == [("finished", 2)] * 2
+    assert [row["step"] for row in measured(tmp_path / "trials/0000") if "eval/loss" in row] == [2], "trained once"
+    with pytest.raises(ConfigError, match="metric: "):
+        search(config, tmp_path, *words, "--metric", "evaluation/accuracy", "--direction", "minimize")
     with pytest.raises(ConfigError, match="Give --direction too"):
         search(config, tmp_path / "b", *words, "--metric", "evaluation/acuracy")
 
@@ -256,6 +279,10 @@ def test_gpus_are_divided():
         (["--vary", RATES], "--trials: how many"),
         (["--vary", RATES, "--trials", "2", "--max-steps", "3"], "a search does not take it"),
         (["--vary", RATES, "--trials", "2", "--scheduler.rungs", "9"], "a rung at step 9"),
+        (["--vary", RATES, "--trials", "2", "--schedule.warmup-steps", "9"], "more warm-up than steps"),
+        (["--vary", "schedule.warmup_steps=1,9", "--trials", "2"], "more warm-up than steps"),
+        (["--vary", RATES, "--trials", "2", "--exchange", "topk", "--exchange.dense-warmup-steps", "8"], "not shorter"),
+        (["--vary", "steps=2,8", "--trials", "2", "--scheduler", "none", "--schedule.warmup-steps", "4"], "has 2"),
         (["--vary", RATES, "--trials", "2", "--sampler", "tpee"], "Did you mean tpe"),
         (["--vary", RATES, "--trials", "2", "--devices-per-trial", "1", "--engine", "local"], "no GPUs here"),
     ],
@@ -264,6 +291,17 @@ def test_mistakes_are_one_message_and_leave_no_trial(config, tmp_path, words, me
     with pytest.raises(ConfigError, match=message):
         search(config, tmp_path / "search", *words)
     assert not (tmp_path / "search" / "trials").exists()
+
+
+def test_a_full_disk_is_one_message(config, tmp_path, monkeypatch):
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("jaxdl.search.journal.Journal.add", full)
+    with pytest.raises(
+        ConfigError, match=r"No space left on device\. When that is put right, the same command goes on"
+    ):
+        search(config, tmp_path, "--vary", RATES, "--trials", "2")
 
 
 @pytest.mark.long("starts some ten processes that train, and kills some of them")

@@ -14,7 +14,7 @@ from jaxdl.search.__main__ import main
 from jaxdl.search.samplers import Grid, Sampler
 from jaxdl.search.schedulers import ASHA, PBT, Clone, Course, Full, Halving, New, Promote
 from jaxdl.search.space import Choices, Number, parse_settings, words_of
-from jaxdl.search.trial import Trial, best
+from jaxdl.search.trial import Trial, best, compared, rank
 
 RATE = Number("optimizer.learning_rate", 1e-3, 1.0, log=True)
 MOMENTUM = Choices("optimizer.momentum", (0.8, 0.9, 0.95))
@@ -186,6 +186,32 @@ def test_a_population_replaces_its_worst_by_its_best_whatever_the_order(parallel
     assert [one for one in again.log if isinstance(one, Clone)] == clones, "a function of the values, not of the order"
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_population_grows_by_the_trials_that_are_added(ended):
+    """By more --trials, after it has ended and before."""
+    policies = [PBT(interval=9).policy(course(trials)) for trials in (4, 6)]
+    first = Bench(policies[0], lambda number, step: number)
+    if ended:
+        first.play()
+    else:
+        with pytest.raises(AssertionError, match="does not end"):
+            first.play(5)
+    copies = sum(one.parent is not None for one in first.trials)
+    assert copies, "they are no members of their own"
+    more = Bench(policies[1], lambda number, step: number)
+    more.trials, more.running = list(first.trials), list(first.running)
+    more.play()
+    assert more.log.count(New(9)) == 2
+    assert sum(one.parent is None for one in more.trials) == 6
+    assert sum(one.state == "finished" for one in more.trials) == 6
+
+
+def test_a_grid_goes_on_where_it_stopped_beside_copies():
+    settings = parse_settings(["a=1,2,3"])
+    trials = [Trial(0, {"a": 1}, 9), Trial(1, {"a": 2}, 9), Trial(2, {"a": 2}, 9, parent=1, from_step=4, replaces=0)]
+    assert Grid().propose(settings, trials, "maximize", 0, {}).settings == {"a": 3}
+
+
 def test_a_population_takes_the_same_decision_after_a_kill_in_the_middle():
     policy = PBT(interval=9, quantile=0.5).policy(course(4))
     trials = [Trial(number, {RATE.name: 0.1, MOMENTUM.name: 0.9}, 9, {9: float(number)}) for number in range(4)]
@@ -291,3 +317,17 @@ def test_a_missing_package_ends_the_command_before_a_trial(tmp_path, monkeypatch
         "such as tpe."
     )
     assert not folder.exists()
+
+
+def test_finished_trials_are_compared_whatever_their_lengths():
+    """With --scheduler none lengths differ: the one with the most steps need not be the best."""
+    long, short, way = (Trial(0, {}, 40, {40: 0.5}, "finished"), Trial(1, {}, 20, {20: 0.9}, "finished"),
+                        Trial(2, {}, 60, {50: 0.95}))  # fmt: skip
+    trials = [long, short, way]
+    assert best(trials, "maximize") == short
+    assert best(trials, "minimize") == long
+    assert compared(trials) == [long, short], "those on their way, and failed ones, are not"
+    assert [one.number for one in sorted(trials, key=lambda one: rank(one, "maximize"))] == [1, 0, 2]
+    failed = replace(long, state="failed")
+    assert best([failed, way, replace(way, number=3, values={30: 1.0})], "maximize") == way, "of others the furthest"
+    assert best([failed, Trial(1, {}, 3)], "maximize") is None

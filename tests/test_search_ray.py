@@ -4,6 +4,7 @@ import sys
 import time
 
 import pytest
+from children import CHILD, child_of, ends
 
 from jaxdl.errors import ConfigError
 from jaxdl.search.engines import Job
@@ -43,6 +44,20 @@ def test_jobs_end_with_their_codes_and_stop_as_asked(tmp_path):
     workers.stop()
     assert until(workers, 1) == {1: 143}
     workers.close()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("how", ["killed", "closed"])
+def test_what_a_job_has_started_ends_with_it(tmp_path, how):
+    workers = OnRay().open(1, None)
+    own = "import os; os.kill(os.getpid(), 9)" if how == "killed" else "time.sleep(300)"
+    workers.start(Job(0, [sys.executable, "-c", CHILD + own], tmp_path / "log"))
+    child = child_of(tmp_path / "log")
+    if how == "killed":
+        assert until(workers, 0) == {0: -9}
+    workers.close()
+    assert ends(child)
 
 
 @pytest.mark.slow

@@ -143,7 +143,7 @@ class Launch:
                 keep_ends(self.command, attempt, self.pids, self._printer.take_ends(), then)
                 if not again:
                     break
-                pause_sec = min(max(2 * pause_sec, FIRST_PAUSE_SEC), MAX_PAUSE_SEC) if took_sec < FAST_SEC else 0.0
+                pause_sec = pause_after(took_sec, pause_sec)
                 soon = f" (in {format_sec(pause_sec)})" if pause_sec else ""
                 self._say(f"restart {self.num_restarts + 1} of {self.restarts}: {self._reason}{soon}")
                 if self._stopped_within(pause_sec):
@@ -233,6 +233,11 @@ class Launch:
 
     def _say(self, text: str) -> None:
         self._printer.print(LAUNCHER, text, error=True)
+
+
+def pause_after(took_sec: float, before_sec: float = 0.0) -> float:
+    """The seconds between an attempt that failed after `took_sec` and the next; `before_sec` is the last such pause."""
+    return min(max(2 * before_sec, FIRST_PAUSE_SEC), MAX_PAUSE_SEC) if took_sec < FAST_SEC else 0.0
 
 
 def write_pids(path: Path, fields: Mapping[str, Any]) -> None:

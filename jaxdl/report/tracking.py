@@ -14,7 +14,15 @@ from typing import Any
 
 from jaxdl.cluster.consistency import flat
 from jaxdl.config import Config
-from jaxdl.files import CURVES_FILE, REPORT_FILE, SUMMARY_FILE, TRACKERS_FILE, TRACKERS_FOLDER
+from jaxdl.files import (
+    CURVES_FILE,
+    REPORT_FILE,
+    SEARCH_FILE,
+    SUMMARY_FILE,
+    TRACKERS_FILE,
+    TRACKERS_FOLDER,
+    TRIALS_FOLDER,
+)
 from jaxdl.report.history import replace_file
 from jaxdl.report.sender import Opening, Rows, Sender, num_measured
 from jaxdl.report.summary import Devices, describe_devices, versions
@@ -153,7 +161,7 @@ class Trackers:
         num_cuts, rows, folder = self._kept.num_cuts, self._rows, self._folder  # In this order: later cuts are noticed.
         run_id, whole = self._kept.run_of(tracker.kind)
         run = TrackedRun(
-            name=tracker.name or (folder.resolve().name if folder is not None else self._begun),
+            name=tracker.name or (name_of(folder) if folder is not None else self._begun),
             run_id=run_id,
             rows_changed=not whole,
             folder=None if folder is None else folder / TRACKERS_FOLDER,
@@ -170,6 +178,14 @@ class Trackers:
         found |= {f"elastic.{number}": text for number, text in enumerate(self._kept.changes, 1)}
         found |= {} if self._folder is None else {"workdir": self._folder.absolute()}
         return {name: str(value) for name, value in found.items()} | git_commit()
+
+
+def name_of(workdir: Path) -> str:
+    """What people call a run: the name of its workdir, and of the trial of a search `SEARCH/0003`."""
+    path = workdir.resolve()
+    search = path.parent.parent
+    is_trial = path.parent.name == TRIALS_FOLDER and (search / SEARCH_FILE).is_file()
+    return f"{search.name}/{path.name}" if is_trial else path.name
 
 
 def git_commit() -> dict[str, str]:

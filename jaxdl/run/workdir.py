@@ -17,7 +17,7 @@ from jaxdl.data import DataSpec, spec_from_json, spec_to_json
 from jaxdl.errors import as_typed
 from jaxdl.exchange import ExchangeConfig
 from jaxdl.fields import SOURCE
-from jaxdl.files import CHOICE_FILE, CONFIG_FILE, DATA_FILE, EXAMPLES_FILE, PLAN_FILE
+from jaxdl.files import CHOICE_FILE, CONFIG_FILE, DATA_FILE, EXAMPLES_FILE, PLAN_FILE, SEARCH_FILE
 from jaxdl.kinds import find
 from jaxdl.lease import Lease
 from jaxdl.lease.shared import check_shared
@@ -47,6 +47,8 @@ def check_workdir(workdir: str | Path | None) -> Path | None:
         raise ConfigError(f"--workdir {text!r}: no file can have this name. Choose another --workdir.") from None
     if "\0" in text:
         raise ConfigError(f"--workdir {text!r}: a path has no NUL in it. Choose another --workdir.")
+    if os.path.exists(path / SEARCH_FILE):
+        raise ConfigError(f"--workdir {text}: it is the folder of a search ({SEARCH_FILE}). Choose another --workdir.")
     return Path(text)
 
 

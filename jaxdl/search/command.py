@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,26 +15,28 @@ from jaxdl.cluster import BROKEN, exits
 from jaxdl.config import ConfigError, differences
 from jaxdl.errors import print_out
 from jaxdl.experiment import LENGTH, Experiment, identity, load_experiment
+from jaxdl.files import SEARCH_FILE
 from jaxdl.lease import Lease
 from jaxdl.options import parse
 from jaxdl.report import replace_file
-from jaxdl.search.config import FREE, Lengths, SearchConfig, check_settings, direction_of, metric_of
+from jaxdl.search.config import FREE, Lengths, SearchConfig, check_settings, combinations, direction_of, metric_of
 from jaxdl.search.driver import Request, Search, check_any
-from jaxdl.search.journal import Journal, check_optuna
+from jaxdl.search.journal import Journal, check_optuna, has_values
 from jaxdl.search.report import result, write_report
 from jaxdl.search.schedulers import Course
 from jaxdl.search.show import Display, Lines, Shown
 from jaxdl.search.space import Setting, parse_settings
 from jaxdl.startup import example_config, find_config, no_config
+from jaxdl.status.rows import MARKS
 
 ABOUT = """Searches settings of an experiment: a sampler proposes the settings of runs, and the good ones train longer.
 
   python -m jaxdl.search --config configs/digits.py --workdir runs/search \\
       --vary optimizer.learning-rate=log:1e-3:1 --vary optimizer.momentum=0.8,0.9,0.95 --trials 20 --parallel 2
 
-The same command continues a search that was killed. Options of the experiment hold for all trials. --json prints the
-result as JSON."""
-SEARCH_FILE, JOURNAL_FILE = "search.json", "journal.log"
+The same command continues a search that was killed. Options of the experiment hold for all trials, and so does
+--stage-data FOLDER. --json prints the result as JSON."""
+JOURNAL_FILE = "journal.log"
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class Given:
     words: tuple[str, ...]
     """The options that all trials share, as typed."""
     as_json: bool
+    stage_data: str | None = None
+    """Where trials keep copies of the data; it may be another folder when the search goes on."""
 
 
 def run(args: list[str], prog: str) -> int | None:
@@ -61,6 +66,7 @@ def run(args: list[str], prog: str) -> int | None:
     settings = parse_settings(given.search.vary)
     check_settings(given.search, given.experiment, settings)
     metric, direction = metric_of(given.search, given.experiment), direction_of(given.search, given.experiment)
+    _check_no_run(given.workdir)
     with_lease = Lease(given.workdir, _lost, lambda text: Console(stderr=True).print(text, highlight=False))
     request, course = _prepared(given, settings, metric, direction)
     policy = given.search.scheduler.policy(course)
@@ -77,6 +83,11 @@ def run(args: list[str], prog: str) -> int | None:
         if signum is None:
             check_any(journal.trials())
         return signum
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # A full disk, say. A line of the journal that is not whole is cut off when it is opened.
+        where, why = error.filename or given.workdir, error.strerror or error
+        raise ConfigError(f"{where}: {why}. When that is put right, the same command goes on.") from None
     finally:
         with_lease.release()
 
@@ -93,10 +104,13 @@ def parse_command(args: Sequence[str], prog: str) -> Given:
     path, function = find_config(values["config"])
     config = str(path.absolute()) + (f":{function}" if function != "config" else "")
     experiment = parse(load_experiment(values["config"]), words)
-    return Given(config, Path(values["workdir"]), search, experiment, tuple(words), as_json)
+    stage_data = values.get("stage-data")
+    if stage_data is not None and not stage_data.strip():
+        raise ConfigError("--stage-data '': empty. Give a folder on the disk of each node, or leave it out.")
+    return Given(config, Path(values["workdir"]), search, experiment, tuple(words), as_json, stage_data)
 
 
-_PLAIN = ("--config", "--workdir", "--json")
+_PLAIN = ("--config", "--workdir", "--stage-data", "--json")
 _REFUSED = {
     "--max-steps": "--scheduler decides where trials stop",
     "--may-change": "--scheduler pbt changes what --vary names",
@@ -134,7 +148,7 @@ def _own(groups: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _plain(groups: Sequence[Sequence[str]]) -> tuple[dict[str, str], bool]:
-    """(the values of --config and --workdir, whether --json is given)."""
+    """(the values of --config, --workdir and --stage-data, whether --json is given)."""
     values, as_json = dict[str, str](), False
     for first, *rest in groups:
         name, equals, value = first.partition("=")
@@ -152,6 +166,7 @@ def _plain(groups: Sequence[Sequence[str]]) -> tuple[dict[str, str], bool]:
 def _prepared(given: Given, settings: list[Setting], metric: str, direction: Any) -> tuple[Request, Course]:
     """What the loop and the policy are made of. Raises ConfigError."""
     search, lengths = given.search, Lengths(given.experiment, settings)
+    lengths.check(combinations(settings))
     most = search.sampler.check(settings)
     trials = search.trials or most
     if trials is None:
@@ -170,10 +185,18 @@ def _prepared(given: Given, settings: list[Setting], metric: str, direction: Any
         seed=search.sampler_seed,
         retries=search.retries,
         changing=search.scheduler.changes_settings,
+        stage_data=given.stage_data,
     )
     total = None if lengths.differ else lengths.timeline.total_steps
     course = Course(trials, total, lengths.aligned, direction, settings, search.sampler_seed)
     return request, course
+
+
+def _check_no_run(folder: Path) -> None:
+    """Raises ConfigError for the workdir of a run: the files of both would be mixed. Makes nothing."""
+    marks = [name for name in MARKS if os.path.exists(folder / name)]
+    if marks and not os.path.exists(folder / SEARCH_FILE):
+        raise ConfigError(f"--workdir {folder}: a run is in it ({', '.join(marks)}). Choose another --workdir.")
 
 
 def _claim(given: Given) -> None:
@@ -187,7 +210,7 @@ def _claim(given: Given) -> None:
             raise ConfigError(
                 f"{path}: it cannot be read ({error}). Restore it, or choose another --workdir."
             ) from None
-        free = {name: getattr(before, name) for name in FREE}
+        free = {name: getattr(before, name) for name in (*FREE, *_not_yet_fixed(given, before))}
         changes = differences(before, given.search.replaced(free))
         if _fixed(experiment) != _fixed(json.loads(given.experiment.to_json())):
             changes = [*changes, "the experiment is another one"]
@@ -208,6 +231,14 @@ def _claim(given: Given) -> None:
         replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"--workdir {given.workdir}: {error.strerror}. Choose a writable folder.") from None
+
+
+def _not_yet_fixed(given: Given, before: SearchConfig) -> tuple[str, ...]:
+    """The settings that may be others as long as no trial has a value: a metric that no run has is corrected so."""
+    if has_values(given.workdir / JOURNAL_FILE):
+        return ()
+    directions = {direction_of(one, given.experiment) for one in (before, given.search)}
+    return ("metric", "direction") if len(directions) == 1 else ()
 
 
 def _fixed(experiment: Mapping[str, Any]) -> dict[str, Any]:

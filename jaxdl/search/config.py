@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import pydantic
@@ -13,7 +14,7 @@ from jaxdl.phases import Timeline, make_timeline
 from jaxdl.report.directions import is_higher_better
 from jaxdl.run.changes import check_may_change
 from jaxdl.run.length import steps_of
-from jaxdl.run.validate import read_splits
+from jaxdl.run.validate import check_phases, check_warmup, read_splits
 from jaxdl.search.engines import Engine, Local
 from jaxdl.search.ray_engine import OnRay
 from jaxdl.search.samplers import TPE, Sampler
@@ -24,7 +25,7 @@ from jaxdl.search.trial import Direction
 if TYPE_CHECKING:
     from jaxdl.data import Splits
 
-__all__ = ["Lengths", "OnRay", "SearchConfig", "check_settings", "direction_of", "metric_of"]
+__all__ = ["Lengths", "OnRay", "SearchConfig", "check_settings", "combinations", "direction_of", "metric_of"]
 
 LENGTH_FIELDS = ("epochs", "steps", "tokens", "phases", "batch_size", "data")
 """Fields that decide how many steps a run has."""
@@ -101,6 +102,18 @@ class Lengths:
             step += 1
         return min(step, total)
 
+    def check(self, combinations: Iterable[dict[str, Any]]) -> None:
+        """Raises ConfigError for settings with which a run would be refused whatever its devices: none is started."""
+        for settings in combinations:
+            experiment = with_settings(self._experiment, settings)
+            timeline = self._timeline(experiment) if self.differ else self.timeline
+            check_phases(experiment, self._splits[experiment.data.to_json()])
+            check_warmup(experiment, timeline.total_steps)
+            schedule, steps = experiment.schedule, timeline.scheduled_steps
+            if schedule.users_name is None:  # A user's may compute, which starts the devices.
+                length = {"total_steps": steps, "steps_per_epoch": timeline.steps_per_epoch}
+                schedule.build(peak=experiment.optimizer.learning_rate, **length)
+
     def _timeline(self, experiment: Experiment) -> Timeline:
         if not any(getattr(experiment, name) for name in ("epochs", "steps", "tokens", "phases")):
             raise ConfigError("the length of the runs is not set. Give --epochs or --steps.")
@@ -119,14 +132,21 @@ def with_settings(experiment: Experiment, settings: dict[str, Any]) -> Experimen
     return parse(experiment, words_of(settings))
 
 
+def combinations(settings: Sequence[Setting]) -> Iterator[dict[str, Any]]:
+    """The ends of each setting, with the first end of all others."""
+    first = {one.name: one.ends()[0] for one in settings}
+    for one in settings:
+        for value in one.ends():
+            yield first | {one.name: value}
+
+
 def check_settings(config: SearchConfig, experiment: Experiment, settings: list[Setting]) -> None:
     """Raises ConfigError for a range whose ends the experiment does not take, or that the scheduler cannot vary."""
     if not settings:
         raise ConfigError("nothing varies. Give --vary NAME=VALUES, such as --vary optimizer.learning-rate=log:1e-3:1.")
-    first = {one.name: one.ends()[0] for one in settings}
+    for one in combinations(settings):
+        with_settings(experiment, one)
     for one in settings:
-        for value in one.ends():
-            with_settings(experiment, first | {one.name: value})
         part = one.name.partition(".")[0]
         if config.scheduler.one_length and part in LENGTH_FIELDS:
             raise ConfigError(

@@ -14,19 +14,23 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from jaxdl.cluster import DIVERGED, HALTED, MISTAKE
 from jaxdl.errors import ConfigError
+from jaxdl.files import TRIALS_FOLDER
+from jaxdl.launch.attempt import format_sec
+from jaxdl.search.attempts import Attempts
 from jaxdl.search.engines import Job, Workers
 from jaxdl.search.journal import Journal
 from jaxdl.search.samplers import Proposal, Sampler
 from jaxdl.search.schedulers import Action, Clone, New, Policy, Promote
 from jaxdl.search.space import Setting, shown, words_of
 from jaxdl.search.trial import Direction, Trial
-from jaxdl.search.workdirs import copy_workdir, is_free, value_at, why_failed
+from jaxdl.search.workdirs import copy_workdir, is_free, metrics_of, value_at, why_failed, why_halted
 
-TRIALS_FOLDER, LOGS_FOLDER, PROGRAMS_FOLDER = "trials", "logs", "programs"
+LOGS_FOLDER, PROGRAMS_FOLDER = "logs", "programs"
 PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
-DIVERGED, MISTAKE = 3, 2
 POLL_SEC = 0.1
+_DIVERGED = "diverged: "
 
 
 class Shows(Protocol):
@@ -59,6 +63,8 @@ class Request:
     retries: int = 3
     changing: bool = False
     """Whether settings change within a run."""
+    stage_data: str | None = None
+    """Where trials keep copies of the data."""
 
     def workdir(self, number: int) -> Path:
         """The folder of a trial."""
@@ -90,6 +96,8 @@ class Request:
         ]
         if trial.target < self.length(dict(trial.settings)):
             words += ["--max-steps", str(trial.target)]
+        if self.stage_data is not None:
+            words += ["--stage-data", self.stage_data]
         if self.changing:
             words += ["--may-change", *(one.name for one in self.settings)]
         return words
@@ -110,7 +118,7 @@ class Search:
         self.workers, self.shows = workers, shows
         self.running: set[int] = set()
         self.signum: int | None = None
-        self._tries: dict[int, int] = {}
+        self._attempts = Attempts(request.retries)
         self._waited: set[int] = set()
         self._handlers: dict[int, Any] = {}
 
@@ -119,8 +127,8 @@ class Search:
         if threading.current_thread() is threading.main_thread():
             self._handlers = {one: signal.signal(one, self._note) for one in (signal.SIGTERM, signal.SIGINT)}
         try:
-            for trial in self.journal.trials():  # A killed search may have recorded a copy and not made it.
-                self._copy(trial)
+            for trial in self.journal.trials():
+                self._repair(trial)
             while self.signum is None and self._step():
                 self.shows.refresh(self.journal.trials(), sorted(self.running))
                 time.sleep(POLL_SEC)
@@ -128,11 +136,29 @@ class Search:
                 self.shows.event("stopping: the trials save their state")
                 self.workers.stop()
                 self._collect(stopping=True)
+        except Exception:
+            self.workers.stop()  # They save before they are killed.
+            raise
         finally:
             self.workers.close()
             self._restore()
         self.shows.refresh(self.journal.trials(), [])
         return self.signum
+
+    def _repair(self, trial: Trial) -> None:
+        """Completes what a killed search has recorded in part: a value at the full length, a copy that was not made.
+
+        What was given up is tried again, unless a copy has taken its place.
+        """
+        value = trial.values.get(trial.target)
+        if trial.state == "open" and value is not None and trial.target >= self.request.length(dict(trial.settings)):
+            self.journal.finish(trial.number, value)
+        self._copy(trial)
+        if self.journal.trials()[trial.number].given_up:
+            if any(one.replaces == trial.number for one in self.journal.trials()):
+                self.journal.fail(trial.number, trial.reason)
+            else:
+                self.journal.reopen(trial.number)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         """The first signal lets the trials save; a second one acts at once."""
@@ -154,7 +180,9 @@ class Search:
         while self._has_place() and (action := self.policy.next(self.journal.trials())) is not None:
             if (trial := self._act(action)).busy:
                 self._start(trial)
-        return bool(self.running) or any(trial.busy for trial in self.journal.trials())
+        return bool(self.running) or any(
+            one.busy and not self._attempts.is_halted(one.number) for one in self.journal.trials()
+        )
 
     def _has_place(self) -> bool:
         return len(self.running) < self.workers.capacity and self.signum is None
@@ -209,15 +237,20 @@ class Search:
             self.journal.fail(trial.number, f"trial {trial.parent} has no checkpoint of step {trial.from_step}")
 
     def _start(self, trial: Trial) -> None:
-        """Starts a trial, unless another process trains in its folder: then it is tried again later."""
+        """Starts a trial, unless it rests, or another process trains in its folder: then it is tried again later."""
         request, number = self.request, trial.number
+        if not self._attempts.is_due(number):
+            return
         if not is_free(request.workdir(number)):
             if number not in self._waited:
                 self._waited.add(number)
                 self.shows.event(f"trial {number} waits: another process trains in {request.workdir(number)}")
             return
+        if trial.reason:
+            self.journal.note(number, "")
         self.workers.start(Job(number, request.train(trial), request.log(number), request.environment()))
-        self.running.add(trial.number)
+        self._attempts.started(number)
+        self.running.add(number)
 
     def _collect(self, *, stopping: bool = False) -> None:
         """Records what the trials that have ended have reached."""
@@ -230,28 +263,44 @@ class Search:
                 self._broke_off(trials[number], code)
 
     def _reached(self, trial: Trial) -> None:
-        value, reason = value_at(self.request.workdir(trial.number), self.request.metric, trial.target)
+        workdir, metric = self.request.workdir(trial.number), self.request.metric
+        value, reason = value_at(workdir, metric, trial.target)
         if value is None:
+            known = metrics_of(workdir)
+            if known and metric not in known and not any(one.values for one in self.journal.trials()):
+                raise ConfigError(
+                    f"--metric {metric}: trial {trial.number}, the first to end, has no such metric, so no run has. "
+                    f"Give one of its metrics, and the search goes on with its trials: {', '.join(known)}."
+                )
             self._fail(trial, reason)
             return
-        self._tries.pop(trial.number, None)
+        self._attempts.reached(trial.number)
         self.journal.report(trial.number, trial.target, value)
         self.shows.event(f"trial {trial.number} at step {trial.target}: {self.request.metric} {value:.6g}")
         if trial.target >= self.request.length(dict(trial.settings)):
             self.journal.finish(trial.number, value)
 
     def _broke_off(self, trial: Trial, code: int) -> None:
-        """Fails a trial that diverged or cannot be run; any other end is tried again."""
-        reason = why_failed(self.request.log(trial.number))
-        elsewhere = code == MISTAKE and "is in use: " in reason
-        if code in (DIVERGED, MISTAKE) and not elsewhere:
-            self._fail(trial, reason if code == MISTAKE else f"diverged: {reason}")
+        """Fails a trial that diverged or cannot be run, lets one rest that was halted; any other end is tried again."""
+        number, reason = trial.number, why_failed(self.request.log(trial.number))
+        if code == HALTED:
+            self._attempts.halted(number)
+            self.journal.note(number, why_halted(self.request.workdir(number)))
+            self.shows.event(f"trial {number}: {self.journal.trials()[number].reason}; the same command resumes it")
             return
-        self._tries[trial.number] = self._tries.get(trial.number, 0) + 1
-        if self._tries[trial.number] > self.request.retries:
-            self._fail(trial, f"exit code {code}, {self.request.retries} times started again: {reason}")
+        # A mistake that is none of the trial's settings: its folder is in use, or copies of the data find no room.
+        passing = code == MISTAKE and ("is in use: " in reason or reason.startswith("--stage-data"))
+        if code in (DIVERGED, MISTAKE) and not passing:
+            self._fail(trial, reason if code == MISTAKE else f"{_DIVERGED}{reason}")
             return
-        self.shows.event(f"trial {trial.number} ended with exit code {code} ({reason}); it is started again")
+        pause_sec = self._attempts.again(number)
+        if pause_sec is None:
+            reason = f"exit code {code}, {self.request.retries} times started again: {reason}"
+            self.journal.give_up(number, reason)
+            self.shows.event(f"trial {number} failed: {reason}; the same command tries it again")
+            return
+        soon = f" in {format_sec(pause_sec)}" if pause_sec else ""
+        self.shows.event(f"trial {number} ended with exit code {code} ({reason}); it is started again{soon}")
 
     def _fail(self, trial: Trial, reason: str) -> None:
         self.journal.fail(trial.number, reason)
@@ -262,7 +311,9 @@ def check_any(trials: Sequence[Trial]) -> None:
     """Raises ConfigError when every trial has failed."""
     if trials and all(one.state == "failed" for one in trials):
         last = trials[-1].reason.rstrip(".")
-        raise ConfigError(
-            f"all {len(trials)} trials failed, the last one: {last}. Change the ranges of --vary; the folder logs has "
-            "what the trials printed."
-        )
+        advice = "The folder logs has what the trials printed"
+        if any(one.given_up for one in trials):
+            advice += "; the same command tries those again that may yet train"
+        elif all(one.reason.startswith(_DIVERGED) for one in trials):
+            advice = "Change the ranges of --vary; the folder logs has what the trials printed"
+        raise ConfigError(f"all {len(trials)} trials failed, the last one: {last}. {advice}.")

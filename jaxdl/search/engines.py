@@ -18,6 +18,7 @@ from typing import Protocol
 from jaxdl.errors import ConfigError
 from jaxdl.kinds import Choice
 from jaxdl.launch import die_with_parent
+from jaxdl.launch.reaper import Reaper, kill_session
 from jaxdl.mesh import gpus_visible
 
 GPUS = "CUDA_VISIBLE_DEVICES"
@@ -98,16 +99,17 @@ def shares(gpus: Sequence[str], parallel: int, devices_per_trial: int | None) ->
 
 
 class Processes:
-    """`Workers` on this machine: they are killed when this process ends for any reason."""
+    """`Workers` on this machine: they, and what they start, are killed when this process ends for any reason."""
 
     def __init__(self, environments: Sequence[Mapping[str, str]]) -> None:
         self.capacity = len(environments)
         self._free, self._running = list(environments), dict[int, tuple[subprocess.Popen[bytes], Mapping[str, str]]]()
+        self._reaper: Reaper | None = None
 
     def start(self, job: Job) -> None:
         """See `Workers`. Called from the main thread alone: with the thread that started it a process ends too."""
-        environment = self._free.pop()
-        self._running[job.number] = (start_process(job, environment), environment)
+        self._reaper, environment = self._reaper or Reaper(), self._free.pop()
+        self._running[job.number] = (start_process(job, environment, self._reaper), environment)
 
     def ended(self) -> Mapping[int, int]:
         """See `Workers`."""
@@ -116,7 +118,7 @@ class Processes:
             if (code := process.poll()) is not None:
                 codes[number] = code
                 self._free.append(environment)
-                del self._running[number]
+                self._end(number)
         return codes
 
     def stop(self) -> None:
@@ -125,16 +127,22 @@ class Processes:
 
     def close(self) -> None:
         """Kills what is left."""
-        for process, _ in self._running.values():
-            process.kill()
-            process.wait()
+        for number in list(self._running):
+            self._end(number)
+        if self._reaper is not None:
+            self._reaper.close()
+            self._reaper = None
+
+    def _end(self, number: int) -> None:
+        assert self._reaper is not None
+        end_session(self._running.pop(number)[0], self._reaper)
 
 
-def start_process(job: Job, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Starts a job as a process that is killed when this one ends."""
+def start_process(job: Job, environment: Mapping[str, str], reaper: Reaper) -> subprocess.Popen[bytes]:
+    """Starts a job as a process, in a session of its own, that is killed when this one ends."""
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with job.log.open("ab") as log:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, die_with_parent.__file__, str(os.getpid()), *job.command],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -142,6 +150,15 @@ def start_process(job: Job, environment: Mapping[str, str]) -> subprocess.Popen[
             env={**os.environ, "PYTHONUNBUFFERED": "1", **job.environment, **environment},
             start_new_session=True,  # Ctrl-C in a terminal comes to the search alone, which stops its trials.
         )
+    reaper.watch(process.pid)
+    return process
+
+
+def end_session(process: subprocess.Popen[bytes], reaper: Reaper) -> None:
+    """Kills a job's process, if it still runs, and what it has started: workers that read data, say."""
+    kill_session(process.pid)
+    process.wait()
+    reaper.forget(process.pid)
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], grace_sec: float = STOP_SEC) -> None:

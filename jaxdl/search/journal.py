@@ -1,8 +1,8 @@
 """The journal of a search: Optuna's file journal, from which everything is known after a kill.
 
-An Optuna trial stays RUNNING while a trial trains or waits at a rung, since Optuna's finished ones cannot resume; its
-intermediate values are the metric at the steps where it stopped. The search holds a lease of its folder and is the one
-writer, so the file needs no lock; others, such as optuna-dashboard, may read it.
+An Optuna trial stays RUNNING while a trial trains or waits at a rung, since Optuna's finished ones cannot resume, and
+when it failed and may yet train; its intermediate values are the metric at the steps where it stopped. The search holds
+a lease of its folder and is the one writer, so the file needs no lock; others, such as optuna-dashboard, may read it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 STUDY = "jaxdl"
-_OWN = ("target", "reason", "parent", "from_step", "replaces")
+_OWN = ("target", "reason", "given_up", "parent", "from_step", "replaces")
 
 
 def check_optuna() -> None:
@@ -114,8 +114,22 @@ class Journal:
 
     def fail(self, number: int, reason: str) -> None:
         """Records that a trial cannot train on."""
-        self._storage.set_trial_user_attr(self._at(number), "reason", reason)
+        self.note(number, reason)
         self._end(number, "FAIL")
+
+    def give_up(self, number: int, reason: str) -> None:
+        """Records that a trial failed, until `reopen`."""
+        self.note(number, reason)
+        self._storage.set_trial_user_attr(self._at(number), "given_up", True)
+
+    def reopen(self, number: int) -> None:
+        """Records that a trial that was given up is tried again."""
+        self._storage.set_trial_user_attr(self._at(number), "given_up", False)
+        self.note(number, "")
+
+    def note(self, number: int, reason: str) -> None:
+        """Records why a trial does not train; an empty text when it does."""
+        self._storage.set_trial_user_attr(self._at(number), "reason", reason)
 
     def replace(self, number: int) -> None:
         """Records that another trial continues in the place of this one."""
@@ -142,16 +156,34 @@ class Journal:
         return self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
 
 
+def has_values(path: Path) -> bool:
+    """Whether a trial of the journal has a value. False where there is no journal, or it cannot be read."""
+    check_optuna()
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    if not path.exists():
+        return False
+    _cut_torn_line(path)
+    try:
+        storage = JournalStorage(JournalFileBackend(str(path), _NoLock()))  # pyright: ignore[reportArgumentType]
+        trials = storage.get_all_trials(storage.get_study_id_from_name(STUDY), deepcopy=False)
+    except (ValueError, KeyError):
+        return False
+    return any(one.intermediate_values for one in trials)
+
+
 def _trial(found: FrozenTrial) -> Trial:
     states: dict[str, State] = {"COMPLETE": "finished", "FAIL": "failed", "PRUNED": "replaced"}
     own = {name: found.user_attrs[name] for name in _OWN if name in found.user_attrs}
+    state = states.get(found.state.name, "failed" if own.get("given_up") else "open")
     return Trial(
         number=found.number,
         settings=dict(found.params),
         values=dict(found.intermediate_values),
-        state=states.get(found.state.name, "open"),
+        state=state,
         attributes=found.system_attrs,
-        **{"target": 0, **own},
+        **{"target": 0, **own, "given_up": state == "failed" and found.state.name == "RUNNING"},
     )
 
 

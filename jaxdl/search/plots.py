@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxdl.report import style
 from jaxdl.search.driver import Request
 from jaxdl.search.space import Number, Setting, short
-from jaxdl.search.trial import Trial, key
+from jaxdl.search.trial import Trial, compared, rank
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,9 +31,9 @@ def history(trials: Sequence[Trial], request: Request) -> bytes | None:
     sizes = [15 + 65 * one.step / most for one in seen]
     heights = [min(max(_value(one), limits[0]), limits[1]) for one in seen]
     axes.scatter([one.number for one in seen], heights, s=sizes, color=_GOOD, alpha=0.75)
-    longest = [one for one in seen if one.step == most]
-    values = itertools.accumulate((_value(one) for one in longest), max if request.direction == "maximize" else min)
-    axes.step([one.number for one in longest], list(values), where="post", color=style.INK, lw=1)
+    alike = compared(trials)
+    values = itertools.accumulate((_value(one) for one in alike), max if request.direction == "maximize" else min)
+    axes.step([one.number for one in alike], list(values), where="post", color=style.INK, lw=1)
     worst = limits[0 if request.direction == "maximize" else 1]
     for one in trials:
         if one.state == "failed":
@@ -42,7 +42,7 @@ def history(trials: Sequence[Trial], request: Request) -> bytes | None:
     axes.locator_params(axis="x", integer=True)
     style.legend(figure, [
         style.line_entry("a trial; larger: more steps", _GOOD, "o", ls=""),
-        style.line_entry("best so far of those that trained longest", style.INK),
+        style.line_entry("best so far of those that are compared", style.INK),
         style.line_entry("failed", "#d55e00", "x", ls=""),
     ])  # fmt: skip
     return style.png(figure)
@@ -71,7 +71,7 @@ def curves(
     if stops:
         style.log_axis(axes, "x", [max(1, min(step for one in found.values() for step, _ in one)), stops[-1]])
     style.legend(figure, [
-        style.line_entry("best", _GOOD), style.line_entry("worst of those that came as far", _POOR),
+        style.line_entry("best", _GOOD), style.line_entry("worst", _POOR),
         style.line_entry("a stop where trials are compared", style.SPINE, ls=":"),
     ])  # fmt: skip
     return style.png(figure)
@@ -103,7 +103,7 @@ def parallel(trials: Sequence[Trial], request: Request) -> bytes | None:
     figure = style.new_figure(max(6, 2.2 * (len(request.settings) + 1)), 4.2, "Parallel coordinates")
     axes, shades = figure.subplots(), _shades(seen, request)
     low, high = _limits([_value(one) for one in seen], request)
-    for trial in sorted(seen, key=lambda one: (one.step, -key(_value(one), request.direction))):
+    for trial in sorted(seen, key=lambda one: rank(one, request.direction), reverse=True):
         heights = [_share(one, trial.settings[one.name]) for one in request.settings]
         heights.append((min(max(_value(trial), low), high) - low) / (high - low) if high > low else 0.5)
         axes.plot(range(len(heights)), heights, color=shades[trial.number], lw=1.3)
@@ -160,11 +160,10 @@ def _ticks(axes: Axes, setting: Setting, name: str) -> None:
 
 
 def _shades(trials: Sequence[Trial], request: Request) -> dict[int, str]:
-    """Trial -> its colour: from grey to blue by rank, those that came further above the others."""
+    """Trial -> its colour: from grey to blue by rank."""
     from matplotlib.colors import to_hex, to_rgb
 
-    ranked = sorted(trials, key=lambda one: (one.step, float("-inf") if one.value is None
-                                             else -key(one.value, request.direction)))  # fmt: skip
+    ranked = sorted(trials, key=lambda one: rank(one, request.direction), reverse=True)
     poor, good = to_rgb(_POOR), to_rgb(_GOOD)
     shares = [place / max(1, len(ranked) - 1) for place in range(len(ranked))]
     return {

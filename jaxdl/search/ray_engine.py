@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxdl.errors import ConfigError
-from jaxdl.search.engines import Engine, Job, Workers, end_processes, start_process
+from jaxdl.launch.reaper import Reaper
+from jaxdl.search.engines import Engine, Job, Workers, end_processes, end_session, start_process
 
 LOST = 75
 """The exit code of a trial whose node was lost: it is started again, like a run that broke off."""
@@ -47,15 +48,19 @@ class OnRay(Engine, kind="ray"):
 
 
 class _Actor:
-    """Runs one command on a node; it ends with the actor."""
+    """Runs one command on a node; it ends with the actor, and so does what it has started."""
 
     def __init__(self, job: Job, folder: str, path: str) -> None:
         os.chdir(folder)
-        self._process = start_process(job, {"PYTHONPATH": path})
+        self._reaper = Reaper(detached=True)
+        self._process = start_process(job, {"PYTHONPATH": path}, self._reaper)
 
     def code(self) -> int | None:
         """The exit code; None while it runs."""
-        return self._process.poll()
+        running, code = self._process.returncode is None, self._process.poll()
+        if running and code is not None:
+            end_session(self._process, self._reaper)
+        return code
 
     def stop(self) -> None:
         """SIGTERM, then waits for the end."""

@@ -13,7 +13,7 @@ from jaxdl.search.driver import Request
 from jaxdl.search.samplers import as_study
 from jaxdl.search.show import Shown, state_of
 from jaxdl.search.space import short
-from jaxdl.search.trial import Trial, best, key
+from jaxdl.search.trial import Trial, best, rank
 from jaxdl.search.workdirs import curve, last_step
 
 REPORT_FILE, RESULT_FILE = "report.md", "result.json"
@@ -29,7 +29,7 @@ _MIN_FOR_IMPORTANCES = 6
 
 def result(request: Request, trials: Sequence[Trial], shown: Shown) -> dict[str, Any]:
     """The result as JSON: the best trial with a command that trains it, all trials, the steps trained in all."""
-    top = best([*trials], request.direction)
+    top = best(trials, request.direction)
     return {
         "metric": request.metric,
         "direction": request.direction,
@@ -153,16 +153,12 @@ def _page(request: Request, trials: Sequence[Trial], found: Mapping[str, Any], p
     for name in pictures:
         lines += ["", f"![{PLOTS[name]}]({name})", "", f"*{PLOTS[name]}.*"]
     lines += ["", f"| trial | {' | '.join(names)} | state | step | {request.metric} |", "|---" * (len(names) + 4) + "|"]
-    for one in sorted(trials, key=lambda one: (-one.step, _rank(one, request))):
+    for one in sorted(trials, key=lambda one: rank(one, request.direction)):
         value = "" if one.value is None else f"{one.value:.6g}"
         state = state_of(one, []) + (f": {one.reason}" if one.reason else "")
         cells = [str(one.number), *(_cell(one.settings[name]) for name in names), state, str(one.step), value]
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def _rank(trial: Trial, request: Request) -> float:
-    return float("inf") if trial.value is None else key(trial.value, request.direction)
 
 
 def _words(settings: Mapping[str, Any]) -> str:

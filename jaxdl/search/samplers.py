@@ -175,7 +175,8 @@ class Grid(Sampler, kind="grid"):
         """The combination of this number."""
         del direction, seed, study_attributes
         every = itertools.product(*(one.grid or () for one in settings))
-        values = next(itertools.islice(every, len(trials), None))
+        place = sum(one.parent is None for one in trials)  # Copies of a population are no places of the grid.
+        values = next(itertools.islice(every, place, None))
         return Proposal({one.name: value for one, value in zip(settings, values, strict=True)})
 
 

@@ -222,7 +222,7 @@ class Population:
 
     def next(self, trials: Sequence[Trial]) -> Action | None:
         """Fills the population, then replaces the worst of a generation, then lets all train on."""
-        if len(trials) < self.course.trials:
+        if sum(one.parent is None for one in trials) < self.course.trials:  # Copies take the places of others.
             return New(self.steps[0])
         members = [one for one in trials if one.state != "replaced"]
         step = min((one.target for one in members if one.state == "open"), default=None)

@@ -16,11 +16,12 @@ from rich.table import Table
 from jaxdl.search.driver import Request
 from jaxdl.search.schedulers import Course, Scheduler
 from jaxdl.search.space import short
-from jaxdl.search.trial import Trial, best, key
+from jaxdl.search.trial import Trial, best, rank
 from jaxdl.search.workdirs import last_step
 
 REFRESH_SEC = 1.0
 _MOST_ROWS = 30
+_MOST_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,12 @@ def state_of(trial: Trial, running: Sequence[int]) -> str:
     return trial.state
 
 
+def _with_reason(trial: Trial, running: Sequence[int]) -> str:
+    """The state, and why a trial that could train does not."""
+    state = state_of(trial, running)
+    return f"{state}: {trial.reason[:_MOST_CHARACTERS]}" if trial.busy and trial.reason else state
+
+
 def table(shown: Shown, trials: Sequence[Trial], running: Sequence[int]) -> Table:
     """The trials: those that train, then the best. Reads the histories of those that train."""
     request = shown.request
@@ -55,8 +62,8 @@ def table(shown: Shown, trials: Sequence[Trial], running: Sequence[int]) -> Tabl
     found = Table(title=title, title_justify="left", border_style="dim")
     for name in ("trial", *map(short, names), "state", "step", "to", request.metric):
         found.add_column(name, justify="left" if name == "state" else "right", no_wrap=True)
-    top = best([*trials], request.direction)
-    order = sorted(trials, key=lambda one: (one.number not in running, -one.step, _rank(one, request.direction)))
+    top = best(trials, request.direction)
+    order = sorted(trials, key=lambda one: (one.number not in running, rank(one, request.direction)))
     for trial in order[:_MOST_ROWS]:
         values = [trial.settings[name] for name in names]
         step = last_step(request.workdir(trial.number)) if trial.number in running else trial.step
@@ -64,18 +71,12 @@ def table(shown: Shown, trials: Sequence[Trial], running: Sequence[int]) -> Tabl
         found.add_row(
             str(trial.number),
             *(f"{one:.4g}" if isinstance(one, float) else str(one) for one in values),
-            state_of(trial, running), str(step), str(trial.target), value,
+            _with_reason(trial, running), str(step), str(trial.target), value,
             style="bold green" if top is not None and trial.number == top.number else None,
         )  # fmt: skip
     if len(order) > _MOST_ROWS:
         found.caption = f"and {len(order) - _MOST_ROWS} more"
     return found
-
-
-def _rank(trial: Trial, direction: str) -> float:
-    return (
-        float("inf") if trial.value is None else key(trial.value, "maximize" if direction == "maximize" else "minimize")
-    )
 
 
 class Lines:

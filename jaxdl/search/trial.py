@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,7 +23,9 @@ class Trial:
     state: State = "open"
     """open: it trains, or waits at a rung; finished: at its full length; replaced: another continues in its place."""
     reason: str = ""
-    """Why it failed."""
+    """Why it failed, or why it is not trained now."""
+    given_up: bool = False
+    """Of a failed one: it may yet train, and the next process of the search tries it again."""
     parent: int | None = None
     """The trial whose checkpoint it began with, at step `from_step`, in the place of the trial `replaces`."""
     from_step: int = 0
@@ -58,8 +60,22 @@ def best_first(trials: list[Trial], step: int, direction: Direction) -> list[Tri
                   key=lambda one: (key(one.values[step], direction), one.number))  # fmt: skip
 
 
-def best(trials: list[Trial], direction: Direction) -> Trial | None:
-    """The best of the trials that came furthest: values at different steps are not compared. None without values."""
-    furthest = max((one.step for one in trials if one.values and one.state != "failed"), default=0)
-    able = [one for one in trials if one.state != "failed" and one.step == furthest]
-    return best_first(able, furthest, direction)[0] if furthest else None
+def compared(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials that may be the best: those that finished, whatever their length.
+
+    When none has, those that came furthest: a run on its way is not compared with one at another step.
+    """
+    able = [one for one in trials if one.values and one.state != "failed"]
+    furthest = max((one.step for one in able), default=0)
+    return [one for one in able if one.state == "finished"] or [one for one in able if one.step == furthest]
+
+
+def best(trials: Sequence[Trial], direction: Direction) -> Trial | None:
+    """The best of the trials that are compared, the first of equal ones. None without values."""
+    return min(compared(trials), key=lambda one: rank(one, direction), default=None)
+
+
+def rank(trial: Trial, direction: Direction) -> tuple[float, ...]:
+    """A key by which trials are sorted: finished ones by value, then the others, those that came further first."""
+    value = float("inf") if trial.value is None else key(trial.value, direction)
+    return (0, 0, value, trial.number) if trial.state == "finished" else (1, -trial.step, value, trial.number)

@@ -27,6 +27,7 @@ from jaxdl.files import (
     step_dir,
 )
 from jaxdl.lease import Holder, is_alive
+from jaxdl.status import State, read_record
 
 _COPIED = (
     CONFIG_FILE, DATA_FILE, EXAMPLES_FILE, CODEC_FILE, CHOICE_FILE, PLAN_FILE, INIT_FILE, METRICS_FILE, SKIPPED_FILE,
@@ -59,11 +60,16 @@ def value_at(workdir: Path, metric: str, step: int) -> tuple[float | None, str]:
     """
     found = [(row["step"], row[metric]) for row in rows(workdir) if metric in row and row["step"] >= step]
     if not found:
-        known = sorted({name for row in rows(workdir) for name in row if name.startswith(("eval/", "train/"))})
+        known = metrics_of(workdir)
         there = f"its metrics are {', '.join(known)}" if known else "it has measured nothing"
         return None, f"no {metric} at step {step}: {there}"
     value = found[0][1]
     return (None, f"{metric} at step {step} is not finite") if value is None else (float(value), "")
+
+
+def metrics_of(workdir: Path) -> list[str]:
+    """The metrics of training and evaluation that a history has."""
+    return sorted({name for row in rows(workdir) for name in row if name.startswith(("eval/", "train/"))})
 
 
 def last_step(workdir: Path) -> int:
@@ -99,6 +105,15 @@ def is_free(workdir: Path) -> bool:
     except OSError:
         return True
     return holder.released or not is_alive(holder) or holder.pid == os.getpid()
+
+
+def why_halted(workdir: Path) -> str:
+    """The reason of a run that was halted, as its status has it."""
+    with contextlib.suppress(OSError, ValueError):
+        record = read_record(workdir)
+        if record is not None and record.state == State.HALTED and record.reason is not None:
+            return record.reason.text
+    return "halted by the file"
 
 
 def why_failed(log: Path) -> str:

@@ -56,7 +56,7 @@ class TrackedRun:
     """What a tracker is told of the run."""
 
     name: str
-    """What people call the run: the name of its workdir, unless the tracker was given another."""
+    """What people call the run: the name of its workdir (of a trial `SEARCH/0003`), unless the tracker has another."""
     run_id: str | None
     """`Writer.run_id` of the earlier process in the same workdir; None for a new run."""
     rows_changed: bool
@@ -80,7 +80,7 @@ class Tracker(Choice):
     """The package that it needs, and the extra of jaxdl that has it."""
 
     name: str | None = None
-    """The name of the run there; that of its workdir by default."""
+    """The name of the run there; that of its workdir by default, and of the trial of a search `SEARCH/0003`."""
     tags: tuple[str, ...] = ()
     """Words by which the run is found there."""
     wait_sec: float = pydantic.Field(default=20.0, ge=0)

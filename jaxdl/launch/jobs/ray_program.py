@@ -29,10 +29,43 @@ SAVE_SEC: int = 120
 WAIT_SEC: int = 600
 # END SETTINGS
 
+REAPER = """
+# Kills what is left of a session (argument 1 is its leader) when stdin ends, as it does with the worker that has the
+# other end: once the leader has ended, or after argument 2 in seconds. Ray kills children of a worker: this is none.
+import os, signal, sys, time
+
+if os.fork():
+    os._exit(0)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+leader, wait_sec = int(sys.argv[1]), float(sys.argv[2])
+
+def members():
+    found = []
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open("/proc/" + entry + "/stat", errors="replace") as file:
+                fields = file.read().rpartition(")")[2].split()  # State, parent, group, session.
+            if int(fields[3]) == leader and fields[0] not in "ZX":
+                found.append(int(entry))
+        except (OSError, ValueError, IndexError):
+            pass
+    return found
+
+sys.stdin.read()
+end = time.monotonic() + wait_sec
+while leader in members() and time.monotonic() < end:
+    time.sleep(0.2)
+for pid in members():
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except OSError:
+        pass
+"""
+
 
 @ray.remote(num_cpus=RESOURCES["CPU"], num_gpus=RESOURCES.get("GPU", 0), max_restarts=0)
 class Node:
-    """The process of one node. Ray has set CUDA_VISIBLE_DEVICES for it."""
+    """The process of one node, with which ends what it has started. Ray has set CUDA_VISIBLE_DEVICES for it."""
 
     def address(self):
         """The address of the node in the cluster."""
@@ -54,12 +87,23 @@ class Node:
 
         lines = [SETUP, "exec " + shlex.join(COMMAND)] if SETUP else ["exec " + shlex.join(COMMAND)]
         self.process = subprocess.Popen(
-            ["bash", "-c", "\n".join(lines)], env={**os.environ, **environment}, preexec_fn=end_with_ray
+            ["bash", "-c", "\n".join(lines)],
+            env={**os.environ, **environment},
+            preexec_fn=end_with_ray,
+            start_new_session=True,
+        )
+        self.reaper = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", REAPER, str(self.process.pid), str(SAVE_SEC)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
         )
 
     def code(self):
         """None while the process runs; then its exit code, 128 + N after signal N."""
-        code = self.process.poll()
+        running, code = self.process.returncode is None, self.process.poll()
+        if running and code is not None:
+            self.reaper.communicate()  # Until it has ended.
         return code if code is None or code >= 0 else 128 - code
 
     def send(self, signum):
