@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +117,14 @@ class StateSpec:
     """The state's PartitionSpecs."""
     shardings: TrainState
     """The state's shardings."""
+
+    def make(self, seed: int) -> TrainState:
+        """The fresh state, allocated already sharded; equal on every mesh."""
+        # It runs once: on a CPU, compiling it with all optimizations takes many times longer than running it without.
+        flag, given = "xla_backend_optimization_level", os.environ.get("XLA_FLAGS", "")
+        options = {flag: 1} if jax.default_backend() == "cpu" and flag not in given else None
+        make = jax.jit(lambda: self.init(jax.random.key(seed)), out_shardings=self.shardings, compiler_options=options)
+        return make()
 
     def abstract(self) -> TrainState:
         """The state as shape structs with shardings: what a checkpoint is restored into."""

@@ -29,7 +29,7 @@ from jaxdl.planner.h100 import compile_step
 from jaxdl.planner.memory import MOST_OF_DEVICE
 from jaxdl.planner.trial import planned_bytes
 from jaxdl.planner.trials import Trials, first_batch
-from jaxdl.run.build import Plan, make_random_state
+from jaxdl.run.build import Plan
 from jaxdl.state import TrainState
 from jaxdl.step import Batch
 
@@ -180,7 +180,10 @@ def rounds_of(
 
     Rounds end early, but not before the third, when all took longer than `most_sec`.
     """
-    states: dict[Name, TrainState] = {name: make_random_state(plan) for name, (plan, _) in programs.items()}
+    # Without the tables of the host, of which no step sees more than its slots.
+    states: dict[Name, TrainState] = {
+        name: plan.parts.state_spec.make(plan.experiment.seed) for name, (plan, _) in programs.items()
+    }
     batches = {name: _batch(plan, program) for name, (plan, program) in programs.items()}
     times: dict[Name, list[float]] = {name: [] for name in programs}
     for number in range(num_rounds + 2):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -196,8 +195,7 @@ def make_plan(
     profile_start = experiment.report.profile_start_step
     if profile_start is not None and profile_start >= total_steps:
         raise ConfigError(
-            f"--report.profile-start-step {profile_start}: the run has {total_steps} steps, so nothing would be "
-            "recorded. Choose a smaller one, or None."
+            f"--report.profile-start-step {profile_start}: the run has {total_steps} steps. Choose fewer, or None."
         )
     check_warmup(experiment, total_steps)
     with start.doing("choosing the exchange" if isinstance(experiment.exchange, Auto) else "tracing the model"):
@@ -365,7 +363,7 @@ def make_initial_state(plan: Plan) -> TrainState:
     spec = plan.parts.state_spec
     if plan.caches is not None:
         plan.caches.store.init(jax.random.key(plan.experiment.seed))
-    state = make_random_state(plan)
+    state = spec.make(plan.experiment.seed)
     if plan.initial is None:
         return state
     state = plan.initial.apply(state, spec.abstract())
@@ -379,16 +377,6 @@ def make_initial_state(plan: Plan) -> TrainState:
     # An optimizer that jaxdl does not know may keep a copy of the initial parameters.
     trained, optimizer = plan.parts.trainable.of(state.params), plan.parts.optimizer
     return state.replace(opt_state=jax.jit(optimizer.init, out_shardings=spec.shardings.opt_state)(trained))
-
-
-def make_random_state(plan: Plan) -> TrainState:
-    """What of `make_initial_state` is on the devices, without another run's parameters and the tables of the host."""
-    spec, seed = plan.parts.state_spec, plan.experiment.seed
-    # It runs once: on a CPU, compiling it with all optimizations takes many times longer than running it without.
-    flag, given = "xla_backend_optimization_level", os.environ.get("XLA_FLAGS", "")
-    options = {flag: 1} if jax.default_backend() == "cpu" and flag not in given else None
-    make = jax.jit(lambda: spec.init(jax.random.key(seed)), out_shardings=spec.shardings, compiler_options=options)
-    return make()
 
 
 def _with_equal_replicas(parts: Parts, state: TrainState) -> TrainState:
