@@ -12,12 +12,13 @@ from runs import tiny_experiment
 from test_planner import cluster, workload
 
 import jaxdl
+from jaxdl.bench.embedding import compiled_step, usual_collectives
 from jaxdl.command import parse_command
 from jaxdl.config import ConfigError
 from jaxdl.data import Clicks
 from jaxdl.embedding import DataParallel, EmbeddingConfig, RowWise, TableWise
 from jaxdl.embedding.layout import make_buffers
-from jaxdl.embedding.traffic import messages, sent_bytes
+from jaxdl.embedding.traffic import axis_bytes, messages, sent_bytes
 from jaxdl.exchange.cost import NOMINAL_SPEEDS, Link, Machine
 from jaxdl.experiment import identity
 from jaxdl.files import PLAN_FILE
@@ -27,6 +28,7 @@ from jaxdl.planner import auto
 from jaxdl.planner.mesh_tables import tables_on_meshes
 from jaxdl.planner.search import search, with_other_tables
 from jaxdl.planner.table_report import measured_workload
+from jaxdl.planner.trial import Setting, measured, stand_in, trial_plan
 from jaxdl.planner.workload import fixed_fields
 from jaxdl.plans import PlanAuto
 from jaxdl.run.build import make_plan
@@ -231,6 +233,30 @@ def test_tables_are_planned_for_each_mesh():
     with pytest.raises(ConfigError, match="the tables need"):
         on_mesh(SIZES, 1e3)
     assert tables_on_meshes(tiny_experiment(), SIZES, machine, ()) is None
+
+
+def jagged_clicks(**changes):
+    data = Clicks(rows=(900, 40, 7, 2000), num_ids=(1, 12, 8, 6), jagged=True, train_examples=256, test_examples=64)
+    return clicks(data=data, **changes)
+
+
+def test_jagged_tables_send_the_bytes_of_the_compiled_step():
+    base, sent = EmbeddingConfig(scheme=RowWise()), {}
+    for one in (base, base.replaced({"jagged": True})):
+        found = tables_on_meshes(jagged_clicks(embedding=one), SIZES, machine, ())(SIZES, 1e9)
+        sent[one.jagged] = found.traffic(8)["replica"]
+    plan = make_plan(jagged_clicks(embedding=one, mesh=MeshConfig(replica=2, fsdp=4)), jax.devices())
+    counted = usual_collectives(compiled_step(plan.parts.tables, 64, 27), SIZES)
+    assert sent[True] == sum(axis_bytes(*one, SIZES, "replica") for one in counted) < sent[False]
+
+
+def test_what_a_step_sends_besides_its_tables_is_the_same_in_every_scheme():
+    setting, found = Setting(2, 2, 16, None, "replicated"), []
+    for options in ({}, {"scheme": RowWise(), "jagged": True}):
+        one = jagged_clicks(embedding=EmbeddingConfig(**options)).replaced({"sharding.min_shard_elements": 1})
+        found.append(measured(trial_plan(stand_in(one), setting, jax.devices())))
+    assert found[0].sent["fsdp"] > 0
+    assert (found[0].sent, found[0].messages) == (found[1].sent, found[1].messages)
 
 
 def test_schemes_that_are_given_stay():

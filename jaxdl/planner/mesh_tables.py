@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 
 from jaxdl.data import TabularSpec
-from jaxdl.embedding import EmbeddingConfig, Scheme, make_buffers
+from jaxdl.embedding import EmbeddingConfig, Scheme
 from jaxdl.embedding.cache import CacheConfig
 from jaxdl.embedding.traffic import messages, sent_bytes
 from jaxdl.exchange.cost import Machine
@@ -74,7 +74,7 @@ def with_slots(work: Workload, config: EmbeddingConfig) -> Workload:
 
 def on_mesh(work: Workload, config: EmbeddingConfig) -> TablesOnMesh:
     """The tables of a workload under a config: bytes that a device sends in a step, and that it keeps."""
-    buffers = make_buffers(work.tables, work.num_ids, config, work.sizes)
+    buffers = work.buffers(config)
 
     def traffic(examples: int) -> dict[str, float]:
         local = examples // work.sizes[Axis.TENSOR.value]  # Ids are spread over all devices.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdl.compiler import hlo, overlap, roofline
+from jaxdl.compiler.groups import sent_bytes
 from jaxdl.data import SyntheticImages
-from jaxdl.embedding.traffic import Message, axis_bytes, messages
+from jaxdl.embedding.traffic import Message, messages
 from jaxdl.exchange import Dense, ExchangeConfig
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis, MeshConfig
@@ -114,13 +115,15 @@ def trial_exchange(experiment: Experiment) -> ExchangeConfig:
 
 
 def table_messages(plan: Plan) -> list[Message]:
-    """What a plan's step sends for its embedding tables."""
+    """What a plan's compiled step sends for its embedding tables: with jagged features, that of the first bucket."""
     tables, mesh = plan.parts.tables, plan.parts.layout.mesh
     if tables is None:
         return []
-    config, batch = tables.config, plan.experiment.batch_size // mesh.size
+    config, batch = tables.config, plan.experiment.batch_size
     return [
-        one for buffer in tables.buffers for one in messages(buffer, batch, config.forward_wire, config.backward_wire)
+        one
+        for buffer in tables.buffers_for(next(iter(tables.buckets(batch)), None))
+        for one in messages(buffer, batch // mesh.size, config.forward_wire, config.backward_wire)
     ]
 
 
@@ -153,14 +156,18 @@ def figures(plan: Plan, compiled: jax.stages.Compiled) -> Measured:
     num_messages: dict[str, float] = defaultdict(float)
     sizes = dict(plan.parts.layout.mesh.shape)
     if math.prod(sizes.values()) > 1:
-        for one in overlap.play(module, sizes, overlap.Links(math.inf)).messages:
+        there = overlap.play(module, sizes, overlap.Links(math.inf)).messages
+        for one in there:
             for axis in one.axes[:1]:
                 sent[axis] += one.sent_bytes * one.times
                 num_messages[axis] += one.times
+        alone = Counter((one.kind, one.axes, one.sent_bytes) for one in there)
         for one in table_messages(plan):
-            axis = one.axes[0]
-            num_messages[axis] = max(0.0, num_messages[axis] - 1)
-            sent[axis] = max(0.0, sent[axis] - axis_bytes(one.kind, one.axes, one.num_bytes, sizes, axis))
+            size = sent_bytes(one.kind, math.prod(sizes[axis] for axis in one.axes), one.num_bytes)
+            sent[one.axes[0]] -= size
+            if alone[key := (one.kind, one.axes, size)]:  # XLA joins small ones with others.
+                alone[key] -= 1
+                num_messages[one.axes[0]] -= 1
     temporary = float(analysis.temp_size_in_bytes) if analysis else 0.0
     return Measured(temporary, seconds[False], seconds[True], dict(sent), dict(num_messages))
 
