@@ -29,9 +29,8 @@ from jaxdl.planner.tables import (
     TablePlan,
     Workload,
     costs_of,
+    costs_of_buffers,
     device_bytes,
-    memory_sec,
-    message_sec,
     with_schemes,
 )
 
@@ -214,9 +213,8 @@ def share(work: Workload, table: Table, scheme: Scheme, machine: Machine, base: 
     """(seconds, bytes on a device) of a table, where tables that are assigned share the devices evenly."""
     config = with_schemes(base, {table.name: scheme})
     [buffer] = work.buffers(config, [table])
-    found = messages(buffer, work.local_batch, base.forward_wire, base.backward_wire)
-    seconds = sum(sum(message_sec(one, work.sizes, machine)) for one in found) + memory_sec(buffer, work, machine)
-    return seconds / buffer.num_outer, device_bytes(buffer) / buffer.num_outer
+    found = costs_of_buffers([buffer], work.local_batch, config, machine)
+    return found.total_sec / buffer.num_outer, found.device_bytes / buffer.num_outer
 
 
 def _choices() -> list[Scheme]:

@@ -130,14 +130,18 @@ def with_schemes(
 
 def costs_of(work: Workload, config: EmbeddingConfig, machine: Machine) -> Costs:
     """What a step costs under a config. Raises ConfigError for tables that cannot be cut so."""
-    buffers = work.buffers(config)
+    return costs_of_buffers(work.buffers(config), work.local_batch, config, machine)
+
+
+def costs_of_buffers(buffers: Sequence[Buffer], local_batch: int, config: EmbeddingConfig, machine: Machine) -> Costs:
+    """What a step costs for buffers with `local_batch` examples on each device, and the wires of a config."""
     slow = inner = memory = slow_bytes = 0.0
     for buffer in buffers:
-        for one in messages(buffer, work.local_batch, config.forward_wire, config.backward_wire):
-            away, inside = message_sec(one, work.sizes, machine)
+        for one in messages(buffer, local_batch, config.forward_wire, config.backward_wire):
+            away, inside = message_sec(one, buffer.sizes, machine)
             slow, inner = slow + away, inner + inside
-            slow_bytes += axis_bytes(one.kind, one.axes, one.num_bytes, work.sizes, _SLOW)
-        memory += memory_sec(buffer, work, machine)
+            slow_bytes += axis_bytes(one.kind, one.axes, one.num_bytes, buffer.sizes, _SLOW)
+        memory += memory_sec(buffer, local_batch, machine)
     return Costs(inner, slow, memory, slow_bytes, sum(map(device_bytes, buffers)))
 
 
@@ -168,9 +172,9 @@ def device_bytes(buffer: Buffer) -> int:
     return buffer.local_rows * (columns + kept) * 4
 
 
-def memory_sec(buffer: Buffer, work: Workload, machine: Machine) -> float:
+def memory_sec(buffer: Buffer, local_batch: int, machine: Machine) -> float:
     """Seconds in which a device reads and writes the rows of a buffer."""
-    examples = buffer.num_outer * buffer.num_inner * work.local_batch
+    examples = buffer.num_outer * buffer.num_inner * local_batch
     columns = buffer.columns // buffer.column_ways
     vectors = examples * buffer.num_entries * _READS
     return machine.passes_sec(columns * (vectors + buffer.local_rows * (2 if buffer.scheme.dense_gradient else 0)), 1)
