@@ -12,21 +12,23 @@ from runs import tiny_experiment
 from test_planner import cluster, workload
 
 import jaxdl
+from jaxdl.bench.embedding import compiled_step, usual_collectives
 from jaxdl.command import parse_command
 from jaxdl.config import ConfigError
 from jaxdl.data import Clicks
 from jaxdl.embedding import DataParallel, EmbeddingConfig, RowWise, TableWise
-from jaxdl.embedding.layout import make_buffers
-from jaxdl.embedding.traffic import messages, sent_bytes
+from jaxdl.embedding.traffic import axis_bytes
 from jaxdl.exchange.cost import NOMINAL_SPEEDS, Link, Machine
 from jaxdl.experiment import identity
 from jaxdl.files import PLAN_FILE
-from jaxdl.mesh import Axis, MeshConfig
+from jaxdl.mesh import MeshConfig
 from jaxdl.models import DLRM
 from jaxdl.planner import auto
 from jaxdl.planner.mesh_tables import tables_on_meshes
 from jaxdl.planner.search import search, with_other_tables
 from jaxdl.planner.table_report import measured_workload
+from jaxdl.planner.tables import costs_of
+from jaxdl.planner.trial import Setting, measured, stand_in, table_sec, trial_plan
 from jaxdl.planner.workload import fixed_fields
 from jaxdl.plans import PlanAuto
 from jaxdl.run.build import make_plan
@@ -218,19 +220,44 @@ def test_tables_are_planned_for_each_mesh():
     on_mesh = tables_on_meshes(experiment, SIZES, machine, ())
     found = on_mesh(SIZES, 1e9)
     assert {one.name for one in work.tables} == set(found.schemes)
-    buffers = make_buffers(work.tables, work.num_ids, found.embedding, SIZES)
-    for axis in Axis:
-        sent = sum(sent_bytes(messages(one, 8), SIZES, axis.value) for one in buffers)
-        assert found.traffic(8)[axis.value] == sent
-    assert found.traffic(8)["replica"] > 0
+    assert found.costs == costs_of(work, found.embedding, machine())
+    assert found.costs.slow_bytes > 0
     whole = tables_on_meshes(clicks(embedding=EmbeddingConfig(scheme=DataParallel())), SIZES, machine, ())
     rows = sum(one.rows for one in work.tables)
-    assert whole(SIZES, 1e9).device_bytes == rows * 9 * 4  # 8 columns and a number of row-wise AdaGrad.
+    assert whole(SIZES, 1e9).costs.device_bytes == rows * 9 * 4  # 8 columns and a number of row-wise AdaGrad.
     split = tables_on_meshes(clicks(embedding=EmbeddingConfig(scheme=RowWise())), SIZES, machine, ())
-    assert split(SIZES, 1e9).device_bytes < whole(SIZES, 1e9).device_bytes / 7
+    assert split(SIZES, 1e9).costs.device_bytes < whole(SIZES, 1e9).costs.device_bytes / 7
     with pytest.raises(ConfigError, match="the tables need"):
         on_mesh(SIZES, 1e3)
     assert tables_on_meshes(tiny_experiment(), SIZES, machine, ()) is None
+
+
+def jagged_clicks(most=2000, **changes):
+    data = Clicks(rows=(900, 40, 7, most), num_ids=(1, 12, 8, 6), jagged=True, train_examples=256, test_examples=64)
+    return clicks(data=data, **changes)
+
+
+def test_jagged_tables_send_the_bytes_of_the_compiled_step():
+    base, sent = EmbeddingConfig(scheme=RowWise()), {}
+    for one in (base, base.replaced({"jagged": True})):
+        found = tables_on_meshes(jagged_clicks(embedding=one), SIZES, machine, ())(SIZES, 1e9)
+        sent[one.jagged] = found.costs.slow_bytes
+    plan = make_plan(jagged_clicks(embedding=one, mesh=MeshConfig(replica=2, fsdp=4)), jax.devices())
+    counted = usual_collectives(compiled_step(plan.parts.tables, 64, 27), SIZES)
+    assert sent[True] == sum(axis_bytes(*one, SIZES, "replica") for one in counted) < sent[False]
+    assert table_sec(plan, machine()) == pytest.approx(found.costs.total_sec)
+
+
+def test_what_a_step_needs_besides_its_tables_is_the_same_for_all_of_them():
+    setting, found = Setting(2, 2, 16, None, "replicated"), []
+    for most, options in ((2000, {}), (60_000_000, {"scheme": RowWise(), "jagged": True})):
+        embedding = EmbeddingConfig(**options)
+        one = jagged_clicks(most, embedding=embedding).replaced({"sharding.min_shard_elements": 1})
+        found.append(measured(trial_plan(stand_in(one), setting, jax.devices())))
+    assert found[0].sent["fsdp"] > 0
+    assert (found[0].sent, found[0].messages) == (found[1].sent, found[1].messages)
+    # The kernels of the large table would take 0.6 ms more.
+    assert found[1].other == pytest.approx(found[0].other, abs=2e-4)
 
 
 def test_schemes_that_are_given_stay():

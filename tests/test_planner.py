@@ -16,6 +16,7 @@ from jaxdl.planner import placement
 from jaxdl.planner.memory import Fit, Parameters, Step, described_layout, fitted, memory, sharding_of
 from jaxdl.planner.search import Cluster, TablesOnMesh, Workload, binding, choices, costed, search
 from jaxdl.planner.steptime import Efficiency, Profile, nodes_that_pay, own_time, parameter_servers, with_exchange
+from jaxdl.planner.tables import Costs
 from jaxdl.planner.workload import _profiles
 from jaxdl.sharding import ShardingConfig
 
@@ -161,19 +162,18 @@ def test_a_line_goes_through_what_was_measured():
 
 
 def test_tables_count_in_the_time_of_a_step():
-    where = cluster()
+    where, costs = cluster(), Costs(inner_sec=3e-3, slow_sec=2e-2, memory_sec=1e-3, slow_bytes=1e6, device_bytes=10**8)
 
     def on_mesh(sizes, room):
         if room < 1e8:
             raise ConfigError("too little room")
-        return TablesOnMesh(EmbeddingConfig(), {}, lambda examples: {"replica": 1e6 * examples, "fsdp": 0.0}, 1e8)
+        return TablesOnMesh(EmbeddingConfig(), {}, costs)
 
     work = workload(tables=on_mesh)
     (choice, *_) = choices(work, where, {})
     plain, tabled = costed(workload(), where, choice), costed(work, where, choice)
-    examples = 64 // (choice.replica * choice.fsdp)
-    assert tabled.time.slow_sec - plain.time.slow_sec == pytest.approx(1e6 * examples / 1e9 + 2e-5)
-    assert tabled.time.exposed_sec > plain.time.exposed_sec
+    for name in ("slow_sec", "inner_sec", "total_sec"):
+        assert getattr(tabled.time, name) - getattr(plain.time, name) == pytest.approx(getattr(costs, name))
     assert tabled.memory.total - plain.memory.total == pytest.approx(1e8)
     tight = cluster(device_bytes=(plain.memory.total + 0.5e8) / 0.9)
     assert costed(workload(), tight, choice).fits

@@ -8,7 +8,7 @@ from jaxdl.bench.planner_layouts import make_rows, rank_correlation, remarks
 from jaxdl.exchange.cost import Link, Machine
 from jaxdl.planner.memory import Fit
 from jaxdl.planner.steptime import Efficiency, Profile, own_time
-from jaxdl.planner.timed import StepParts, fitted_steps, quickest, slowest
+from jaxdl.planner.timed import StepParts, fitted_steps, quickest, slowest, without
 from jaxdl.planner.workload import with_measured
 
 
@@ -18,6 +18,11 @@ def test_steps_fall_apart_into_micro_batches_examples_and_the_rest():
     assert fitted_steps(steps) == pytest.approx(parts, rel=1e-6)
     falling = {(1, 8): 1.0, (2, 4): 0.9, (4, 2): 0.8}
     assert min(fitted_steps(falling)) >= 0
+
+
+def test_tables_are_taken_off_a_step_but_not_all_of_it():
+    assert without(5e-3, 2e-3) == pytest.approx(3e-3)
+    assert without(5e-3, 9e-3) == pytest.approx(5e-4)
 
 
 def test_collectives_are_looked_up_by_their_own_size():

@@ -1,5 +1,6 @@
 """What tables send: predicted as counted in compiled programs, in every type; plans of tables; rounding on the wire."""
 
+import dataclasses
 import itertools
 import math
 from pathlib import Path
@@ -53,13 +54,17 @@ def test_bytes_are_those_of_the_compiled_program(kind):
     assert predicted == counted > 0
 
 
-@pytest.mark.parametrize("scheme", [TableWise(), RowWise()], ids=lambda one: one.kind)
-def test_bytes_of_values_and_lengths(scheme):
-    features = [Feature(name, 9, count, *((1.5, 0.5) if count == 4 else ())) for name, count in NUM_IDS.items()]
-    config = with_schemes(EmbeddingConfig(), under_one(work(), scheme))
-    predicted, counted = slow_bytes(work(), config, features)
-    assert predicted == counted
-    assert predicted < predicted_bytes(work(), config)
+@pytest.mark.parametrize("kind", sorted(kinds(Scheme)))
+def test_costs_with_values_and_lengths_are_those_of_the_compiled_program(kind):
+    features = {name: Feature(name, 9, count, *((1.5, 0.5) if count == 4 else ())) for name, count in NUM_IDS.items()}
+    here = dataclasses.replace(work(), jagged=features)
+    assert (here.columns["many"], here.ids_of(TABLES[1])) == (2, 3 * 32)
+    config = with_schemes(EmbeddingConfig(), under_one(here, kinds(Scheme)[kind]()))
+    predicted, counted = slow_bytes(work(), config, tuple(features.values()))
+    assert costs_of(here, config, machine()).slow_bytes == predicted == counted > 0
+    assert (predicted < predicted_bytes(work(), config)) == (kind != "data_parallel")
+    [alone] = here.buffers(config, TABLES[1:2])
+    assert [slot.num_ids for slot in alone.slots] == [2, 1]
 
 
 def test_the_cheapest_of_all_choices_is_planned():

@@ -35,6 +35,9 @@ _SLICES = {"slice", "dynamic-slice", "gather"}
 GATHERS = "reads_a_part"
 """In the name (`jax.named_scope`) of a custom call: of no operand it reads more bytes than its results have."""
 
+TABLES = "embedding_tables"
+"""In the name of all that looks up and updates embedding tables."""
+
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 

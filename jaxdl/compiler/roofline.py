@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxdl.compiler.hlo import (
     MEMORY_BYTES_PER_SEC,
+    TABLES,
     Instruction,
     Module,
     host_bytes,
@@ -34,7 +35,7 @@ class Kernel:
     kind: str
     """Its sort: cuDNN's and other libraries' by their function, a fusion by what it does, else XLA's operation."""
     part: str
-    """Of a training step: forward, backward or rest."""
+    """Of a training step: forward, backward, tables or rest."""
     times: int
     """How often it runs: more than once inside a loop."""
     moved_bytes: float
@@ -68,7 +69,9 @@ def _kernels(module: Module, computation: str, times: int) -> Iterable[Kernel]:
 
 
 def part_of(one: Instruction) -> str:
-    """Whether an instruction belongs to the forward pass, the backward pass or the rest of a step."""
+    """Whether an instruction belongs to embedding tables, the forward pass, the backward pass or the rest of a step."""
+    if TABLES in one.line:
+        return "tables"
     if "transpose(jvp" in one.line:
         return "backward"
     return "forward" if "jvp(" in one.line else "rest"

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdl.collectives.primitive import key_bits
+from jaxdl.compiler.hlo import TABLES
 from jaxdl.embedding import lookup, update
 from jaxdl.embedding.initial import initial_rows
 from jaxdl.embedding.jagged import Capacity, Feature, buckets, is_jagged
@@ -226,4 +227,5 @@ class Tables:
 
     def _mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         # Copies are equal because all devices compute the same from the same, which the types do not follow.
+        function = jax.named_scope(TABLES)(function)
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

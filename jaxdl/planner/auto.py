@@ -32,6 +32,7 @@ from jaxdl.planner.search import Candidate, Choice, Cluster, Found, Workload, bi
 from jaxdl.planner.steptime import Efficiency
 from jaxdl.planner.tables import counted
 from jaxdl.planner.timed import ROUNDS, Name, agreed, memory_of, quickest, step_parts, timed_layouts
+from jaxdl.planner.trial import table_sec
 from jaxdl.planner.trials import Trials
 from jaxdl.planner.workload import fixed_fields, no_layout, workload_of
 from jaxdl.plans import PlanAuto
@@ -96,7 +97,10 @@ def prepared(
     with start.doing("planning the layout: reading the data, measuring the links"):
         tables = tables_on_meshes(experiment, sizes, described, asked.keep, trials.splits)
         cluster = Cluster(nodes, of_each, described(), device_bytes, Efficiency(compute=1.0))
-    parts = step_parts(trials, own, max(1, experiment.batch_size // len(devices)), device_bytes)
+    inner = described().link(Axis.FSDP.value)  # In a trial the devices of a process are replicas.
+    inside = dataclasses.replace(described(), links=dict.fromkeys((axis.value for axis in Axis), inner))
+    local, of_tables = max(1, experiment.batch_size // len(devices)), functools.partial(table_sec, machine=inside)
+    parts = step_parts(trials, own, local, device_bytes, of_tables)
     return workload_of(experiment, trials, own[:of_each], replica, tables, parts), cluster, fixed
 
 

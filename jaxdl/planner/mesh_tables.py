@@ -1,4 +1,4 @@
-"""Embedding tables in the search for a mesh: their schemes on each mesh, what they send, and their memory."""
+"""Embedding tables in the search for a mesh: their schemes on each mesh, and what a step costs for them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import math
 from collections.abc import Callable, Collection, Mapping
 
 from jaxdl.data import Data, Splits, TabularSpec
-from jaxdl.embedding import EmbeddingConfig, Scheme, make_buffers
+from jaxdl.embedding import EmbeddingConfig, Scheme
 from jaxdl.embedding.cache import CacheConfig
-from jaxdl.embedding.traffic import messages, sent_bytes
 from jaxdl.exchange.cost import Machine
 from jaxdl.experiment import Experiment
-from jaxdl.mesh import Axis
 from jaxdl.planner.search import PlanTables, TablesOnMesh
 from jaxdl.planner.table_report import measured_workload
 from jaxdl.planner.table_search import plan_choices, plan_tables
-from jaxdl.planner.tables import Workload, device_bytes
+from jaxdl.planner.tables import Workload, costs_of
 from jaxdl.plans import TABLES
 from jaxdl.run.validate import read_splits
 
@@ -47,14 +45,14 @@ def tables_on_meshes(
     def planned(axes: tuple[tuple[str, int], ...], room: float) -> TablesOnMesh:
         here = dataclasses.replace(work, sizes=dict(axes))
         if len(fixed) == len(work.tables) or math.prod(here.sizes.values()) == 1:
-            return on_mesh(here, base)
+            return on_mesh(here, base, machine())
 
         def others(most: int) -> list[TablesOnMesh]:
             found = plan_choices(here, machine(), room, base, fixed, most=1 + most)
-            return [on_mesh(here, one.config(base)) for one in found[1:]]
+            return [on_mesh(here, one.config(base), machine()) for one in found[1:]]
 
         plan = plan_tables(here, machine(), room, base, fixed)
-        return dataclasses.replace(on_mesh(here, plan.config(base)), others=others)
+        return dataclasses.replace(on_mesh(here, plan.config(base), machine()), others=others)
 
     return lambda sizes, room: planned(tuple(sizes.items()), room)
 
@@ -77,16 +75,7 @@ def with_slots(work: Workload, config: EmbeddingConfig) -> Workload:
     )
 
 
-def on_mesh(work: Workload, config: EmbeddingConfig) -> TablesOnMesh:
-    """The tables of a workload under a config: bytes that a device sends in a step, and that it keeps."""
-    buffers = make_buffers(work.tables, work.num_ids, config, work.sizes)
-
-    def traffic(examples: int) -> dict[str, float]:
-        local = examples // work.sizes[Axis.TENSOR.value]  # Ids are spread over all devices.
-        found = [
-            one for buffer in buffers for one in messages(buffer, local, config.forward_wire, config.backward_wire)
-        ]
-        return {axis: sent_bytes(found, work.sizes, axis) for axis in work.sizes}
-
+def on_mesh(work: Workload, config: EmbeddingConfig, machine: Machine) -> TablesOnMesh:
+    """The tables of a workload under a config, with what a step costs for them."""
     schemes = {one.name: config.scheme_of(one.name) for one in work.tables}
-    return TablesOnMesh(config, schemes, traffic, float(sum(map(device_bytes, buffers))))
+    return TablesOnMesh(config, schemes, costs_of(work, config, machine))

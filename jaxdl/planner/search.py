@@ -18,7 +18,8 @@ from jaxdl.exchange.auto import recommend
 from jaxdl.exchange.cost import Gradients, Machine, predict
 from jaxdl.mesh import Axis
 from jaxdl.planner.memory import MOST_OF_DEVICE, Memory, Parameters, Step, described_layout, memory, sharding_of
-from jaxdl.planner.steptime import Efficiency, Profile, StepTime, TableTraffic, own_time, with_exchange
+from jaxdl.planner.steptime import Efficiency, Profile, StepTime, own_time, with_exchange
+from jaxdl.planner.tables import Costs
 from jaxdl.plans import LAYOUT
 from jaxdl.sharding import ShardingConfig
 
@@ -66,9 +67,8 @@ class TablesOnMesh:
     """With the scheme of each."""
     schemes: Mapping[str, Scheme]
     """Table -> its scheme."""
-    traffic: TableTraffic
-    device_bytes: float
-    """Of one device, with what is kept of their rows."""
+    costs: Costs
+    """Of a step, with the global batch."""
     others: Callable[[int], Sequence[TablesOnMesh]] = lambda _: ()
     """Up to so many other choices of schemes that are worth timing beside this one, the best by prediction first."""
 
@@ -224,15 +224,15 @@ def _costed(workload: Workload, cluster: Cluster, choice: Choice, tables: Tables
     profile = workload.profiles(choice.tensor, choice.remat, choice.param_sharding)
     sharding = sharding_of(workload.sharding, choice.param_sharding)
     layout = described_layout(sharding, choice.sizes)
-    traffic = tables and tables.traffic
-    own = own_time(profile, choice.sizes, examples, choice.microbatches, machine, efficiency, traffic)
+    costs = tables and tables.costs
+    own = own_time(profile, choice.sizes, examples, choice.microbatches, machine, efficiency, costs)
     gradients = workload.parameters.gradients(layout)
     exchange, reasons = _exchange(workload, gradients, machine, own)
     cost = predict(exchange, gradients, machine)
     time = with_exchange(own, cost, machine, efficiency, delayed=bool(exchange.delay_steps))
     built = exchange.build(gradients.layout) if choice.replica > 1 else None
     step = Step(choice.sizes, sharding, choice.microbatches, examples, built)
-    table_bytes = tables.device_bytes if tables else 0.0
+    table_bytes = costs.device_bytes if costs else 0.0
     measured = profile.exchange_bytes if exchange == workload.measured_exchange else None
     need = memory(workload.parameters, profile.temporary, step, workload.example_bytes, table_bytes, measured)
     fits = need.total <= MOST_OF_DEVICE * cluster.device_bytes

@@ -8,23 +8,24 @@ pass of the last micro-batch, messages inside a replica beside all kernels, both
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jaxdl.exchange.cost import Cost, Machine
 from jaxdl.mesh import Axis
 from jaxdl.planner.memory import Fit
+from jaxdl.planner.tables import Costs
 
 _BACKWARD = 2 / 3
 """The share of the backward pass in both: it has two products for each of the forward pass."""
 
-TableTraffic = Callable[[int], Mapping[str, float]]
-"""Examples of a device in a step -> bytes that one device sends over each mesh axis for embedding tables."""
-
 
 @dataclass(frozen=True)
 class Profile:
-    """What a step of one replica needs, as compiled for one size of `tensor` and one way to keep activations."""
+    """What a step of one replica needs, as compiled for one size of `tensor` and one way to keep activations.
+
+    What it sends, and its seconds, are those without embedding tables.
+    """
 
     temporary: Fit
     """Bytes besides state and batch."""
@@ -60,7 +61,7 @@ class StepTime:
     """The seconds of a step, and what they are made of."""
 
     compute_sec: float
-    """Kernels of the model and of the update."""
+    """Kernels of the model and of the update, and rows of embedding tables."""
     inner_sec: float
     """Messages inside a replica."""
     slow_sec: float
@@ -90,11 +91,12 @@ def own_time(
     microbatches: int,
     machine: Machine,
     efficiency: Efficiency,
-    tables: TableTraffic | None = None,
+    tables: Costs | None = None,
 ) -> StepTime:
     """The time of a step whose replicas exchange nothing but what embedding tables need.
 
-    `examples` are those of a device in a micro-batch.
+    `examples` are those of a device in a micro-batch; `tables` is what a step costs for tables, nothing of which is in
+    the profile.
     """
     fsdp, tensor = sizes[Axis.FSDP.value], sizes[Axis.TENSOR.value]
     passes = profile.passes_sec.at(fsdp, examples) / efficiency.compute
@@ -110,15 +112,10 @@ def own_time(
     inner *= microbatches
     hidden = efficiency.overlap * compute if machine.overlaps else 0.0
     exposed, slow = max(0.0, inner - hidden), 0.0
-    # Vectors of tables are needed before the forward pass, and their gradients come after the backward pass.
-    for axis, num_bytes in (tables(examples * microbatches) if tables else {}).items():
-        ways = sizes[axis]
-        seconds = _seconds(machine, axis, 1, ways - 1, num_bytes) if ways > 1 else 0.0
-        exposed += seconds
-        if axis == Axis.REPLICA.value:
-            slow += seconds
-        else:
-            inner += seconds
+    if tables is not None:
+        # Vectors are needed before the forward pass, and their gradients come after the backward pass.
+        compute, inner, slow = compute + tables.memory_sec, inner + tables.inner_sec, tables.slow_sec
+        exposed += tables.inner_sec + tables.slow_sec
     return StepTime(compute, inner, slow, exposed, slow, _BACKWARD * passes)
 
 

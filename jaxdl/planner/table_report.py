@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -46,9 +47,9 @@ def measured_workload(
         )
     num_ids = {one.name: one.num_ids for one in features}
     distinct = distinct_of(source, tables, num_ids, experiment.batch_size // sizes[Axis.REPLICA.value])
-    return Workload(
-        tables, num_ids, distinct, experiment.batch_size, {axis.value: sizes.get(axis.value, 1) for axis in Axis}
-    )
+    every = {axis.value: sizes.get(axis.value, 1) for axis in Axis}
+    jagged = {one.name: one for one in features} if experiment.embedding.jagged else {}
+    return Workload(tables, num_ids, distinct, experiment.batch_size, every, jagged)
 
 
 def distinct_of(
@@ -113,9 +114,8 @@ def changes_of(
     others = tuple(one for one in work.tables if one.name != table.name)
     chosen = {one.name: plan.schemes[one.name] for one in others}
     features = {name for one in others for name in one.features}
-    rest = Workload(
-        others, {k: v for k, v in work.num_ids.items() if k in features}, work.distinct, work.batch_size, work.sizes
-    )
+    num_ids = {name: count for name, count in work.num_ids.items() if name in features}
+    rest = dataclasses.replace(work, tables=others, num_ids=num_ids)
     before = costs_if_possible(rest, base, chosen, machine) if others else None
     least = 0.0 if before is None else before.total_sec
     return {

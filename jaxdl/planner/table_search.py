@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxdl.config import ConfigError
-from jaxdl.embedding import EmbeddingConfig, Scheme, Table, make_buffers
+from jaxdl.embedding import EmbeddingConfig, Scheme, Table
 from jaxdl.embedding.traffic import messages
 from jaxdl.exchange.cost import Machine
 from jaxdl.kinds import kinds
@@ -29,9 +29,8 @@ from jaxdl.planner.tables import (
     TablePlan,
     Workload,
     costs_of,
+    costs_of_buffers,
     device_bytes,
-    memory_sec,
-    message_sec,
     with_schemes,
 )
 
@@ -213,10 +212,9 @@ def choose(
 def share(work: Workload, table: Table, scheme: Scheme, machine: Machine, base: EmbeddingConfig) -> tuple[float, float]:
     """(seconds, bytes on a device) of a table, where tables that are assigned share the devices evenly."""
     config = with_schemes(base, {table.name: scheme})
-    [buffer] = make_buffers([table], {name: work.num_ids[name] for name in table.features}, config, work.sizes)
-    found = messages(buffer, work.local_batch, base.forward_wire, base.backward_wire)
-    seconds = sum(sum(message_sec(one, work.sizes, machine)) for one in found) + memory_sec(buffer, work, machine)
-    return seconds / buffer.num_outer, device_bytes(buffer) / buffer.num_outer
+    [buffer] = work.buffers(config, [table])
+    found = costs_of_buffers([buffer], work.local_batch, config, machine)
+    return found.total_sec / buffer.num_outer, found.device_bytes / buffer.num_outer
 
 
 def _choices() -> list[Scheme]:
@@ -265,22 +263,18 @@ def costs_if_possible(
 def _placed(work: Workload, base: EmbeddingConfig, chosen: Mapping[str, Scheme], memory: float) -> dict[str, int]:
     """The place of each assigned table, table by table of one group: balanced lookups and vectors, within memory."""
     found: dict[str, int] = {}
-    buffers = make_buffers(work.tables, work.num_ids, with_schemes(base, chosen), work.sizes)
+    buffers = work.buffers(with_schemes(base, chosen))
     rest = memory - sum(device_bytes(one) for one in buffers if not one.scheme.assigned)
     for buffer in (one for one in buffers if one.scheme.assigned and one.num_outer > 1):
         of_row = device_bytes(buffer) / buffer.local_rows
-        ids = [[work.num_ids[name] for name in table.features] for table in buffer.tables]
+        ids = [[work.columns[name] for name in table.features] for table in buffer.tables]
         costs = np.array([[sum(one), len(one)] for one in ids], np.float64)
         sizes = np.array([math.ceil(table.rows / buffer.row_ways) * of_row for table in buffer.tables])
         devices = place(costs, sizes, buffer.num_outer, max(rest, sizes.max())).device
         found |= {table.name: int(device) for table, device in zip(buffer.tables, devices, strict=True)}
     trial = with_schemes(base, chosen, found)
     before, after = (
-        sum(
-            one.num_bytes
-            for buffer in make_buffers(work.tables, work.num_ids, config, work.sizes)
-            for one in messages(buffer, work.local_batch)
-        )
+        sum(one.num_bytes for buffer in work.buffers(config) for one in messages(buffer, work.local_batch))
         for config in (with_schemes(base, chosen), trial)
     )
     # Messages are padded to the device with most: the placement by cost is kept where it does not make them longer.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxdl.embedding import (
@@ -14,6 +15,7 @@ from jaxdl.embedding import (
     Table,
     make_buffers,
 )
+from jaxdl.embedding.jagged import Feature, buckets, is_jagged
 from jaxdl.embedding.traffic import Message, axis_bytes, messages
 from jaxdl.exchange.cost import Machine
 from jaxdl.mesh import Axis
@@ -42,15 +44,39 @@ class Workload:
     """The global one."""
     sizes: Mapping[str, int]
     """The sizes of all mesh axes."""
+    jagged: Mapping[str, Feature] = field(default_factory=dict)
+    """Each feature with the statistics of its ids, if these are sent as values and lengths; empty: in columns."""
 
     @property
     def local_batch(self) -> int:
         """Examples on each device."""
         return self.batch_size // math.prod(self.sizes.values())
 
+    @functools.cached_property
+    def columns(self) -> dict[str, int]:
+        """Feature -> how many columns its ids have in a batch: with values and lengths, those of the first bucket."""
+        if not self.jagged:
+            return dict(self.num_ids)
+        first, *_ = buckets([self.jagged[name] for name in self.num_ids], self.local_batch)
+        return dict(zip(self.num_ids, first, strict=True))
+
+    def buffers(self, config: EmbeddingConfig, tables: Sequence[Table] | None = None) -> tuple[Buffer, ...]:
+        """The buffers of the tables, or of some, under a config, for such ids. Raises ConfigError as `make_buffers`."""
+        tables = self.tables if tables is None else tables
+        features = {name for table in tables for name in table.features}
+        num_ids = {name: count for name, count in self.num_ids.items() if name in features}
+        made = make_buffers(tables, num_ids, config, self.sizes)
+        if not self.jagged:
+            return made
+        capacity, jagged = (
+            tuple(self.columns[name] for name in num_ids),
+            [is_jagged(self.jagged[name]) for name in num_ids],
+        )
+        return tuple(one.with_capacity(capacity, jagged) for one in made)
+
     def ids_of(self, table: Table) -> int:
         """Ids of a table in a node's batch."""
-        return sum(self.num_ids[name] for name in table.features) * self.batch_size // self.sizes[_SLOW]
+        return sum(self.columns[name] for name in table.features) * self.batch_size // self.sizes[_SLOW]
 
 
 @dataclass(frozen=True)
@@ -104,14 +130,18 @@ def with_schemes(
 
 def costs_of(work: Workload, config: EmbeddingConfig, machine: Machine) -> Costs:
     """What a step costs under a config. Raises ConfigError for tables that cannot be cut so."""
-    buffers = make_buffers(work.tables, work.num_ids, config, work.sizes)
+    return costs_of_buffers(work.buffers(config), work.local_batch, config, machine)
+
+
+def costs_of_buffers(buffers: Sequence[Buffer], local_batch: int, config: EmbeddingConfig, machine: Machine) -> Costs:
+    """What a step costs for buffers with `local_batch` examples on each device, and the wires of a config."""
     slow = inner = memory = slow_bytes = 0.0
     for buffer in buffers:
-        for one in messages(buffer, work.local_batch, config.forward_wire, config.backward_wire):
-            away, inside = message_sec(one, work.sizes, machine)
+        for one in messages(buffer, local_batch, config.forward_wire, config.backward_wire):
+            away, inside = message_sec(one, buffer.sizes, machine)
             slow, inner = slow + away, inner + inside
-            slow_bytes += axis_bytes(one.kind, one.axes, one.num_bytes, work.sizes, _SLOW)
-        memory += memory_sec(buffer, work, machine)
+            slow_bytes += axis_bytes(one.kind, one.axes, one.num_bytes, buffer.sizes, _SLOW)
+        memory += memory_sec(buffer, local_batch, machine)
     return Costs(inner, slow, memory, slow_bytes, sum(map(device_bytes, buffers)))
 
 
@@ -142,9 +172,9 @@ def device_bytes(buffer: Buffer) -> int:
     return buffer.local_rows * (columns + kept) * 4
 
 
-def memory_sec(buffer: Buffer, work: Workload, machine: Machine) -> float:
+def memory_sec(buffer: Buffer, local_batch: int, machine: Machine) -> float:
     """Seconds in which a device reads and writes the rows of a buffer."""
-    examples = buffer.num_outer * buffer.num_inner * work.local_batch
+    examples = buffer.num_outer * buffer.num_inner * local_batch
     columns = buffer.columns // buffer.column_ways
     vectors = examples * buffer.num_entries * _READS
     return machine.passes_sec(columns * (vectors + buffer.local_rows * (2 if buffer.scheme.dense_gradient else 0)), 1)

@@ -67,12 +67,17 @@ def memory_of(device: Device) -> float | None:
 
 
 def step_parts(
-    trials: Trials, devices: Sequence[Device], local: int, device_bytes: float = math.inf
+    trials: Trials,
+    devices: Sequence[Device],
+    local: int,
+    device_bytes: float = math.inf,
+    tables_sec: Callable[[Plan], float] = lambda _: 0.0,
 ) -> Callable[[str], StepParts]:
     """remat (empty for a model without the setting) -> what its steps take on these devices; three steps are run.
 
-    They have up to `local` examples of a device, or as many fewer as fit. `devices` are those of this process; all
-    processes call it alike, at once, and get the times of the slowest. Raises ConfigError if not even one example fits.
+    They have up to `local` examples of a device, or as many fewer as fit. The seconds that `tables_sec` predicts of a
+    step's embedding tables are taken off. `devices` are those of this process; all processes call it alike, at once,
+    and get the times of the slowest. Raises ConfigError if not even one example fits.
     """
 
     @functools.cache
@@ -90,10 +95,15 @@ def step_parts(
                 )
             if examples == 1 or most <= _MOST_OF_MEMORY * device_bytes:
                 times = timed_steps({one: (plans[one], programs[one]) for one in plans}, ROUNDS)
-                return fitted_steps(times)
+                return fitted_steps({one: without(sec, tables_sec(plans[one])) for one, sec in times.items()})
             examples = max(1, examples // 2)
 
     return found
+
+
+def without(seconds: float, tables_sec: float) -> float:
+    """The seconds of a step without its embedding tables; a tenth is left where more than all is predicted of them."""
+    return max(seconds - tables_sec, 0.1 * seconds)
 
 
 def fitted_steps(steps: Mapping[tuple[int, int], float]) -> StepParts:

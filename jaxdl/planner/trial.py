@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,15 +11,19 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdl.compiler import hlo, overlap, roofline
+from jaxdl.compiler.groups import sent_bytes
 from jaxdl.data import SyntheticImages
-from jaxdl.embedding.traffic import Message, axis_bytes, messages
+from jaxdl.embedding import Buffer, Tables
+from jaxdl.embedding.traffic import Message, messages
 from jaxdl.exchange import Dense, ExchangeConfig
+from jaxdl.exchange.cost import Machine
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
 from jaxdl.optim import Constant
 from jaxdl.planner.h100 import compile_step
 from jaxdl.planner.memory import Fit, fitted
 from jaxdl.planner.steptime import Profile
+from jaxdl.planner.tables import costs_of_buffers
 from jaxdl.plans import AsGiven
 from jaxdl.run.build import Plan
 
@@ -96,14 +100,30 @@ def trial_exchange(experiment: Experiment) -> ExchangeConfig:
 
 
 def table_messages(plan: Plan) -> list[Message]:
-    """What a plan's step sends for its embedding tables."""
-    tables, mesh = plan.parts.tables, plan.parts.layout.mesh
+    """What a plan's compiled step sends for its embedding tables."""
+    tables = plan.parts.tables
     if tables is None:
         return []
-    config, batch = tables.config, plan.experiment.batch_size // mesh.size
+    config, local = tables.config, plan.experiment.batch_size // tables.mesh.size
     return [
-        one for buffer in tables.buffers for one in messages(buffer, batch, config.forward_wire, config.backward_wire)
+        one
+        for buffer in _buffers(plan, tables)
+        for one in messages(buffer, local, config.forward_wire, config.backward_wire)
     ]
+
+
+def table_sec(plan: Plan, machine: Machine) -> float:
+    """What the messages and the rows of a plan's embedding tables take in a step, by the planner's model."""
+    tables = plan.parts.tables
+    if tables is None:
+        return 0.0
+    local = plan.experiment.batch_size // tables.mesh.size
+    return costs_of_buffers(_buffers(plan, tables), local, tables.config, machine).total_sec
+
+
+def _buffers(plan: Plan, tables: Tables) -> tuple[Buffer, ...]:
+    """Those of a plan's compiled step: with jagged features, for the ids of the first bucket."""
+    return tables.buffers_for(next(iter(tables.buckets(plan.experiment.batch_size)), None))
 
 
 class Measured(NamedTuple):
@@ -126,23 +146,28 @@ def measured(plan: Plan) -> Measured:
 
 
 def figures(plan: Plan, compiled: jax.stages.Compiled) -> Measured:
-    """The figures of a plan's compiled step; what it sends is less what its embedding tables send."""
+    """The figures of a plan's compiled step; its kernels and what it sends are those without embedding tables."""
     analysis, module = compiled.memory_analysis(), hlo.parse(compiled.as_text() or "")
     seconds: dict[bool, float] = {False: 0.0, True: 0.0}
     for one in roofline.kernels(module):
-        seconds[one.part == "rest"] += one.times * max(one.least_sec, _LAUNCH_SEC)
+        if one.part != "tables":
+            seconds[one.part == "rest"] += one.times * max(one.least_sec, _LAUNCH_SEC)
     sent: dict[str, float] = defaultdict(float)
     num_messages: dict[str, float] = defaultdict(float)
     sizes = dict(plan.parts.layout.mesh.shape)
     if math.prod(sizes.values()) > 1:
-        for one in overlap.play(module, sizes, overlap.Links(math.inf)).messages:
+        there = overlap.play(module, sizes, overlap.Links(math.inf)).messages
+        for one in there:
             for axis in one.axes[:1]:
                 sent[axis] += one.sent_bytes * one.times
                 num_messages[axis] += one.times
+        alone = Counter((one.kind, one.axes, one.sent_bytes) for one in there)
         for one in table_messages(plan):
-            axis = one.axes[0]
-            num_messages[axis] = max(0.0, num_messages[axis] - 1)
-            sent[axis] = max(0.0, sent[axis] - axis_bytes(one.kind, one.axes, one.num_bytes, sizes, axis))
+            size = sent_bytes(one.kind, math.prod(sizes[axis] for axis in one.axes), one.num_bytes)
+            sent[one.axes[0]] -= size
+            if alone[key := (one.kind, one.axes, size)]:  # XLA joins small ones with others.
+                alone[key] -= 1
+                num_messages[one.axes[0]] -= 1
     temporary = float(analysis.temp_size_in_bytes) if analysis else 0.0
     return Measured(temporary, seconds[False], seconds[True], dict(sent), dict(num_messages))
 
