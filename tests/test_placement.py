@@ -69,5 +69,17 @@ def test_the_bound_knows_what_others_have_no_room_for():
 def test_what_does_not_fit():
     with pytest.raises(ConfigError, match="shard 1 has 5 bytes, and a device 4"):
         place(np.ones(2), np.array([1.0, 5.0]), 2, 4.0)
+    with pytest.raises(ConfigError, match="3 shards of 9 bytes in all.* fit on 2 devices of 4 bytes"):
+        place(np.ones(3), np.array([3.0, 3.0, 3.0]), 2, 4.0)
     with pytest.raises(ConfigError, match="fits on none of 2 devices"):
         by_size(np.ones(3), np.array([3.0, 3.0, 3.0]), 2, 4.0)
+
+
+def test_one_way_that_fits_is_enough():
+    # The largest first leaves no room for the last one of two; 3 + 3 and 2 + 2 + 2 fill both devices.
+    costs, sizes = np.array([10.0, 2.0, 4.0, 4.0, 4.0]), np.array([3.0, 3.0, 2.0, 2.0, 2.0])
+    with pytest.raises(ConfigError, match="fits on none"):
+        by_size(costs, sizes, 2, 6.0)
+    found = place(costs, sizes, 2, 6.0)
+    assert found.makespan == found.bound == 12
+    assert found.device[0] == found.device[1]

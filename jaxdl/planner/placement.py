@@ -1,9 +1,10 @@
 """Which device gets which shard: costs balanced, under the memory of each device.
 
 A step is bulk-synchronous: every phase (lookups, vectors received, ...) takes as long as its slowest device. What is
-minimized is therefore the sum over phases of the largest load, not the largest sum. Two ways are tried and the better
+minimized is therefore the sum over phases of the largest load, not the largest sum. Several ways are tried and the best
 one is taken: the largest differencing method (Karmarkar and Karp 1982), which knows no memory, and the largest shards
-first, each to the least loaded device that has room; both are then improved by moves and swaps that respect memory.
+first, each to the least loaded device that has room; all that fit are then improved by moves and swaps that respect
+memory.
 """
 
 from __future__ import annotations
@@ -50,22 +51,33 @@ def place(costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: float)
             f"shard {int(sizes.argmax())} has {sizes.max():,.0f} bytes, and a device {memory:,.0f}. Cut its table over "
             "several devices (row_wise, table_row_wise)."
         )
-    starts = [by_size(costs, sizes, num_devices, memory)]
+    starts = _starts(costs, sizes, num_devices, memory)
+    if not starts:
+        raise ConfigError(
+            f"no way was found in which {len(sizes)} shards of {sizes.sum():,.0f} bytes in all, the largest of "
+            f"{sizes.max():,.0f}, fit on {num_devices} devices of {memory:,.0f} bytes. Take more devices, or cut tables "
+            "into smaller shards."
+        )
+    found = [improved(costs, sizes, one, num_devices, memory) for one in starts]
+    best = min(found, key=lambda one: makespan(costs, one, num_devices))
+    return Placement(best, makespan(costs, best, num_devices), lower_bound(costs, num_devices, sizes, memory))
+
+
+def _starts(costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: float) -> list[np.ndarray]:
+    """Placements that fit, each found in another way; none of the ways finds one whenever there is one."""
     # A shard that costs as much as a device on average should be alone: it goes first, and others avoid its device.
     large = costs.sum(axis=1) >= costs.sum() / num_devices
-    if large.any():
+    starts: list[np.ndarray] = []
+    for first in (None, large) if large.any() else (None,):
         with contextlib.suppress(ConfigError):
-            starts.append(by_size(costs, sizes, num_devices, memory, first=large))
+            starts.append(by_size(costs, sizes, num_devices, memory, first=first))
     differenced = largest_differencing(costs.sum(axis=1), num_devices)
     if (np.bincount(differenced, sizes, num_devices) <= memory).all():
         starts.append(differenced)
     both = (
         by_both(costs, sizes, num_devices, memory, one) for one in dict.fromkeys((0, _deciding(costs, num_devices)))
     )
-    starts += [one for one in both if one is not None]
-    found = [improved(costs, sizes, one, num_devices, memory) for one in starts]
-    best = min(found, key=lambda one: makespan(costs, one, num_devices))
-    return Placement(best, makespan(costs, best, num_devices), lower_bound(costs, num_devices, sizes, memory))
+    return starts + [one for one in both if one is not None]
 
 
 def lower_bound(
