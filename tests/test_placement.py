@@ -111,3 +111,10 @@ def test_given_devices_are_kept_with_nearly_no_loss():
         assert {shard: found.device[shard] for shard in given} == given
         assert np.bincount(found.device, sizes, 3).max() <= memory
         assert found.bound <= found.makespan <= 1.1 * best(costs, sizes, 3, memory, given)
+
+
+def test_the_bound_of_whole_numbers_is_one():
+    # Five shards of cost 1 on two devices: one of them has three.
+    assert lower_bound(np.ones(5), 2) == 3
+    assert lower_bound(np.ones(5), 2, np.ones(5), 9.0) == 3
+    assert lower_bound(np.full(5, 0.5), 2) == 1.25

@@ -123,13 +123,19 @@ def lower_bound(
     """
     costs = costs.reshape(len(costs), -1)
     if sizes is None:
-        return float(np.maximum(costs.sum(axis=0) / num_devices, costs.max(axis=0)).sum())
+        return float(np.maximum(_mean_load(costs, num_devices), costs.max(axis=0)).sum())
     alone = sizes + sizes.min() > memory
     rest = num_devices - int(alone.sum())
-    mean = costs[~alone].sum(axis=0) / rest if rest > 0 else np.zeros(costs.shape[1])
+    mean = _mean_load(costs[~alone], rest) if rest > 0 else np.zeros(costs.shape[1])
     least = sizes.sum() - (num_devices - 1) * memory
     company = [_with_company(one, sizes, least) for one in costs.T]
     return float(np.maximum(mean, company).sum())
+
+
+def _mean_load(costs: np.ndarray, num_devices: int) -> np.ndarray:
+    """Of each phase the mean load of a device; of costs that are whole numbers the next of these: a load is one."""
+    mean = costs.sum(axis=0) / num_devices
+    return np.where((costs % 1 == 0).all(axis=0), np.ceil(mean - 1e-9), mean)
 
 
 def _with_company(costs: np.ndarray, sizes: np.ndarray, least: float) -> float:
@@ -273,7 +279,7 @@ def improved(
     loads = held.loads + _loads(costs, device, num_devices)
     used = held.used + np.bincount(device, sizes, num_devices)
     least = 1e-12 * max(1.0, float(loads.max()))
-    bound = np.max([loads.sum(axis=0) / num_devices, costs.max(axis=0), held.loads.max(axis=0)], axis=0).sum()
+    bound = lower_bound(np.concatenate([costs, held.loads]), num_devices)
     for _ in range(_MOST_ROUNDS):
         change = None
         for most in (1, 2):
