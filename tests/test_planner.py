@@ -180,6 +180,18 @@ def test_tables_count_in_the_time_of_a_step():
     assert not costed(work, tight, choice).fits
 
 
+def test_with_tables_every_batch_is_spread_over_all_devices():
+    def on_mesh(sizes, room):
+        raise AssertionError("no layout is costed")
+
+    where = cluster(nodes=2, gpus=4)
+    # 2 x 2 devices divide 12 examples, and with tensor 2 that is a layout; tables are spread over all 8.
+    for sizes in ({"eval_batch_size": 12}, {"batch_sizes": [12]}, {"batch_size": 12}):
+        assert {one.tensor for one in choices(workload(**sizes), where, {})} >= {2}
+        assert not list(choices(workload(tables=on_mesh, **sizes), where, {}))
+    assert {one.tensor for one in choices(workload(tables=on_mesh, eval_batch_size=16), where, {})} == {1, 2, 4}
+
+
 def test_how_many_nodes_pay():
     # Zou et al.: three times on four devices needs an overhead of at most 1/8.
     assert nodes_that_pay(0.125, 0.75) == pytest.approx(4)

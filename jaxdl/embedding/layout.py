@@ -205,12 +205,8 @@ def make_buffers(
     columns = {feature: table.columns for table in tables for feature in table.features}
     vector = first_columns({feature: columns[feature] for feature in num_ids})
     order = {feature: number for number, feature in enumerate(num_ids)}
-    groups: dict[str, list[Table]] = {}
-    for table in tables:
-        scheme, optimizer = config.scheme_of(table.name), table.optimizer or config.optimizer
-        groups.setdefault(f"{table.columns}/{scheme!r}/{optimizer!r}", []).append(table)
     found = []
-    for number, members in enumerate(groups.values()):
+    for number, members in enumerate(_alike(tables, config)):
         scheme, optimizer = config.scheme_of(members[0].name), members[0].optimizer or config.optimizer
         spread = scheme.spread
         slots = [
@@ -245,6 +241,16 @@ def make_buffers(
     return tuple(found)
 
 
+def _alike(tables: Sequence[Table], config: EmbeddingConfig) -> list[list[Table]]:
+    """The tables that share a buffer: those with as many columns, one scheme and one optimizer."""
+    parts = [(config.scheme_of(table.name), table.optimizer or config.optimizer) for table in tables]
+    texts = {number: repr(one) for number, one in {id(one): one for pair in parts for one in pair}.items()}
+    groups: dict[tuple[int, str, str], list[Table]] = {}
+    for table, (scheme, optimizer) in zip(tables, parts, strict=True):
+        groups.setdefault((table.columns, texts[id(scheme)], texts[id(optimizer)]), []).append(table)
+    return list(groups.values())
+
+
 def spread_evenly(
     tables: Sequence[Table], num_ids: Mapping[str, int], num_places: int, assigned: Mapping[str, int]
 ) -> tuple[int, ...]:
@@ -254,13 +260,13 @@ def spread_evenly(
     """
     loads = [(0, 0)] * num_places
     found = [assigned.get(table.name, -1) for table in tables]
-
-    def cost(table: Table) -> tuple[int, int]:
-        looked_up = sum(num_ids[feature] + 1 for feature in table.features)
-        return looked_up * table.columns, table.rows * table.columns
+    costs = [
+        (sum(num_ids[feature] + 1 for feature in table.features) * table.columns, table.rows * table.columns)
+        for table in tables
+    ]
 
     def add(index: int, place: int) -> None:
-        loads[place] = (loads[place][0] + cost(tables[index])[0], loads[place][1] + cost(tables[index])[1])
+        loads[place] = (loads[place][0] + costs[index][0], loads[place][1] + costs[index][1])
 
     for index, place in enumerate(found):
         if place >= num_places:
@@ -269,7 +275,7 @@ def spread_evenly(
             )
         if place >= 0:
             add(index, place)
-    for index in sorted((i for i, place in enumerate(found) if place < 0), key=lambda i: cost(tables[i]), reverse=True):
+    for index in sorted((i for i, place in enumerate(found) if place < 0), key=lambda i: costs[i], reverse=True):
         place = min(range(num_places), key=lambda one: (loads[one], one))
         found[index] = place
         add(index, place)

@@ -68,7 +68,17 @@ class EmbeddingConfig(Config):
 
     def scheme_of(self, table: str) -> Scheme:
         """The scheme of a table of this name."""
-        return next((one for pattern, one in self.schemes if fnmatch.fnmatchcase(table, pattern)), self.scheme)
+        return next((one for pattern, one in self.schemes if selects(pattern, table)), self.scheme)
+
+
+def selects(pattern: str, table: str) -> bool:
+    """Whether a pattern of names is one of this table's.
+
+    A plan names each table. Names need not be translated as patterns are, of which few are kept translated.
+    """
+    if pattern == table:
+        return True
+    return ("*" in pattern or "?" in pattern or "[" in pattern) and fnmatch.fnmatchcase(table, pattern)
 
 
 def check_tables(tables: Sequence[Table], features: Sequence[str], config: EmbeddingConfig) -> None:
@@ -98,6 +108,6 @@ def check_tables(tables: Sequence[Table], features: Sequence[str], config: Embed
             raise ConfigError(f"--embedding.places {name!r}: {reason}. Leave it out.")
     config.cache.check([table.name for table in tables])
     for pattern, _ in config.schemes:
-        if not any(fnmatch.fnmatchcase(table.name, pattern) for table in tables):
+        if not any(selects(pattern, table.name) for table in tables):
             listed = ", ".join(table.name for table in tables)
             raise ConfigError(f"--embedding.schemes {pattern!r}: no table has such a name; there are {listed}.")

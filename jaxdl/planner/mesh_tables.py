@@ -15,7 +15,7 @@ from jaxdl.exchange.cost import Machine
 from jaxdl.experiment import Experiment
 from jaxdl.planner.search import PlanTables, TablesOnMesh
 from jaxdl.planner.table_report import measured_workload
-from jaxdl.planner.table_search import plan_choices, plan_tables
+from jaxdl.planner.table_search import TableSearch
 from jaxdl.planner.tables import Workload, costs_of
 from jaxdl.plans import TABLES
 from jaxdl.run.validate import read_splits
@@ -47,12 +47,12 @@ def tables_on_meshes(
         if len(fixed) == len(work.tables) or math.prod(here.sizes.values()) == 1:
             return on_mesh(here, base, machine())
 
-        def others(most: int) -> list[TablesOnMesh]:
-            found = plan_choices(here, machine(), room, base, fixed, most=1 + most)
-            return [on_mesh(here, one.config(base), machine()) for one in found[1:]]
+        search = TableSearch(here, machine(), room, base, fixed)
 
-        plan = plan_tables(here, machine(), room, base, fixed)
-        return dataclasses.replace(on_mesh(here, plan.config(base), machine()), others=others)
+        def others(most: int) -> list[TablesOnMesh]:
+            return [on_mesh(here, one.config(base), machine()) for one in search.plans(1 + most)[1:]]
+
+        return dataclasses.replace(on_mesh(here, search.plan().config(base), machine()), others=others)
 
     return lambda sizes, room: planned(tuple(sizes.items()), room)
 

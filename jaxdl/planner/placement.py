@@ -1,9 +1,10 @@
 """Which device gets which shard: costs balanced, under the memory of each device.
 
 A step is bulk-synchronous: every phase (lookups, vectors received, ...) takes as long as its slowest device. What is
-minimized is therefore the sum over phases of the largest load, not the largest sum. Two ways are tried and the better
+minimized is therefore the sum over phases of the largest load, not the largest sum. Several ways are tried and the best
 one is taken: the largest differencing method (Karmarkar and Karp 1982), which knows no memory, and the largest shards
-first, each to the least loaded device that has room; both are then improved by moves and swaps that respect memory.
+first, each to the least loaded device that has room; all that fit are then improved by moves and swaps that respect
+memory.
 """
 
 from __future__ import annotations
@@ -38,11 +39,23 @@ class Placement(NamedTuple):
     """No placement has a makespan below this."""
 
 
-def place(costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: float) -> Placement:
+class Held(NamedTuple):
+    """What devices have already, and keep."""
+
+    loads: np.ndarray
+    """`[device, phase]`"""
+    used: np.ndarray
+    """Bytes of each device, `[device]`."""
+
+
+def place(
+    costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: float, given: Mapping[int, int] | None = None
+) -> Placement:
     """The placement of shards with these costs, `[shard]` or `[shard, phase]`, and sizes `[shard]`, in bytes.
 
-    `memory` is that of each device, in bytes. The same input gives the same placement. Raises ConfigError if a shard is
-    larger than a device, or no way was found in which all fit.
+    `memory` is that of each device, in bytes. Shards in `given` stay on the devices given there, and the others are
+    placed around them. The same input gives the same placement. Raises ConfigError if a shard is larger than a device,
+    or no way was found in which all fit.
     """
     costs, sizes = np.asarray(costs, np.float64).reshape(len(sizes), -1), np.asarray(sizes, np.float64)
     if len(sizes) and sizes.max() > memory:
@@ -50,22 +63,54 @@ def place(costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: float)
             f"shard {int(sizes.argmax())} has {sizes.max():,.0f} bytes, and a device {memory:,.0f}. Cut its table over "
             "several devices (row_wise, table_row_wise)."
         )
-    starts = [by_size(costs, sizes, num_devices, memory)]
+    device = np.array([(given or {}).get(shard, -1) for shard in range(len(sizes))], np.int64)
+    free = device < 0
+    held = _held(costs[~free], sizes[~free], device[~free], num_devices, memory)
+    if free.any():
+        device[free] = _placed(costs[free], sizes[free], num_devices, memory, held)
+    bound = max(lower_bound(costs, num_devices, sizes, memory), float(held.loads.max(axis=0).sum()))
+    return Placement(device, makespan(costs, device, num_devices), bound)
+
+
+def _held(costs: np.ndarray, sizes: np.ndarray, device: np.ndarray, num_devices: int, memory: float) -> Held:
+    """What devices hold of shards with a given device. Raises ConfigError if that is more than they have."""
+    held = Held(_loads(costs, device, num_devices), np.bincount(device, sizes, num_devices))
+    if held.used.max() > memory:
+        raise ConfigError(
+            f"device {int(held.used.argmax())} is given shards of {held.used.max():,.0f} bytes, and has {memory:,.0f}. "
+            "Give some of them another place, or none."
+        )
+    return held
+
+
+def _placed(costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: float, held: Held) -> np.ndarray:
+    """The best of several placements around what is held. Raises ConfigError if none fits."""
+    starts = _starts(costs, sizes, num_devices, memory, held)
+    if not starts:
+        raise ConfigError(
+            f"no way was found in which {len(sizes)} shards of {sizes.sum():,.0f} bytes in all, the largest of "
+            f"{sizes.max():,.0f}, fit on {num_devices} devices of {memory:,.0f}. Take more devices, or cut tables "
+            "into smaller shards."
+        )
+    found = [improved(costs, sizes, one, num_devices, memory, held) for one in starts]
+    return min(found, key=lambda one: float((held.loads + _loads(costs, one, num_devices)).max(axis=0).sum()))
+
+
+def _starts(costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: float, held: Held) -> list[np.ndarray]:
+    """Placements that fit, each found in another way; none of the ways finds one whenever there is one."""
     # A shard that costs as much as a device on average should be alone: it goes first, and others avoid its device.
-    large = costs.sum(axis=1) >= costs.sum() / num_devices
-    if large.any():
+    large = costs.sum(axis=1) >= (costs.sum() + held.loads.sum()) / num_devices
+    starts: list[np.ndarray] = []
+    for first in (None, large) if large.any() else (None,):
         with contextlib.suppress(ConfigError):
-            starts.append(by_size(costs, sizes, num_devices, memory, first=large))
-    differenced = largest_differencing(costs.sum(axis=1), num_devices)
-    if (np.bincount(differenced, sizes, num_devices) <= memory).all():
-        starts.append(differenced)
-    both = (
-        by_both(costs, sizes, num_devices, memory, one) for one in dict.fromkeys((0, _deciding(costs, num_devices)))
-    )
-    starts += [one for one in both if one is not None]
-    found = [improved(costs, sizes, one, num_devices, memory) for one in starts]
-    best = min(found, key=lambda one: makespan(costs, one, num_devices))
-    return Placement(best, makespan(costs, best, num_devices), lower_bound(costs, num_devices, sizes, memory))
+            starts.append(by_size(costs, sizes, num_devices, memory, first, held))
+    none_held, deciding = not held.used.any() and not held.loads.any(), _deciding(costs, num_devices)
+    if none_held:  # Differencing knows devices without anything alone.
+        differenced = largest_differencing(costs.sum(axis=1), num_devices)
+        starts += [differenced] if (np.bincount(differenced, sizes, num_devices) <= memory).all() else []
+    alone = dict.fromkeys((0, deciding) if none_held else (0,))
+    both = (by_both(costs, sizes, num_devices, memory, one, held) for one in alone)
+    return starts + [one for one in both if one is not None]
 
 
 def lower_bound(
@@ -78,13 +123,19 @@ def lower_bound(
     """
     costs = costs.reshape(len(costs), -1)
     if sizes is None:
-        return float(np.maximum(costs.sum(axis=0) / num_devices, costs.max(axis=0)).sum())
+        return float(np.maximum(_mean_load(costs, num_devices), costs.max(axis=0)).sum())
     alone = sizes + sizes.min() > memory
     rest = num_devices - int(alone.sum())
-    mean = costs[~alone].sum(axis=0) / rest if rest > 0 else np.zeros(costs.shape[1])
+    mean = _mean_load(costs[~alone], rest) if rest > 0 else np.zeros(costs.shape[1])
     least = sizes.sum() - (num_devices - 1) * memory
     company = [_with_company(one, sizes, least) for one in costs.T]
     return float(np.maximum(mean, company).sum())
+
+
+def _mean_load(costs: np.ndarray, num_devices: int) -> np.ndarray:
+    """Of each phase the mean load of a device; of costs that are whole numbers the next of these: a load is one."""
+    mean = costs.sum(axis=0) / num_devices
+    return np.where((costs % 1 == 0).all(axis=0), np.ceil(mean - 1e-9), mean)
 
 
 def _with_company(costs: np.ndarray, sizes: np.ndarray, least: float) -> float:
@@ -124,13 +175,20 @@ def by_cost(costs: np.ndarray, num_devices: int) -> np.ndarray:
 
 
 def by_size(
-    costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: float, first: np.ndarray | None = None
+    costs: np.ndarray,
+    sizes: np.ndarray,
+    num_devices: int,
+    memory: float,
+    first: np.ndarray | None = None,
+    held: Held | None = None,
 ) -> np.ndarray:
     """The largest first, each to the least loaded device that has room; shards marked `first` before all others.
 
     Raises ConfigError if none has room.
     """
     found, loads, room = np.zeros(len(costs), np.int64), np.zeros(num_devices), np.full(num_devices, memory)
+    if held is not None:
+        loads, room = held.loads.sum(axis=1), memory - held.used
     total = costs.reshape(len(costs), -1).sum(axis=1)
     order = np.argsort(-sizes, kind="stable")
     if first is not None:
@@ -150,16 +208,19 @@ def by_size(
     return found
 
 
-def by_both(costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: float, alone: int) -> np.ndarray | None:
+def by_both(
+    costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: float, alone: int, held: Held
+) -> np.ndarray | None:
     """The largest in cost or size first, each where the squares of cost and size grow least; None if some do not fit.
 
     Cost counts as a share of the mean of a device, size of a device's memory. The `alone` most expensive shards have a
     device each, of their own.
     """
     total = costs.reshape(len(costs), -1).sum(axis=1)
-    share, part = total / max(float(total.sum()) / num_devices, 1e-300), sizes / memory
+    mean = max(float(total.sum() + held.loads.sum()) / num_devices, 1e-300)
+    share, part = total / mean, sizes / memory
     order = np.argsort(-total, kind="stable")
-    found, loads, used = np.zeros(len(costs), np.int64), np.zeros(num_devices), np.zeros(num_devices)
+    found, loads, used = np.zeros(len(costs), np.int64), held.loads.sum(axis=1) / mean, held.used / memory
     found[order[:alone]] = np.arange(alone)
     used[:alone] = np.inf
     rest = order[alone:]
@@ -206,16 +267,19 @@ def largest_differencing(costs: np.ndarray, num_devices: int) -> np.ndarray:
     return found
 
 
-def improved(costs: np.ndarray, sizes: np.ndarray, device: np.ndarray, num_devices: int, memory: float) -> np.ndarray:
+def improved(
+    costs: np.ndarray, sizes: np.ndarray, device: np.ndarray, num_devices: int, memory: float, held: Held
+) -> np.ndarray:
     """The placement after moves and swaps, each the best one off a device that decides a phase, while they help.
 
     Where none of one shard helps, those of up to two on each side are tried: where memory is nearly full, a shard often
     finds room only in the place of two others.
     """
     device = device.copy()
-    loads, used = _loads(costs, device, num_devices), np.bincount(device, sizes, num_devices)
+    loads = held.loads + _loads(costs, device, num_devices)
+    used = held.used + np.bincount(device, sizes, num_devices)
     least = 1e-12 * max(1.0, float(loads.max()))
-    bound = lower_bound(costs, num_devices)
+    bound = lower_bound(np.concatenate([costs, held.loads]), num_devices)
     for _ in range(_MOST_ROUNDS):
         change = None
         for most in (1, 2):

@@ -97,7 +97,7 @@ class Workload:
     batch_sizes: Sequence[int] = ()
     """Of phases of the run with another one: each is divided as `batch_size` is."""
     eval_batch_size: int | None = None
-    """Of the evaluation, which is spread over `replica` and `fsdp`; None: as `batch_size`."""
+    """Of the evaluation, which is spread as `batch_size` is; None: that."""
     norm_span: int | None = None
     """Examples over which batch norm takes its statistics, if that is given as a number."""
     tensor_fits: Callable[[int], bool] = lambda size: size == 1
@@ -156,7 +156,7 @@ def _rank(one: Candidate) -> tuple[Any, ...]:
 def choices(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> Iterator[Choice]:
     """Every layout of the devices that divides the batch, with what is given kept; `replica` is the nodes by default.
 
-    `fsdp` and `tensor` together stay inside a node.
+    `fsdp` and `tensor` together stay inside a node. With tables, every batch is spread over all devices, `tensor` too.
     """
     devices = cluster.nodes * cluster.gpus_per_node
     replica = int(fixed.get("mesh.replica", -1))
@@ -166,11 +166,11 @@ def choices(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> I
         return
     for tensor in divisors(inner):
         fsdp = inner // tensor
-        if not workload.tensor_fits(tensor) or workload.batch_size % (replica * fsdp):
+        ways = devices if workload.tables else replica * fsdp
+        batch_sizes = (workload.batch_size, workload.eval_batch_size or 0, *workload.batch_sizes)
+        if not workload.tensor_fits(tensor) or any(size % ways for size in batch_sizes):
             continue
         if not _kept(fixed, "mesh.tensor", tensor) or not _kept(fixed, "mesh.fsdp", fsdp):
-            continue
-        if (workload.eval_batch_size or 0) % (replica * fsdp) or (workload.tables and workload.batch_size % devices):
             continue
         for microbatches in divisors(workload.batch_size // (replica * fsdp)):
             if any(size % (replica * fsdp * microbatches) for size in workload.batch_sizes):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,10 +12,11 @@ from rich.table import Table as RichTable
 from jaxdl.config import ConfigError
 from jaxdl.data import Data, Source, Splits
 from jaxdl.embedding import EmbeddingConfig, Scheme, Table
+from jaxdl.embedding.layout import columns_of_ids
 from jaxdl.exchange.cost import Machine
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
-from jaxdl.planner.table_search import costs_if_possible, possible
+from jaxdl.planner.table_search import costs_if_possible, possible, with_tables
 from jaxdl.planner.tables import TablePlan, Workload
 from jaxdl.run.validate import read_splits
 from jaxdl.step.parts import IDS
@@ -59,11 +59,9 @@ def distinct_of(
     count = min(examples, _MOST_EXAMPLES, len(source))
     chosen = np.random.Generator(np.random.Philox(seed)).choice(len(source), count, replace=False)
     ids = source.batch(chosen)[IDS]
-    first = dict(zip(num_ids, np.cumsum([0, *num_ids.values()]).tolist(), strict=False))
-    found = {}
+    columns, found = columns_of_ids(tables, num_ids), {}
     for table in tables:
-        columns = np.concatenate([first[one] + np.arange(num_ids[one]) for one in table.features])
-        half, whole = (_distinct(ids[:size, columns]) for size in (max(1, count // 2), count))
+        half, whole = (_distinct(ids[:size, columns[table.name]]) for size in (max(1, count // 2), count))
         # New rows come ever more slowly, so a straight line from here on is the most that they can be.
         more = (whole - half) / max(1, count - count // 2) * (examples - count)
         found[table.name] = float(min(table.rows, whole + more))
@@ -86,7 +84,7 @@ def table_of(
     for column in ("table", "rows", "ids", "rows a node touches", "scheme", "place", "adds ms", "or", "adds ms "):
         made.add_column(column, justify="left" if column in ("table", "scheme", "or") else "right")
     for table in work.tables:
-        chosen, added = plan.schemes[table.name].kind, changes_of(work, base, plan, table, machine)
+        chosen, added = plan.schemes[table.name].kind, changes_of(work, base, plan, table, machine, given)
         other = min((kind for kind in added if kind != chosen), key=lambda kind: added[kind])
         made.add_row(
             table.name,
@@ -103,26 +101,31 @@ def table_of(
 
 
 def changes_of(
-    work: Workload, base: EmbeddingConfig, plan: TablePlan, table: Table, machine: Machine
+    work: Workload,
+    base: EmbeddingConfig,
+    plan: TablePlan,
+    table: Table,
+    machine: Machine,
+    given: Collection[str] = (),
 ) -> dict[str, float]:
     """Scheme -> what a step costs more with a table in it than without the table, in seconds; all others as planned.
 
     In the scheme of the plan it is what the table costs: tables share messages, so this is less than it costs alone.
-    Places are those by cost, not those of the plan.
+    Places are those by cost, not those of the plan. Schemes of tables in `given` stay as they are.
     """
     base = base.model_copy(update={"schemes": (), "places": ()})
-    others = tuple(one for one in work.tables if one.name != table.name)
-    chosen = {one.name: plan.schemes[one.name] for one in others}
-    features = {name for one in others for name in one.features}
-    num_ids = {name: count for name, count in work.num_ids.items() if name in features}
-    rest = dataclasses.replace(work, tables=others, num_ids=num_ids)
-    before = costs_if_possible(rest, base, chosen, machine) if others else None
+    chosen = {name: scheme for name, scheme in plan.schemes.items() if name != table.name}
+    rest, fixed = with_tables(work, chosen), frozenset(given) - {table.name}
+    before = costs_if_possible(rest, base, chosen, machine, fixed) if chosen else None
     least = 0.0 if before is None else before.total_sec
-    return {
-        one.kind: found.total_sec - least
+    found = {
+        one.kind: costs_if_possible(work, base, {**plan.schemes, table.name: one}, machine, fixed)
         for one in possible(table, work)
-        if (found := costs_if_possible(work, base, chosen | {table.name: one}, machine)) is not None
     }
+    if table.name in given:
+        own = plan.schemes[table.name]
+        found[own.kind] = costs_if_possible(work, base, plan.schemes, machine, frozenset(given))
+    return {kind: costs.total_sec - least for kind, costs in found.items() if costs is not None}
 
 
 def remarks(plan: TablePlan, memory: float, given: Collection[str] = ()) -> list[str]:

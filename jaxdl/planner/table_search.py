@@ -4,38 +4,45 @@ Two parts, as in the planners of TorchRec and Neo, each with the method that sui
 choice under one sum, the memory of a device: a mixed integer program, which HiGHS solves in milliseconds (`choose`).
 Where whole tables go is `jaxdl.planner.placement`. The program knows each table's costs alone; what tables share, the
 padding of messages to equal sizes above all, is in the costs of a whole plan (`costs_of`), so the result is improved
-by changes of one table, of all tables of one scheme, and of all up to a size, while they help.
+by changes of one table, of all tables of one scheme, and of all up to a size, while they help. The costs of a plan are
+the sum of those of each scheme's tables, of which a change touches few. What the search may spend is counted in tables
+that are laid out, not in seconds, so that the same input gives the same plan on every machine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxdl.config import ConfigError
 from jaxdl.embedding import EmbeddingConfig, Scheme, Table
-from jaxdl.embedding.traffic import messages
 from jaxdl.exchange.cost import Machine
 from jaxdl.kinds import kinds
 from jaxdl.mesh import Axis
-from jaxdl.planner.placement import place
+from jaxdl.planner.table_places import placed
 from jaxdl.planner.tables import (
     Costs,
     TablePlan,
     Workload,
     costs_of,
     costs_of_buffers,
-    device_bytes,
     with_schemes,
 )
 
 _ROOM_SLACK = 1.1
 """Room of messages with touched rows over the mean number of rows: batches differ."""
+_MOST_WORK = 100_000
+"""Tables that a search lays out at most, some seconds long; the best choices so far are then taken."""
+_LAYOUT = 32
+"""As many tables a layout of any takes."""
+_FEW = 32
+"""With more tables than this, not all of their groups by size are tried, and large ones before small ones."""
 _SOLVER_SEC = 20.0
 _INFEASIBLE = 2
 """The status of `scipy.optimize.milp` for a program without a solution."""
@@ -54,11 +61,17 @@ def plan_tables(
     the same plan. Raises ConfigError if the tables fit in no schemes; with given places, or where shards are padded,
     more may be needed than `memory`: see `Costs.device_bytes`.
     """
-    search = _Search(work, machine, memory, base or EmbeddingConfig(), dict(fixed or {}))
-    alone = {one.kind: {table.name: one for table in work.tables} for one in _choices()}
-    found = {kind: costs_if_possible(work, search.base, one, machine) for kind, one in alone.items()}
-    plan = search.planned(search.optima()[0])
+    plan = TableSearch(work, machine, memory, base, fixed).plan()
+    without = (base or EmbeddingConfig()).model_copy(update={"schemes": (), "places": ()})
+    found = {one.kind: _costs_under_one(work, without, one, machine) for one in _choices()}
     return dataclasses.replace(plan, alone={kind: costs for kind, costs in found.items() if costs is not None})
+
+
+def _costs_under_one(work: Workload, base: EmbeddingConfig, scheme: Scheme, machine: Machine) -> Costs | None:
+    """What a step costs with all tables under one scheme, with their common room; None if one cannot be cut so."""
+    with contextlib.suppress(ConfigError):
+        return costs_of(work, base.model_copy(update={"scheme": scheme.with_room(_room(work.tables, work))}), machine)
+    return None
 
 
 def plan_choices(
@@ -70,97 +83,160 @@ def plan_choices(
     *,
     most: int,
 ) -> list[TablePlan]:
-    """Plans that are worth timing: that of `plan_tables` first, and then by predicted time.
+    """Plans that are worth timing, see `TableSearch.plans`."""
+    return TableSearch(work, machine, memory, base, fixed).plans(most)
 
-    The costs know messages and rows, not all that a processor does with them, and schemes differ most in that. So there
-    are up to `most - 1` plans with one scheme for all tables, and half as many of those that no change betters, though
-    their costs are higher. Tables in `fixed` keep their schemes.
+
+class TableSearch:
+    """Choices of a scheme for each table, by its kind, with what they cost.
+
+    They are searched once, when a plan is first asked for.
+
+    Raises ConfigError where nothing is left of the memory. See `plan_tables` for the arguments.
     """
-    search = _Search(work, machine, memory, base or EmbeddingConfig(), dict(fixed or {}))
-    best, *optima = search.optima()
-    plan, found = search.planned(best), list[TablePlan]()
-    for choices, number in ((search.uniform(), most - 1), (optima, (most - 1) // 2)):
-        others: list[TablePlan] = []
-        for chosen in choices:
-            with contextlib.suppress(ConfigError):  # Not every table can be cut in every way.
-                one = search.planned(chosen)
-                known = any(one.schemes == other.schemes for other in (plan, *found, *others))
-                others += [one] if one.costs.device_bytes <= memory and not known else []
-        found += sorted(others, key=lambda one: one.costs.total_sec)[:number]
-    return [plan, *sorted(found, key=lambda one: one.costs.total_sec)]
-
-
-class _Search:
-    """Choices of a scheme for each table, with what they cost."""
 
     def __init__(
         self,
         work: Workload,
         machine: Machine,
         memory: float,
-        base: EmbeddingConfig,
-        fixed: Mapping[str, Scheme],
+        base: EmbeddingConfig | None = None,
+        fixed: Mapping[str, Scheme] | None = None,
     ) -> None:
         if memory <= 0:
             raise ConfigError("nothing is left of a device's memory for the embedding tables. Take larger devices.")
-        self.work, self.machine, self.memory, self.fixed = work, machine, memory, fixed
-        self._places, self.base = dict(base.places), base.model_copy(update={"schemes": (), "places": ()})
-        self._known: dict[tuple[str, ...], float] = {}
-        self._free = sorted(
-            (one for one in work.tables if one.name not in fixed), key=lambda one: (one.rows * one.columns, one.name)
-        )
+        base = base or EmbeddingConfig()
+        self.work, self.machine, self.memory, self.fixed = work, machine, memory, dict(fixed or {})
+        self._places, self._base = dict(base.places), base.model_copy(update={"schemes": ()})
+        self._options = {table.name: self._possible(table) for table in work.tables}
+        self._known: dict[tuple[str, ...], tuple[float, int] | None] = {}
+        self._work_left = 0
+        free = (one for one in work.tables if one.name not in self.fixed)
+        self._free = [one.name for one in sorted(free, key=lambda one: (one.rows * one.columns, one.name))]
 
-    def uniform(self) -> list[dict[str, Scheme]]:
-        """All tables under one scheme, but for those that are fixed, for each scheme."""
-        return [{**{table.name: one for table in self.work.tables}, **self.fixed} for one in _choices()]
+    def plan(self) -> TablePlan:
+        """The best plan that was found. Raises ConfigError if the tables fit in no schemes."""
+        return self._planned(self._optima[0])
 
-    def optima(self) -> list[dict[str, Scheme]]:
+    def plans(self, most: int) -> list[TablePlan]:
+        """Plans that are worth timing: the best one first, and then by predicted time.
+
+        The costs know messages and rows, not all that a processor does with them, and schemes differ most in that. So
+        there are up to `most - 1` plans with one scheme for all tables, and half as many of those that no change
+        betters, though their costs are higher. Tables that are fixed keep their schemes.
+        """
+        plan, found = self.plan(), list[TablePlan]()
+        for choices, number in ((self._uniform(), most - 1), (self._optima[1:], (most - 1) // 2)):
+            others: list[TablePlan] = []
+            for chosen in choices:
+                with contextlib.suppress(ConfigError):  # Not every table can be cut in every way.
+                    one = self._planned(chosen)
+                    known = any(one.schemes == other.schemes for other in (plan, *found, *others))
+                    others += [one] if one.costs.device_bytes <= self.memory and not known else []
+            found += sorted(others, key=lambda one: one.costs.total_sec)[:number]
+        return [plan, *sorted(found, key=lambda one: one.costs.total_sec)]
+
+    def _possible(self, table: Table) -> dict[str, Scheme]:
+        """The schemes that a table may have here, by kind."""
+        if table.name in self.fixed:
+            return {self.fixed[table.name].kind: self.fixed[table.name]}
+        place = self._places.get(table.name)
+        return {one.kind: one for one in possible(table, self.work) if _can_have(one, place, self.work)}
+
+    def _uniform(self) -> list[dict[str, str]]:
+        """All tables under one scheme, but for those that are fixed, for each scheme that all may have."""
+        every = [one.kind for one in _choices() if all(one.kind in self._options[name] for name in self._free)]
+        return [
+            {name: one if one in some else next(iter(some)) for name, some in self._options.items()} for one in every
+        ]
+
+    @functools.cached_property
+    def _optima(self) -> list[dict[str, str]]:
         """Choices that no change betters, the best one first: from that of HiGHS, and from one scheme for all tables.
 
-        Raises ConfigError if no choice fits.
+        Of many tables, the best that were found with `_MOST_WORK`. Raises ConfigError if no choice fits.
         """
-        options = {
-            table.name: [self.fixed[table.name]] if table.name in self.fixed else possible(table, self.work)
-            for table in self.work.tables
-        }
-        starts = [choose(self.work, options, self.machine, self.memory, self.base), *self.uniform()]
-        return sorted((self._improved(one) for one in starts if self._value(one) < math.inf), key=self._value)
+        options = {name: list(some.values()) for name, some in self._options.items()}
+        chosen = choose(self.work, options, self.machine, self.memory, self._base)
+        starts = [{table.name: chosen[table.name].kind for table in self.work.tables}, *self._uniform()]
+        fit = [one for one in starts if self._value(one) < math.inf]
+        if not fit:  # Raises what is wrong with all of them, such as a given place that is none.
+            self._planned(starts[0])
+            fit = starts[:1]
+        found, left = [], _MOST_WORK
+        for number, start in enumerate(fit):
+            self._work_left = part = left // (len(fit) - number)
+            found.append(self._improved(start))
+            left -= part - max(0, self._work_left)
+        return sorted(found, key=self._value)
 
-    def planned(self, chosen: Mapping[str, Scheme]) -> TablePlan:
+    def _planned(self, kinds: Mapping[str, str]) -> TablePlan:
         """The plan with these schemes: tables are placed, and its costs are those with their places."""
-        chosen = _joined(self.work, chosen)
-        places = _placed(self.work, self.base, chosen, self.memory) | self._places
-        return TablePlan(chosen, places, costs_of(self.work, with_schemes(self.base, chosen, places), self.machine))
+        chosen = _joined(self.work, {name: self._options[name][kind] for name, kind in kinds.items()}, self.fixed)
+        places = placed(self.work, self._base, chosen, self._places, self.memory)
+        return TablePlan(chosen, places, costs_of(self.work, with_schemes(self._base, chosen, places), self.machine))
 
-    def _improved(self, chosen: Mapping[str, Scheme]) -> dict[str, Scheme]:
-        """The choice after changes, each the first that helps: of a table, of all of a scheme, of all up to a size.
-
-        The last are for tables that share a message: its latency is too much for the first of them alone.
-        """
-        current, choices = dict(chosen), _choices()
+    def _improved(self, current: dict[str, str]) -> dict[str, str]:
+        """The choice after changes, each the first that helps, until none does or the work that is left is done."""
         best, helps = self._value(current), True
         while helps:
             helps = False
-            groups = [[one] for one in self._free]
-            groups += [[one for one in self._free if current[one.name].kind == kind.kind] for kind in choices]
-            groups += [self._free[:number] for number in range(2, len(self._free))]
-            for group in groups:
-                for scheme in choices:
-                    changed = current | {one.name: scheme for one in group}
-                    if group and (found := self._value(changed)) < best * (1 - 1e-9):
+            for group in self._groups(current):
+                for kind in (one.kind for one in _choices()):
+                    if self._work_left <= 0:
+                        return current
+                    moved = [one for one in group if current[one] != kind and kind in self._options[one]]
+                    changed = current | dict.fromkeys(moved, kind)
+                    if moved and (found := self._value(changed)) < best * (1 - 1e-9):
                         current, best, helps = changed, found, True
         return current
 
-    def _value(self, chosen: Mapping[str, Scheme]) -> float:
+    def _groups(self, current: Mapping[str, str]) -> list[list[str]]:
+        """What is changed together: one table, all of a scheme, all up to a size; of many tables those of like size.
+
+        All up to a size, for tables that share a message: its latency is too much for the first of them alone.
+        """
+        free, number = self._free, len(self._free)
+        alone = [[one] for one in free]
+        of_kind = [[one for one in free if current[one] == kind.kind] for kind in _choices()]
+        if number <= _FEW:
+            return [*alone, *of_kind, *(free[:size] for size in range(2, number))]
+        smallest = [free[:size] for size in sorted({round(x) for x in np.geomspace(2, number - 1, _FEW)})]
+        lengths = [number >> halved for halved in range(1, number.bit_length()) if number >> halved > 1]
+        alike = [free[first : first + length] for length in lengths for first in range(0, number, length)]
+        return [*of_kind, *smallest, *alike, *alone]
+
+    def _value(self, kinds: Mapping[str, str]) -> float:
         """What a step costs; what does not fit is worse than all that fits, and the less it fits, the worse."""
-        key = tuple(chosen[table.name].kind for table in self.work.tables)
+        of_kind: dict[str, list[str]] = {}
+        for name, kind in kinds.items():
+            of_kind.setdefault(kind, []).append(name)
+        found = [self._costs(kind, tuple(names)) for kind, names in of_kind.items()]
+        fitting = [one for one in found if one is not None]
+        if len(fitting) < len(found):
+            return math.inf
+        size = sum(one[1] for one in fitting)
+        return sum(one[0] for one in fitting) if size <= self.memory else 1e6 * size / self.memory
+
+    def _costs(self, kind: str, names: tuple[str, ...]) -> tuple[float, int] | None:
+        """(seconds, bytes of a device) of the tables with one scheme; None if they cannot have it."""
+        key = (kind, *names)
         if key not in self._known:
-            found = costs_if_possible(self.work, self.base, chosen, self.machine)
-            value = math.inf if found is None else found.total_sec
-            if found is not None and found.device_bytes > self.memory:
-                value = 1e6 * found.device_bytes / self.memory
-            self._known[key] = value
+            self._work_left -= len(names) + _LAYOUT
+            self._known[key] = None
+            with contextlib.suppress(ConfigError):  # Not every table can be cut in every way.
+                found = costs_of(*self._together(kind, names), self.machine)
+                self._known[key] = found.total_sec, found.device_bytes
         return self._known[key]
+
+    def _together(self, kind: str, names: Collection[str]) -> tuple[Workload, EmbeddingConfig]:
+        """Some tables with one scheme and their common room; those that are fixed have theirs."""
+        some = with_tables(self.work, names)
+        given = tuple((name, self.fixed[name]) for name in names if name in self.fixed)
+        changes: dict[str, Any] = {"schemes": given}
+        if free := [one for one in some.tables if one.name not in self.fixed]:
+            changes["scheme"] = self._options[free[0].name][kind].with_room(_room(free, self.work))
+        return some, self._base.model_copy(update=changes)
 
 
 def choose(
@@ -230,6 +306,11 @@ def possible(table: Table, work: Workload) -> list[Scheme]:
     return [one.with_room(_room([table], work)) for one in fit]
 
 
+def _can_have(scheme: Scheme, place: int | None, work: Workload) -> bool:
+    """Whether a table with this scheme can be at its given place, if it has one."""
+    return place is None or (scheme.assigned and place < math.prod(work.sizes[axis] for axis in scheme.spread.outer))
+
+
 def _room(tables: Sequence[Table], work: Workload) -> float:
     """The share of their ids for which messages of these tables have room: that of distinct rows, and some more."""
     found = sum(work.distinct[one.name] for one in tables) / sum(work.ids_of(one) for one in tables)
@@ -241,41 +322,36 @@ def under_one(work: Workload, scheme: Scheme) -> dict[str, Scheme]:
     return _joined(work, {table.name: scheme for table in work.tables})
 
 
-def _joined(work: Workload, chosen: Mapping[str, Scheme]) -> dict[str, Scheme]:
-    """All tables of one scheme with their common room, so that they share messages."""
+def _joined(work: Workload, chosen: Mapping[str, Scheme], fixed: Collection[str] = ()) -> dict[str, Scheme]:
+    """All tables of one scheme with their common room, so that they share messages; those in `fixed` as they are."""
     of_kind: dict[str, list[Table]] = {}
     for table in work.tables:
-        of_kind.setdefault(chosen[table.name].kind, []).append(table)
+        if table.name not in fixed:
+            of_kind.setdefault(chosen[table.name].kind, []).append(table)
     rooms = {kind: _room(tables, work) for kind, tables in of_kind.items()}
-    return {name: one.with_room(rooms[one.kind]) for name, one in chosen.items()}
+    return {name: one if name in fixed else one.with_room(rooms[one.kind]) for name, one in chosen.items()}
 
 
 def costs_if_possible(
-    work: Workload, base: EmbeddingConfig, chosen: Mapping[str, Scheme], machine: Machine
+    work: Workload,
+    base: EmbeddingConfig,
+    chosen: Mapping[str, Scheme],
+    machine: Machine,
+    fixed: Collection[str] = (),
 ) -> Costs | None:
-    """What a step costs with these schemes, placed by cost; None if a table cannot be cut so."""
+    """What a step costs with these schemes, placed by cost; None if a table cannot be cut so.
+
+    Tables with one scheme have their common room, but for those in `fixed`.
+    """
     try:
-        return costs_of(work, with_schemes(base, _joined(work, chosen)), machine)
+        return costs_of(work, with_schemes(base, _joined(work, chosen, fixed)), machine)
     except ConfigError:
         return None
 
 
-def _placed(work: Workload, base: EmbeddingConfig, chosen: Mapping[str, Scheme], memory: float) -> dict[str, int]:
-    """The place of each assigned table, table by table of one group: balanced lookups and vectors, within memory."""
-    found: dict[str, int] = {}
-    buffers = work.buffers(with_schemes(base, chosen))
-    rest = memory - sum(device_bytes(one) for one in buffers if not one.scheme.assigned)
-    for buffer in (one for one in buffers if one.scheme.assigned and one.num_outer > 1):
-        of_row = device_bytes(buffer) / buffer.local_rows
-        ids = [[work.columns[name] for name in table.features] for table in buffer.tables]
-        costs = np.array([[sum(one), len(one)] for one in ids], np.float64)
-        sizes = np.array([math.ceil(table.rows / buffer.row_ways) * of_row for table in buffer.tables])
-        devices = place(costs, sizes, buffer.num_outer, max(rest, sizes.max())).device
-        found |= {table.name: int(device) for table, device in zip(buffer.tables, devices, strict=True)}
-    trial = with_schemes(base, chosen, found)
-    before, after = (
-        sum(one.num_bytes for buffer in work.buffers(config) for one in messages(buffer, work.local_batch))
-        for config in (with_schemes(base, chosen), trial)
-    )
-    # Messages are padded to the device with most: the placement by cost is kept where it does not make them longer.
-    return found if after <= before else {}
+def with_tables(work: Workload, tables: Collection[str]) -> Workload:
+    """The workload of some of its tables alone."""
+    names = frozenset(tables)
+    some = tuple(one for one in work.tables if one.name in names)
+    features = {name for one in some for name in one.features}
+    return dataclasses.replace(work, tables=some, num_ids={k: v for k, v in work.num_ids.items() if k in features})

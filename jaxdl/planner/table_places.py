@@ -1,0 +1,52 @@
+"""The device, or node, of each embedding table whose scheme assigns whole tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxdl.config import ConfigError
+from jaxdl.embedding import Buffer, EmbeddingConfig, Scheme
+from jaxdl.embedding.traffic import messages
+from jaxdl.planner.placement import place
+from jaxdl.planner.tables import Workload, device_bytes, with_schemes
+
+
+def placed(
+    work: Workload, base: EmbeddingConfig, chosen: Mapping[str, Scheme], given: Mapping[str, int], memory: float
+) -> dict[str, int]:
+    """The places of tables with these schemes, those in `given` first: balanced lookups and vectors, within memory.
+
+    Tables without one are spread by `make_buffers`: those of a buffer whose messages a placement by cost makes longer,
+    for they are padded to the device with most, or for which none was found in the memory that other buffers leave.
+    """
+    buffers = work.buffers(with_schemes(base, chosen, given))
+    found, sizes = dict(given), {one.name: device_bytes(one) for one in buffers}
+    for buffer in (one for one in buffers if one.scheme.assigned and one.num_outer > 1):
+        room = memory - sum(size for name, size in sizes.items() if name != buffer.name)
+        try:
+            moved = dataclasses.replace(buffer, owner=_by_cost(buffer, work, given, room))
+        except ConfigError:
+            continue
+        if sizes[buffer.name] <= room and _sent(moved, work) > _sent(buffer, work):
+            continue
+        found |= {table.name: place for table, place in zip(moved.tables, moved.owner, strict=True)}
+        sizes[buffer.name] = device_bytes(moved)
+    return found
+
+
+def _by_cost(buffer: Buffer, work: Workload, given: Mapping[str, int], room: float) -> tuple[int, ...]:
+    """The place of each table of a buffer, which may have `room` bytes of a device. ConfigError if none was found."""
+    of_row = device_bytes(buffer) / buffer.local_rows
+    ids = [[work.columns[name] for name in table.features] for table in buffer.tables]
+    costs = np.array([[sum(one), len(one)] for one in ids], np.float64)
+    sizes = np.array([math.ceil(table.rows / buffer.row_ways) * of_row for table in buffer.tables])
+    fixed = {number: given[table.name] for number, table in enumerate(buffer.tables) if table.name in given}
+    return tuple(place(costs, sizes, buffer.num_outer, room, fixed).device.tolist())
+
+
+def _sent(buffer: Buffer, work: Workload) -> int:
+    return sum(one.num_bytes for one in messages(buffer, work.local_batch))
