@@ -40,7 +40,7 @@ BUDGETS = {
     "test_processes.py": 100,
     "test_table_cache_processes.py": 110,
     "test_table_faults_processes.py": 60,
-    "test_plan_auto.py": 30,
+    "test_plan_auto.py": 40,
     "test_plan_tables.py": 30,
     "test_embedding.py": 45,
     "test_recommendation.py": 30,

@@ -28,7 +28,8 @@ from jaxdl.planner.mesh_tables import tables_on_meshes
 from jaxdl.planner.search import search, with_other_tables
 from jaxdl.planner.table_report import measured_workload
 from jaxdl.planner.tables import costs_of
-from jaxdl.planner.trial import Setting, measured, stand_in, table_sec, trial_plan
+from jaxdl.planner.trial import Setting, measured, table_sec
+from jaxdl.planner.trials import Trials, trial_plan
 from jaxdl.planner.workload import fixed_fields
 from jaxdl.plans import PlanAuto
 from jaxdl.run.build import make_plan
@@ -253,7 +254,7 @@ def test_what_a_step_needs_besides_its_tables_is_the_same_for_all_of_them():
     for most, options in ((2000, {}), (60_000_000, {"scheme": RowWise(), "jagged": True})):
         embedding = EmbeddingConfig(**options)
         one = jagged_clicks(most, embedding=embedding).replaced({"sharding.min_shard_elements": 1})
-        found.append(measured(trial_plan(stand_in(one), setting, jax.devices())))
+        found.append(measured(trial_plan(Trials(one), setting, jax.devices())))
     assert found[0].sent["fsdp"] > 0
     assert (found[0].sent, found[0].messages) == (found[1].sent, found[1].messages)
     # The kernels of the large table would take 0.6 ms more.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -11,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from jaxdl.data import Data, Splits, TabularSpec
 from jaxdl.embedding import EmbeddingConfig, Scheme
 from jaxdl.embedding.cache import CacheConfig
+from jaxdl.embedding.table import selects
 from jaxdl.exchange.cost import Machine
 from jaxdl.experiment import Experiment
 from jaxdl.planner.search import PlanTables, TablesOnMesh
@@ -61,9 +61,7 @@ def given_schemes(work: Workload, base: EmbeddingConfig, keep: Collection[str]) 
     """The schemes that a config gives: to tables by their names or places, or to all of them."""
     whole = base.scheme != EmbeddingConfig().scheme or TABLES in keep or base.cache != CacheConfig()
     placed = {name for name, _ in base.places}
-    named = {
-        one.name for one in work.tables if any(fnmatch.fnmatchcase(one.name, pattern) for pattern, _ in base.schemes)
-    }
+    named = {one.name for one in work.tables if any(selects(pattern, one.name) for pattern, _ in base.schemes)}
     return {one.name: base.scheme_of(one.name) for one in work.tables if whole or one.name in placed | named}
 
 

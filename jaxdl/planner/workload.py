@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxdl.config import ConfigError, field_at
+from jaxdl.data import TabularSpec
 from jaxdl.exchange import Auto, ExchangeConfig
 from jaxdl.exchange.base import by_name, leaf_names
 from jaxdl.experiment import Experiment
@@ -51,9 +52,10 @@ def listed(fixed: Mapping[str, Any]) -> str:
 
 def no_layout(experiment: Experiment, fixed: Mapping[str, Any], devices: str) -> ConfigError:
     """The error of a search without any candidate."""
+    ways = "all devices" if experiment.model.modality == TabularSpec.modality else "replica x fsdp"
     return ConfigError(
-        f"no layout: batch_size {experiment.batch_size} (and that of the evaluation) has to be divided by replica x "
-        f"fsdp on {devices}, with what is given ({listed(fixed)}). Give fewer options (an axis of the mesh that is -1 "
+        f"no layout: batch_size {experiment.batch_size} (and that of the evaluation) has to be divided by {ways} "
+        f"on {devices}, with what is given ({listed(fixed)}). Give fewer options (an axis of the mesh that is -1 "
         "is planned), or another --batch-size."
     )
 
