@@ -53,9 +53,9 @@ class PlanAuto(Plan, kind="auto"):
     """Fields that stay as they are, though they have their defaults, such as `mesh.tensor` or `step.microbatches`. The
     command line adds those of its options."""
     timed: int = pydantic.Field(default=4, ge=1)
-    """So many layouts, the best by their predicted times, run some steps, and the fastest is taken; then so many
-    choices of schemes for its embedding tables. 1: the best by prediction is taken. Those that need more memory by
-    XLA's plan than a device has are left out, and the next ones timed."""
+    """So many layouts, the best by their predicted times, run some steps, and the fastest is taken; then about
+    as many choices of schemes for its embedding tables. 1: the best by prediction is taken. Those that need more than
+    90 % of a device's memory by XLA's plan are left out, and the next ones timed."""
     devices_per_node: int | None = pydantic.Field(default=None, ge=1)
     """Devices that are joined by fast links; None: those of a process."""
     network: str | None = None

@@ -59,6 +59,7 @@ def test_tables_that_no_device_holds_are_planned_and_trained(monkeypatch):
     assert shapes
     assert max(map(math.prod, shapes)) * 4 < MOST / 5  # and those of steps that are timed on one device are short.
     assert len(built) == 2  # To plan, and to train.
+    assert batches
     for plan, batch in batches:  # Timed steps have ids of the data, folded into their rows.
         ids, [first, *_] = np.asarray(batch["ids"]), plan.parts.tables.tables
         assert ids.min() >= 0
@@ -103,6 +104,17 @@ def test_layouts_that_xla_finds_too_large_are_followed_by_others(monkeypatch):
     found = auto.plan(experiment, jax.devices()[:2], auto.Start(quiet=True))
     assert groups[:2] == [2, 2]
     assert sum("not: too large" in line for line in found.reasons) == 1
+
+
+def test_given_places_are_those_of_the_whole_mesh():
+    experiment = clicks(
+        plan=PlanAuto(devices_per_node=1, network="1gbit"),
+        data=Clicks(rows=(50, 60), num_ids=(1, 1), train_examples=256, test_examples=64),
+        embedding=EmbeddingConfig(places=(("feature01", 1),)),
+    )
+    work, _, _ = auto.prepared(experiment, Trials(experiment), jax.devices()[:2], auto.Start(quiet=True))
+    found = work.tables({"replica": 1, "fsdp": 2, "tensor": 1}, 1e9)
+    assert dict(found.embedding.places)["feature01"] == 1
 
 
 def test_more_tensor_than_a_process_has_devices_is_one_message():

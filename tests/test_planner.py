@@ -6,6 +6,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
+from runs import tiny_experiment
 
 from jaxdl.config import ConfigError
 from jaxdl.embedding import EmbeddingConfig
@@ -17,6 +18,7 @@ from jaxdl.planner.memory import Fit, Parameters, Step, described_layout, fitted
 from jaxdl.planner.search import Cluster, TablesOnMesh, Workload, binding, choices, costed, search
 from jaxdl.planner.steptime import Efficiency, Profile, nodes_that_pay, own_time, parameter_servers, with_exchange
 from jaxdl.planner.tables import Costs
+from jaxdl.planner.trials import Trials
 from jaxdl.planner.workload import _profiles
 from jaxdl.sharding import ShardingConfig
 
@@ -226,7 +228,7 @@ def test_a_tensor_size_that_xla_cannot_compile_is_an_error(monkeypatch):
         raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure\nmore")
 
     monkeypatch.setattr("jaxdl.planner.workload.profile", refused)
-    profiles = _profiles(None, jax.devices(), 4, None, replicas=False)
+    profiles = _profiles(Trials(tiny_experiment()), jax.devices(), 4, None, replicas=False)
     with pytest.raises(ConfigError, match=r"mesh.tensor 2: .*RET_CHECK failure\).*mesh.tensor.1"):
         profiles(2, "", "sharded")
     with pytest.raises(jax.errors.JaxRuntimeError):

@@ -119,6 +119,8 @@ def test_tables_are_placed_around_given_places():
         assert plan.places["t0"] == 3
         assert sorted(plan.places.values()) == [0, 1, 2, 3]
         assert plan.costs == free.costs
+    with pytest.raises(ConfigError, match="place 9 is none of the devices, or nodes, under any scheme"):
+        plan_tables(work, MACHINE, 60e9, EmbeddingConfig(places=(("t0", 9),)))
     with pytest.raises(ConfigError, match="place 4 of 4"):
         plan_tables(work, MACHINE, 60e9, EmbeddingConfig(places=(("t0", 4),)), fixed)
 
@@ -149,7 +151,7 @@ def test_tables_stay_spread_where_no_placement_is_found(monkeypatch):
     def none(*args, **kwargs):
         raise ConfigError("fits on none")
 
-    monkeypatch.setattr("jaxdl.planner.table_places.place", none)
+    monkeypatch.setattr("jaxdl.planner.table_places.devices_of", none)
     work = work_of([1_000_000] * 4)
     plan = plan_tables(work, MACHINE, 60e9, fixed={table.name: TableWise() for table in work.tables})
     assert plan.places == {}

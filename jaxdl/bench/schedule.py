@@ -209,7 +209,8 @@ def figure(found: Mapping[str, Mapping[str, Any]]) -> bytes:
     Args:
       found: exchange -> the result of `as_json`.
     """
-    colors = {"forward": style.FORWARD, "backward": style.BACKWARD, "rest": style.OTHER_KERNELS}
+    colors = {"forward": style.FORWARD, "backward": style.BACKWARD}
+    colors |= dict.fromkeys(("tables", "rest"), style.OTHER_KERNELS)
     chosen = style.looks(list(found))
     inner = any(Axis.REPLICA.value not in message["axes"] for one in found.values() for message in one["messages"])
     rows = ["kernels", *(["inside replicas"] if inner else []), "over replicas"]

@@ -92,7 +92,7 @@ class Timeline:
 
     messages: list[Message]
     spans: list[tuple[float, float, str]]
-    """(begin, end, what) of the kernels: forward, backward or rest."""
+    """(begin, end, what) of the kernels: forward, backward, tables or rest."""
     total_sec: float
     compute_sec: float
 

@@ -38,7 +38,7 @@ from jaxdl.planner.workload import fixed_fields, no_layout, workload_of
 from jaxdl.plans import PlanAuto
 from jaxdl.report import Start
 from jaxdl.run.build import Plan
-from jaxdl.run.planning import Planned
+from jaxdl.run.planning import Planned, check_equal
 
 _LATENCY_US = 20.0
 _PROBED = {"cpu": 2**18, "gpu": 2**23}
@@ -57,6 +57,7 @@ def plan(experiment: Experiment, devices: Sequence[Device], start: Start) -> Pla
         raise no_layout(experiment, fixed, f"{cluster.nodes} nodes of {cluster.gpus_per_node} devices")
 
     def timed(layouts: Sequence[Candidate], what: str) -> list[list[float]]:
+        check_equal([settings_of(one, experiment) for one in layouts])
         with start.doing(f"planning the layout: timing the best {len(layouts)} {what}"):
             plans = {number: layout_plan(experiment, trials, one, devices) for number, one in enumerate(layouts)}
             return list(timed_layouts(plans, found.cluster.device_bytes, ROUNDS).values())
@@ -260,8 +261,8 @@ def _chosen(found: Found, times: Mapping[Choice, Sequence[float]]) -> Found:
     medians = _medians(times)
     if medians and min(medians.values()) == math.inf:
         raise ConfigError(
-            f"--plan auto: all {len(medians)} layouts that should fit need more memory by XLA's plan than a device "
-            f"has, {found.cluster.device_bytes / 1e9:.3g} GB. Take more devices, or a smaller --batch-size."
+            f"--plan auto: all {len(medians)} layouts that should fit need more by XLA's plan than 90 % of a device's "
+            f"memory, {found.cluster.device_bytes / 1e9:.3g} GB. Take more devices, or a smaller --batch-size."
         )
     timed = [one for one in found.candidates if one.choice in times]
     chosen = quickest({one.choice: times[one.choice] for one in timed}) if timed else None

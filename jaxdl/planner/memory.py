@@ -152,7 +152,7 @@ class Memory:
     batch: float
     """Two batches: the next one is there while a step runs."""
     tables: float = 0.0
-    """Embedding tables, their rows' state, and what a lookup needs."""
+    """Embedding tables, their rows' state, and gradients of all rows where there are such."""
 
     @property
     def total(self) -> float:

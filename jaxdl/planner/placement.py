@@ -53,6 +53,21 @@ def place(
 ) -> Placement:
     """The placement of shards with these costs, `[shard]` or `[shard, phase]`, and sizes `[shard]`, in bytes.
 
+    For the arguments, and what it raises, see `devices_of`.
+    """
+    costs, sizes = np.asarray(costs, np.float64).reshape(len(sizes), -1), np.asarray(sizes, np.float64)
+    device = devices_of(costs, sizes, num_devices, memory, given)
+    some = np.array(sorted(given or {}), np.int64)
+    held = _loads(costs[some], device[some], num_devices)
+    bound = max(lower_bound(costs, num_devices, sizes, memory), float(held.max(axis=0).sum()))
+    return Placement(device, makespan(costs, device, num_devices), bound)
+
+
+def devices_of(
+    costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: float, given: Mapping[int, int] | None = None
+) -> np.ndarray:
+    """The device of each shard in the placement of `place`, int64 `[shard]`; no bound is sought, which takes longer.
+
     `memory` is that of each device, in bytes. Shards in `given` stay on the devices given there, and the others are
     placed around them. The same input gives the same placement. Raises ConfigError if a shard is larger than a device,
     or no way was found in which all fit.
@@ -68,8 +83,7 @@ def place(
     held = _held(costs[~free], sizes[~free], device[~free], num_devices, memory)
     if free.any():
         device[free] = _placed(costs[free], sizes[free], num_devices, memory, held)
-    bound = max(lower_bound(costs, num_devices, sizes, memory), float(held.loads.max(axis=0).sum()))
-    return Placement(device, makespan(costs, device, num_devices), bound)
+    return device
 
 
 def _held(costs: np.ndarray, sizes: np.ndarray, device: np.ndarray, num_devices: int, memory: float) -> Held:

@@ -70,7 +70,8 @@ class TablesOnMesh:
     costs: Costs
     """Of a step, with the global batch."""
     others: Callable[[int], Sequence[TablesOnMesh]] = lambda _: ()
-    """Up to so many other choices of schemes that are worth timing beside this one, the best by prediction first."""
+    """Up to so many, and half as many more, other choices of schemes that are worth timing beside this one, the best by
+    prediction first."""
 
 
 PlanTables = Callable[[Mapping[str, int], float], TablesOnMesh]
@@ -212,7 +213,7 @@ def costed(workload: Workload, cluster: Cluster, choice: Choice) -> Candidate:
 
 
 def with_other_tables(workload: Workload, cluster: Cluster, one: Candidate, most: int) -> list[Candidate]:
-    """Up to `most` layouts with other schemes of tables that fit."""
+    """Layouts with other schemes of tables that fit, see `TablesOnMesh.others`."""
     others = one.tables.others(most) if one.tables else ()
     found = [_costed(workload, cluster, one.choice, tables) for tables in others]
     return [candidate for candidate in found if candidate.fits]
@@ -232,7 +233,7 @@ def _costed(workload: Workload, cluster: Cluster, choice: Choice, tables: Tables
     time = with_exchange(own, cost, machine, efficiency, delayed=bool(exchange.delay_steps))
     built = exchange.build(gradients.layout) if choice.replica > 1 else None
     step = Step(choice.sizes, sharding, choice.microbatches, examples, built)
-    table_bytes = costs.device_bytes if costs else 0.0
+    table_bytes = costs.needed_bytes if costs else 0.0
     measured = profile.exchange_bytes if exchange == workload.measured_exchange else None
     need = memory(workload.parameters, profile.temporary, step, workload.example_bytes, table_bytes, measured)
     fits = need.total <= MOST_OF_DEVICE * cluster.device_bytes

@@ -2,8 +2,9 @@
 
 Kernels take their least time by the roofline of the compiled step (`jaxdl.compiler.roofline`), divided by the share of
 it that real ones reach. Messages are those of the compiled step inside a replica, and those of the exchange between
-replicas (`jaxdl.exchange.cost`). What travels while kernels run is not waited for: the exchange beside the backward
-pass of the last micro-batch, messages inside a replica beside all kernels, both up to a share that is given.
+replicas (`jaxdl.exchange.cost`); embedding tables have a model of their own (`jaxdl.planner.tables`). What travels
+while kernels run is not waited for: the exchange beside the backward pass of the last micro-batch, messages inside a
+replica beside all kernels, both up to a share that is given.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class StepTime:
     inner_sec: float
     """Messages inside a replica."""
     slow_sec: float
-    """The exchange between replicas: its messages and its work on the device."""
+    """The exchange between replicas, its messages and its work on the device, and messages of embedding tables."""
     exposed_sec: float
     """The part of both that nothing hides."""
     exposed_slow_sec: float = 0.0

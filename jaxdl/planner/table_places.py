@@ -11,7 +11,7 @@ import numpy as np
 from jaxdl.config import ConfigError
 from jaxdl.embedding import Buffer, EmbeddingConfig, Scheme
 from jaxdl.embedding.traffic import messages
-from jaxdl.planner.placement import place
+from jaxdl.planner.placement import devices_of
 from jaxdl.planner.tables import Workload, device_bytes, with_schemes
 
 
@@ -45,7 +45,7 @@ def _by_cost(buffer: Buffer, work: Workload, given: Mapping[str, int], room: flo
     costs = np.array([[sum(one), len(one)] for one in ids], np.float64)
     sizes = np.array([math.ceil(table.rows / buffer.row_ways) * of_row for table in buffer.tables])
     fixed = {number: given[table.name] for number, table in enumerate(buffer.tables) if table.name in given}
-    return tuple(place(costs, sizes, buffer.num_outer, room, fixed).device.tolist())
+    return tuple(devices_of(costs, sizes, buffer.num_outer, room, fixed).tolist())
 
 
 def _sent(buffer: Buffer, work: Workload) -> int:

@@ -133,9 +133,9 @@ def remarks(plan: TablePlan, memory: float, given: Collection[str] = ()) -> list
     lines = ["a step's tables (between nodes, inside, memory of rows), and the memory of a device:"]
     for name, one in [("the plan", plan.costs), *sorted(plan.alone.items(), key=lambda item: item[1].total_sec)]:
         times = ", ".join(f"{1e3 * x:.3f}" for x in (one.slow_sec, one.inner_sec, one.memory_sec))
-        fits = "" if one.device_bytes <= memory else ", which does not fit"
+        fits = "" if one.needed_bytes <= memory else ", which does not fit"
         lines.append(f"  {name}: {1e3 * one.total_sec:.3f} ms ({times}), {sized(one.device_bytes)}{fits}")
-    fitting = {name: one.total_sec for name, one in plan.alone.items() if one.device_bytes <= memory}
+    fitting = {name: one.total_sec for name, one in plan.alone.items() if one.needed_bytes <= memory}
     fastest = min(fitting, key=lambda name: fitting[name], default=None)
     if fastest is not None and fitting[fastest] < _SLOWER * plan.costs.total_sec:
         times = f"{1e3 * fitting[fastest]:.3f} ms against {1e3 * plan.costs.total_sec:.3f}"
@@ -147,7 +147,7 @@ def remarks(plan: TablePlan, memory: float, given: Collection[str] = ()) -> list
         "the memory of the devices": plan.costs.memory_sec,
     }
     binds = max(parts, key=lambda name: parts[name])
-    full = plan.costs.device_bytes > 0.9 * memory
+    full = plan.costs.needed_bytes > 0.9 * memory
     lines.append(f"what binds: {binds}" + (", and the room for tables is nearly full" if full else ""))
     return lines
 

@@ -43,7 +43,8 @@ _LAYOUT = 32
 """As many tables a layout of any takes."""
 _FEW = 32
 """With more tables than this, not all of their groups by size are tried, and large ones before small ones."""
-_SOLVER_SEC = 20.0
+_SOLVER_NODES = 10_000
+"""Of the tree of HiGHS: no limit in seconds, for all processes must choose alike."""
 _INFEASIBLE = 2
 """The status of `scipy.optimize.milp` for a program without a solution."""
 
@@ -59,7 +60,7 @@ def plan_tables(
 
     The tables in `fixed` have the schemes given there, and those with a place in `base` keep it. The same input gives
     the same plan. Raises ConfigError if the tables fit in no schemes; with given places, or where shards are padded,
-    more may be needed than `memory`: see `Costs.device_bytes`.
+    more may be needed than `memory`: see `Costs.needed_bytes`.
     """
     plan = TableSearch(work, machine, memory, base, fixed).plan()
     without = (base or EmbeddingConfig()).model_copy(update={"schemes": (), "places": ()})
@@ -109,6 +110,11 @@ class TableSearch:
         self.work, self.machine, self.memory, self.fixed = work, machine, memory, dict(fixed or {})
         self._places, self._base = dict(base.places), base.model_copy(update={"schemes": ()})
         self._options = {table.name: self._possible(table) for table in work.tables}
+        for name in (one for one, some in self._options.items() if not some):
+            raise ConfigError(
+                f"--embedding.places {name!r}: place {self._places[name]} is none of the devices, or nodes, under any "
+                "scheme. Count from 0."
+            )
         self._known: dict[tuple[str, ...], tuple[float, int] | None] = {}
         self._work_left = 0
         free = (one for one in work.tables if one.name not in self.fixed)
@@ -132,7 +138,7 @@ class TableSearch:
                 with contextlib.suppress(ConfigError):  # Not every table can be cut in every way.
                     one = self._planned(chosen)
                     known = any(one.schemes == other.schemes for other in (plan, *found, *others))
-                    others += [one] if one.costs.device_bytes <= self.memory and not known else []
+                    others += [one] if one.costs.needed_bytes <= self.memory and not known else []
             found += sorted(others, key=lambda one: one.costs.total_sec)[:number]
         return [plan, *sorted(found, key=lambda one: one.costs.total_sec)]
 
@@ -226,7 +232,7 @@ class TableSearch:
             self._known[key] = None
             with contextlib.suppress(ConfigError):  # Not every table can be cut in every way.
                 found = costs_of(*self._together(kind, names), self.machine)
-                self._known[key] = found.total_sec, found.device_bytes
+                self._known[key] = found.total_sec, found.needed_bytes
         return self._known[key]
 
     def _together(self, kind: str, names: Collection[str]) -> tuple[Workload, EmbeddingConfig]:
@@ -267,11 +273,11 @@ def choose(
         ],
         integrality=np.ones(len(pairs)),
         bounds=scipy.optimize.Bounds(0, 1),
-        options={"time_limit": _SOLVER_SEC, "mip_rel_gap": 1e-4},
+        options={"node_limit": _SOLVER_NODES, "mip_rel_gap": 1e-4},
     )
     if found.x is None and found.status != _INFEASIBLE:
         raise ConfigError(
-            f"the tables: HiGHS found no choice of schemes within {_SOLVER_SEC:g} s ({found.message}). Give some of "
+            f"the tables: HiGHS found no choice of schemes in {_SOLVER_NODES:,} nodes ({found.message}). Give some of "
             "the tables a scheme in the config (EmbeddingConfig.schemes), and the rest is planned around it."
         )
     if found.x is None:
@@ -290,7 +296,7 @@ def share(work: Workload, table: Table, scheme: Scheme, machine: Machine, base: 
     config = with_schemes(base, {table.name: scheme})
     [buffer] = work.buffers(config, [table])
     found = costs_of_buffers([buffer], work.local_batch, config, machine)
-    return found.total_sec / buffer.num_outer, found.device_bytes / buffer.num_outer
+    return found.total_sec / buffer.num_outer, found.needed_bytes / buffer.num_outer
 
 
 def _choices() -> list[Scheme]:

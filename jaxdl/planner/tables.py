@@ -68,10 +68,8 @@ class Workload:
         made = make_buffers(tables, num_ids, config, self.sizes)
         if not self.jagged:
             return made
-        capacity, jagged = (
-            tuple(self.columns[name] for name in num_ids),
-            [is_jagged(self.jagged[name]) for name in num_ids],
-        )
+        capacity = tuple(self.columns[name] for name in num_ids)
+        jagged = [is_jagged(self.jagged[name]) for name in num_ids]
         return tuple(one.with_capacity(capacity, jagged) for one in made)
 
     def ids_of(self, table: Table) -> int:
@@ -93,11 +91,18 @@ class Costs:
     """Bytes that one device sends to other nodes."""
     device_bytes: int
     """Memory of a device for tables and what is kept of their rows; all devices have as much."""
+    gradient_bytes: int = 0
+    """Memory that a step needs besides for gradients of all rows, of tables under schemes that have such."""
 
     @property
     def total_sec(self) -> float:
         """One after the other."""
         return self.inner_sec + self.slow_sec + self.memory_sec
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory of a device for the tables while a step runs."""
+        return self.device_bytes + self.gradient_bytes
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,9 @@ def costs_of_buffers(buffers: Sequence[Buffer], local_batch: int, config: Embedd
             slow, inner = slow + away, inner + inside
             slow_bytes += axis_bytes(one.kind, one.axes, one.num_bytes, buffer.sizes, _SLOW)
         memory += memory_sec(buffer, local_batch, machine)
-    return Costs(inner, slow, memory, slow_bytes, sum(map(device_bytes, buffers)))
+    dense = (one for one in buffers if one.scheme.dense_gradient)
+    gradients = sum(4 * one.local_rows * (one.columns // one.column_ways + 1) for one in dense)  # 1: rows are marked.
+    return Costs(inner, slow, memory, slow_bytes, sum(map(device_bytes, buffers)), gradients)
 
 
 def message_sec(one: Message, sizes: Mapping[str, int], machine: Machine) -> tuple[float, float]:

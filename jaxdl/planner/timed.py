@@ -2,6 +2,7 @@
 
 The kernels of a step are timed on all devices of a process at once, each of them a replica that exchanges nothing: what
 devices share, such as the cores under virtual ones, is shared. What messages take comes from `jaxdl.exchange.probe`.
+Steps of embedding tables have messages in any case: what is predicted of these tables is taken off.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def step_parts(
             wanted = [(1, examples), (1, max(1, examples // 2)), (2, max(1, examples // 2))]
             plans = {one: local_plan(trials, devices, remat or None, *one) for one in dict.fromkeys(wanted)}
             programs = {one: compile_step(plan) for one, plan in plans.items()}
-            most = max(planned_bytes(program) or 0 for program in programs.values())
+            most = agreed(max(planned_bytes(program) or 0 for program in programs.values()), max)
             if examples == 1 and most > device_bytes:
                 raise ConfigError(
                     f"--plan auto: a step of one example with all parameters on a device needs {most / 1e9:.3g} "
@@ -142,7 +143,7 @@ def timed_layouts(plans: Mapping[Name, Plan], device_bytes: float, num_rounds: i
     """
     most = MOST_OF_DEVICE * device_bytes
     programs = {name: compile_step(plan) for name, plan in plans.items()}
-    needed = {name: planned_bytes(program) or 0 for name, program in programs.items()}
+    needed = {name: agreed(planned_bytes(program) or 0, max) for name, program in programs.items()}
     fitting = {name: (plans[name], programs[name]) for name in plans if needed[name] <= most}
     turns = [fitting] if sum(needed[name] for name in fitting) <= most else [{name: fitting[name]} for name in fitting]
     times = {name: [math.inf] for name in plans}

@@ -56,8 +56,8 @@ class Trials:
         changes = dict(changes)
         if isinstance(number := getattr(self.experiment.data, "num_train", None), int):
             changes["data.num_train"] = max(number, changes.get("batch_size", self.experiment.batch_size))
-        if not whole:
-            changes["embedding.cache"] = CacheConfig()
+        if not whole:  # Places are of the whole mesh.
+            changes |= {"embedding.cache": CacheConfig(), "embedding.places": ()}
         rows = None if whole else self._most_rows
         plan = make_plan(self.experiment.replaced(changes), devices, read=self.splits, most_rows=rows)
         train, tables = plan.splits.train, plan.parts.tables

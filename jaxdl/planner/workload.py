@@ -179,6 +179,8 @@ def _profiles(
 
     @functools.cache
     def counted(tensor: int, remat: str, param_sharding: str) -> Profile:
+        # Batches with tables are divided by all devices.
+        least = -(-few // tensor) * tensor if trials.experiment.model.modality == TabularSpec.modality else few
         try:
             return profile(
                 measure,
@@ -186,7 +188,7 @@ def _profiles(
                 most_fsdp=len(devices) // tensor,
                 remat=remat or None,
                 param_sharding=param_sharding,
-                examples=(few, 2 * few),
+                examples=(least, 2 * least),
                 replicas=replicas and 2 * tensor <= len(devices),
             )
         except jax.errors.JaxRuntimeError as error:

@@ -86,7 +86,8 @@ def with_plan(
         return experiment.replaced(earlier.settings), (), earlier
     planner: Planner = import_object(experiment.plan.planner, "the planner")
     planned = planner(experiment if before is None else experiment.replaced({"exchange": before}), found, start)
-    _check_equal(planned)
+    exchange = planned.exchange and planned.exchange.model_dump(mode="json")
+    check_equal([{**planned.settings, "exchange": exchange}])
     exchange = f", exchange {planned.exchange.label}" if planned.exchange is not None else ""
     for number, line in enumerate((described(planned.settings) + exchange, *planned.reasons)):
         start.fact("plan" if number == 0 else "", line)
@@ -139,16 +140,12 @@ def _counted(devices: Mapping[str, Any]) -> str:
     return f"{sum(counts)} devices ({', '.join(devices.get('kinds', []))}) of {len(counts)} processes"
 
 
-def _check_equal(planned: Planned) -> None:
-    """Raises ConfigError, on all processes, unless they have the same plan."""
-    own = {
-        "settings": dict(planned.settings),
-        "exchange": planned.exchange and planned.exchange.model_dump(mode="json"),
-    }
+def check_equal(layouts: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ConfigError, on all processes, unless all have these layouts, each the settings of a plan."""
     wait_for_all()  # One may have compiled for longer than Gloo waits.
-    every = from_each_process(json.dumps(own, sort_keys=True).encode())
+    every = from_each_process(json.dumps(layouts, sort_keys=True).encode())
     if len(set(every)) > 1:
         raise ConfigError(
             "--plan: the processes made different plans, so their devices or programs differ. Give --plan none, with "
-            f"the layout: the first process would have {described(json.loads(every[0])['settings'])}."
+            f"the layout: the first process would have {described(json.loads(every[0])[0])}."
         )
