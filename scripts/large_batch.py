@@ -148,10 +148,17 @@ def tune(args: argparse.Namespace, base: Experiment, variant: Variant) -> dict[f
     if (signum := search([*words, "--sampler", "grid", "--scheduler", "none"], "large_batch.py")) is not None:
         raise SystemExit(128 + signum)
     trials = json.loads((folder / "result.json").read_text())["trials"]
-    for one in trials:
-        if one["state"] == "failed" and not one["reason"].startswith("diverged"):
-            raise ConfigError(f"{folder}: trial {one['number']}: {one['reason']}")
-    return {factor: one["value"] or 0.0 for factor, one in zip(rates, trials, strict=True)}
+    return {factor: outcome(folder, one) for factor, one in zip(rates, trials, strict=True)}
+
+
+def outcome(folder: Path, trial: dict[str, Any]) -> float:
+    """The final accuracy of a trial in result.json, 0 if it diverged. Raises ConfigError if it did not finish."""
+    if trial["state"] == "finished":
+        return trial["value"]
+    if trial["state"] == "failed" and trial["reason"].startswith("diverged"):
+        return 0.0
+    advice = "" if trial["state"] == "failed" else "; the same command resumes it"
+    raise ConfigError(f"{folder}: trial {trial['number']}: {trial['state']}: {trial['reason'].rstrip('.')}{advice}.")
 
 
 def accuracy(workdir: Path, experiment: Experiment) -> dict[str, Any]:

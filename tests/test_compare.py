@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from mistakes import refusal
+from rights import without_rights
 
 import jaxdl
 from jaxdl.compare import config_differences, plot_runs, read_curves, short_names
@@ -66,7 +67,12 @@ def test_last_and_best(runs):
         ("eval/error", {"best": 0.9, "best_step": 2}),  # As the task says.
         ("eval/rank", {"best": None, "best_step": None}),
         ("eval/loss_share", {"best": None, "best_step": None}),
-        ("eval/text/loss", {"best": 0.1, "best_step": 1}),
+        ("eval/loss/wiki", {"best": 0.1, "best_step": 1}),
+        ("eval/loss/accuracy", {"best": 0.1, "best_step": 1}),  # Of a source of that name, and of the next one.
+        ("eval/loss/error", {"best": 0.1, "best_step": 1}),
+        ("eval/bits_per_byte/wiki", {"best": 0.1, "best_step": 1}),
+        ("eval/error/wiki", {"best": 0.9, "best_step": 2}),
+        ("eval/replicas/error", {"best": 0.9, "best_step": 2}),
         ("eval/accuracy_top5", {"best": 0.9, "best_step": 2}),
     ],
 )
@@ -129,6 +135,17 @@ def test_the_command(runs, tmp_path, capsys, monkeypatch):
 def test_mistakes_are_one_message(runs, tmp_path, monkeypatch, capsys, args, words):
     monkeypatch.chdir(tmp_path)
     assert words in refusal(capsys, *args, run=main)
+
+
+def test_folders_that_may_not_be_read_are_left_out_unless_they_are_named(runs, tmp_path, monkeypatch, capsys):
+    closed = tmp_path / "runs" / "closed"
+    closed.mkdir(mode=0o000)
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)  # For folders above may not be searched.
+    with without_rights():
+        main(["runs", "--json"])
+        assert "runs/closed" in refusal(capsys, "runs", "runs/closed", "--json", run=main)
+    closed.chmod(0o700)
 
 
 def test_numbers_that_no_run_writes_are_left_out(runs):

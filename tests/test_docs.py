@@ -44,6 +44,7 @@ from jaxdl.kinds import choices, forgotten, kinds
 from jaxdl.launch import __main__ as launch
 from jaxdl.launch import asynchronous
 from jaxdl.launch.learners import numbered
+from jaxdl.report.directions import HIGHER, LOWER
 from jaxdl.search import command as searching
 from jaxdl.search.config import SearchConfig
 
@@ -319,6 +320,14 @@ def test_the_page_of_files_has_what_a_run_writes(digits_run):
 def test_the_page_of_exit_codes_has_those_of_the_code():
     codes = re.findall(r"^\| (\d+) \|", page("reference/exit-codes.md"), re.M)
     assert {BROKEN, MISTAKE, DIVERGED, HALTED, 0, 1, 130, 143} == {int(code) for code in codes}
+
+
+def test_the_page_of_searches_has_the_metrics_whose_direction_is_known():
+    found = re.search(
+        r"Whether higher is better is known for(.*?)\(lower\)(.*?)\(higher\)", page("howto/search.md"), re.S
+    )
+    assert found
+    assert tuple(tuple(re.findall(r"`(\w+)`", words)) for words in found.groups()) == (LOWER, HIGHER)
 
 
 def test_the_page_of_staged_data_names_every_kind_that_has_files():

@@ -65,9 +65,16 @@ def test_the_table_and_the_picture(tmp_path, capsys):
 
 LENGTHS = """
 import jax, jaxdl
+from jaxdl.kinds import kinds
+from jaxdl.optim import Schedule, Steps
 from jaxdl.search.config import Lengths
 
-lengths = Lengths(jaxdl.load("digits", {"steps": 13, "epochs": None}), [])
+base = jaxdl.load("digits", {"steps": 13, "epochs": None})
+lengths = Lengths(base, [])
+schedules = [kind(milestones_epochs=(0.2, 0.4)) if kind is Steps else kind() for kind in kinds(Schedule).values()]
+assert Steps(milestones_epochs=(0.2, 0.4)) in schedules
+for one in schedules:
+    Lengths(base.replaced({"schedule": one}), []).check([{}])
 jax.config.update("jax_num_cpu_devices", 3)  # An error when JAX has its devices.
 print(lengths.of({}), jax.device_count())
 """
@@ -77,6 +84,18 @@ def test_a_search_leaves_the_devices_to_its_trials():
     """The script trains in this process after it has searched: the search must not have started JAX's devices."""
     done = subprocess.run([sys.executable, "-c", LENGTHS], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "13 3\n", done.stderr
+
+
+def test_only_a_trial_that_finished_or_diverged_has_an_accuracy(tmp_path):
+    def outcome(state, reason="", value=None):
+        return large_batch.outcome(tmp_path, {"number": 3, "state": state, "reason": reason, "value": value})
+
+    assert outcome("finished", value=0.75) == 0.75
+    assert outcome("failed", "diverged: the loss is nan") == 0.0
+    with pytest.raises(jaxdl.ConfigError, match=r"trial 3: to be resumed: halt file; the same call resumes it\.$"):
+        outcome("to be resumed", "halt file")
+    with pytest.raises(jaxdl.ConfigError, match=r"trial 3: failed: x: no such folder\.$"):
+        outcome("failed", "x: no such folder.")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from children import CHILD, child_of, ends
@@ -16,6 +17,7 @@ from jaxdl.search.attempts import Attempts
 from jaxdl.search.driver import Request, Search, check_any
 from jaxdl.search.engines import Job, Processes
 from jaxdl.search.journal import Journal
+from jaxdl.search.report import result
 from jaxdl.search.samplers import Random
 from jaxdl.search.schedulers import PBT, Course, Full, Halving
 from jaxdl.search.show import Shown, table
@@ -138,9 +140,12 @@ def test_a_trial_that_was_halted_waits_and_the_same_command_resumes_it(tmp_path)
     assert trials[1].busy
     assert trials[1].reason == "halt file: stopped at step 4 (lunch)"
     assert any("trial 1: halt file: stopped at step 4 (lunch); the same command resumes" in one for one in said.events)
-    shown = table(Shown(request, course(3), Full()), said.trials, [])
-    assert "to be resumed: halt file: stopped at step 4 (lunch)" in shown.columns[2]._cells
+    shown = Shown(request, course(3), Full())
+    assert "to be resumed: halt file: stopped at step 4 (lunch)" in table(shown, said.trials, []).columns[2]._cells
+    given = SimpleNamespace(workdir=tmp_path)
+    assert "waiting 1 trial, to be resumed by the same command" in command._lines(given, result(request, trials, shown))
     trials, workers, _ = searched(request, Full().policy(course(3)))
+    assert not [one for one in command._lines(given, result(request, trials, shown)) if "waiting" in one]
     assert workers.started == [1]
     assert [(one.state, one.reason) for one in trials] == [("finished", "")] * 3
 
@@ -163,13 +168,21 @@ def test_what_diverged_or_was_refused_stays_failed_and_what_broke_off_is_tried_b
 
 
 @pytest.mark.usefixtures("fast")
-@pytest.mark.parametrize("printed", ["--workdir x is in use: by 1", "--stage-data /disk: No space left on device"])
-def test_a_refusal_that_is_not_of_the_settings_is_not_for_good(tmp_path, printed):
+@pytest.mark.parametrize(
+    ("printed", "passing"),
+    [
+        ("--workdir x is in use: by 1", True),
+        ("--stage-data /disk: No space left on device", True),
+        ("--stage-data: data digits reads no files, so it has no effect. Leave it out.", False),
+        ("--stage-data: the tokens are not in x yet. Prepare them first, with python -m jaxdl.data prepare.", False),
+    ],
+)
+def test_a_refusal_that_is_not_of_the_settings_is_not_for_good(tmp_path, printed, passing):
     request = request_in(tmp_path, retries=1)
     request.log(0).parent.mkdir()
     request.log(0).write_text(f"error: {printed}\n")
     trials, workers, _ = searched(request, Full().policy(course(1)), lambda number, start: 2)
-    assert (trials[0].given_up, workers.started) == (True, [0, 0])
+    assert (trials[0].given_up, workers.started) == (passing, [0, 0] if passing else [0])
 
 
 @pytest.mark.usefixtures("on_command_line")
@@ -233,6 +246,20 @@ def test_a_metric_that_the_first_run_to_end_has_not_stops_the_search_and_fails_n
     assert workers.started == [0, 1, 2, 3]
 
 
+def test_a_metric_that_is_of_neither_training_nor_evaluation_is_one_that_a_run_has(tmp_path):
+    request = request_in(tmp_path, metric="examples_per_sec")
+
+    def end(number, start):
+        request.workdir(number).mkdir(parents=True)
+        (request.workdir(number) / "metrics.jsonl").write_text('{"step": 5, "examples_per_sec": 7.0}\n')
+        return 0
+
+    trials, _, _ = searched(request, Full().policy(course(2)), end)
+    assert [(one.state, one.reason.partition(":")[0]) for one in trials] == [
+        ("failed", "no examples_per_sec at step 9")
+    ] * 2
+
+
 def test_a_later_trial_without_the_metric_fails_and_ends_no_search(tmp_path):
     request = request_in(tmp_path)
 
@@ -263,9 +290,11 @@ def test_trials_save_before_the_search_ends_by_an_error(tmp_path):
 
 
 def test_copies_of_the_data_are_for_trials_and_may_be_elsewhere_next_time(tmp_path):
-    line = ["--config", "digits", "--workdir", str(tmp_path), "--vary", "seed=1,2", "--epochs", "3"]
+    digits = ["--config", "digits", "--workdir", str(tmp_path), "--vary", "seed=1,2", "--epochs", "3"]
+    files = ["--data", "tabular", "--data.train", "a.csv", "--data.test", "b.csv"]
+    line = [*digits, *files]
     given = command.parse_command([*line, "--stage-data", "/local/disk"], "search")
-    assert (given.stage_data, given.words) == ("/local/disk", ("--epochs", "3"))
+    assert (given.stage_data, given.words) == ("/local/disk", ("--epochs", "3", *files))
     assert command.parse_command(line, "search").stage_data is None
     request = request_in(tmp_path, stage_data=given.stage_data)
     trial = Trial(0, {RATE.name: 0.1}, 9)
@@ -275,6 +304,10 @@ def test_copies_of_the_data_are_for_trials_and_may_be_elsewhere_next_time(tmp_pa
     for wrong, message in ((["--stage-data", ""], "empty"), (["--stage-data"], "give one value")):
         with pytest.raises(ConfigError, match=message):
             command.parse_command([*line, *wrong], "search")
+    with pytest.raises(ConfigError, match="data digits reads no files, so it has no effect"):
+        command.parse_command([*digits, "--stage-data", "/local/disk"], "search")
+    varied = [*digits[:4], "--vary", "data=digits,tabular", "--stage-data", "/local/disk"]
+    assert command.parse_command(varied, "search").stage_data == "/local/disk", "some trials may have files"
 
 
 def test_trials_have_names_that_say_which_search_they_are_of(tmp_path):

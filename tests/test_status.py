@@ -1,6 +1,5 @@
 """status.json, the table of runs, and what is kept of failures: files alone, no run."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -10,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from mistakes import refusal
+from rights import without_rights
 from test_floors import in_a_fresh_process
 
 from jaxdl.files import FAILURES_FOLDER, LEASE_FILE, METRICS_FILE, STATUS_FILE, SUMMARY_FILE
@@ -198,19 +198,6 @@ def test_the_tail_of_a_long_file_is_the_end_of_the_whole(tmp_path):
     assert tail_rows(tmp_path / "none") == []
     path.write_text("not a row\n" * 5)
     assert METRICS_FILE in read_row(tmp_path).problem
-
-
-@contextlib.contextmanager
-def without_rights():
-    """Context of a user who is not root: root may read everything."""
-    is_root = os.geteuid() == 0
-    if is_root:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if is_root:
-            os.seteuid(0)
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o100, 0o400], ids=oct)

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
     """Compares the runs. Raises ConfigError."""
     if not options.workdirs:
         raise ConfigError(f"no workdir. Give the folders of two runs or more, such as {PROG} runs/a runs/b.")
-    workdirs = find_workdirs(options.workdirs)
+    workdirs = find_workdirs(options.workdirs, closed=False)
     if len(workdirs) < 2:
         raise ConfigError(f"{' '.join(options.workdirs)}: this is one run, {workdirs[0]}. Give two or more.")
     out = options.out or (None if options.json else DEFAULT_OUT)

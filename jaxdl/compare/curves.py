@@ -69,7 +69,8 @@ class Curves:
     def best(self, metric: str) -> tuple[float, int] | None:
         """(best value of a metric, its step); None where it is not known whether a higher value is better.
 
-        It is known for the best metric of the task, if the config says which that is, and for loss, accuracy, ...
+        It is known for loss, accuracy, ..., and for the best metric of a `Loss`, which the config names; that of other
+        tasks is in their code.
         """
         steps, values = self.points(metric)
         name, mode = self.config.get("task.best_metric"), self.config.get("task.best_mode")

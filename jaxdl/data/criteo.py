@@ -19,7 +19,7 @@ import pydantic
 from jaxdl.config import ConfigError
 from jaxdl.data.clicks import CRITEO_ROWS, NUM_NUMBERS
 from jaxdl.data.codec import import_text
-from jaxdl.data.locks import locked
+from jaxdl.data.locks import locked, saying
 from jaxdl.data.source import Data, Splits
 from jaxdl.data.staging import Stage
 from jaxdl.data.tabular import Feature, TabularSource, TabularSpec
@@ -295,7 +295,7 @@ def _prepare(made: Path, paths: Sequence[Path], say: Any) -> None:
     """Makes the folder, which appears when it is whole; waits for another process that does so. Raises OSError."""
     folder = made.parent
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / f"{made.name}.lock", f"reads examples into {made}") as alone:
+    with locked(folder / f"{made.name}.lock", saying(f"reads examples into {made}")) as alone:
         if made.exists():
             return
         if alone:  # What a killed process left half-written.

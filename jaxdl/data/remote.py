@@ -139,7 +139,7 @@ def expand(pattern: str) -> list[Found]:
         several = glob.has_magic(str(path.parent)) and not path.parent.is_dir()
         with reading(str(path.parent)):
             paths = map(Path, glob.glob(str(path))) if several else _matching(path.parent, path.name)
-            rows = [(one, one.stat()) for one in sorted(paths)]
+            rows = [(one, one.stat()) for one in sorted(paths, key=str)]  # As remote ones.
         found = [Found(str(one), one.name, status.st_size, str(status.st_mtime_ns)) for one, status in rows]
     if not found:
         raise ConfigError(f"{pattern}: no such file.")

@@ -9,20 +9,20 @@ has changed is copied again. Processes of one node wait for each other through a
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
 from jaxdl.config import ConfigError
 from jaxdl.data import remote
+from jaxdl.data.locks import locked
 
 JOURNAL = "copied.jsonl"
 LOCK = ".lock"
@@ -84,7 +84,13 @@ class Stage:
         target = home / (root.rsplit("/", 1)[-1].strip(".") or "data")
         try:
             home.mkdir(parents=True, exist_ok=True)
-            with _locked(home / LOCK, lambda: self._say(f"waiting for another process to copy {target.name}")):
+            waiting = f"waiting for another process to copy {target.name}"
+            with locked(home / LOCK, lambda: self._say(waiting)) as alone:
+                if not alone:
+                    raise ConfigError(
+                        f"--stage-data {self._root}: the disk has no locks, so two processes could copy at once. "
+                        "Choose a folder on a disk of this machine."
+                    )
                 self._bring(home, target, found)
         except remote.Outage as error:
             raise ConfigError(f"--stage-data: {error}. The same command continues the copy.") from None
@@ -206,18 +212,6 @@ def _is_there(path: Path, one: remote.Found, line: Mapping[str, object] | None) 
 
 def _all_files(folder: Path) -> list[Path]:
     return [Path(parent) / name for parent, _, names in os.walk(folder) for name in names]
-
-
-@contextlib.contextmanager
-def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Context with the lock of this file, which ends with the process; calls `waiting` if another has it."""
-    with path.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waiting()
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _size(num_bytes: int) -> str:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxdl.config import ConfigError
-from jaxdl.data.locks import locked
+from jaxdl.data.locks import locked, saying
 from jaxdl.data.shards import MANIFEST, Plan, Shard, TokenStore, finished, write_manifest, write_shard
 
 SMALL_BYTES = 256 << 20
@@ -110,7 +110,7 @@ def _tokenize(plan: Plan, told: Told) -> None:
     """Writes the shards that are missing, and the manifest. Another process that does the same is waited for."""
     try:
         plan.folder.mkdir(parents=True, exist_ok=True)
-        with locked(plan.folder / "lock", f"tokenizes into {plan.folder}") as alone:
+        with locked(plan.folder / "lock", saying(f"tokenizes into {plan.folder}")) as alone:
             if ready(plan):
                 return
             if alone:  # What a killed process left half-written.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pydantic
 
 from jaxdl.config import ConfigError
@@ -175,7 +176,8 @@ class Steps(Schedule, kind="steps"):
                 f"{total_steps / steps_per_epoch:g}. Give others."
             )
         constant = super().build(peak=peak, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
-        milestones = jnp.array([round(one * steps_per_epoch) for one in self.milestones_epochs], jnp.float32)
+        # Of NumPy: one of JAX would start the devices, and a search checks schedules in a process without them.
+        milestones = np.array([round(one * steps_per_epoch) for one in self.milestones_epochs], np.float32)
 
         def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
             passed = jnp.sum(jnp.asarray(step, jnp.float32) >= milestones)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 LOWER = ("loss", "perplexity", "bits_per_byte", "error", "auc_error")
 HIGHER = ("accuracy", "accuracy_top5", "auc", "bleu")
-"""Last words of metrics of which a lower, or a higher, value is better: `loss` is that of `eval/loss`."""
+"""Words of metrics of which a lower, or higher, value is better: `loss` is that of `eval/loss`, `eval/loss/NAME`."""
 
 Best = tuple[str, str]
 """The `best_metric` and the `best_mode`, "max" or "min", of a run's task."""
@@ -13,9 +13,14 @@ Best = tuple[str, str]
 def is_higher_better(metric: str, best: Best | None = None) -> bool | None:
     """Whether a higher value of a column such as eval/accuracy is better; None where that is not known.
 
-    It is known for the best metric of the task, and for the last words in `LOWER` and `HIGHER`.
+    It is known for the best metric of the task, and for the words in `LOWER` and `HIGHER`. The first such word counts:
+    what follows is the name of a source of a mixture, which may be any.
     """
-    if best is not None and metric.partition("/")[2] == best[0]:
-        return best[1] == "max"
-    last = metric.rpartition("/")[2]
-    return last in HIGHER if last in HIGHER + LOWER else None
+    words = metric.split("/")
+    words = words[1:] or words
+    for place, word in enumerate(words):
+        if best is not None and f"{'/'.join(words[place:])}/".startswith(f"{best[0]}/"):
+            return best[1] == "max"
+        if word in HIGHER + LOWER:
+            return word in HIGHER
+    return None

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from jaxdl.cluster import BROKEN, exits
 from jaxdl.config import ConfigError, differences
+from jaxdl.data import Data, Stage
 from jaxdl.errors import print_out
 from jaxdl.experiment import LENGTH, Experiment, identity, load_experiment
 from jaxdl.files import SEARCH_FILE
@@ -24,7 +25,7 @@ from jaxdl.search.driver import Request, Search, check_any
 from jaxdl.search.journal import Journal, check_optuna, has_values
 from jaxdl.search.report import result, write_report
 from jaxdl.search.schedulers import Course
-from jaxdl.search.show import Display, Lines, Shown
+from jaxdl.search.show import RESUMABLE, Display, Lines, Shown
 from jaxdl.search.space import Setting, parse_settings
 from jaxdl.startup import example_config, find_config, no_config
 from jaxdl.status.rows import MARKS
@@ -105,9 +106,17 @@ def parse_command(args: Sequence[str], prog: str) -> Given:
     config = str(path.absolute()) + (f":{function}" if function != "config" else "")
     experiment = parse(load_experiment(values["config"]), words)
     stage_data = values.get("stage-data")
-    if stage_data is not None and not stage_data.strip():
-        raise ConfigError("--stage-data '': empty. Give a folder on the disk of each node, or leave it out.")
+    if stage_data is not None:
+        _check_staged(stage_data, search, experiment)
     return Given(config, Path(values["workdir"]), search, experiment, tuple(words), as_json, stage_data)
+
+
+def _check_staged(folder: str, search: SearchConfig, experiment: Experiment) -> None:
+    """Raises ConfigError for no folder, and for data without files, which each trial would refuse."""
+    stage = Stage(folder)
+    varies = any(one.partition("=")[0] == "data" for one in search.vary)
+    if not varies and type(experiment.data).staged is Data.staged:
+        experiment.data.staged(stage)
 
 
 _PLAIN = ("--config", "--workdir", "--stage-data", "--json")
@@ -260,6 +269,8 @@ def _finish(given: Given, request: Request, journal: Journal, shown: Shown) -> N
 def _lines(given: Given, found: Mapping[str, Any]) -> list[str]:
     """The result in a few lines."""
     lines = [f"trials  {found['num_trials']} ({found['num_failed']} failed), {found['trained_steps']:,} steps in all"]
+    if waiting := sum(one["state"] == RESUMABLE for one in found["trials"]):
+        lines.append(f"waiting {waiting} trial{'s' * (waiting > 1)}, to be resumed by the same command")
     if found["best"] is not None:
         best = found["best"]
         lines += [

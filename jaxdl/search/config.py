@@ -40,7 +40,8 @@ class SearchConfig(Config):
     """What is compared: evaluation/accuracy, or any column of metrics.jsonl; None: the task's best metric."""
     direction: Literal["maximize", "minimize"] | None = None
     """Whether a higher or a lower metric is better. None: as the task says of its best metric; lower for loss,
-    perplexity, bits_per_byte and error, higher for accuracy, auc and bleu; required for others."""
+    perplexity, bits_per_byte, error and auc_error, higher for accuracy, accuracy_top5, auc and bleu; required for
+    others."""
     trials: int | None = pydantic.Field(default=None, ge=1)
     """How many trials are started in all; of a population its size. None: the whole grid of --sampler grid."""
     parallel: int = pydantic.Field(default=1, ge=1)

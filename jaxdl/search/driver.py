@@ -25,7 +25,7 @@ from jaxdl.search.samplers import Proposal, Sampler
 from jaxdl.search.schedulers import Action, Clone, New, Policy, Promote
 from jaxdl.search.space import Setting, shown, words_of
 from jaxdl.search.trial import Direction, Trial
-from jaxdl.search.workdirs import copy_workdir, is_free, metrics_of, value_at, why_failed, why_halted
+from jaxdl.search.workdirs import copy_workdir, is_free, metrics_of, rows, value_at, why_failed, why_halted
 
 LOGS_FOLDER, PROGRAMS_FOLDER = "logs", "programs"
 PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
@@ -267,7 +267,8 @@ class Search:
         value, reason = value_at(workdir, metric, trial.target)
         if value is None:
             known = metrics_of(workdir)
-            if known and metric not in known and not any(one.values for one in self.journal.trials()):
+            has_it = any(metric in row for row in rows(workdir))
+            if known and not has_it and not any(one.values for one in self.journal.trials()):
                 raise ConfigError(
                     f"--metric {metric}: trial {trial.number}, the first to end, has no such metric, so no run has. "
                     f"Give one of its metrics, and the search goes on with its trials: {', '.join(known)}."
@@ -288,9 +289,7 @@ class Search:
             self.journal.note(number, why_halted(self.request.workdir(number)))
             self.shows.event(f"trial {number}: {self.journal.trials()[number].reason}; the same command resumes it")
             return
-        # A mistake that is none of the trial's settings: its folder is in use, or copies of the data find no room.
-        passing = code == MISTAKE and ("is in use: " in reason or reason.startswith("--stage-data"))
-        if code in (DIVERGED, MISTAKE) and not passing:
+        if code in (DIVERGED, MISTAKE) and not (code == MISTAKE and _is_passing(reason)):
             self._fail(trial, reason if code == MISTAKE else f"{_DIVERGED}{reason}")
             return
         pause_sec = self._attempts.again(number)
@@ -305,6 +304,12 @@ class Search:
     def _fail(self, trial: Trial, reason: str) -> None:
         self.journal.fail(trial.number, reason)
         self.shows.event(f"trial {trial.number} failed: {reason}")
+
+
+def _is_passing(reason: str) -> bool:
+    """Whether a mistake is none of the trial's settings: its folder is in use, or copies of the data find no room."""
+    lasting = "has no effect" in reason or "Prepare them first" in reason
+    return "is in use: " in reason or (reason.startswith("--stage-data") and not lasting)
 
 
 def check_any(trials: Sequence[Trial]) -> None:

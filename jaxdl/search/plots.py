@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _GOOD, _POOR = "#0072b2", "#d7dbe2"
-"""The colours of the best and the worst trial of those that are compared."""
+"""The colours of the best and the worst trial."""
 
 
 def history(trials: Sequence[Trial], request: Request) -> bytes | None:

@@ -20,6 +20,8 @@ from jaxdl.search.trial import Trial, best, rank
 from jaxdl.search.workdirs import last_step
 
 REFRESH_SEC = 1.0
+RESUMABLE = "to be resumed"
+"""In place of the state of a trial that has to train on and does not train."""
 _MOST_ROWS = 30
 _MOST_CHARACTERS = 60
 
@@ -44,7 +46,7 @@ def state_of(trial: Trial, running: Sequence[int]) -> str:
     if trial.number in running:
         return "training"
     if trial.state == "open":
-        return "to be resumed" if trial.busy else "waits"
+        return RESUMABLE if trial.busy else "waits"
     return trial.state
 
 

@@ -61,8 +61,10 @@ class Row:
     """What could not be read, if anything."""
 
 
-def find_workdirs(given: Sequence[str]) -> list[Path]:
+def find_workdirs(given: Sequence[str], *, closed: bool = True) -> list[Path]:
     """The workdirs that are named by folders, folders of workdirs (`DEPTH` deep) and glob patterns, each once, sorted.
+
+    With `closed` also folders inside that may not be read.
 
     Raises ConfigError for a name of nothing, and for folders without any workdir.
     """
@@ -71,25 +73,29 @@ def find_workdirs(given: Sequence[str]) -> list[Path]:
         paths = [Path(name)] if os.path.exists(name) else [Path(one) for one in glob.glob(name)]
         if not name.strip() or not paths:
             raise ConfigError(f"{name or repr('')}: there is no such folder. Give workdirs, or folders of workdirs.")
-        inside = [one for path in sorted(paths) for one in _inside(path, DEPTH)]
+        inside = [one for path in sorted(paths) for one in _inside(path, DEPTH, closed)]
         if not inside:
             raise ConfigError(f"{name}: there is no run in it, nor in its folders. Give workdirs, or folders of them.")
         found |= dict.fromkeys(inside)
     return sorted(found)
 
 
-def _inside(folder: Path, depth: int) -> Iterator[Path]:
-    """The workdirs in a folder, and folders that may not be read: their rows say so."""
+def _inside(folder: Path, depth: int, closed: bool) -> Iterator[Path]:
+    """The workdirs in a folder, and folders that may not be read: their rows say so.
+
+    Without `closed` only the folder itself is among the latter.
+    """
     try:
         if any((folder / mark).exists() for mark in MARKS):
             yield folder
             return
         inner = [] if not depth else sorted(one.path for one in os.scandir(folder) if _is_searched(one))
     except OSError:
-        yield folder
+        if closed or depth == DEPTH:
+            yield folder
         return
     for path in inner:
-        yield from _inside(Path(path), depth - 1)
+        yield from _inside(Path(path), depth - 1, closed)
 
 
 def _is_searched(entry: os.DirEntry[str]) -> bool:
