@@ -7,7 +7,8 @@ import pytest
 
 from jaxdl.bench.placement import INSTANCES, instance
 from jaxdl.config import ConfigError
-from jaxdl.planner.placement import by_cost, by_size, largest_differencing, lower_bound, makespan, place
+from jaxdl.planner.placement import by_cost, by_size, largest_differencing, makespan, place
+from jaxdl.planner.placement_bound import lower_bound
 
 
 def best(costs, sizes, devices, memory, given=None):

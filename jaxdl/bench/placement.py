@@ -17,7 +17,8 @@ from rich.console import Console
 
 from jaxdl.bench.shared import check_options, make_table, write_json
 from jaxdl.options import parse_options
-from jaxdl.planner.placement import by_cost, by_size, largest_differencing, lower_bound, makespan, place
+from jaxdl.planner.placement import by_cost, by_size, largest_differencing, makespan, place
+from jaxdl.planner.placement_bound import lower_bound
 
 INSTANCES = (
     (100, 8, 1.2), (100, 8, 1.05), (300, 16, 1.2), (300, 16, 1.05), (300, 16, 1.02), (1000, 64, 1.2), (1000, 64, 1.03),
