@@ -1,4 +1,4 @@
-"""Below which makespan no placement of shards is: what the placements of `jaxdl.planner.placement` are compared with."""
+"""The makespan that no placement of shards is below: what those of `jaxdl.planner.placement` are compared with."""
 
 from __future__ import annotations
 
