@@ -60,7 +60,7 @@ def test_costs_with_values_and_lengths_are_those_of_the_compiled_program(kind):
     here = dataclasses.replace(work(), jagged=features)
     assert (here.columns["many"], here.ids_of(TABLES[1])) == (2, 3 * 32)
     config = with_schemes(EmbeddingConfig(), under_one(here, kinds(Scheme)[kind]()))
-    predicted, counted = slow_bytes(work(), config, tuple(features.values()))
+    predicted, counted = slow_bytes(here, config)
     assert costs_of(here, config, machine()).slow_bytes == predicted == counted > 0
     assert (predicted < predicted_bytes(work(), config)) == (kind != "data_parallel")
     [alone] = here.buffers(config, TABLES[1:2])

@@ -12,9 +12,10 @@ what the planner's model says of its messages on the links as they were probed.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,8 @@ def main(args: list[str]) -> None:
     if command.batch_size % count:
         raise ConfigError(f"--batch-size {command.batch_size}: it cannot be split over {count} devices.")
     if command.rates:
+        if command.jagged:
+            raise ConfigError("--jagged: with --rates ids are in columns. Give one of both.")
         _time_steps(command)
         return
     for option, given in (
@@ -180,15 +183,17 @@ def workload(command: EmbeddingBench) -> Workload:
         for i, count in enumerate(rows)
     )
     num_ids = {f"feature{i:02d}": count for i, count in enumerate(CRITEO_NUM_IDS)}
+    jagged = {one.name: one for one in jagged_features()} if command.jagged else {}
+    means = [jagged[name].mean_ids or count if jagged else count for name, count in num_ids.items()]
     distinct = {
-        table.name: distinct_rows(table.rows, count * command.batch_size // command.nodes, command.skew)
-        for table, count in zip(tables, CRITEO_NUM_IDS, strict=True)
+        table.name: distinct_rows(table.rows, int(mean * command.batch_size // command.nodes), command.skew)
+        for table, mean in zip(tables, means, strict=True)
     }
     sizes = {axis.value: 1 for axis in Axis} | {
         Axis.REPLICA.value: command.nodes,
         Axis.FSDP.value: command.gpus_per_node,
     }
-    return Workload(tables, num_ids, distinct, command.batch_size, sizes)
+    return Workload(tables, num_ids, distinct, command.batch_size, sizes, jagged)
 
 
 def measure(command: EmbeddingBench) -> tuple[list[Row], Counter[str]]:
@@ -201,9 +206,9 @@ def measure(command: EmbeddingBench) -> tuple[list[Row], Counter[str]]:
     configs = {name: with_schemes(base, under_one(work, classes[name]())) for name in classes if name in plan.alone}
     costs = dict(plan.alone) | {PLAN: plan.costs}
     configs[PLAN] = plan.config(base)
-    features = jagged_features(command) if command.jagged else ()
-    sent = {name: slow_bytes(work, config, features) for name, config in configs.items()}
-    in_columns = {name: predicted_bytes(work, config) for name, config in configs.items()}
+    sent = {name: slow_bytes(work, config) for name, config in configs.items()}
+    columns = dataclasses.replace(work, jagged={})
+    in_columns = {name: predicted_bytes(columns, config) for name, config in configs.items()}
     rows = [
         Row(
             name,
@@ -218,41 +223,33 @@ def measure(command: EmbeddingBench) -> tuple[list[Row], Counter[str]]:
     return rows, Counter(one.kind for one in plan.schemes.values())
 
 
-def jagged_features(command: EmbeddingBench) -> tuple[Feature, ...]:
-    """The features of the options with the statistics of made-up jagged clicks."""
+def jagged_features() -> tuple[Feature, ...]:
+    """The features with the statistics of made-up jagged clicks."""
     data = Clicks(num_ids=CRITEO_NUM_IDS, jagged=True, train_examples=1, test_examples=2)
     return data.build().train.spec.id_features()
 
 
-def predicted_bytes(work: Workload, config: EmbeddingConfig, features: Sequence[Feature] = ()) -> float:
-    """Bytes that one device sends to other nodes in a step, with values and lengths of ids if there are `features`."""
-    return _predicted(_tables(work, config, features), work)
+def predicted_bytes(work: Workload, config: EmbeddingConfig) -> float:
+    """Bytes that one device sends to other nodes in a step."""
+    return sum(
+        axis_bytes(one.kind, one.axes, one.num_bytes, work.sizes, Axis.REPLICA.value)
+        for buffer in work.buffers(config)
+        for one in messages(buffer, work.local_batch, config.forward_wire, config.backward_wire)
+    )
 
 
-def slow_bytes(work: Workload, config: EmbeddingConfig, features: Sequence[Feature] = ()) -> tuple[float, float]:
+def slow_bytes(work: Workload, config: EmbeddingConfig) -> tuple[float, float]:
     """(`predicted_bytes`, the bytes that are counted in the compiled program)."""
-    tables = _tables(work, config, features)
+    devices = jax.devices()[: math.prod(work.sizes.values())]
+    mesh = Mesh(np.array(devices).reshape(tuple(work.sizes.values())), tuple(work.sizes))
+    jagged = tuple(work.jagged[name] for name in work.num_ids) if work.jagged else ()
+    tables = Tables(work.tables, work.num_ids, config, mesh, jagged)
     text = compiled_step(tables, work.batch_size, sum(work.num_ids.values()))
     counted = sum(
         axis_bytes(kind, axes, num_bytes, work.sizes, Axis.REPLICA.value)
         for kind, axes, num_bytes in usual_collectives(text, work.sizes)
     )
-    return _predicted(tables, work), counted
-
-
-def _tables(work: Workload, config: EmbeddingConfig, features: Sequence[Feature]) -> Tables:
-    devices = jax.devices()[: math.prod(work.sizes.values())]
-    mesh = Mesh(np.array(devices).reshape(tuple(work.sizes.values())), tuple(work.sizes))
-    return Tables(work.tables, work.num_ids, config, mesh, features)
-
-
-def _predicted(tables: Tables, work: Workload) -> float:
-    capacity, config = next(iter(tables.buckets(work.batch_size)), None), tables.config
-    return sum(
-        axis_bytes(one.kind, one.axes, one.num_bytes, work.sizes, Axis.REPLICA.value)
-        for buffer in tables.buffers_for(capacity)
-        for one in messages(buffer, work.local_batch, config.forward_wire, config.backward_wire)
-    )
+    return predicted_bytes(work, config), counted
 
 
 def compiled_step(tables: Tables, batch_size: int, num_ids: int) -> str:
