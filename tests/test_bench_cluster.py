@@ -263,6 +263,7 @@ def test_a_host_that_ends_is_named_with_what_it_said():
 
 
 @pytest.mark.slow
+@pytest.mark.long("two emulated hosts compile and time five variants of a run")
 def test_the_cluster_is_measured(tmp_path):
     if os.geteuid() != 0 or not sys.platform.startswith("linux") or not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("needs root on Linux with iproute2: it makes network namespaces")
