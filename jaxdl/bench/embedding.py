@@ -34,7 +34,7 @@ from jaxdl.compiler import hlo
 from jaxdl.config import ConfigError
 from jaxdl.data import CRITEO_NUM_IDS, CRITEO_ROWS, Clicks, Feature
 from jaxdl.embedding import ROWS, EmbeddingConfig, Scheme, Table, Tables
-from jaxdl.embedding.traffic import axis_bytes, messages
+from jaxdl.embedding.traffic import axis_bytes, messages, sent_bytes
 from jaxdl.embedding.wire import WireType
 from jaxdl.kinds import kinds
 from jaxdl.launch.netns import check_possible, parse_rate
@@ -231,11 +231,12 @@ def jagged_features() -> tuple[Feature, ...]:
 
 def predicted_bytes(work: Workload, config: EmbeddingConfig) -> float:
     """Bytes that one device sends to other nodes in a step."""
-    return sum(
-        axis_bytes(one.kind, one.axes, one.num_bytes, work.sizes, Axis.REPLICA.value)
+    found = [
+        one
         for buffer in work.buffers(config)
         for one in messages(buffer, work.local_batch, config.forward_wire, config.backward_wire)
-    )
+    ]
+    return sent_bytes(found, work.sizes, Axis.REPLICA.value)
 
 
 def slow_bytes(work: Workload, config: EmbeddingConfig) -> tuple[float, float]:

@@ -11,16 +11,14 @@ from rich.console import Console
 from jaxdl.bench.shared import make_table, write_json
 from jaxdl.config import ConfigError
 from jaxdl.data import TabularSpec
-from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig
 from jaxdl.planner.h100 import DEVICE, NUM_DEVICES, compile_step, h100_devices
 from jaxdl.planner.machine import nominal_machine
 from jaxdl.planner.memory import sharding_of
 from jaxdl.planner.search import Candidate, Choice, Cluster, Workload, costed, divisors
-from jaxdl.planner.trial import planned_bytes, stand_in
+from jaxdl.planner.trial import planned_bytes
 from jaxdl.planner.trials import Trials
 from jaxdl.planner.workload import workload_of
-from jaxdl.run.build import make_plan
 
 if TYPE_CHECKING:
     from jaxdl.bench.planner import PlannerBench
@@ -55,10 +53,11 @@ def compare_memory(command: PlannerBench, console: Console) -> None:
     cluster = Cluster(1, NUM_DEVICES, machine, float(DEVICE["device_memory_size"]))
     if experiment.model.modality == TabularSpec.modality:
         raise ConfigError(f"model {experiment.model.kind}: the memory of tables is measured by `bench embedding`.")
-    work = workload_of(experiment, Trials(experiment), h100_devices(1, NUM_DEVICES), 1, replicas=True)
+    trials = Trials(experiment)
+    work = workload_of(experiment, trials, h100_devices(1, NUM_DEVICES), 1, replicas=True)
     rows = []
     for one in layouts(work, cluster)[: command.layouts or None]:
-        found = _compiled_bytes(experiment, one)
+        found = _compiled_bytes(trials, one)
         c = one.choice
         rows.append(
             Row(
@@ -126,20 +125,17 @@ def _fitting(
     return found
 
 
-def _compiled_bytes(experiment: Experiment, one: Candidate) -> float:
+def _compiled_bytes(trials: Trials, one: Candidate) -> float:
     """What XLA plans for the step of a layout."""
     c = one.choice
     changes = {
         "mesh": MeshConfig(replica=c.replica, fsdp=c.fsdp, tensor=c.tensor),
         "step.microbatches": c.microbatches,
-        "sharding": sharding_of(experiment.sharding, c.param_sharding),
+        "sharding": sharding_of(trials.experiment.sharding, c.param_sharding),
         "exchange": one.exchange,
     }
     changes |= {"model.remat": c.remat} if c.remat else {}
-    resident = stand_in(experiment)
-    if getattr(resident.data, "num_train", experiment.batch_size) < experiment.batch_size:
-        changes["data.num_train"] = experiment.batch_size
-    plan = make_plan(resident.replaced(changes), h100_devices(c.replica, NUM_DEVICES // c.replica))
+    plan = trials.plan(changes, h100_devices(c.replica, NUM_DEVICES // c.replica), whole=True)
     found = planned_bytes(compile_step(plan))
     assert found is not None, "XLA plans memory for GPUs"
     return float(found)

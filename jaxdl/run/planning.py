@@ -86,8 +86,7 @@ def with_plan(
         return experiment.replaced(earlier.settings), (), earlier
     planner: Planner = import_object(experiment.plan.planner, "the planner")
     planned = planner(experiment if before is None else experiment.replaced({"exchange": before}), found, start)
-    exchange = planned.exchange and planned.exchange.model_dump(mode="json")
-    check_equal([{**planned.settings, "exchange": exchange}])
+    check_equal([{**planned.settings, "exchange": planned.exchange and planned.exchange.model_dump(mode="json")}])
     exchange = f", exchange {planned.exchange.label}" if planned.exchange is not None else ""
     for number, line in enumerate((described(planned.settings) + exchange, *planned.reasons)):
         start.fact("plan" if number == 0 else "", line)
