@@ -9,7 +9,7 @@ import pytest
 
 from jaxdl.bench import __main__ as bench
 from jaxdl.bench import select
-from jaxdl.collectives.select import METHODS, has_triton
+from jaxdl.collectives.select import KERNELS, METHODS
 from jaxdl.config import ConfigError
 from jaxdl.planner.h100 import h100_mesh
 
@@ -81,6 +81,6 @@ def test_no_sort_and_few_kernels_are_compiled_for_gpus(tmp_path, capsys):
     bench.main(["select", "--hlo", "h100", "--num-elements", "100000", "--json", str(path)])
     assert "lax.top_k" in capsys.readouterr().out
     programs = json.loads(path.read_text())["programs"]
-    if has_triton():
+    if KERNELS.used():
         assert max(programs[method]["kernels"] for method in ("exact", "threshold")) <= 12
     assert programs["mstopk"]["temp_bytes"] < 4 * 100_000

@@ -16,7 +16,7 @@ from test_select import best, bits_of, nasty_inputs
 from test_sharding import TEXT
 
 from jaxdl.bench import select as bench_select
-from jaxdl.collectives import kernels, select
+from jaxdl.collectives import kernels, own_kernels, select
 from jaxdl.collectives.blocks import block_width
 from jaxdl.collectives.compact import COARSE_BITS, KEY_BITS
 from jaxdl.compiler import hlo
@@ -80,8 +80,7 @@ def on_a_gpu(monkeypatch):
         )
 
     yield pretend
-    select.kernels_work.cache_clear()
-    select._agreed.clear()
+    select.KERNELS.forget()
 
 
 @pytest.fixture
@@ -96,7 +95,7 @@ def two_hosts(on_a_gpu, monkeypatch):
     on_a_gpu(compute_capability="9.0")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(kernels, "select_rightly", lambda: True)
-    monkeypatch.setattr(select, "from_each_process", exchanged)
+    monkeypatch.setattr(own_kernels, "from_each_process", exchanged)
     return answers, sent
 
 
@@ -109,14 +108,14 @@ def test_where_they_are_lowered(on_a_gpu, monkeypatch):
     ):  # fmt: skip
         monkeypatch.setenv("JAXDL_SELECTION", route)
         on_a_gpu(compute_capability=capability)
-        assert select.has_triton() == served
+        assert select.KERNELS.used() == served
     assert CALL not in lowered("exact")
     monkeypatch.setenv("JAXDL_SELECTION", "auto")
     on_a_gpu()
-    assert not select.has_triton()  # Of an unknown capability.
+    assert not select.KERNELS.used()  # Of an unknown capability.
     monkeypatch.setenv("JAXDL_SELECTION", "cub")
     with pytest.raises(ValueError, match="JAXDL_SELECTION=cub"):
-        select.has_triton()
+        select.KERNELS.used()
 
 
 @needs_no_gpu
@@ -132,13 +131,13 @@ def test_they_are_tried_first_on_a_gpu(on_a_gpu, small_programs, monkeypatch):
     assert lowered("threshold", n=99_000).count(CALL) == 8  # Tried in the middle of lowering, once.
     assert lowered("exact", n=99_000).count(CALL) == 8
     assert tried == [True]
-    select.kernels_work.cache_clear()
+    select.KERNELS.forget()
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "largest_by_kernels", lambda x, k, leading, interpret: jnp.arange(k))
         with pytest.warns(UserWarning, match="give wrong results on this NVIDIA H100.*JAXDL_SELECTION=xla"):
             assert CALL not in lowered("exact", n=98_000)
     assert tried == [True, False]
-    select.kernels_work.cache_clear()
+    select.KERNELS.forget()
     monkeypatch.setattr(kernels, "select_rightly", lambda: jnp.zeros(2) @ jnp.zeros(3))
     with pytest.warns(UserWarning, match=r"do not run \(TypeError: "):
         assert CALL not in lowered("exact", n=97_000)
@@ -149,18 +148,18 @@ def test_several_processes_agree_before_they_lower(two_hosts, monkeypatch):
     answers, sent = two_hosts
     assert CALL not in lowered("exact", n=96_000)
     assert not sent, "a process that lowers alone would wait for the others"
-    select.agree_on_kernels()
-    select.agree_on_kernels()
+    select.KERNELS.agree()
+    select.KERNELS.agree()
     assert lowered("exact", n=95_000).count(CALL) == 8
     monkeypatch.setenv("JAXDL_SELECTION", "xla")
-    assert select.has_triton(), "the programs of all processes must stay the same"
+    assert select.KERNELS.used(), "the programs of all processes must stay the same"
     assert sent == [b"yes"]
-    select._agreed.clear()
+    select.KERNELS.forget()
     answers[:] = [b"no"]
     monkeypatch.setenv("JAXDL_SELECTION", "auto")
     with pytest.warns(UserWarning, match="not used on another host"):
-        select.agree_on_kernels()
-    assert not select.has_triton()
+        select.KERNELS.agree()
+    assert not select.KERNELS.used()
 
 
 @needs_no_gpu
@@ -175,9 +174,9 @@ def test_a_process_without_the_kernels_answers_too(two_hosts, on_a_gpu, monkeypa
     else:
         monkeypatch.setattr(kernels, "select_rightly", lambda: False)
     with pytest.warns(UserWarning, match="wrong results") if why == "trial" else contextlib.nullcontext():
-        select.agree_on_kernels()
+        select.KERNELS.agree()
     assert two_hosts[1] == [b"no"]
-    assert not select.has_triton()
+    assert not select.KERNELS.used()
 
 
 @pytest.mark.parametrize(("own", "other"), [("cub", b"yes"), ("auto", b"JAXDL_SELECTION=cub: no such")])
@@ -185,7 +184,7 @@ def test_a_wrong_word_on_one_host_ends_all(two_hosts, monkeypatch, own, other):
     two_hosts[0][:] = [other]
     monkeypatch.setenv("JAXDL_SELECTION", own)
     with pytest.raises(ConfigError, match="JAXDL_SELECTION=cub"):
-        select.agree_on_kernels()
+        select.KERNELS.agree()
     assert len(two_hosts[1]) == 1
 
 

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from jaxdl.bench.shared import check_options, make_table, time_in_turns, write_json
 from jaxdl.collectives.compact import KEY_BITS
-from jaxdl.collectives.select import LEADING, METHODS, has_triton, on_gpu, select_top_k
+from jaxdl.collectives.select import KERNELS, LEADING, METHODS, on_gpu, select_top_k
 from jaxdl.compiler import hlo
 from jaxdl.config import ConfigError
 from jaxdl.options import parse_options
@@ -70,7 +70,7 @@ def main(args: list[str]) -> None:
     else:
         (times, right), recalls = measure(command), measure_recall(command)
         device = jax.devices()[0].device_kind
-        own = jax.default_backend() == "gpu" and has_triton()
+        own = jax.default_backend() == "gpu" and KERNELS.used()
         result |= {"device": device, "own_kernels": own, "seconds": times, "right": right, "recall": recalls}
         console.print(times_table(command, times, device))
         wrong = [side for side, is_right in right.items() if not is_right]

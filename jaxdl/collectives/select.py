@@ -9,11 +9,7 @@ counting pass), `block` twice, `mstopk` a few times. Nothing larger than n/8 is 
 from __future__ import annotations
 
 import functools
-import importlib
-import os
-import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, get_args
 
 import jax
@@ -21,12 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
-from jaxdl.cluster.agree import from_each_process
 from jaxdl.collectives.blocks import largest_of_blocks, two_stages
 from jaxdl.collectives.compact import COARSE_BITS, KEY_BITS, magnitudes
 from jaxdl.collectives.mstopk import mstopk
+from jaxdl.collectives.own_kernels import OwnKernels
 from jaxdl.collectives.primitive import Result, alike, define, key_bits
-from jaxdl.errors import ConfigError
 
 Method = Literal["exact", "threshold", "mstopk", "block"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -35,8 +30,6 @@ LEADING: dict[str, int] = {"exact": KEY_BITS, "threshold": COARSE_BITS}
 """How many bits of |x| the methods compare that differ in this alone."""
 SMALL = 2048
 """On a CPU, so few entries are sorted: the time is in compiling."""
-_agreed: list[bool] = []
-"""What `agree_on_kernels` found; empty before."""
 
 
 def select_top_k(
@@ -110,108 +103,29 @@ on_cpu: Callable[..., tuple[jax.Array]] = functools.partial(select_indices, comp
 on_gpu: Callable[..., tuple[jax.Array]] = functools.partial(select_indices, compare=True)
 
 
+def rightly() -> bool:
+    """Whether the kernels select right on this process's GPU; imports Pallas first."""
+    from jaxdl.collectives import kernels
+
+    return kernels.select_rightly()
+
+
+KERNELS = OwnKernels(
+    "JAXDL_SELECTION",
+    "the kernels that select entries",
+    "the slower selection of XLA is used, with the same results",
+    rightly,
+)
+
+
 def on_cuda(x: jax.Array, bits: jax.Array, *, k: int, method: Method, **settings: Any) -> tuple[jax.Array]:
     """`on_gpu`, but `exact` and `threshold` by a few kernels of our own where these work."""
-    if method in LEADING and has_triton():
+    if method in LEADING and KERNELS.used():
         from jaxdl.collectives import kernels
 
         if kernels.fits(x.size, k):
             return (kernels.largest_by_kernels(x, k, LEADING[method]),)
     return on_gpu(x, bits, k=k, method=method, **settings)
-
-
-def has_triton() -> bool:
-    """Whether the selection on GPUs is by XLA's Triton.
-
-    By default it is on GPUs of compute capability 9 (Hopper) or later where `kernels_work`; and where no GPU is, to
-    compile for some. `JAXDL_SELECTION` in the environment decides otherwise: `xla` is the selection in plain XLA,
-    `triton` takes the kernels unchecked, from capability 8 (A100) on. In several processes, which must compile the
-    same, it is as they agreed in `agree_on_kernels`, and plain XLA where they have not. Nothing is sent: a process may
-    ask alone. Raises ConfigError for other words in `JAXDL_SELECTION`.
-    """
-    return _suits_here() if jax.process_count() == 1 else any(_agreed)
-
-
-def agree_on_kernels() -> None:
-    """Several processes agree, once, on `has_triton`: yes if each of them, asked alone, says so.
-
-    All processes call it at the same place of the program. Raises ConfigError on all of them for what one of them
-    raises it for.
-    """
-    if jax.process_count() == 1 or _agreed:
-        return
-    try:
-        own = b"yes" if _suits_here() else b"no"
-    except ConfigError as error:
-        own = str(error).encode()
-    answers = from_each_process(own)
-    for answer in answers:
-        if answer not in (b"yes", b"no"):
-            raise ConfigError(answer.decode())
-    _agreed.append(set(answers) == {b"yes"})
-    if own == b"yes" and not _agreed[0]:
-        _warn("are not used on another host")
-
-
-def _suits_here() -> bool:
-    wanted = os.environ.get("JAXDL_SELECTION", "auto")
-    if wanted not in ("auto", "triton", "xla"):
-        raise ConfigError(
-            f"JAXDL_SELECTION={wanted}: the selection on GPUs is by 'xla', by 'triton', or 'auto' (the default): by "
-            "Triton where that works."
-        )
-    if wanted == "xla":
-        return False
-    try:
-        triton = importlib.import_module("jax.experimental.pallas.triton")
-        # JAX 0.11 compiles only for GPUs that are there and that it knows by name.
-        getattr(triton, "get_gpu_info", lambda: None)()
-    except (ImportError, ValueError):  # It also announces a version without Triton.
-        return False
-    gpus = [device for device in jax.local_devices() if device.platform != "cpu"]
-    least = 8 if wanted == "triton" else 9
-    if any(capability(gpu) < least for gpu in gpus):
-        return False
-    return not gpus or wanted == "triton" or kernels_work()
-
-
-def capability(gpu: Any) -> float:
-    """The compute capability of an NVIDIA GPU, 9 for Hopper; 0 of other devices."""
-    try:
-        return float(getattr(gpu, "compute_capability", 0))
-    except ValueError:  # AMD's are names.
-        return 0.0
-
-
-@functools.cache
-def kernels_work() -> bool:
-    """Whether the kernels give the right results on this process's GPU.
-
-    They are tried once, in a thread of its own, because this is asked in the middle of tracing. Where they fail, a
-    warning says so.
-    """
-
-    def tried() -> str:
-        from jaxdl.collectives import kernels
-
-        try:
-            return "" if kernels.select_rightly() else "give wrong results"
-        except Exception as error:  # Whatever Pallas, Triton or the driver says: there is another way.
-            return f"do not run ({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]})"
-
-    with ThreadPoolExecutor(1) as threads:
-        problem = threads.submit(tried).result()
-    if problem:
-        _warn(f"{problem} on this {jax.local_devices()[0].device_kind}")
-    return not problem
-
-
-def _warn(problem: str) -> None:
-    warnings.warn(
-        f"the kernels that select entries {problem}: the slower selection of XLA is used, with the same results. "
-        "JAXDL_SELECTION=xla does so without this message.",
-        stacklevel=3,
-    )
 
 
 def _results(x: Any, bits: Any, *, k: int, **_: Any) -> list[Result]:

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jaxdl import sharding
 from jaxdl.collectives.attention import ATTENTION, Pattern, Rows, flash_attention, no_flash_kernel
-from jaxdl.collectives.select import capability
+from jaxdl.collectives.own_kernels import capability
 from jaxdl.mesh import platform
 from jaxdl.models.dropout import kept
 

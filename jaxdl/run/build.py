@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxdl.cluster import start_devices, wait_for_all
-from jaxdl.collectives.select import agree_on_kernels
+from jaxdl.collectives.select import KERNELS
 from jaxdl.config import ConfigError
 from jaxdl.data import Data, DataSpec, PhotoSource, Source, Splits, TrainLoader
 from jaxdl.exchange import (
@@ -312,7 +312,7 @@ def settled(
     wanted = chosen or auto
     selects = not isinstance(wanted, ExchangeConfig) or bool(wanted.figures.methods)
     if selects and not one_replica and platform(mesh) == "gpu":
-        agree_on_kernels()
+        KERNELS.agree()
     if not isinstance(auto, Auto):
         assert isinstance(auto, ExchangeConfig)
         return experiment, idle_exchange(auto) if one_replica else ()
