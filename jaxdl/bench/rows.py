@@ -9,10 +9,11 @@ the optimizer keeps of it, and the pooled vectors and their gradients once each.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from rich.console import Console
 
 from jaxdl.bench import roofline, rows_torch
@@ -30,12 +32,13 @@ from jaxdl.config import ConfigError
 from jaxdl.data.clicks import shuffled, zipf_rank
 from jaxdl.embedding import EmbeddingConfig, RowOptimizer, Table, Tables
 from jaxdl.embedding.tables import TableState
+from jaxdl.embedding.update import ROUTE, SUMS
 from jaxdl.kinds import kinds
 from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.options import parse_options
 from jaxdl.planner.h100 import h100_devices
 
-OURS, LOOKUP = "jaxdl", "jaxdl, lookup alone"
+OURS, LOOKUP, PLAIN = "jaxdl", "jaxdl, lookup alone", "jaxdl, plain XLA"
 RATE = 0.01
 """The learning rate."""
 MOST_DIFFERENT = 1e-5
@@ -73,7 +76,7 @@ class RowsBench:
     """A file for the figures."""
 
 
-Step = Callable[[TableState, jax.Array, jax.Array], tuple[TableState, jax.Array]]
+Step = Callable[[TableState, jax.Array, jax.Array, Any], tuple[TableState, jax.Array]]
 
 
 def main(args: list[str]) -> None:
@@ -112,21 +115,24 @@ def make_tables(command: RowsBench, optimizer: str, device: Any = None) -> Table
     """The tables on one device, by default the first."""
     names = [f"table{number}" for number in range(command.num_tables)]
     tables = [Table(name=name, rows=command.rows, columns=command.columns, features=(name,)) for name in names]
-    config = EmbeddingConfig(optimizer=kinds(RowOptimizer)[optimizer]())
+    kind: Any = kinds(RowOptimizer)[optimizer]
+    config = EmbeddingConfig(optimizer=kind())
     mesh = make_mesh(MeshConfig(replica=1, fsdp=1, tensor=1), [device or jax.devices()[0]])
     return Tables(tables, dict.fromkeys(names, command.num_ids), config, mesh)
 
 
 def make_step(tables: Tables) -> Step:
-    """(state, ids, gradients of the pooled vectors) -> (state after the update, pooled vectors); pure."""
+    """(state, ids, gradients of the pooled vectors, count of updates with this) -> (state after it, pooled vectors)."""
 
-    def step(state: TableState, ids: jax.Array, grads: jax.Array) -> tuple[TableState, jax.Array]:
+    def step(state: TableState, ids: jax.Array, grads: jax.Array, count: Any) -> tuple[TableState, jax.Array]:
         located = tables.located(ids)
         vectors = tables.lookup({name: one["rows"] for name, one in state.items()}, located)
+        # As in training, the gradients are there when the lookup is done.
+        vectors, grads = lax.optimization_barrier((vectors, grads))
         found, _ = tables.gradients(located, grads)
         after = tables.updated(
             state, found, kept=jnp.bool_(True), factor=jnp.float32(1), learning_rate=jnp.float32(RATE),
-            count=jnp.float32(1),
+            count=count,
         )  # fmt: skip
         return after, vectors
 
@@ -178,24 +184,28 @@ def copy_speed() -> float:
 def _measured(command: RowsBench, optimizer: str, batches: list[np.ndarray], distinct: float) -> dict[str, Any]:
     tables = make_tables(command, optimizer)
     grads, ids = make_grads(command), [jnp.asarray(one) for one in batches]
-    step = jax.jit(make_step(tables), donate_argnums=0)
     state = jax.jit(tables.init)(jax.random.key(0))
+    programs = {OURS: _compiled(tables, state, ids[0], grads)}
+    if jax.default_backend() == "gpu":
+        with _plain():
+            programs[PLAIN] = _compiled(tables, state, ids[0], grads)
 
     @jax.jit
     def lookup(state: TableState, ids: jax.Array) -> jax.Array:
         return tables.lookup({name: one["rows"] for name, one in state.items()}, tables.located(ids))
 
-    def ours() -> Any:
+    def ours(step: Step) -> Any:
         nonlocal state
         vectors = None
         for number in range(command.num_steps):
-            state, vectors = step(state, ids[number % len(ids)], grads)
+            state, vectors = step(state, ids[number % len(ids)], grads, np.float32(1 + number))
         return state, vectors
 
     def looked_up() -> Any:
         return [lookup(state, ids[number % len(ids)]) for number in range(command.num_steps)][-1]
 
-    sides: dict[str, Callable[[], Any]] = {OURS: ours, LOOKUP: looked_up}
+    sides: dict[str, Callable[[], Any]] = {name: functools.partial(ours, step) for name, step in programs.items()}
+    sides[LOOKUP] = looked_up
     different: dict[str, float] = {}
     if command.against and rows_torch.has(optimizer):
         different = check(command, optimizer)
@@ -206,6 +216,24 @@ def _measured(command: RowsBench, optimizer: str, batches: list[np.ndarray], dis
     times = time_in_turns(sides, command.num_repeats)
     seconds = {name: [value / command.num_steps for value in values] for name, values in times.items()}
     return {"seconds": seconds, "least_bytes": least_bytes(command, tables, distinct), "different": different}
+
+
+def _compiled(tables: Tables, state: TableState, ids: jax.Array, grads: jax.Array) -> Step:
+    return jax.jit(make_step(tables), donate_argnums=0).lower(state, ids, grads, np.float32(1)).compile()
+
+
+@contextlib.contextmanager
+def _plain() -> Iterator[None]:
+    """Programs compiled inside have none of our own kernels."""
+    before = os.environ.get(ROUTE)
+    os.environ[ROUTE] = "xla"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ROUTE]
+        else:
+            os.environ[ROUTE] = before
 
 
 def check(command: RowsBench, optimizer: str) -> dict[str, float]:
@@ -219,8 +247,8 @@ def check(command: RowsBench, optimizer: str) -> dict[str, float]:
     state = jax.jit(tables.init)(jax.random.key(0))
     first = rows_of(tables, state)
     step = jax.jit(make_step(tables))
-    for ids in batches:
-        state, _ = step(state, jnp.asarray(ids), grads)
+    for number, ids in enumerate(batches):
+        state, _ = step(state, jnp.asarray(ids), grads, np.float32(1 + number))
     wanted = rows_of(tables, state)
     found = {}
     for name, one in rows_torch.trained(small, optimizer, batches, np.asarray(grads), RATE, first).items():
@@ -249,7 +277,7 @@ def _compiled_for_h100(command: RowsBench, optimizer: str) -> dict[str, Any]:
     ids = jax.ShapeDtypeStruct((command.batch_size, total), jnp.int32, sharding=everywhere)
     size = (command.batch_size, command.num_tables * command.columns)
     grads = jax.ShapeDtypeStruct(size, jnp.float32, sharding=everywhere)
-    compiled = jax.jit(make_step(tables), donate_argnums=0).lower(shapes, ids, grads).compile()
+    compiled = jax.jit(make_step(tables), donate_argnums=0).lower(shapes, ids, grads, np.float32(1)).compile()
     memory = compiled.memory_analysis()
     module = hlo.parse(compiled.as_text() or "")
     return {"kernels": summed(kernels(module)), "temporary_bytes": memory and memory.temp_size_in_bytes}
@@ -268,7 +296,7 @@ def _print(command: RowsBench, found: dict[str, Any], console: Console) -> None:
             middle = statistics.median(values)
             least = one["least_bytes"][LOOKUP if side == LOOKUP else OURS] / found["copy_bytes_per_sec"]
             milliseconds = [f"{1e3 * value:.3f}" for value in (middle, min(values), max(values))]
-            faster = f"{median_ratio(values, one['seconds'][OURS]):.2f} x" if side in one["different"] else ""
+            faster = "" if side in (OURS, LOOKUP) else f"{median_ratio(values, one['seconds'][OURS]):.2f} x"
             rate = f"{found['looked_up_rows'] / middle / 1e6:,.1f}"
             table.add_row(optimizer, side, *milliseconds, rate, f"{least / middle:.1%}", faster)
         table.add_section()
@@ -276,6 +304,8 @@ def _print(command: RowsBench, found: dict[str, Any], console: Console) -> None:
     speed = f"{found['copy_bytes_per_sec'] / 1e12:.3f} TB/s"
     share = f"{found['distinct_rows']:,.0f} of {found['looked_up_rows']:,} rows of a batch are distinct"
     console.print(f"a copy moves {speed}, read and written; {share}; JAX {found['jax']}", highlight=False)
+    if jax.default_backend() == "gpu":
+        console.print(f"by {'kernels of our own' if SUMS.used() else 'plain XLA'}")
     worst = {name: most for one in found["optimizers"].values() for name, most in one["different"].items()}
     if worst:
         text = ", ".join(f"{name} {most:.1e}" for name, most in worst.items())

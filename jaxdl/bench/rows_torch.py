@@ -110,4 +110,5 @@ def _torch() -> Any:
         import torch  # pyright: ignore[reportMissingImports]
     except (ImportError, OSError) as error:
         raise ConfigError(f"--against torch: PyTorch cannot be loaded here ({error}). pip install torch.") from None
+    torch.sparse.check_sparse_tensor_invariants.disable()  # Said, it warns no more.
     return torch

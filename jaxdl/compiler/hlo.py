@@ -33,7 +33,8 @@ _HOST = "S(5)"
 _SLICES = {"slice", "dynamic-slice", "gather"}
 
 GATHERS = "reads_a_part"
-"""In the name (`jax.named_scope`) of a custom call: of no operand it reads more bytes than its results have."""
+"""In the name (`jax.named_scope`) of a custom call: of no operand it reads more bytes than its results have, but for
+those that it changes in place; or, where it has no others, than its largest operand. It changes as many."""
 
 TABLES = "embedding_tables"
 """In the name of all that looks up and updates embedding tables."""
@@ -121,12 +122,7 @@ class Module:
         if inside is None:
             if one.kind in _SLICES:
                 return 2 * one.num_bytes
-            # An operand that a custom call changes in place is counted as its result.
-            changed = {int(number) for number in re.findall(r"\{\d*\}: \((\d+), \{", one.line)}
-            sizes = [x.num_bytes for number, x in enumerate(operands) if number not in changed]
-            if GATHERS in one.line:
-                sizes = [min(size, one.num_bytes) for size in sizes]
-            return sum(sizes) + one.num_bytes
+            return _called_bytes(one, operands)
         # A fusion in a loop over stacked layers reads or writes only a slice of them.
         parameters = [x for x in inside.values() if x.kind == "parameter"]
         parameters.sort(key=lambda x: int(x.line.split(" parameter(")[1].split(")")[0]))
@@ -230,6 +226,19 @@ def inner_computations(one: Instruction) -> list[str]:
     listed = re.search(r"branch_computations=\{([^}]*)\}", one.line) if one.kind == "conditional" else None
     names = re.findall(r"%([^\s,}]+)", listed[1]) if listed else []
     return names + [name for which in _CONTROL.get(one.kind, ()) if (name := one.called(which))]
+
+
+def _called_bytes(one: Instruction, operands: list[Instruction]) -> float:
+    """The bytes that a custom call, or an instruction that is a kernel by itself, reads and writes."""
+    # An operand that is changed in place is counted as its result.
+    places = {int(number) for number in re.findall(r"\{\d*\}: \((\d+), \{", one.line)}
+    changed = [x.num_bytes for number, x in enumerate(operands) if number in places]
+    sizes = [x.num_bytes for number, x in enumerate(operands) if number not in places]
+    if GATHERS not in one.line:
+        return sum(sizes) + one.num_bytes
+    fresh = one.num_bytes - sum(changed)
+    most = fresh or max(sizes, default=0.0)
+    return fresh + sum(min(size, most) for size in sizes) + sum(2 * min(size, most) for size in changed)
 
 
 def _flops(one: Instruction, operands: list[Instruction]) -> float:

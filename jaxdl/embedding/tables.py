@@ -202,11 +202,10 @@ class Tables:
             after = {}
             for buffer in self.buffers:
                 own = dict(state[buffer.name])
-                one = found[buffer.name]
-                one = one._replace(grads=one.grads * factor)
                 rows, own = update.updated(
-                    buffer, own.pop(ROWS), own, one, kept=kept, rate=rate[buffer.name], count=count
-                )
+                    buffer, own.pop(ROWS), own, found[buffer.name],
+                    kept=kept, factor=factor, rate=rate[buffer.name], count=count,
+                )  # fmt: skip
                 after[buffer.name] = {ROWS: rows} | own
             return after
 

@@ -2,22 +2,32 @@
 
 AdaGrad and Adam are not linear in the gradient, so an update for each occurrence of an id would be another one. A
 gradient of a whole table is never made: what is sorted, summed and sent is as long as the batch has ids.
+
+On NVIDIA GPUs sums and updates are kernels of our own (`kernels.py`), where these prove right.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
 
+from jaxdl.collectives.own_kernels import OwnKernels
+from jaxdl.collectives.primitive import Result, alike, define
 from jaxdl.embedding import levels
 from jaxdl.embedding.layout import Buffer
 from jaxdl.embedding.lookup import Located
-from jaxdl.embedding.optimizers import RowState
+from jaxdl.embedding.optimizers import RowOptimizer, RowState
 from jaxdl.embedding.wire import Wire
+
+ROUTE = "JAXDL_TABLES"
+"""The environment variable that chooses kernels of our own, or plain XLA: see `OwnKernels`."""
 
 
 class Touched(NamedTuple):
@@ -26,7 +36,9 @@ class Touched(NamedTuple):
     rows: jax.Array
     """Row numbers, each once, int32 `[n]`; the rest are past the end."""
     grads: jax.Array
-    """float32 `[n, local columns]`; zeros past the end."""
+    """float32 `[n, local columns]`; anything past the end."""
+    squares: jax.Array
+    """The sum of squares of each row of `grads`, `[n]`; anything past the end."""
 
 
 def touched(buffer: Buffer, found: Located, grads: jax.Array) -> Touched:
@@ -58,16 +70,40 @@ def summed(rows: jax.Array, vectors: jax.Array, grads: jax.Array, num_rows: int,
         wanted = jnp.take(vectors, order)
     else:
         keys, wanted = lax.sort((rows, vectors), num_keys=2)
+    operands = alike((), keys, wanted, grads)
+    return Touched(*_sums_p.bind(*operands, num_rows=num_rows))
+
+
+def _sums_by_xla(keys: jax.Array, wanted: jax.Array, grads: jax.Array, *, num_rows: int) -> tuple[jax.Array, ...]:
+    """The fields of `Touched`, from rows in rising order and the places of their gradients."""
     starts = jnp.concatenate([jnp.ones(1, bool), keys[1:] != keys[:-1]])
     segments = jnp.cumsum(starts, dtype=jnp.int32) - 1
     found = jnp.take(grads, wanted, axis=0)
     found = jnp.where((keys < num_rows)[:, None], found, 0)
-    sums = jax.ops.segment_sum(found, segments, rows.size, indices_are_sorted=True)
+    sums = jax.ops.segment_sum(found, segments, keys.size, indices_are_sorted=True)
     # Places past the end differ from each other, so that a scatter's indices are unique.
-    beyond = num_rows + jnp.arange(rows.size, dtype=jnp.int32)
-    places = jnp.where(starts, segments, rows.size)
+    beyond = num_rows + jnp.arange(keys.size, dtype=jnp.int32)
+    places = jnp.where(starts, segments, keys.size)
     unique = beyond.at[places].set(jnp.where(keys < num_rows, keys, beyond), mode="drop")
-    return Touched(unique, sums)
+    return unique, sums, jnp.sum(sums**2, axis=1)
+
+
+def _sums_on_cuda(keys: jax.Array, wanted: jax.Array, grads: jax.Array, *, num_rows: int) -> tuple[jax.Array, ...]:
+    """The same, by kernels of our own where these prove right."""
+    from jaxdl.embedding import kernels
+
+    if kernels.fits(grads.shape[1]) and SUMS.used():
+        return kernels.sums_by_kernels(keys, wanted, grads, num_rows)
+    return _sums_by_xla(keys, wanted, grads, num_rows=num_rows)
+
+
+def _sums_types(keys: Any, wanted: Any, grads: Any, *, num_rows: int) -> Sequence[Result]:
+    del wanted, num_rows
+    types = (((), jnp.int32), (grads.shape[1:], jnp.float32), ((), jnp.float32))
+    return [Result((keys.size, *shape), dtype) for shape, dtype in types]
+
+
+_sums_p = define("sum_rows", _sums_by_xla, _sums_types, core_ndims=(1, 1, 2), platforms={"cuda": _sums_on_cuda})
 
 
 def of_all_copies(buffer: Buffer, found: Touched, send: Wire) -> Touched:
@@ -88,7 +124,11 @@ def of_all_copies(buffer: Buffer, found: Touched, send: Wire) -> Touched:
         sums = summed(rows, jnp.arange(rows.size, dtype=jnp.int32), grads, count)
         beyond = count + jnp.arange(rows.size, total, dtype=jnp.int32)
         padding = jnp.zeros((total - rows.size, grads.shape[-1]), grads.dtype)
-        return Touched(jnp.concatenate([sums.rows, beyond]), jnp.concatenate([sums.grads, padding]))
+        return Touched(
+            jnp.concatenate([sums.rows, beyond]),
+            jnp.concatenate([sums.grads, padding]),
+            jnp.concatenate([sums.squares, padding[:, 0]]),
+        )
 
     room = buffer.room(found.rows.size)
     if room == found.rows.size:
@@ -108,12 +148,13 @@ def of_all_rows(buffer: Buffer, located: Located, grads: jax.Array) -> Touched:
     if buffer.num_copies > 1:
         total = levels.all_reduce(total, buffer.spread.copies, buffer.sizes)
     places = jnp.arange(count, dtype=jnp.int32)
-    return Touched(jnp.where(total[:, -1] > 0, places, count + places), total[:, :-1])
+    sums = total[:, :-1]
+    return Touched(jnp.where(total[:, -1] > 0, places, count + places), sums, jnp.sum(sums**2, axis=1))
 
 
 def square_sum(buffer: Buffer, found: Touched) -> jax.Array:
     """The sum of squares of the gradients of all rows of the buffer, the same on all devices."""
-    total = jnp.sum(found.grads**2)
+    total = jnp.sum(jnp.where(found.rows < buffer.local_rows, found.squares, 0))
     axes = buffer.spread.owners
     return lax.psum(total, axes) if axes else total
 
@@ -125,14 +166,44 @@ def updated(
     found: Touched,
     *,
     kept: jax.Array,
+    factor: jax.Array,
     rate: jax.Array,
     count: jax.Array,
 ) -> tuple[jax.Array, RowState]:
     """The rows of this device and their state after the update of those `found`; unchanged if not `kept`.
 
-    Only what is touched is read and written. A choice between old and new rows would copy the table.
+    Gradients are multiplied by `factor`. Only what is touched is read and written. A choice between old and new rows
+    would copy the table.
     """
     places = jnp.where(kept, found.rows, found.rows + jnp.int32(buffer.local_rows))
+    numbers = jnp.stack([jnp.asarray(x, jnp.float32) for x in (factor, rate, count)])
+    operands = alike((), rows, places, found.grads, numbers, *state.values())
+    same: dict[str, Any] = {"optimizer": buffer.optimizer, "names": tuple(state)}
+    if buffer.column_ways > 1 and buffer.optimizer.needs_square:
+        # Each device has a part of the squares of a row.
+        new = _update_by_xla(*operands, **same, columns=buffer.columns, axes=buffer.spread.inner)
+    else:
+        new = _update_primitive(tuple(x.ndim for x in state.values())).bind(*operands, **same)
+    return new[0], dict(zip(state, new[1:], strict=True))
+
+
+def _update_by_xla(
+    rows: jax.Array,
+    places: jax.Array,
+    sums: jax.Array,
+    numbers: jax.Array,
+    *state: jax.Array,
+    optimizer: RowOptimizer,
+    names: Sequence[str],
+    columns: int | None = None,
+    axes: Sequence[str] = (),
+) -> Sequence[jax.Array]:
+    """The rows, and what is kept of them, after the update of those at `places`, of which `sums` are the gradients.
+
+    `numbers` are their factor, the learning rate and the count of updates. Devices along `axes` have parts of a row's
+    `columns`.
+    """
+    factor, rate, count = numbers
 
     def read(x: jax.Array) -> jax.Array:
         return x.at[places].get(mode="fill", fill_value=0)
@@ -140,12 +211,77 @@ def updated(
     def write(x: jax.Array, new: jax.Array) -> jax.Array:
         return x.at[places].set(new.astype(x.dtype), mode="drop", unique_indices=True)
 
-    old, grads = read(rows), found.grads
-    if buffer.optimizer.weight_decay:
-        grads = grads + buffer.optimizer.weight_decay * old
+    old, grads = read(rows), sums * factor
+    if optimizer.weight_decay:
+        grads = grads + optimizer.weight_decay * old
     square = jnp.sum(grads**2, axis=1)
-    if buffer.column_ways > 1 and buffer.optimizer.needs_square:
-        square = lax.all_gather(square, buffer.spread.inner).sum(axis=0)
-    before = {name: read(x) for name, x in state.items()}
-    new, after = buffer.optimizer.updated(old, before, grads, square / buffer.columns, rate, count)
-    return write(rows, new), {name: write(x, after[name]) for name, x in state.items()}
+    if axes:
+        square = lax.all_gather(square, tuple(axes)).sum(axis=0)
+    before = {name: read(x) for name, x in zip(names, state, strict=True)}
+    new, after = optimizer.updated(old, before, grads, square / (columns or rows.shape[1]), rate, count)
+    return write(rows, new), *(write(x, after[name]) for name, x in zip(names, state, strict=True))
+
+
+def _update_on_cuda(
+    rows: jax.Array,
+    places: jax.Array,
+    sums: jax.Array,
+    numbers: jax.Array,
+    *state: jax.Array,
+    optimizer: RowOptimizer,
+    names: Sequence[str],
+) -> Sequence[jax.Array]:
+    """The same, by a kernel of our own where this proves right for the optimizer."""
+    from jaxdl.embedding import kernels
+
+    if kernels.fits(rows.shape[1]) and _of_optimizer(type(optimizer)).used():
+        before = dict(zip(names, state, strict=True))
+        new, after = kernels.updated_by_kernel(rows, before, places, sums, numbers, optimizer)
+        return new, *after.values()
+    return _update_by_xla(rows, places, sums, numbers, *state, optimizer=optimizer, names=names)
+
+
+def _update_types(rows: Any, places: Any, sums: Any, numbers: Any, *state: Any, **_: Any) -> Sequence[Result]:
+    del places, sums, numbers
+    return [Result(x.shape, x.dtype) for x in (rows, *state)]
+
+
+@functools.cache
+def _update_primitive(state_ndims: tuple[int, ...]) -> Primitive:
+    """The update of tables of which arrays with so many dimensions are kept."""
+    ndims = (2, 1, 2, 1, *state_ndims)
+    return define("update_rows", _update_by_xla, _update_types, core_ndims=ndims, platforms={"cuda": _update_on_cuda})
+
+
+def _sums_are_right() -> bool:
+    from jaxdl.embedding import kernels_trial
+
+    return kernels_trial.sums_are_right()
+
+
+SUMS = OwnKernels(
+    ROUTE,
+    "the kernels that sum the gradients of rows of tables",
+    "XLA's slower sums are used, whose last digits can differ from run to run",
+    _sums_are_right,
+)
+
+
+@functools.cache
+def _of_optimizer(kind: type[RowOptimizer]) -> OwnKernels:
+    """The kernel that updates rows with a kind of optimizer."""
+
+    def rightly() -> bool:
+        from jaxdl.embedding import kernels_trial
+
+        return kernels_trial.updates_are_right(kind())
+
+    what = f"the kernel that updates rows of tables by {kind.kind}"
+    return OwnKernels(ROUTE, what, "XLA's slower update is used, with the same results", rightly)
+
+
+def agree_on_kernels(optimizers: Iterable[RowOptimizer]) -> None:
+    """All processes of a run on GPUs agree on the kernels for tables with these optimizers; all call it alike."""
+    SUMS.agree()
+    for kind in dict.fromkeys(type(one) for one in optimizers):
+        _of_optimizer(kind).agree()

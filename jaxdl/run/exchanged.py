@@ -15,6 +15,7 @@ from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec
 from jaxdl.embedding import EmbeddingConfig, Tables
 from jaxdl.embedding.jagged import is_jagged
+from jaxdl.embedding.update import agree_on_kernels
 from jaxdl.exchange import (
     Exchange,
     ExchangeConfig,
@@ -25,7 +26,7 @@ from jaxdl.exchange import (
 )
 from jaxdl.exchange.cost import Gradients
 from jaxdl.experiment import Experiment
-from jaxdl.mesh import Axis
+from jaxdl.mesh import Axis, platform
 from jaxdl.models import Network
 from jaxdl.optim import Trainable, make_trainable
 from jaxdl.report.explanation import readable_bytes
@@ -110,6 +111,8 @@ def make_tables(experiment: Experiment, spec: DataSpec, mesh: Mesh, most_rows: i
             f"--embedding.jagged: in data {experiment.data.kind} every feature has as many ids in each example, as "
             "far as its Feature.mean_ids says. Remove this option."
         )
+    if platform(mesh) == "gpu":
+        agree_on_kernels(table.optimizer or config.optimizer for table in tables)
     return Tables(on_devices, num_ids, config, mesh, features if config.jagged else ())
 
 

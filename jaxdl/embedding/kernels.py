@@ -1,0 +1,242 @@
+"""Sums of gradients of touched rows, and their update, on NVIDIA GPUs: Pallas, compiled by the Triton inside XLA.
+
+XLA adds the gradients of a row by atomic additions, whose order changes from run to run, and it makes arrays of as many
+rows as a batch has ids for each part of an update. Here each row's gradients are added in the order of the examples, so
+a resumed run has the bits of one that never stopped; only rows that are touched are read and written, once.
+
+A frequent row has thousands of occurrences. So they are added in pieces of PIECE, counted from the row's first one, by
+programs side by side, and then the pieces: the bits depend on the row's own occurrences alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jax.experimental.pallas.triton import load as fetch
+
+from jaxdl.collectives.primitive import alike
+from jaxdl.compiler.hlo import GATHERS
+from jaxdl.embedding.optimizers import RowOptimizer, RowState
+
+PIECE = 128
+"""Occurrences of a row that one program adds up."""
+TILE, MOST_ROWS, WARPS = 2048, 64, 4
+"""Numbers, and rows, that a program handles together, at most."""
+MOST_COLUMNS = 4096
+"""Rows of more columns are left to XLA."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The kernels for rows of some columns; `interpret` runs them on a CPU, for tests."""
+
+    columns: int
+    interpret: bool = False
+
+    @property
+    def width(self) -> int:
+        """Columns of a tile."""
+        return pl.next_power_of_2(self.columns)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return max(1, min(MOST_ROWS, TILE // self.width))
+
+    def own(self) -> jax.Array:
+        """What this program handles, int32 `[rows]`."""
+        return pl.program_id(0) * self.rows + jnp.arange(self.rows, dtype=jnp.int32)
+
+    def inside(self, rows: jax.Array) -> jax.Array:
+        """Which numbers of a tile count, of those `rows` (bool) that do."""
+        return rows[:, None] & (jnp.arange(self.width, dtype=jnp.int32) < self.columns)[None, :]
+
+    def read(self, source: Any, rows: jax.Array, some: jax.Array) -> jax.Array:
+        """Those `rows` of `[n, columns]` or numbers of `[n]` where there are `some`, else zeros."""
+        if len(source.shape) == 1:
+            return fetch(source.at[rows], mask=some, other=0)
+        columns = jnp.arange(self.width, dtype=jnp.int32)
+        return fetch(source.at[rows[:, None], columns[None, :]], mask=self.inside(some), other=0)
+
+    def write(self, target: Any, rows: jax.Array, values: jax.Array, some: jax.Array) -> None:
+        """Writes what `read` reads."""
+        # JAX's interpreter, for tests, writes what the mask forbids.
+        if self.interpret:
+            values = values if values.ndim == 1 else values[:, : self.columns]
+            target[...] = target[...].at[jnp.where(some, rows, target.shape[0])].set(values, mode="drop")
+        elif values.ndim == 1:
+            plt.store(target.at[rows], values, mask=some)
+        else:
+            columns = jnp.arange(self.width, dtype=jnp.int32)
+            plt.store(target.at[rows[:, None], columns[None, :]], values, mask=self.inside(some))
+
+    def add_up(
+        self, first: jax.Array, some: jax.Array, total: jax.Array, follows: Callable[..., Any], one: Callable[..., Any]
+    ) -> jax.Array:
+        """`total` and `one(places, alive)` of each place from `first` on while `follows(places, count, alive)`."""
+
+        def more(carried: tuple[jax.Array, ...]) -> jax.Array:
+            return jnp.max(carried[1]) > 0
+
+        def step(carried: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            count, alive, total = carried
+            total = total + one(first + count, alive > 0)
+            alive = follows(first + count + 1, count + 1, alive > 0)
+            return count + 1, alive.astype(jnp.int32), total
+
+        return lax.while_loop(more, step, (jnp.int32(0), some.astype(jnp.int32), total))[2]
+
+    def piece_kernel(self, keys: Any, vectors: Any, begins: Any, grads: Any, sums: Any, squares: Any) -> None:
+        """The sum of the gradients of each piece; `begins` are the places of their first keys, negative for none."""
+        places, size = self.own(), keys.shape[0]
+        begin = fetch(begins.at[places], mask=places < begins.shape[0], other=-1)
+        some = begin >= 0
+
+        @pl.when(jnp.max(begin) >= 0)
+        def _() -> None:
+            key = fetch(keys.at[begin], mask=some, other=-1)
+
+            def follows(at: jax.Array, count: jax.Array, alive: jax.Array) -> jax.Array:
+                alive = alive & (count < PIECE) & (at < size)
+                return alive & (fetch(keys.at[at], mask=alive, other=-1) == key)
+
+            def one(at: jax.Array, alive: jax.Array) -> jax.Array:
+                return self.read(grads, fetch(vectors.at[at], mask=alive, other=0), alive)
+
+            total = self.add_up(begin, some, jnp.zeros((self.rows, self.width), jnp.float32), follows, one)
+            self.write(sums, places, total, some)
+            self.write(squares, places, jnp.sum(total * total, axis=1), some)
+
+    def join_kernel(
+        self, keys: Any, begins: Any, segments: Any, counts: Any, _: Any, __: Any, sums: Any, squares: Any
+    ) -> None:
+        """Adds the further pieces of each row, which are behind the first ones of all, to its first piece, in order."""
+        num_rows, num_pieces = counts[0], counts[1]
+        places = num_rows + self.own()
+        some = places < num_pieces
+
+        @pl.when(num_rows + pl.program_id(0) * self.rows < num_pieces)
+        def _() -> None:
+            begin = fetch(begins.at[places], mask=some, other=PIECE)
+            key, before = fetch(keys.at[begin], mask=some, other=-1), begin - PIECE
+            second = some & (fetch(keys.at[before - 1], mask=some & (before > 0), other=-1) != key)
+            row = fetch(segments.at[begin], mask=second, other=0)
+
+            def follows(at: jax.Array, count: jax.Array, alive: jax.Array) -> jax.Array:
+                del count
+                alive = alive & (at < num_pieces)
+                there = fetch(begins.at[at], mask=alive, other=0)
+                return alive & (fetch(keys.at[there], mask=alive, other=-1) == key)
+
+            total = self.add_up(
+                places, second, self.read(sums, row, second), follows, lambda at, alive: self.read(sums, at, alive)
+            )
+            self.write(sums, row, total, second)
+            self.write(squares, row, jnp.sum(total * total, axis=1), second)
+
+    def update_kernel(
+        self, places: Any, sums: Any, numbers: Any, *refs: Any, optimizer: RowOptimizer, names: Sequence[str]
+    ) -> None:
+        """Updates the rows `places`, in place; `numbers` are the gradients' factor, the rate, and the count."""
+        table, *kept = refs[len(refs) // 2 :]
+        index, limit = self.own(), table.shape[0]
+        row = fetch(places.at[index], mask=index < places.shape[0], other=limit)
+        some = row < limit
+
+        @pl.when(jnp.min(row) < limit)
+        def _() -> None:
+            factor, rate, count = numbers[0], numbers[1], numbers[2]
+            old = self.read(table, row, some)
+            grads = self.read(sums, index, some) * factor
+            if optimizer.weight_decay:
+                grads = grads + optimizer.weight_decay * old
+            square = jnp.sum(grads * grads, axis=1) / self.columns
+            before = {name: self.read(ref, row, some) for name, ref in zip(names, kept, strict=True)}
+            new, after = optimizer.updated(old, before, grads, square, rate, count)
+            self.write(table, row, new, some)
+            for name, ref in zip(names, kept, strict=True):
+                self.write(ref, row, after[name], some)
+
+    def run(
+        self,
+        kernel: Callable[..., None],
+        num_items: int,
+        operands: Sequence[jax.Array],
+        results: Sequence[Any],
+        changed: Sequence[jax.Array] = (),
+    ) -> list[jax.Array]:
+        """The results of a kernel for so many items, of these types, and what it changes in place."""
+        with jax.named_scope(GATHERS):
+            return pl.pallas_call(
+                kernel,
+                [*results, *map(jax.typeof, changed)],
+                grid=(pl.cdiv(num_items, self.rows),),
+                input_output_aliases={len(operands) + i: len(results) + i for i in range(len(changed))},
+                compiler_params=plt.CompilerParams(num_warps=WARPS),
+                interpret=self.interpret,
+            )(*operands, *changed)
+
+
+def fits(columns: int) -> bool:
+    """Whether there are kernels for rows of so many columns."""
+    return columns <= MOST_COLUMNS
+
+
+def sums_by_kernels(
+    keys: jax.Array, vectors: jax.Array, grads: jax.Array, num_rows: int, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Each row once, int32 `[n]`; the sum of `grads[vectors]` of each, `[n, columns]`; and its sum of squares, `[n]`.
+
+    `keys` are rows in rising order, `[n]`; `num_rows` or more is none. Rows past the end have any sums and squares.
+    """
+    keys, vectors, grads = alike((), keys, vectors, grads)
+    kernels, size = Rows(grads.shape[1], interpret), keys.size
+    places = jnp.arange(size, dtype=jnp.int32)
+    valid = keys < num_rows
+    starts = valid & jnp.concatenate([jnp.ones(1, bool), keys[1:] != keys[:-1]])
+    segments = jnp.cumsum(starts, dtype=jnp.int32) - 1
+    first = jnp.zeros(size, jnp.int32).at[jnp.where(starts, segments, size)].set(places, mode="drop")
+    further = valid & ~starts & ((places - first[segments]) % PIECE == 0)
+    count = segments[-1] + 1
+    behind = jnp.cumsum(further, dtype=jnp.int32)
+    piece = jnp.where(starts, segments, jnp.where(further, count + behind - 1, size))
+    begins = jnp.full(size, -1, jnp.int32).at[piece].set(places, mode="drop", unique_indices=False)
+    like = jax.typeof(grads)
+    results = [like.update(shape=(size, grads.shape[1])), like.update(shape=(size,))]
+    found = kernels.run(kernels.piece_kernel, size, [keys, vectors, begins, grads], results)
+    counts = jnp.stack([count, count + behind[-1]])
+    operands = [keys, begins, segments, counts]
+    sums, squares = kernels.run(kernels.join_kernel, pl.cdiv(size, PIECE), operands, [], found)
+    beyond = num_rows + places
+    unique = jnp.where(places < count, keys[first], beyond)
+    return unique, sums, squares
+
+
+def updated_by_kernel(
+    table: jax.Array,
+    state: RowState,
+    places: jax.Array,
+    sums: jax.Array,
+    numbers: jax.Array,
+    optimizer: RowOptimizer,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, RowState]:
+    """The table `[rows, columns]` and what the optimizer keeps of its rows after the update of the rows `places`.
+
+    `places` are unique, those past the end none; `numbers` are the gradients' factor, the learning rate, and the count
+    of updates with this one.
+    """
+    kernels, names = Rows(table.shape[1], interpret), tuple(state)
+    operands = alike((), places, sums, numbers, table, *state.values())
+    kernel = functools.partial(kernels.update_kernel, optimizer=optimizer, names=names)
+    new, *after = kernels.run(kernel, places.size, operands[:3], [], operands[3:])
+    return new, dict(zip(names, after, strict=True))
