@@ -13,7 +13,7 @@ import contextlib
 import functools
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,14 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from rich.console import Console
+from rich.table import Table
 
-from jaxdl.bench import roofline, rows_torch
+from jaxdl.bench import roofline, rows_torch, trace
 from jaxdl.bench.shared import check_options, make_table, median_ratio, time_in_turns, write_json
 from jaxdl.compiler import hlo
 from jaxdl.compiler.roofline import kernels, summed
 from jaxdl.config import ConfigError
 from jaxdl.data.clicks import shuffled, zipf_rank
-from jaxdl.embedding import EmbeddingConfig, RowOptimizer, Table, Tables
+from jaxdl.embedding import EmbeddingConfig, RowOptimizer, Tables
+from jaxdl.embedding.table import Table as EmbeddingTable
 from jaxdl.embedding.tables import TableState
 from jaxdl.embedding.update import ROUTE, SUMS
 from jaxdl.kinds import kinds
@@ -43,7 +45,7 @@ RATE = 0.01
 """The learning rate."""
 MOST_DIFFERENT = 1e-5
 """Of the rows of two sides after some steps: the norm of the difference over that of the change."""
-_NUM_BATCHES, _CHECKED_STEPS, _COPIED = 4, 3, 2**28
+_NUM_BATCHES, _CHECKED_STEPS, _COPIED, _COPIES, _SHOWN = 4, 3, 2**28, 8, 12
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class RowsBench:
     """How often each side is measured; medians are reported."""
     against: Literal["torch"] | None = None
     """Also measure PyTorch's EmbeddingBag with sparse gradients, in turns."""
+    profile: bool = False
+    """Also show the kernels that take the most time of a step, from a profile of JAX's."""
     h100: bool = False
     """Measure nothing; compile for one H100 and list the kernels. No GPU is needed, but JAX's CUDA packages are."""
     json: Path | None = None
@@ -114,7 +118,7 @@ def parse_command(args: list[str]) -> RowsBench:
 def make_tables(command: RowsBench, optimizer: str, device: Any = None) -> Tables:
     """The tables on one device, by default the first."""
     names = [f"table{number}" for number in range(command.num_tables)]
-    tables = [Table(name=name, rows=command.rows, columns=command.columns, features=(name,)) for name in names]
+    tables = [EmbeddingTable(name=name, rows=command.rows, columns=command.columns, features=(name,)) for name in names]
     kind: Any = kinds(RowOptimizer)[optimizer]
     config = EmbeddingConfig(optimizer=kind())
     mesh = make_mesh(MeshConfig(replica=1, fsdp=1, tensor=1), [device or jax.devices()[0]])
@@ -177,8 +181,9 @@ def measure(command: RowsBench) -> dict[str, Any]:
 def copy_speed() -> float:
     """Bytes that a copy on the device reads and writes in a second."""
     source = jnp.ones(_COPIED if jax.default_backend() == "gpu" else _COPIED // 16, jnp.float32)
-    seconds = time_in_turns({"copy": functools.partial(jax.jit(jnp.copy), source)}, 9)["copy"]
-    return 2 * source.nbytes / statistics.median(seconds)
+    copy = jax.jit(jnp.copy)
+    seconds = time_in_turns({"copy": lambda: [copy(source) for _ in range(_COPIES)]}, 9)["copy"]
+    return _COPIES * 2 * source.nbytes / statistics.median(seconds)
 
 
 def _measured(command: RowsBench, optimizer: str, batches: list[np.ndarray], distinct: float) -> dict[str, Any]:
@@ -215,7 +220,9 @@ def _measured(command: RowsBench, optimizer: str, batches: list[np.ndarray], dis
         }
     times = time_in_turns(sides, command.num_repeats)
     seconds = {name: [value / command.num_steps for value in values] for name, values in times.items()}
-    return {"seconds": seconds, "least_bytes": least_bytes(command, tables, distinct), "different": different}
+    found = trace.kernels(sides[OURS], command.num_steps) if command.profile else []
+    least = least_bytes(command, tables, distinct)
+    return {"seconds": seconds, "least_bytes": least, "different": different, "kernels": found}
 
 
 def _compiled(tables: Tables, state: TableState, ids: jax.Array, grads: jax.Array) -> Step:
@@ -288,6 +295,14 @@ def _title(command: RowsBench) -> str:
     return f"{sizes}, batch {command.batch_size:,} with {command.num_ids} ids each"
 
 
+def _kernels_table(optimizer: str, found: Sequence[dict[str, Any]]) -> Table:
+    table = make_table(f"{optimizer}: the kernels with the most time", ("kernel", "operation", "ms a step", "share"),
+                       left=("kernel", "operation"))  # fmt: skip
+    for one in found:
+        table.add_row(one["kernel"][:60], one["operation"][:40], f"{one['ms']:.4f}", f"{one['share']:.1%}")
+    return table
+
+
 def _print(command: RowsBench, found: dict[str, Any], console: Console) -> None:
     columns = ("", "ms a step", "min", "max", "million rows/s", "of the copy's speed", "jaxdl is faster")
     table = make_table(f"{_title(command)}, {found['device']}", ("optimizer", *columns), left=("optimizer", ""))
@@ -301,6 +316,9 @@ def _print(command: RowsBench, found: dict[str, Any], console: Console) -> None:
             table.add_row(optimizer, side, *milliseconds, rate, f"{least / middle:.1%}", faster)
         table.add_section()
     console.print(table)
+    for optimizer, one in found["optimizers"].items():
+        if one["kernels"]:
+            console.print(_kernels_table(optimizer, one["kernels"][:_SHOWN]))
     speed = f"{found['copy_bytes_per_sec'] / 1e12:.3f} TB/s"
     share = f"{found['distinct_rows']:,.0f} of {found['looked_up_rows']:,} rows of a batch are distinct"
     console.print(f"a copy moves {speed}, read and written; {share}; JAX {found['jax']}", highlight=False)

@@ -13,7 +13,8 @@ from jaxdl.config import ConfigError
 if TYPE_CHECKING:
     from jaxdl.bench.rows import RowsBench
 
-EACH, ONE = "PyTorch, a bag for each table", "PyTorch, one bag for all"
+EACH, ONE = "PyTorch, bags", "PyTorch, one bag"
+"""An EmbeddingBag for each table, and one with the rows of all."""
 _OPTIMIZERS: dict[str, str] = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "SparseAdam"}
 """Kinds of row optimizers -> PyTorch's that do the same to sparse gradients."""
 

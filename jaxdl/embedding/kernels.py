@@ -28,8 +28,10 @@ from jaxdl.embedding.optimizers import RowOptimizer, RowState
 
 PIECE = 128
 """Occurrences of a row that one program adds up."""
+UNROLLED = 4
+"""So many of them are read at once."""
 TILE, MOST_ROWS, WARPS = 2048, 64, 4
-"""Numbers, and rows, that a program handles together, at most."""
+"""Numbers, and rows, that a program handles together, at most, and by how many warps."""
 MOST_COLUMNS = 4096
 """Rows of more columns are left to XLA."""
 
@@ -78,69 +80,51 @@ class Rows:
             columns = jnp.arange(self.width, dtype=jnp.int32)
             plt.store(target.at[rows[:, None], columns[None, :]], values, mask=self.inside(some))
 
-    def add_up(
-        self, first: jax.Array, some: jax.Array, total: jax.Array, follows: Callable[..., Any], one: Callable[..., Any]
-    ) -> jax.Array:
-        """`total` and `one(places, alive)` of each place from `first` on while `follows(places, count, alive)`."""
+    def add_up(self, total: jax.Array, length: jax.Array, one: Callable[..., jax.Array]) -> jax.Array:
+        """`total` and `one(number, some)` for each number below the `length` of each row, in order."""
+        longest = jnp.max(length)
 
-        def more(carried: tuple[jax.Array, ...]) -> jax.Array:
-            return jnp.max(carried[1]) > 0
+        def step(carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            done, total = carried
+            # Reads that do not wait for each other: a read takes longer than everything else here.
+            for vectors in [one(done + i, done + i < length) for i in range(UNROLLED)]:
+                total = total + vectors
+            return done + UNROLLED, total
 
-        def step(carried: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            count, alive, total = carried
-            total = total + one(first + count, alive > 0)
-            alive = follows(first + count + 1, count + 1, alive > 0)
-            return count + 1, alive.astype(jnp.int32), total
+        return lax.while_loop(lambda carried: carried[0] < longest, step, (jnp.int32(0), total))[1]
 
-        return lax.while_loop(more, step, (jnp.int32(0), some.astype(jnp.int32), total))[2]
+    def sum_kernel(self, vectors: Any, begins: Any, ends: Any, grads: Any, sums: Any, squares: Any) -> None:
+        """The sum of `grads[vectors[begin:end]]` of each piece, at most PIECE of them; nothing of an empty one."""
+        places = self.own()
+        inside = places < begins.shape[0]
+        begin = fetch(begins.at[places], mask=inside, other=0)
+        length = jnp.minimum(fetch(ends.at[places], mask=inside, other=0) - begin, PIECE)
 
-    def piece_kernel(self, keys: Any, vectors: Any, begins: Any, grads: Any, sums: Any, squares: Any) -> None:
-        """The sum of the gradients of each piece; `begins` are the places of their first keys, negative for none."""
-        places, size = self.own(), keys.shape[0]
-        begin = fetch(begins.at[places], mask=places < begins.shape[0], other=-1)
-        some = begin >= 0
-
-        @pl.when(jnp.max(begin) >= 0)
+        @pl.when(jnp.max(length) > 0)
         def _() -> None:
-            key = fetch(keys.at[begin], mask=some, other=-1)
+            def one(number: jax.Array, some: jax.Array) -> jax.Array:
+                return self.read(grads, fetch(vectors.at[begin + number], mask=some, other=0), some)
 
-            def follows(at: jax.Array, count: jax.Array, alive: jax.Array) -> jax.Array:
-                alive = alive & (count < PIECE) & (at < size)
-                return alive & (fetch(keys.at[at], mask=alive, other=-1) == key)
+            total = self.add_up(jnp.zeros((self.rows, self.width), jnp.float32), length, one)
+            self.write(sums, places, total, length > 0)
+            self.write(squares, places, jnp.sum(total * total, axis=1), length > 0)
 
-            def one(at: jax.Array, alive: jax.Array) -> jax.Array:
-                return self.read(grads, fetch(vectors.at[at], mask=alive, other=0), alive)
+    def join_kernel(self, begins: Any, ends: Any, rows: Any, second: Any, pieces: Any, _: Any, __: Any, sums: Any,
+                    squares: Any) -> None:  # fmt: skip
+        """Adds the further pieces of each of the `rows` to its first one, in order; the `second` ones begin them."""
+        places = self.own()
+        inside = places < begins.shape[0]
+        some = fetch(second.at[places], mask=inside, other=0) > 0
 
-            total = self.add_up(begin, some, jnp.zeros((self.rows, self.width), jnp.float32), follows, one)
-            self.write(sums, places, total, some)
-            self.write(squares, places, jnp.sum(total * total, axis=1), some)
-
-    def join_kernel(
-        self, keys: Any, begins: Any, segments: Any, counts: Any, _: Any, __: Any, sums: Any, squares: Any
-    ) -> None:
-        """Adds the further pieces of each row, which are behind the first ones of all, to its first piece, in order."""
-        num_rows, num_pieces = counts[0], counts[1]
-        places = num_rows + self.own()
-        some = places < num_pieces
-
-        @pl.when(num_rows + pl.program_id(0) * self.rows < num_pieces)
+        @pl.when(jnp.max(some.astype(jnp.int32)) > 0)
         def _() -> None:
-            begin = fetch(begins.at[places], mask=some, other=PIECE)
-            key, before = fetch(keys.at[begin], mask=some, other=-1), begin - PIECE
-            second = some & (fetch(keys.at[before - 1], mask=some & (before > 0), other=-1) != key)
-            row = fetch(segments.at[begin], mask=second, other=0)
-
-            def follows(at: jax.Array, count: jax.Array, alive: jax.Array) -> jax.Array:
-                del count
-                alive = alive & (at < num_pieces)
-                there = fetch(begins.at[at], mask=alive, other=0)
-                return alive & (fetch(keys.at[there], mask=alive, other=-1) == key)
-
+            left = fetch(ends.at[places], mask=some, other=0) - fetch(begins.at[places], mask=some, other=0)
+            row = fetch(rows.at[places], mask=some, other=0)
             total = self.add_up(
-                places, second, self.read(sums, row, second), follows, lambda at, alive: self.read(sums, at, alive)
+                self.read(sums, row, some), pl.cdiv(left, PIECE), lambda i, alive: self.read(pieces, places + i, alive)
             )
-            self.write(sums, row, total, second)
-            self.write(squares, row, jnp.sum(total * total, axis=1), second)
+            self.write(sums, row, total, some)
+            self.write(squares, row, jnp.sum(total * total, axis=1), some)
 
     def update_kernel(
         self, places: Any, sums: Any, numbers: Any, *refs: Any, optimizer: RowOptimizer, names: Sequence[str]
@@ -203,21 +187,30 @@ def sums_by_kernels(
     valid = keys < num_rows
     starts = valid & jnp.concatenate([jnp.ones(1, bool), keys[1:] != keys[:-1]])
     segments = jnp.cumsum(starts, dtype=jnp.int32) - 1
-    first = jnp.zeros(size, jnp.int32).at[jnp.where(starts, segments, size)].set(places, mode="drop")
-    further = valid & ~starts & ((places - first[segments]) % PIECE == 0)
-    count = segments[-1] + 1
-    behind = jnp.cumsum(further, dtype=jnp.int32)
-    piece = jnp.where(starts, segments, jnp.where(further, count + behind - 1, size))
-    begins = jnp.full(size, -1, jnp.int32).at[piece].set(places, mode="drop", unique_indices=False)
-    like = jax.typeof(grads)
-    results = [like.update(shape=(size, grads.shape[1])), like.update(shape=(size,))]
-    found = kernels.run(kernels.piece_kernel, size, [keys, vectors, begins, grads], results)
-    counts = jnp.stack([count, count + behind[-1]])
-    operands = [keys, begins, segments, counts]
-    sums, squares = kernels.run(kernels.join_kernel, pl.cdiv(size, PIECE), operands, [], found)
-    beyond = num_rows + places
-    unique = jnp.where(places < count, keys[first], beyond)
-    return unique, sums, squares
+    total = jnp.sum(valid, dtype=jnp.int32)
+    first = jnp.full(size + 1, total).at[jnp.where(starts, segments, size + 1)].set(places, mode="drop")
+    begins, ends = first[:-1], first[1:]
+    unique = jnp.where(begins < total, keys[begins], num_rows + places)
+
+    def added(begins: jax.Array, ends: jax.Array) -> list[jax.Array]:
+        like = jax.typeof(grads)
+        results = [like.update(shape=(begins.size, grads.shape[1])), like.update(shape=(begins.size,))]
+        return kernels.run(kernels.sum_kernel, begins.size, [vectors, begins, ends, grads], results)
+
+    found = added(begins, ends)
+    if size <= PIECE:
+        return unique, *found
+    # A further piece is PIECE or more behind every other one, so this numbers them, those of a row in turn.
+    within = places - first[segments]
+    number = jnp.where(valid & (within > 0) & (within % PIECE == 0), places // PIECE, size)
+    further = jnp.full(pl.cdiv(size, PIECE), size, jnp.int32).at[number].set(places, mode="drop")
+    there = further < size
+    row = segments[further]
+    stop = jnp.where(there, ends[row], further)
+    second = there & (further - begins[row] == PIECE)
+    pieces, _ = added(further, stop)
+    operands = [further, stop, row, second.astype(jnp.int32), pieces]
+    return unique, *kernels.run(kernels.join_kernel, further.size, operands, [], found)
 
 
 def updated_by_kernel(
