@@ -93,9 +93,15 @@ class Rows:
 
         return lax.while_loop(lambda carried: carried[0] < longest, step, (jnp.int32(0), total))[1]
 
-    def sum_kernel(self, vectors: Any, begins: Any, ends: Any, grads: Any, sums: Any, squares: Any) -> None:
-        """The sum of `grads[vectors[begin:end]]` of each piece, at most PIECE of them; nothing of an empty one."""
-        places = self.own()
+    def sum_kernel(
+        self, vectors: Any, begins: Any, ends: Any, grads: Any, pieces: Any, sums: Any, squares: Any
+    ) -> None:
+        """The sum of `grads[vectors[begin:end]]` of each piece, at most PIECE of them; nothing of an empty one.
+
+        The first programs write the further pieces of rows, the others the first ones, with their sums of squares.
+        """
+        places, num_further = self.own(), pieces.shape[0]
+        is_further = pl.program_id(0) * self.rows < num_further
         inside = places < begins.shape[0]
         begin = fetch(begins.at[places], mask=inside, other=0)
         length = jnp.minimum(fetch(ends.at[places], mask=inside, other=0) - begin, PIECE)
@@ -106,8 +112,14 @@ class Rows:
                 return self.read(grads, fetch(vectors.at[begin + number], mask=some, other=0), some)
 
             total = self.add_up(jnp.zeros((self.rows, self.width), jnp.float32), length, one)
-            self.write(sums, places, total, length > 0)
-            self.write(squares, places, jnp.sum(total * total, axis=1), length > 0)
+            @pl.when(is_further)
+            def _() -> None:
+                self.write(pieces, places, total, length > 0)
+
+            @pl.when(~is_further)
+            def _() -> None:
+                self.write(sums, places - num_further, total, length > 0)
+                self.write(squares, places - num_further, jnp.sum(total * total, axis=1), length > 0)
 
     def join_kernel(self, begins: Any, ends: Any, rows: Any, second: Any, pieces: Any, _: Any, __: Any, sums: Any,
                     squares: Any) -> None:  # fmt: skip
@@ -191,26 +203,24 @@ def sums_by_kernels(
     first = jnp.full(size + 1, total).at[jnp.where(starts, segments, size + 1)].set(places, mode="drop")
     begins, ends = first[:-1], first[1:]
     unique = jnp.where(begins < total, keys[begins], num_rows + places)
-
-    def added(begins: jax.Array, ends: jax.Array) -> list[jax.Array]:
-        like = jax.typeof(grads)
-        results = [like.update(shape=(begins.size, grads.shape[1])), like.update(shape=(begins.size,))]
-        return kernels.run(kernels.sum_kernel, begins.size, [vectors, begins, ends, grads], results)
-
-    found = added(begins, ends)
-    if size <= PIECE:
-        return unique, *found
-    # A further piece is PIECE or more behind every other one, so this numbers them, those of a row in turn.
+    # A further piece is PIECE or more behind every other one, so this numbers them, those of a row in turn. Programs
+    # have either further pieces or first ones.
+    num_further = pl.cdiv(pl.cdiv(size, PIECE), kernels.rows) * kernels.rows
     within = places - first[segments]
     number = jnp.where(valid & (within > 0) & (within % PIECE == 0), places // PIECE, size)
-    further = jnp.full(pl.cdiv(size, PIECE), size, jnp.int32).at[number].set(places, mode="drop")
+    further = jnp.full(num_further, size, jnp.int32).at[number].set(places, mode="drop")
     there = further < size
     row = segments[further]
     stop = jnp.where(there, ends[row], further)
     second = there & (further - begins[row] == PIECE)
-    pieces, _ = added(further, stop)
+    like = jax.typeof(grads)
+    shapes = [(num_further, grads.shape[1]), (size, grads.shape[1]), (size,)]
+    operands = [vectors, jnp.concatenate([further, begins]), jnp.concatenate([stop, ends]), grads]
+    results = [like.update(shape=shape) for shape in shapes]
+    pieces, sums, squares = kernels.run(kernels.sum_kernel, num_further + size, operands, results)
     operands = [further, stop, row, second.astype(jnp.int32), pieces]
-    return unique, *kernels.run(kernels.join_kernel, further.size, operands, [], found)
+    sums, squares = kernels.run(kernels.join_kernel, num_further, operands, [], [sums, squares])
+    return unique, sums, squares
 
 
 def updated_by_kernel(
