@@ -29,12 +29,12 @@ from jaxdl.bench import roofline, rows_torch, trace
 from jaxdl.bench.shared import check_options, make_table, median_ratio, time_in_turns, write_json
 from jaxdl.compiler import hlo
 from jaxdl.compiler.roofline import kernels, summed
-from jaxdl.config import ConfigError
 from jaxdl.data.clicks import shuffled, zipf_rank
 from jaxdl.embedding import EmbeddingConfig, RowOptimizer, Tables
 from jaxdl.embedding.table import Table as EmbeddingTable
 from jaxdl.embedding.tables import TableState
 from jaxdl.embedding.update import ROUTE, SUMS
+from jaxdl.errors import ConfigError, OptionError
 from jaxdl.kinds import kinds
 from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.options import parse_options
@@ -107,11 +107,11 @@ def parse_command(args: list[str]) -> RowsBench:
     known = kinds(RowOptimizer)
     for name in command.optimizers:
         if name not in known:
-            raise ConfigError(f"--optimizers {name}: there is no such one; choose from {', '.join(known)}.")
+            raise OptionError(f"--optimizers {name}: there is no such one; choose from {', '.join(known)}.")
     if command.skew <= 0 or command.skew == 1:
-        raise ConfigError(f"--skew {command.skew:g}: the formula needs more than 0, and not 1. Give 1.05.")
+        raise OptionError(f"--skew {command.skew:g}: the formula needs more than 0, and not 1. Give 1.05.")
     if command.h100 and command.against:
-        raise ConfigError("--h100 with --against: a described GPU runs nothing. Leave one of them out.")
+        raise OptionError("--h100 with --against: a described GPU runs nothing. Leave one of them out.")
     return command
 
 

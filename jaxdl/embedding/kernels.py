@@ -112,6 +112,7 @@ class Rows:
                 return self.read(grads, fetch(vectors.at[begin + number], mask=some, other=0), some)
 
             total = self.add_up(jnp.zeros((self.rows, self.width), jnp.float32), length, one)
+
             @pl.when(is_further)
             def _() -> None:
                 self.write(pieces, places, total, length > 0)
