@@ -60,6 +60,7 @@ class Results:
         for title, columns, cells in (
             ("Training steps", STEP_COLUMNS, step_cells),
             ("Selection", SELECT_COLUMNS, select_cells),
+            ("Rows of embedding tables", ROWS_COLUMNS, rows_cells),
             ("The kernels that take the most time", KERNEL_COLUMNS, kernel_cells),
             ("Training run", RUN_COLUMNS, run_cells),
         ):
@@ -78,6 +79,7 @@ class Results:
 STEP_COLUMNS = ("", "examples", "ms a step", "a second", "of the peak", "PyTorch: ms", "jaxdl is faster",
                 "update", "planned GB", "used GB", "attention")  # fmt: skip
 SELECT_COLUMNS = ("", "k of n", "method", "ms", "faster than lax.top_k", "copies of the data", "as the oracle")
+ROWS_COLUMNS = ("", "optimizer", "side", "ms", "million rows/s")
 KERNEL_COLUMNS = ("", "kernel", "operation", "ms a step", "times a step", "share")
 RUN_COLUMNS = ("", "status", "steps", "seconds: all", "training", "compiling", "metrics of the last evaluation")
 
@@ -114,6 +116,14 @@ def select_cells(name: str, found: dict[str, Any]) -> Iterator[Sequence[str]]:
         right = found["right"].get(side)
         ratios = (f"{median['lax.top_k'] / seconds:.1f} x", f"{seconds / median['a copy']:.2f}")
         yield name, what, side, f"{1e3 * seconds:.4f}", *ratios, {None: "", True: "yes", False: "NO"}[right]
+
+
+def rows_cells(name: str, found: dict[str, Any]) -> Iterator[Sequence[str]]:
+    """The rows of a `bench rows`."""
+    for optimizer, one in found.get("optimizers", {}).items():
+        for side, values in one["seconds"].items():
+            seconds = statistics.median(values)
+            yield name, optimizer, side, f"{1e3 * seconds:.3f}", f"{found['looked_up_rows'] / seconds / 1e6:,.0f}"
 
 
 def kernel_cells(name: str, found: dict[str, Any]) -> Iterator[Sequence[str]]:

@@ -13,8 +13,10 @@ What is measured, the most worthwhile first:
 - selection of 25.6 million entries by every method, as our kernels and in plain XLA, checked, against `lax.top_k` and
   a copy on the device, at two densities;
 - the training step of ResNet-50 at 224, 128 and 96 pixels in bfloat16, float16, TF32 and float32, of GPT-2 (124 million
-  parameters) and of a decoder of 1.2 billion at 2,048 tokens, in turns with compiled PyTorch: medians, share of the
-  peak, memory as planned and as used, the kernels that take the most time, and the attention that ran;
+  parameters; also without a loop over its layers) and of a decoder of 1.2 billion at 2,048 tokens, in turns with
+  compiled PyTorch: medians, share of the peak, memory as planned and as used, the kernels that take the most time, and
+  the attention that ran;
+- rows a second of lookups and exact updates of embedding tables, in turns with PyTorch;
 - the share of LARS's update in a step;
 - a whole training run, the one of `make train`.
 
@@ -82,6 +84,8 @@ def all_measurements() -> list[Measurement]:
         Measurement("select-0.001", ("bench", "select", "--density", "0.001"), 4, toy_select),
         resnet50(224, "bfloat16", 6),
         decoder("gpt2-124m", 16, 2048, ("12", "768", "12", "12", "3072"), 5, *GPT2),
+        Measurement("rows-10", ("bench", "rows"), 2, ROWS_TOY, against=True),
+        decoder("gpt2-124m-no-loop", 16, 2048, ("12", "768", "12", "12", "3072"), 5, *GPT2, "--model.no-scan-layers"),
         Measurement("train", ("train", "--config", "configs/digits.py", "--workdir", "{out}"), 4, ("--max-steps", "3")),
         Measurement("lars", (*resnet_args("imagenet_resnet50_lars_4k", 224, "bfloat16"),), 3, RESNET_TOY),
         resnet50(128, "bfloat16", 4),
@@ -95,6 +99,7 @@ def all_measurements() -> list[Measurement]:
     ]
 
 
+ROWS_TOY = ("--rows", "200", "--columns", "8", "--batch-size", "16", "--num-steps", "1", "--num-repeats", "2")
 RESNET_TOY = ("--image-size", "32", "--batch-size", "4", "--model.depth", "18", "--model.width", "8",
               "--num-steps", "1", "--num-repeats", "2")  # fmt: skip
 GPT2 = ("--model.norm", "layer", "--model.mlp", "gelu", "--model.biases", "all", "--model.positions", "learned",

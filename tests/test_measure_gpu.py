@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import measure_gpu  # noqa: E402
 from gpu_results import RESULTS, TABLES, Results  # noqa: E402
 
-from jaxdl.bench import select, train  # noqa: E402
+from jaxdl.bench import rows, select, train  # noqa: E402
 
 
 def test_every_command_is_understood():
@@ -24,10 +24,9 @@ def test_every_command_is_understood():
         command, *args = one.args
         if command == "bench":
             kind, *args = args
-            parsed = {"train": train, "select": select}[kind].parse_command(args)
-            assert (kind, parsed.num_elements if kind == "select" else parsed.profile) in (
-                ("select", 25_600_000), ("train", True),
-            )  # fmt: skip
+            parsed = {"train": train, "select": select, "rows": rows}[kind].parse_command(args)
+            size = {"select": "num_elements", "train": "profile", "rows": "batch_size"}[kind]
+            assert (kind, getattr(parsed, size)) in (("select", 25_600_000), ("train", True), ("rows", 16_384))
     names = [one.name for one in measure_gpu.all_measurements()]
     assert len(set(names)) == len(names)
     for size in (224, 128, 96):
@@ -81,12 +80,16 @@ def test_results_outlast_a_kill(tmp_path):
         file.write('{"name": "later", "status": "meas')  # Killed here.
     again = Results(tmp_path, names, toy=False)
     assert [again.has(name) for name in names] == [True, False, False]
+    assert again.why_not("later") == "not run yet"
     assert not Results(tmp_path, names, toy=True).has("decoder")
     again.add({"name": "select", "status": "failed", "why": "the time was up"})
+    sides = {"looked_up_rows": 3_000_000, "optimizers": {"sgd": {"seconds": {"jaxdl": [0.001, 0.002, 0.003]}}}}
+    again.add({"name": "later", **measured, "result": sides})
     text = (tmp_path / TABLES).read_text()
     assert ("| decoder | 100 tokens, 100 tokens, float32 | 200.00 | 500 | 20.0 % | 300.00 | 1.00 x | 5.0 % | 2.00 | "
             "3.00 | XLA's own kernels |") in text  # fmt: skip
-    assert "| select | the time was up |\n| later | not run yet |" in text
+    assert "| select | the time was up |" in text
+    assert "| later | sgd | jaxdl | 2.000 | 1,500 |" in text
 
 
 @pytest.mark.slow
