@@ -10,8 +10,8 @@ up or this program is killed. A measurement that has a result in --out is not re
 go on. `logs/` has what each printed. `--toy` makes everything small and runs on a CPU too, in a few minutes.
 
 What is measured, the most worthwhile first:
-- selection of 25.6 million entries by every method, as our kernels and in plain XLA, checked, against `lax.top_k` and
-  a copy on the device, at two densities;
+- selection of 25.6 million entries by every method, checked, against `lax.top_k` and a copy on the device, at two
+  densities;
 - the training step of ResNet-50 at 224, 128 and 96 pixels in bfloat16, float16, TF32 and float32, of GPT-2 (124 million
   parameters; also without a loop over its layers) and of a decoder of 1.2 billion at 2,048 tokens, in turns with
   compiled PyTorch: medians, share of the peak, memory as planned and as used, the kernels that take the most time, and

@@ -24,6 +24,7 @@ BUDGETS = {
     "test_attention.py": 20,
     "test_agreement.py": 100,
     "test_staleness.py": 25,
+    "test_table_kernels.py": 25,
     "test_agreement_processes.py": 50,
     "test_lora.py": 50,
     "test_chaos.py": 300,

@@ -9,7 +9,7 @@ import pytest
 
 from jaxdl.bench import __main__ as bench
 from jaxdl.bench import select
-from jaxdl.collectives.select import KERNELS, METHODS
+from jaxdl.collectives.select import KERNELS, LEADING, METHODS, MOST_BY_KERNELS
 from jaxdl.config import ConfigError
 from jaxdl.planner.h100 import h100_mesh
 
@@ -45,6 +45,16 @@ def test_the_outlier():
     x = np.sort(np.abs(select.sample("Student-t(3), one outlier", 1000)))
     np.testing.assert_allclose(x[-1] / x[-2], 1e4, rtol=0.9)
     assert select.sample("normal", 10).dtype == np.float32
+
+
+def test_our_kernels_are_shown_only_where_they_select(monkeypatch):
+    monkeypatch.setattr(select.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(type(KERNELS), "used", lambda self: True)
+    few, many = (select.SelectBench(num_elements=number) for number in (MOST_BY_KERNELS, MOST_BY_KERNELS + 1))
+    assert select.has_own_kernels(few)
+    assert list(select.plain_sides(few)) == [f"{method}, plain XLA" for method in LEADING]
+    assert not select.has_own_kernels(many)
+    assert not select.plain_sides(many)
 
 
 def test_what_is_read_from_a_program():

@@ -1,18 +1,33 @@
 """The kernels of embedding tables on NVIDIA GPUs, interpreted and as they are lowered; `bench rows`."""
 
 import json
+import sys
+import types
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_embedding import NUM_IDS, TABLES, batches, compiled, mesh_of, stepped
 from test_select_kernels import CALL, needs_no_gpu
 
+import jaxdl.embedding
 from jaxdl.bench import rows as bench
+from jaxdl.collectives import own_kernels
+from jaxdl.collectives.primitive import define
 from jaxdl.compiler import hlo
-from jaxdl.embedding import RowOptimizer, kernels, kernels_trial, update
-from jaxdl.embedding.optimizers import RowSGD, RowWiseAdaGrad
+from jaxdl.embedding import (
+    ColumnWise,
+    EmbeddingConfig,
+    Replicated,
+    RowOptimizer,
+    Tables,
+    kernels,
+    kernels_trial,
+    update,
+)
+from jaxdl.embedding.optimizers import RowAdam, RowSGD, RowWiseAdaGrad
 from jaxdl.errors import ConfigError
 from jaxdl.kinds import kinds
 
@@ -33,6 +48,57 @@ def test_sums_of_rows_are_right_and_wrong_ones_are_seen(short_pieces, monkeypatc
 
     monkeypatch.setattr(kernels, "sums_by_kernels", lossy)
     assert not kernels_trial.sums_are_right(3000, interpret=True)
+
+
+@pytest.mark.parametrize("columns", [1, 20])
+def test_one_row_at_a_time_and_one_column(short_pieces, monkeypatch, columns):
+    monkeypatch.setattr(kernels, "TILE", 16)
+    assert kernels.Rows(20).rows == 1
+    assert kernels_trial.sums_are_right(300, columns, interpret=True)
+    assert kernels_trial.updates_are_right(RowWiseAdaGrad(), columns, interpret=True)
+
+
+def test_sums_at_the_edges(short_pieces):
+    none, size = 9, 16
+    grads = np.random.default_rng(0).standard_normal((size, 3)).astype(np.float32)
+    vectors, given = jnp.arange(size), jnp.asarray(grads)
+    run = jax.jit(lambda keys: kernels.sums_by_kernels(keys, vectors, given, none, interpret=True))
+    for counts in (
+        {}, {4: 1}, {4: 16}, {0: 4, 8: 4}, {0: 8, 8: 8}, {0: 5, 3: 1, 8: 9}, dict.fromkeys(range(9), 1),
+    ):  # fmt: skip
+        keys = [row for row, count in counts.items() for _ in range(count)]
+        # Of different rows, all past the end.
+        padded = [*keys, *range(none, none + size - len(keys))]
+        rows, sums, squares = run(jnp.asarray(padded, jnp.int32))
+        assert rows[: len(counts)].tolist() == list(counts)
+        assert len(set(rows.tolist())) == size, "indices of a scatter are unique"
+        assert (rows[len(counts) :] >= none).all()
+        wanted = np.zeros((none, 3))
+        np.add.at(wanted, keys, grads[: len(keys)])
+        np.testing.assert_allclose(sums[: len(counts)], wanted[list(counts)], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(squares[: len(counts)], (wanted[list(counts)] ** 2).sum(axis=1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", [ColumnWise(), Replicated(room=0.6)], ids=lambda one: one.kind)
+def test_what_is_past_the_end_reaches_nothing(scheme, monkeypatch):
+    """Our kernels leave there what was in memory."""
+
+    def poisoned(keys, wanted, grads, *, num_rows):
+        rows, sums, squares = update._sums_by_xla(keys, wanted, grads, num_rows=num_rows)
+        there = rows < num_rows
+        return rows, jnp.where(there[:, None], sums, jnp.nan), jnp.where(there, squares, jnp.nan)
+
+    config = EmbeddingConfig(scheme=scheme, optimizer=RowWiseAdaGrad(weight_decay=0.1), backward_wire="int8")
+    found = []
+    for one in (None, poisoned):
+        if one is not None:
+            monkeypatch.setattr(
+                update, "_sums_p", define("poisoned_sums", one, update._sums_types, core_ndims=(1, 1, 2))
+            )
+        tables = Tables(TABLES, NUM_IDS, config, mesh_of((2, 2, 1)))
+        found.append(stepped(tables, compiled(tables), batches()[:2]))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert np.isfinite(found[1][-1])
 
 
 def test_bits_of_a_row_do_not_depend_on_other_rows(short_pieces):
@@ -82,6 +148,68 @@ def test_where_they_are_lowered(monkeypatch):
     monkeypatch.setenv(update.ROUTE, "cub")
     with pytest.raises(ConfigError, match="JAXDL_TABLES=cub"):
         lowered()
+
+
+class Listed(RowOptimizer, kind=None):
+    """As a user may write it: it cannot be made without arguments, nor hashed."""
+
+    factors: list[float]
+
+    @property
+    def row_numbers(self):
+        return {}
+
+    def updated(self, rows, state, grads, mean_square, rate, count):
+        return rows - rate * self.factors[0] * grads, state
+
+
+@pytest.fixture
+def listed(monkeypatch):
+    """`lowered` makes tables with a `Listed`."""
+    monkeypatch.setattr(bench, "kinds", lambda _: {"listed": lambda: Listed(factors=[2.0])})
+    return "listed"
+
+
+@needs_no_gpu
+def test_an_optimizer_of_the_users_own(listed, monkeypatch):
+    assert lowered(listed).count(CALL) == 3
+    monkeypatch.setattr(update, "_of_optimizer", lambda _: types.SimpleNamespace(used=lambda: False))
+    assert lowered(listed).count(CALL) == 2, "its update is left to XLA, the sums are not"
+
+
+def test_an_optimizer_is_tried_as_it_is_set(monkeypatch):
+    tried = []
+    monkeypatch.setattr(kernels_trial, "updates_are_right", lambda one: tried.append(one) or True)
+    every = [Listed(factors=[1.0]), Listed(factors=[2.0]), RowSGD(weight_decay=0.1)]
+    asked = [update._of_optimizer(update._hashable(one)) for one in every]
+    assert [one.rightly() for one in asked] == [True] * 3
+    assert tried == every
+    assert update._of_optimizer(update._hashable(Listed(factors=[2.0]))) is asked[1]
+    update._of_optimizer.cache_clear()
+
+
+def test_without_triton_there_is_plain_xla(monkeypatch):
+    """A later JAX may have none; `jaxdl.embedding.kernels` cannot be imported then."""
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    monkeypatch.delitem(sys.modules, "jaxdl.embedding.kernels")
+    monkeypatch.delattr(jaxdl.embedding, "kernels")
+    assert CALL not in lowered()
+
+
+def test_processes_agree_on_the_sums_and_each_optimizer_once(monkeypatch):
+    sent = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(own_kernels, "from_each_process", lambda own: sent.append(own) or [own, b"no"])
+    monkeypatch.setenv(update.ROUTE, "xla")
+    optimizers = [RowSGD(), RowAdam(), RowSGD(), RowAdam(b1=0.5)]
+    try:
+        update.agree_on_kernels(optimizers)
+        update.agree_on_kernels(optimizers)
+        assert sent == [b"no"] * 4
+        assert not update.SUMS.used()
+    finally:
+        update.SUMS.forget()
+        update._of_optimizer.cache_clear()
 
 
 def test_rows_of_too_many_columns_are_left_to_xla():

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from jaxdl.bench.shared import check_options, make_table, time_in_turns, write_json
 from jaxdl.collectives.compact import KEY_BITS
-from jaxdl.collectives.select import KERNELS, LEADING, METHODS, on_gpu, select_top_k
+from jaxdl.collectives.select import LEADING, METHODS, by_kernels, on_gpu, select_top_k
 from jaxdl.compiler import hlo
 from jaxdl.config import ConfigError
 from jaxdl.options import parse_options
@@ -70,7 +70,7 @@ def main(args: list[str]) -> None:
     else:
         (times, right), recalls = measure(command), measure_recall(command)
         device = jax.devices()[0].device_kind
-        own = jax.default_backend() == "gpu" and KERNELS.used()
+        own = has_own_kernels(command)
         result |= {"device": device, "own_kernels": own, "seconds": times, "right": right, "recall": recalls}
         console.print(times_table(command, times, device))
         wrong = [side for side, is_right in right.items() if not is_right]
@@ -110,14 +110,19 @@ def sides(k: int) -> dict[str, Callable[[jax.Array], Any]]:
     return found | {method: functools.partial(select_top_k, k=k, method=method) for method in METHODS}
 
 
-def plain_sides(k: int) -> dict[str, Callable[[jax.Array], Any]]:
-    """On GPUs: the methods of which `sides` takes kernels of our own, in plain XLA."""
+def has_own_kernels(command: SelectBench) -> bool:
+    """Whether `sides` takes kernels of our own for some methods: on GPUs, for few entries."""
+    return jax.default_backend() == "gpu" and any(by_kernels(command.num_elements, method) for method in METHODS)
+
+
+def plain_sides(command: SelectBench) -> dict[str, Callable[[jax.Array], Any]]:
+    """The methods of which `sides` takes kernels of our own, in plain XLA."""
     bits, settings = np.zeros(2, np.uint32), {"num_passes": 30, "num_per_block": 1}
 
     def side(method: Any) -> Callable[[jax.Array], Any]:
-        return lambda x: on_gpu(x, bits, k=k, method=method, **settings)
+        return lambda x: on_gpu(x, bits, k=command.k, method=method, **settings)
 
-    return {f"{method}, plain XLA": side(method) for method in LEADING} if jax.default_backend() == "gpu" else {}
+    return {f"{method}, plain XLA": side(method) for method in LEADING} if has_own_kernels(command) else {}
 
 
 def measure(command: SelectBench) -> tuple[dict[str, list[float]], dict[str, bool]]:
@@ -126,7 +131,7 @@ def measure(command: SelectBench) -> tuple[dict[str, list[float]], dict[str, boo
     The sides take turns. Only the methods whose result is determined are checked, by the bits that they compare.
     """
     x = jax.random.normal(jax.random.key(0), (command.num_elements,), command.dtype)
-    all_sides = sides(command.k) | plain_sides(command.k)
+    all_sides = sides(command.k) | plain_sides(command)
     compiled = {name: jax.jit(side).lower(x).compile() for name, side in all_sides.items()}
     calls = command.num_calls or (20 if jax.default_backend() == "gpu" else 1)
 

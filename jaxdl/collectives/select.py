@@ -2,8 +2,9 @@
 
 A sort of everything is what `lax.top_k` does, and what makes compressed gradients slower than the network they save.
 These methods count instead: `exact` and `threshold` read the data once (at densities above about 1/32, once for each
-counting pass), `block` twice, `mstopk` once for each pass. Nothing larger than n/8 is sorted. On NVIDIA GPUs `exact`
-and `threshold` of up to 2 million entries are a few kernels of their own (`kernels.py`).
+counting pass), `block` twice, `mstopk` once for each pass on GPUs and for every three on CPUs. Nothing larger than n/8
+is sorted. On NVIDIA GPUs `exact` and `threshold` of up to 2 million entries are a few kernels of their own
+(`kernels.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 LEADING: dict[str, int] = {"exact": KEY_BITS, "threshold": COARSE_BITS}
 """How many bits of |x| the methods compare that differ in this alone."""
 MOST_BY_KERNELS = 2_000_000
-"""From so many entries on XLA's own selection is the faster one on a GPU: see `on_cuda`."""
+"""Of more entries plain XLA selects faster on a GPU: see `on_cuda`."""
 SMALL = 2048
 """On a CPU, so few entries are sorted: the time is in compiling."""
 
@@ -120,13 +121,18 @@ KERNELS = OwnKernels(
 )
 
 
+def by_kernels(num_entries: int, method: str) -> bool:
+    """Whether a method selects from so many entries by kernels of our own, on an NVIDIA GPU."""
+    return method in LEADING and num_entries <= MOST_BY_KERNELS and KERNELS.used()
+
+
 def on_cuda(x: jax.Array, bits: jax.Array, *, k: int, method: Method, **settings: Any) -> tuple[jax.Array]:
     """`on_gpu`, but `exact` and `threshold` of few entries by kernels of our own where these work.
 
-    Launches are most of the time for few entries, and there are ten kernels in place of 78. For many, the additions to
-    their histograms are: an H200 took 0.058 ms for 1 million entries (XLA 0.095), but 0.207 for 4 million (0.180).
+    For few entries most of the time goes into launches: of ten kernels in place of 78. For many it goes into additions
+    to histograms: an H200 took 0.058 ms for 1 million entries (XLA 0.095), but 0.207 for 4 million (0.180).
     """
-    if method in LEADING and x.size <= MOST_BY_KERNELS and KERNELS.used():
+    if by_kernels(x.size, method):
         from jaxdl.collectives import kernels
 
         if kernels.fits(x.size, k):

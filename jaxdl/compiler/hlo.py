@@ -33,8 +33,10 @@ _HOST = "S(5)"
 _SLICES = {"slice", "dynamic-slice", "gather"}
 
 GATHERS = "reads_a_part"
-"""In the name (`jax.named_scope`) of a custom call: of no operand it reads more bytes than its results have, but for
-those that it changes in place; or, where it has no others, than its largest operand. It changes as many."""
+"""In the name (`jax.named_scope`) of a custom call that reads parts of its operands.
+
+It reads of each at most as many bytes as its new results have, or, where all results are operands changed in place, as
+the largest of the other operands. Of an operand changed in place it writes as many as it reads."""
 
 TABLES = "embedding_tables"
 """In the name of all that looks up and updates embedding tables."""

@@ -122,9 +122,12 @@ class Rows:
                 self.write(sums, places - num_further, total, length > 0)
                 self.write(squares, places - num_further, jnp.sum(total * total, axis=1), length > 0)
 
-    def join_kernel(self, begins: Any, ends: Any, rows: Any, second: Any, pieces: Any, _: Any, __: Any, sums: Any,
-                    squares: Any) -> None:  # fmt: skip
-        """Adds the further pieces of each of the `rows` to its first one, in order; the `second` ones begin them."""
+    def join_kernel(self, begins: Any, ends: Any, rows: Any, second: Any, pieces: Any, *refs: Any) -> None:
+        """Adds the further pieces of each of the `rows` to its first one, in order; the `second` ones begin them.
+
+        The sums and squares, all that `refs` are, change in place.
+        """
+        sums, squares = refs[len(refs) // 2 :]
         places = self.own()
         inside = places < begins.shape[0]
         some = fetch(second.at[places], mask=inside, other=0) > 0

@@ -15,16 +15,16 @@ _ROWS, _COLUMNS, _NUM_IDS, _VECTORS = 3000, 20, 40_000, 5000
 _CLOSE = 1e-5
 
 
-def sums_are_right(num_ids: int = _NUM_IDS, *, interpret: bool = False) -> bool:
+def sums_are_right(num_ids: int = _NUM_IDS, columns: int = _COLUMNS, *, interpret: bool = False) -> bool:
     """Whether rows, sums and squares are right, and have the same bits twice; some rows have thousands of ids."""
     rng = np.random.default_rng(0)
     rows = np.sort(np.minimum(rng.zipf(1.2, num_ids) - 1, _ROWS + 7)).astype(np.int32)
     vectors = rng.integers(0, _VECTORS, num_ids).astype(np.int32)
-    grads = rng.standard_normal((_VECTORS, _COLUMNS)).astype(np.float32)
+    grads = rng.standard_normal((_VECTORS, columns)).astype(np.float32)
     run = jax.jit(functools.partial(kernels.sums_by_kernels, num_rows=_ROWS, interpret=interpret))
     operands = [jnp.asarray(x) for x in (rows, vectors, grads)]
     found, again = ([np.asarray(x) for x in run(*operands)] for _ in range(2))
-    wanted = np.zeros((_ROWS, _COLUMNS))
+    wanted = np.zeros((_ROWS, columns))
     np.add.at(wanted, rows[rows < _ROWS], grads[vectors[rows < _ROWS]].astype(np.float64))
     size = np.zeros(_ROWS)
     np.add.at(size, rows[rows < _ROWS], 1)
@@ -38,7 +38,7 @@ def sums_are_right(num_ids: int = _NUM_IDS, *, interpret: bool = False) -> bool:
     return same and bool((error < _CLOSE).all()) and np.allclose(found[2][:count], squares, rtol=1e-3, atol=1e-3)
 
 
-def updates_are_right(optimizer: RowOptimizer, *, interpret: bool = False) -> bool:
+def updates_are_right(optimizer: RowOptimizer, columns: int = _COLUMNS, *, interpret: bool = False) -> bool:
     """Whether touched rows, and what is kept of them, are what the optimizer makes of them alone; no other changes."""
     rng = np.random.default_rng(0)
 
@@ -46,8 +46,8 @@ def updates_are_right(optimizer: RowOptimizer, *, interpret: bool = False) -> bo
         return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
     places = rng.permutation(2 * _ROWS)[:_ROWS].astype(np.int32)
-    table, sums, numbers = normal(_ROWS, _COLUMNS), normal(_ROWS, _COLUMNS), jnp.asarray([0.5, 0.1, 3.0], jnp.float32)
-    shapes = {name: (_ROWS,) if one else (_ROWS, _COLUMNS) for name, one in optimizer.row_numbers.items()}
+    table, sums, numbers = normal(_ROWS, columns), normal(_ROWS, columns), jnp.asarray([0.5, 0.1, 3.0], jnp.float32)
+    shapes = {name: (_ROWS,) if one else (_ROWS, columns) for name, one in optimizer.row_numbers.items()}
     state = {name: jnp.abs(normal(*shape)) for name, shape in shapes.items()}
     run = functools.partial(kernels.updated_by_kernel, optimizer=optimizer, interpret=interpret)
     new, after = jax.jit(run)(table, state, jnp.asarray(places), sums, numbers)

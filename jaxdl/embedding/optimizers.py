@@ -42,7 +42,7 @@ class RowOptimizer(Choice):
         """The rows `[n, columns]` and their state after an update.
 
         `grads` are the sums of their gradients, of some of a table's columns; `mean_square` `[n]` the means of squares
-        over all of its columns, if `needs_square`; `count` the number of updates of the run with this one.
+        over all of its columns, if `needs_square`; `count` the number of updates of the run with this one, in float32.
         """
 
     @property

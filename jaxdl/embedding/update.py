@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -90,10 +91,11 @@ def _sums_by_xla(keys: jax.Array, wanted: jax.Array, grads: jax.Array, *, num_ro
 
 def _sums_on_cuda(keys: jax.Array, wanted: jax.Array, grads: jax.Array, *, num_rows: int) -> tuple[jax.Array, ...]:
     """The same, by kernels of our own where these prove right."""
-    from jaxdl.embedding import kernels
+    if SUMS.used():
+        from jaxdl.embedding import kernels
 
-    if kernels.fits(grads.shape[1]) and SUMS.used():
-        return kernels.sums_by_kernels(keys, wanted, grads, num_rows)
+        if kernels.fits(grads.shape[1]):
+            return kernels.sums_by_kernels(keys, wanted, grads, num_rows)
     return _sums_by_xla(keys, wanted, grads, num_rows=num_rows)
 
 
@@ -159,6 +161,19 @@ def square_sum(buffer: Buffer, found: Touched) -> jax.Array:
     return lax.psum(total, axes) if axes else total
 
 
+@dataclass(frozen=True)
+class _Hashable:
+    """An optimizer as a parameter of a primitive, which JAX hashes; a field of a user's own optimizer may be a list."""
+
+    kind: type[RowOptimizer]
+    text: str
+    one: RowOptimizer = field(compare=False)
+
+
+def _hashable(optimizer: RowOptimizer) -> _Hashable:
+    return _Hashable(type(optimizer), repr(optimizer), optimizer)
+
+
 def updated(
     buffer: Buffer,
     rows: jax.Array,
@@ -178,7 +193,7 @@ def updated(
     places = jnp.where(kept, found.rows, found.rows + jnp.int32(buffer.local_rows))
     numbers = jnp.stack([jnp.asarray(x, jnp.float32) for x in (factor, rate, count)])
     operands = alike((), rows, places, found.grads, numbers, *state.values())
-    same: dict[str, Any] = {"optimizer": buffer.optimizer, "names": tuple(state)}
+    same: dict[str, Any] = {"optimizer": _hashable(buffer.optimizer), "names": tuple(state)}
     if buffer.column_ways > 1 and buffer.optimizer.needs_square:
         # Each device has a part of the squares of a row.
         new = _update_by_xla(*operands, **same, columns=buffer.columns, axes=buffer.spread.inner)
@@ -193,7 +208,7 @@ def _update_by_xla(
     sums: jax.Array,
     numbers: jax.Array,
     *state: jax.Array,
-    optimizer: RowOptimizer,
+    optimizer: _Hashable,
     names: Sequence[str],
     columns: int | None = None,
     axes: Sequence[str] = (),
@@ -212,13 +227,13 @@ def _update_by_xla(
         return x.at[places].set(new.astype(x.dtype), mode="drop", unique_indices=True)
 
     old, grads = read(rows), sums * factor
-    if optimizer.weight_decay:
-        grads = grads + optimizer.weight_decay * old
+    if optimizer.one.weight_decay:
+        grads = grads + optimizer.one.weight_decay * old
     square = jnp.sum(grads**2, axis=1)
     if axes:
         square = lax.all_gather(square, tuple(axes)).sum(axis=0)
     before = {name: read(x) for name, x in zip(names, state, strict=True)}
-    new, after = optimizer.updated(old, before, grads, square / (columns or rows.shape[1]), rate, count)
+    new, after = optimizer.one.updated(old, before, grads, square / (columns or rows.shape[1]), rate, count)
     return write(rows, new), *(write(x, after[name]) for name, x in zip(names, state, strict=True))
 
 
@@ -228,16 +243,17 @@ def _update_on_cuda(
     sums: jax.Array,
     numbers: jax.Array,
     *state: jax.Array,
-    optimizer: RowOptimizer,
+    optimizer: _Hashable,
     names: Sequence[str],
 ) -> Sequence[jax.Array]:
     """The same, by a kernel of our own where this proves right for the optimizer."""
-    from jaxdl.embedding import kernels
+    if _of_optimizer(optimizer).used():
+        from jaxdl.embedding import kernels
 
-    if kernels.fits(rows.shape[1]) and _of_optimizer(type(optimizer)).used():
-        before = dict(zip(names, state, strict=True))
-        new, after = kernels.updated_by_kernel(rows, before, places, sums, numbers, optimizer)
-        return new, *after.values()
+        if kernels.fits(rows.shape[1]):
+            before = dict(zip(names, state, strict=True))
+            new, after = kernels.updated_by_kernel(rows, before, places, sums, numbers, optimizer.one)
+            return new, *after.values()
     return _update_by_xla(rows, places, sums, numbers, *state, optimizer=optimizer, names=names)
 
 
@@ -268,20 +284,20 @@ SUMS = OwnKernels(
 
 
 @functools.cache
-def _of_optimizer(kind: type[RowOptimizer]) -> OwnKernels:
-    """The kernel that updates rows with a kind of optimizer."""
+def _of_optimizer(optimizer: _Hashable) -> OwnKernels:
+    """The kernel that updates rows with this optimizer, whose settings can make it another program."""
 
     def rightly() -> bool:
         from jaxdl.embedding import kernels_trial
 
-        return kernels_trial.updates_are_right(kind())
+        return kernels_trial.updates_are_right(optimizer.one)
 
-    what = f"the kernel that updates rows of tables by {kind.kind}"
+    what = f"the kernel that updates rows of tables by {optimizer.kind.kind}"
     return OwnKernels(ROUTE, what, "XLA's slower update is used, with the same results", rightly)
 
 
 def agree_on_kernels(optimizers: Iterable[RowOptimizer]) -> None:
     """All processes of a run on GPUs agree on the kernels for tables with these optimizers; all call it alike."""
     SUMS.agree()
-    for kind in dict.fromkeys(type(one) for one in optimizers):
-        _of_optimizer(kind).agree()
+    for one in dict.fromkeys(map(_hashable, optimizers)):
+        _of_optimizer(one).agree()
