@@ -1,4 +1,4 @@
-"""`--plan auto` with embedding tables on two processes, from the plan to the end of the run, and the plan taken again."""
+"""`--plan auto` with embedding tables on two processes, to the end of the run, and the plan taken again."""
 
 import json
 import re
