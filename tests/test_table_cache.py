@@ -14,12 +14,16 @@ from jaxdl.config import ConfigError
 from jaxdl.data import Clicks
 from jaxdl.embedding import ColumnWise, DataParallel, EmbeddingConfig, Replicated, RowWise, TableRowWise
 from jaxdl.embedding.cache import CacheConfig, SlotPlan, Window
+from jaxdl.embedding.layout import copied_bytes
 from jaxdl.evaluation import EvaluationConfig
 from jaxdl.experiment import Experiment
 from jaxdl.files import step_dir
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import DLRM
 from jaxdl.optim import SGD, Constant
+from jaxdl.planner import nominal_machine
+from jaxdl.planner.mesh_tables import tables_on_meshes
+from jaxdl.run import room
 from jaxdl.run.build import make_plan
 from jaxdl.state import TABLES
 from jaxdl.tasks import Binary
@@ -200,6 +204,22 @@ def test_an_evaluation_copies_slots_alone():
     for name in copied:
         assert seen[name].any()
         assert not np.asarray(state.tables[name]["rows"]).any()  # The slots of training.
+    of_device = sum(seen[name].addressable_shards[0].data.nbytes for name in copied)
+    assert copied_bytes(tables.buffers, caches.store.whole.keys()) == of_device
+
+
+def test_the_memory_of_an_evaluation_is_counted(monkeypatch):
+    """By the check before a run, and by the planner."""
+    cached, sizes = experiment(CacheConfig(fraction=0.5, min_rows=5000)), {"replica": 4, "fsdp": 2, "tensor": 1}
+    copied = copied_bytes(make_plan(cached).parts.tables.buffers, {"feature00"})
+    assert copied
+    machine = nominal_machine("25gbit", gpus_per_node=2)
+    planned = tables_on_meshes(cached, sizes, lambda: machine, ())(sizes, 1e9)
+    assert planned.costs.evaluation_bytes == copied
+    assert planned.costs.needed_bytes == planned.costs.device_bytes + max(copied, planned.costs.gradient_bytes)
+    monkeypatch.setattr(room, "host_memory_bytes", lambda: 8 * (planned.costs.device_bytes + copied))
+    with pytest.raises(ConfigError, match=r"cache\.fraction.0\.5: .* the slots of an evaluation"):
+        make_plan(cached)
 
 
 OTHERS = {
