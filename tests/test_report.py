@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import struct
 
 import numpy as np
@@ -15,7 +16,7 @@ from jaxdl.report import (
     History,
     ReportConfig,
 )
-from jaxdl.writing import replace_file
+from jaxdl.writing import partial_path, replace_file
 
 
 def lines_of(workdir):
@@ -142,6 +143,17 @@ def test_replace_file_leaves_the_old_content_when_it_fails(tmp_path, monkeypatch
         replace_file(path, b"new")
     assert path.read_bytes() == b"old"
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+def test_writers_with_equal_process_ids_do_not_share_a_partial_file(tmp_path, monkeypatch):
+    long = tmp_path / ("ä" * 120 + ".json")
+    names = {partial_path(long).name for _ in range(2)}
+    assert len(names) == 2
+    assert all(len(name.encode()) <= 255 and name.startswith(".ä") and name.endswith(".tmp") for name in names)
+    replace_file(long, b"whole")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {long.name: b"whole"}
+    monkeypatch.setattr("socket.gethostname", lambda: "node/7 é")
+    assert partial_path(tmp_path / "status.json").match(f".status.json.node-7---{os.getpid()}-*.tmp")
 
 
 def test_report_config_refuses_a_profile_length_without_a_start():

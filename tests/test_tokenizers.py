@@ -89,7 +89,7 @@ def test_mistakes_of_the_command(tmp_path, monkeypatch, capsys, args, message):
         main(["tokenizer", *args])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
-    assert not (tmp_path / "x.json").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"a.txt", "there.json", "empty.txt"}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from rich.console import Console
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec, import_text
 from jaxdl.data.documents import EVERY_FILE, PlainDocument, Reading, find_documents, read_documents
+from jaxdl.writing import partial_path
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 """The first three tokens of a trained tokenizer: padding, start and end of a text."""
@@ -64,7 +65,7 @@ def train_tokenizer(files: Sequence[str], command: Train, console: Console) -> s
     num_bytes = sum(path.stat().st_size for _, path in find_documents(files, command.glob) if path.is_file())
     console.print(f"training {command.kind} of {command.vocab_size:,} tokens on {num_bytes / 1e6:,.1f} MB of files ...")
     texts = _Texts(files, command)
-    partial = command.out.with_name(f".{command.out.name}.{os.getpid()}")
+    partial = partial_path(command.out)
     try:
         command.out.parent.mkdir(parents=True, exist_ok=True)
         partial.touch()  # Before the training, which may take long.
