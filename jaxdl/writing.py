@@ -32,6 +32,10 @@ def replace_file(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        if error.errno is not None:
+            error.filename, error.filename2 = os.fspath(path), None  # The name that a user knows.
+        raise
     finally:
         with contextlib.suppress(OSError):  # What has failed before it says more.
             temporary.unlink(missing_ok=True)

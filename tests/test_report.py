@@ -143,6 +143,8 @@ def test_replace_file_leaves_the_old_content_when_it_fails(tmp_path, monkeypatch
         replace_file(path, b"new")
     assert path.read_bytes() == b"old"
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
+    with pytest.raises(NotADirectoryError, match=f"'{path / 'b'}'$"):  # Not the name of the partial file.
+        replace_file(path / "b", b"new")
 
 
 def test_writers_with_equal_process_ids_do_not_share_a_partial_file(tmp_path, monkeypatch):
