@@ -33,9 +33,7 @@ def replace_file(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        if error.errno is not None:
-            error.filename, error.filename2 = os.fspath(path), None  # The name that a user knows.
-        raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error  # The name that a user knows.
     finally:
         with contextlib.suppress(OSError):  # What has failed before it says more.
             temporary.unlink(missing_ok=True)

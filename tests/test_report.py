@@ -1,5 +1,6 @@
 """The history of a run, and TensorBoard's events."""
 
+import errno
 import json
 import math
 import os
@@ -136,7 +137,7 @@ def test_replace_file_leaves_the_old_content_when_it_fails(tmp_path, monkeypatch
     path.write_bytes(b"old")
 
     def broken(*paths):
-        raise OSError("disk gone")
+        raise OSError(errno.EIO, "disk gone")
 
     monkeypatch.setattr("jaxdl.report.history.os.replace", broken)
     with pytest.raises(OSError, match="disk gone"):
