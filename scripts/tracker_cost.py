@@ -41,6 +41,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("others", nargs="*", help="after --: options of the experiment")
     args = parser.parse_args()
+    if args.steps <= 2 * FIRST or args.repeats < 1:
+        parser.error(
+            f"--steps: more than {2 * FIRST}, of which the first {FIRST} are not measured; --repeats: 1 or more"
+        )
     with command_line(), closed_port() as gone, silent_port() as hangs, shared_programs():
         never = {"evaluation.every_steps": args.steps, "checkpoint.every_steps": args.steps, "report.curves": False}
         base = jaxdl.load(args.config, args.others).replaced({"epochs": None, "steps": args.steps, **never})

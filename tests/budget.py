@@ -43,6 +43,7 @@ BUDGETS = {
     "test_table_faults_processes.py": 60,
     "test_plan_auto.py": 40,
     "test_plan_tables.py": 30,
+    "test_plan_processes.py": 60,
     "test_embedding.py": 45,
     "test_recommendation.py": 30,
     "test_table_cache.py": 30,

@@ -14,6 +14,7 @@ from jaxdl.collectives.packed_attention import Packed, documents, packed_attenti
 from jaxdl.data import SyntheticText
 from jaxdl.export.writing import function_file
 from jaxdl.models import Transformer, attention
+from jaxdl.models.loop import rematerialized
 from jaxdl.precision import BFloat16
 from jaxdl.predictor import Predictor
 from jaxdl.run.build import make_initial_state, make_plan
@@ -196,6 +197,43 @@ def test_on_a_mesh_it_is_that_of_one_device(monkeypatch, manual, heads, kv_heads
     assert f"tensor<{examples}x{LENGTH}x{heads // 2 if heads == 4 else heads}x{HEAD_DIM}xf32>" in lowered, (
         "each device has its own heads alone"
     )
+
+
+@pytest.mark.parametrize("remat", ["none", "block", "dots"])
+@pytest.mark.parametrize("pattern", ["documents", "lengths"])
+def test_in_a_loop_over_layers_it_is_that_of_one_device(monkeypatch, remat, pattern):
+    """Of two replicas, whose axis is manual, and whatever is kept of a layer: what is known of the rows is not kept."""
+    options = dict(PATTERNS[pattern])
+    rows = {name: options.pop(name) for name in ("segments", "key_lengths") if name in options}
+    [x, *_], means = heads_of(2, 2), (SEGMENTS > 0)[:, :, None, None] if "segments" in rows else 1.0
+
+    def loss(x, scales, rows, means):
+        def layer(x, scale):
+            return attention.attend(scale * x, x, x, **options, **rows)
+
+        body = rematerialized(layer, remat, in_scan=True)
+        return jnp.sum(jnp.sin(jax.lax.scan(lambda x, scale: (body(x, scale), None), x, scales)[0]) * means)
+
+    means = jnp.broadcast_to(means, (BATCH, LENGTH, 1, 1))
+    operands, scales = (x, rows, means), jnp.array([1.0, 2.0, 0.5])
+    wanted = jax.grad(loss)(x, scales, rows, means)
+
+    monkeypatch.setattr(attention, "no_flash_kernel", lambda *_: "")
+    monkeypatch.setattr(attention, "platform", lambda _: "gpu")
+    monkeypatch.setattr(
+        attention, "flash_attention", lambda *x, **options: flash_attention(*x, **options, implementation="xla")
+    )
+    mesh = jax.make_mesh((2, 2, 1), ("replica", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    layout = Layout(ShardingConfig(), mesh, manual=frozenset({"replica"}))
+
+    def grad(x, rows, means):
+        with use_layout(layout):
+            return jax.grad(loss)(x, jax.lax.pcast(scales, "replica", to="varying"), rows, means)
+
+    examples = PartitionSpec("replica")
+    grad = jax.shard_map(grad, mesh=mesh, in_specs=examples, out_specs=examples, axis_names={"replica"})
+    found = jax.jit(grad)(*operands)
+    np.testing.assert_allclose(np.where(means, found, 0), np.where(means, wanted, 0), rtol=1e-4, atol=1e-6)
 
 
 def test_an_export_from_a_gpu_runs_on_every_platform(monkeypatch, tmp_path):

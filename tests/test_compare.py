@@ -12,6 +12,7 @@ from jaxdl.compare import config_differences, plot_runs, read_curves, short_name
 from jaxdl.compare.__main__ import main
 from jaxdl.compare.curves import metrics_of
 from jaxdl.files import CONFIG_FILE, EXAMPLES_FILE, METRICS_FILE
+from jaxdl.status import Record, State, utc_now, write_record
 
 EXAMPLES, BATCH = 200, 20
 
@@ -87,6 +88,18 @@ def test_the_best_value_is_that_of_the_task_and_none_where_it_is_not_known(tmp_p
     main([str(tmp_path), "--out", str(tmp_path / "out.png")])
     cells = capsys.readouterr().out.splitlines()[1].split()
     assert cells == ["a", "2", "0.9"] + ([f"{best['best']:g}", "at", str(best["best_step"])] if best["best"] else [])
+
+
+@pytest.mark.parametrize(
+    ("mode", "best"), [("max", (0.75, 20)), ("min", (0.5, 40)), ("", None)], ids=["max", "min", "older version"]
+)
+def test_the_best_metric_of_an_own_task_is_in_the_status(tmp_path, mode, best):
+    folder = make_run(tmp_path / "a", [], [], {"task": {"kind": "mine:Ranking"}})
+    rows = [{"step": 20, "eval/right": 0.75}, {"step": 40, "eval/right": 0.5}]
+    (folder / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    now = utc_now()
+    write_record(folder, Record(State.COMPLETED, now, now, best_metric="right" if mode else "", best_mode=mode))
+    assert read_curves(folder).best("eval/right") == best
 
 
 def test_differences_of_configs(runs):

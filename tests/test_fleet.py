@@ -56,6 +56,7 @@ def test_submissions_keep_their_words(tmp_path):
         (["submit", "--min", "3", "--max", "2", "--", "x"], "--min 3: it is more than --max 2"),
         (["submit", "--sizes", "2", "--max", "2", "--", "x"], "--sizes: give either"),
         (["submit", "--weight", "0", "--", "x"], "--weight 0: it must be a number above 0"),
+        (["submit", "--delay-sec", "-5", "--", "x"], "--delay-sec -5: it must be a number, 0 or more"),
         (["hold"], "give the number of a run"),
         (["cancel", "0007"], "run 0007: there is no such run"),
         (["status"], "no fleet is served there"),
@@ -77,6 +78,29 @@ def test_mistakes_are_one_message(tmp_path, capsys, line, message):
         main([name, "--state", str(tmp_path), *rest])
     assert raised.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--runs", "0"], "--runs, --nodes: 1 or more"),
+        (["--seed", "-1"], "--seed -1: it must be 0 or more"),
+        (["--fairness", "7"], "--fairness 7: it must be from 0 to 1"),
+        (["--resized", "-1"], "--resized -1: it must be from 0 to 1"),
+        (["--resize-sec", "inf"], "--resize-sec inf: it must be a number, 0 or more"),
+        (["--between-sec", "nan"], "--between-sec nan: it must be a number, 0 or more"),
+        (["--plot", "nowhere/x.png"], "--plot nowhere/x.png: there is no folder nowhere"),
+        (["--json", "nowhere/x.json"], "--json nowhere/x.json: there is no folder nowhere"),
+    ],
+)
+def test_mistakes_of_a_simulation_are_one_message(tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as raised:
+        main(["simulate", *options])
+    assert raised.value.code == 2
+    told = capsys.readouterr()
+    assert told.err.startswith(f"error: {message}")
+    assert not told.out
 
 
 def test_speeds_are_measured_or_scaled_from_the_nearest():

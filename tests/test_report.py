@@ -1,7 +1,9 @@
 """The history of a run, and TensorBoard's events."""
 
+import errno
 import json
 import math
+import os
 import struct
 
 import numpy as np
@@ -15,7 +17,7 @@ from jaxdl.report import (
     History,
     ReportConfig,
 )
-from jaxdl.writing import replace_file
+from jaxdl.writing import partial_path, replace_file
 
 
 def lines_of(workdir):
@@ -135,13 +137,26 @@ def test_replace_file_leaves_the_old_content_when_it_fails(tmp_path, monkeypatch
     path.write_bytes(b"old")
 
     def broken(*paths):
-        raise OSError("disk gone")
+        raise OSError(errno.EIO, "disk gone")
 
     monkeypatch.setattr("jaxdl.report.history.os.replace", broken)
     with pytest.raises(OSError, match="disk gone"):
         replace_file(path, b"new")
     assert path.read_bytes() == b"old"
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
+    with pytest.raises(NotADirectoryError, match=f"'{path / 'b'}'$"):  # Not the name of the partial file.
+        replace_file(path / "b", b"new")
+
+
+def test_writers_with_equal_process_ids_do_not_share_a_partial_file(tmp_path, monkeypatch):
+    long = tmp_path / ("ä" * 120 + ".json")
+    names = {partial_path(long).name for _ in range(2)}
+    assert len(names) == 2
+    assert all(len(name.encode()) <= 255 and name.startswith(".ä") and name.endswith(".tmp") for name in names)
+    replace_file(long, b"whole")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {long.name: b"whole"}
+    monkeypatch.setattr("socket.gethostname", lambda: "node/7 é")
+    assert partial_path(tmp_path / "status.json").match(f".status.json.node-7---{os.getpid()}-*.tmp")
 
 
 def test_report_config_refuses_a_profile_length_without_a_start():

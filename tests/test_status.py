@@ -1,10 +1,15 @@
 """status.json, the table of runs, and what is kept of failures: files alone, no run."""
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
+import signal
+import struct
 import subprocess
 import sys
+import termios
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -33,7 +38,7 @@ from jaxdl.status import (
 )
 from jaxdl.status.__main__ import main
 from jaxdl.status.record import SILENT_SEC
-from jaxdl.status.table import note, plain, shown_metrics, sorted_rows
+from jaxdl.status.table import for_terminal, note, plain, shown_metrics, sorted_rows
 
 HERE = this_process()
 ELSEWHERE = dataclasses.replace(HERE, place="another boot", host="node7")
@@ -251,6 +256,8 @@ def test_the_command(tmp_path, capsys):
         (["run", "--sort", "beauty"], "choose one of workdir"),
         (["run", "--watch", "--json"], "give one of them"),
         (["run", "--every-sec", "3"], "no effect without --watch"),
+        (["run", "--watch", "--every-sec", "inf"], "at most 86,400"),
+        (["run", "--watch"], "no terminal"),
         (["run", "--every", "3"], "See python -m jaxdl.status --help"),
     ],
 )
@@ -259,6 +266,43 @@ def test_mistakes_are_one_message(tmp_path, monkeypatch, capsys, args, words):
     if "run" in args:
         make_run(tmp_path / "run", record())
     assert words in refusal(capsys, *args, run=main)
+
+
+def test_notes_without_room_are_beneath_their_runs(tmp_path):
+    make_run(tmp_path / "x", record(), [{"step": 31, "train/loss": 0.25}])
+    make_run(tmp_path / "y", record(State.FAILED, reason=Reason("it diverged after many steps", 3)))
+    rows = [read_row(tmp_path / name) for name in "xy"]
+    wide = [[line.plain for line in lines] for lines in for_terminal(rows, ["train/loss"], 1000)]
+    assert ["\n".join(lines) for lines in wide] == plain(rows, ["train/loss"]).splitlines()
+    head, *narrow = [[line.plain for line in lines] for lines in for_terminal(rows, ["train/loss"], 40)]
+    assert head[0].endswith("hosts")
+    assert "0.25" in narrow[0][0]
+    assert narrow[1][1].startswith("  exit code 3; it diverged after many steps")
+    styled = for_terminal(rows, [], 40)[2][0]
+    assert [(styled.plain[span.start : span.end], span.style) for span in styled.spans] == [("FAILED", "red")]
+
+
+def test_a_watched_table_fits_the_terminal_and_ends_with_ctrl_c(tmp_path):
+    for number in range(30):
+        make_run(tmp_path / f"run{number}", record(State.COMPLETED))
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 12, 60, 0, 0))
+    command = [sys.executable, "-m", "jaxdl.status", str(tmp_path), "--watch", "--every-sec", "0.1"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment | {"TERM": "xterm"}
+    ) as run:
+        os.close(theirs)
+        seen = b""
+        while seen.count(b"30 runs, the first 10") < 2:
+            seen += os.read(ours, 1 << 16)
+        run.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # The terminal's other end is closed.
+            while piece := os.read(ours, 1 << 16):
+                seen += piece
+    os.close(ours)
+    assert run.returncode == 130
+    assert seen.endswith(b"interrupted\r\n")
 
 
 def test_the_command_imports_nothing_slow(tmp_path):

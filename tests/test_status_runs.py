@@ -54,6 +54,7 @@ def test_a_halt_file_ends_a_run_as_a_signal_does(halted):
     assert (status.state, status.step, status.reason.exit_code) == (State.HALTED, step, 4)
     assert status.reason.text == f"halt file: stopped at step {step} (the node is needed)"
     assert status.next_text == f"the same command resumes from step {step}"
+    assert (status.best_metric, status.best_mode) == ("accuracy", "max")
 
 
 def test_it_trains_when_it_is_started_again_and_an_old_halt_file_is_removed(halted, capsys):

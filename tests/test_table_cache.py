@@ -10,17 +10,22 @@ from test_embedding import whole as rows_of_ids
 
 import jaxdl
 from jaxdl.checkpoint import CheckpointConfig, Checkpoints
+from jaxdl.cluster import host_memory_bytes
 from jaxdl.config import ConfigError
 from jaxdl.data import Clicks
-from jaxdl.embedding import ColumnWise, DataParallel, EmbeddingConfig, Replicated, RowWise, TableRowWise
+from jaxdl.embedding import ColumnWise, DataParallel, EmbeddingConfig, Replicated, RowWise, Table, TableRowWise
 from jaxdl.embedding.cache import CacheConfig, SlotPlan, Window
+from jaxdl.embedding.layout import copied_bytes, make_buffers
 from jaxdl.evaluation import EvaluationConfig
 from jaxdl.experiment import Experiment
 from jaxdl.files import step_dir
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import DLRM
 from jaxdl.optim import SGD, Constant
+from jaxdl.planner import nominal_machine
+from jaxdl.planner.mesh_tables import tables_on_meshes
 from jaxdl.run.build import make_plan
+from jaxdl.run.room import check_memory
 from jaxdl.state import TABLES
 from jaxdl.tasks import Binary
 
@@ -200,6 +205,27 @@ def test_an_evaluation_copies_slots_alone():
     for name in copied:
         assert seen[name].any()
         assert not np.asarray(state.tables[name]["rows"]).any()  # The slots of training.
+    of_device = sum(seen[name].addressable_shards[0].data.nbytes for name in copied)
+    assert copied_bytes(tables.buffers, caches.store.whole.keys()) == of_device
+
+
+def test_the_memory_of_an_evaluation_is_counted():
+    """By the planner, and by the check before a run."""
+    cached, sizes = experiment(CacheConfig(fraction=0.5, min_rows=5000)), {"replica": 4, "fsdp": 2, "tensor": 1}
+    plan = make_plan(cached)
+    copied = copied_bytes(plan.parts.tables.buffers, {"feature00"})
+    assert copied
+    machine = nominal_machine("25gbit", gpus_per_node=2)
+    planned = tables_on_meshes(cached, sizes, lambda: machine, ())(sizes, 1e9)
+    assert planned.costs.evaluation_bytes == copied
+    assert planned.costs.needed_bytes == planned.costs.device_bytes + max(copied, planned.costs.gradient_bytes)
+
+    columns = 4096
+    rows = host_memory_bytes() // (4 * columns)
+    table = Table(name="feature00", rows=rows, columns=columns, features=("feature00",))
+    large = types.SimpleNamespace(buffers=make_buffers([table], {"feature00": 1}, EmbeddingConfig(), sizes))
+    with pytest.raises(ConfigError, match=r"cache\.fraction.0\.5: .* the slots of an evaluation"):
+        check_memory(cached, plan.parts.state_spec, plan.splits.train.spec, large)
 
 
 OTHERS = {

@@ -10,8 +10,8 @@ from jaxdl.config import ConfigError
 from jaxdl.embedding import ColumnWise, EmbeddingConfig, Replicated, RowWise, Scheme, Table, TableRowWise, TableWise
 from jaxdl.embedding.layout import make_buffers
 from jaxdl.kinds import kinds
-from jaxdl.planner import distinct_rows, nominal_machine, table_search
-from jaxdl.planner.table_report import changes_of
+from jaxdl.planner import distinct_rows, nominal_machine, table_report, table_search
+from jaxdl.planner.table_report import Added
 from jaxdl.planner.table_search import TableSearch, plan_choices, plan_tables
 from jaxdl.planner.tables import Workload, costs_of, device_bytes, with_schemes
 
@@ -165,7 +165,7 @@ def test_given_schemes_keep_their_room():
     assert plan.schemes["t0"] == Replicated(room=0.9)
     assert plan.costs == costs_of(work, plan.config(EmbeddingConfig()), MACHINE)
     # What a given table adds is counted with its own room as well.
-    added = changes_of(work, EmbeddingConfig(), plan, work.tables[0], MACHINE, fixed)
+    added = Added(work, EmbeddingConfig(), plan, MACHINE, fixed).of(work.tables[0])
     others = {name: one for name, one in plan.schemes.items() if name != "t0"}
     rest = costs_of(
         table_search.with_tables(work, others), with_schemes(EmbeddingConfig(), others, {}), MACHINE
@@ -188,3 +188,29 @@ def test_a_search_needs_memory():
         TableSearch(work, MACHINE, 0)
     with pytest.raises(ConfigError, match="the tables need"):
         TableSearch(work, MACHINE, 100, fixed={"t0": TableRowWise()}).plan()
+
+
+def test_the_report_of_many_tables_lays_out_the_groups_that_a_table_changes(laid_out, monkeypatch):
+    work, number = many(60), 60
+    plan = plan_tables(work, MACHINE, 60e9)
+    monkeypatch.setattr(table_report, "costs_of", table_search.costs_of)
+    laid_out.clear()
+    table_report.table_of(work, plan, EmbeddingConfig(), MACHINE, ())
+    assert sum(laid_out) < 1.5 * number * (number + len(kinds(Scheme)))  # Not all tables in each scheme of each table.
+
+
+def test_what_tables_add_is_that_of_whole_plans():
+    work = many(12)
+    plan = plan_tables(work, MACHINE, 60e9)
+    for table in work.tables:
+        rest = {name: one for name, one in plan.schemes.items() if name != table.name}
+        others = table_search.with_tables(work, rest)
+        before = costs_of(others, in_config(others, rest), MACHINE).total_sec
+        for kind, seconds in Added(work, EmbeddingConfig(), plan, MACHINE).of(table).items():
+            moved = {name: plan.schemes[name] if name in rest else kinds(Scheme)[kind]() for name in plan.schemes}
+            whole = costs_of(work, in_config(work, moved), MACHINE).total_sec
+            assert seconds == pytest.approx(whole - before, rel=1e-6, abs=1e-12)
+
+
+def in_config(work, chosen):
+    return with_schemes(EmbeddingConfig(), table_search._joined(work, chosen))

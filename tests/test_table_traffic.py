@@ -23,7 +23,7 @@ from jaxdl.exchange.cost import Link, Machine, Speeds, joined
 from jaxdl.kinds import kinds
 from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.planner.command import run
-from jaxdl.planner.table_report import changes_of, distinct_of, remarks, sized
+from jaxdl.planner.table_report import Added, distinct_of, remarks, sized
 from jaxdl.planner.table_search import plan_choices, plan_tables, possible, under_one
 from jaxdl.planner.tables import Workload, costs_of, message_sec, with_schemes
 
@@ -206,7 +206,7 @@ def test_what_a_table_adds_is_a_difference_of_plans(sizes):
     here, base = work(*sizes), EmbeddingConfig()
     plan = plan_tables(here, machine(), 1e9)
     for table in TABLES:
-        added = changes_of(here, base, plan, table, machine())
+        added = Added(here, base, plan, machine()).of(table)
         assert set(added) == {one.kind for one in possible(table, here)}
         # No change of one table makes a plan faster, so none adds less.
         assert min(added.values()) == added[plan.schemes[table.name].kind]

@@ -1,5 +1,6 @@
 """Tokenizers: the kinds that are read, their special tokens, and those that the command trains."""
 
+import errno
 import json
 import sys
 
@@ -33,6 +34,18 @@ def test_a_trained_tokenizer_is_read_again_and_the_same_twice(tmp_path, options,
     out.unlink()
     assert trained(tmp_path, *options).read_bytes() == first
     assert "padding 0, start 1, end 2" in capfd.readouterr().out
+
+
+def test_a_disk_that_is_full_at_the_end_is_told(tmp_path, monkeypatch, capsys):
+    def full(*paths):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("jaxdl.writing.os.replace", full)
+    with pytest.raises(SystemExit) as ended:
+        trained(tmp_path)
+    assert ended.value.code == 2
+    assert "tokenizer.json: it cannot be written (No space left on device)" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["pairs.tsv"]
 
 
 @pytest.mark.parametrize(("max_bytes", "cuts"), [(5_000, True), (5_000_000, False)])
@@ -89,7 +102,7 @@ def test_mistakes_of_the_command(tmp_path, monkeypatch, capsys, args, message):
         main(["tokenizer", *args])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
-    assert not (tmp_path / "x.json").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"a.txt", "there.json", "empty.txt"}
 
 
 @pytest.mark.parametrize(

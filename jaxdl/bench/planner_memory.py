@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,7 +58,7 @@ def compare_memory(command: PlannerBench, console: Console) -> None:
     trials = Trials(experiment)
     work = workload_of(experiment, trials, h100_devices(1, NUM_DEVICES), 1, replicas=True)
     rows = []
-    for one in layouts(work, cluster)[: command.layouts or None]:
+    for one in itertools.islice(layouts(work, cluster), command.layouts or None):
         found = _compiled_bytes(trials, one)
         c = one.choice
         rows.append(
@@ -89,9 +91,12 @@ def compare_memory(command: PlannerBench, console: Console) -> None:
     write_json(command.json, [dataclasses.asdict(row) for row in rows])
 
 
-def layouts(work: Workload, cluster: Cluster) -> list[Candidate]:
-    """One candidate of each mesh, way to keep activations and sharding, in turns: with few micro-batches, and more."""
-    found: list[Candidate] = []
+def layouts(work: Workload, cluster: Cluster) -> Iterator[Candidate]:
+    """One candidate of each mesh, way to keep activations and sharding, in turns: with few micro-batches, and more.
+
+    Steps are compiled for a layout when it is asked for.
+    """
+    found = 0
     for mesh in _MESHES:
         kinds = [(work.remats[0], one) for one in (work.shardings if mesh[1] > 1 else work.shardings[:1])]
         if mesh == _MESHES[0]:
@@ -102,9 +107,9 @@ def layouts(work: Workload, cluster: Cluster) -> list[Candidate]:
             except ConfigError as error:
                 print(f"{' x '.join(map(str, mesh))}, {sharding}: left out. {error}")
                 continue
-            # Every second layout has more micro-batches than it needs.
-            found += fitting[-1:] if len(found) % 2 else fitting[:1]
-    return found
+            if fitting:  # Every second layout has more micro-batches than it needs.
+                yield fitting[-1 if found % 2 else 0]
+                found += 1
 
 
 def _fitting(

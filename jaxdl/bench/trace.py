@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,7 +28,10 @@ def kernels(run: Callable[[], Any], num_steps: int = 1) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(run())
-        return summary((ProfileData.from_file(str(path)) for path in Path(folder).rglob("*.xplane.pb")), num_steps)
+        # JAX 0.11 makes a type in a way that Python 3.12 warns of, and ends the process where warnings are errors.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return summary((ProfileData.from_file(str(path)) for path in Path(folder).rglob("*.xplane.pb")), num_steps)
 
 
 def summary(profiles: Iterator[Any], num_steps: int) -> list[dict[str, Any]]:

@@ -15,6 +15,8 @@ from jaxdl.classics.rows import as_rows, checked_columns, is_number, on_all, tar
 from jaxdl.errors import ConfigError, without_frames
 
 _HALVINGS = 30
+_FLAT = 1e-6
+"""A gain of less than this part of the objective is not seen in float32 sums, whose last digit is 1e-7 of them."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,10 @@ def logistic(
     penalty. Of two classes the logits are of the second one, of more they go into a softmax, and the mean of their
     intercepts is 0. Newton's method: in a step
     the devices sum gradient and Hessian, in float32, and the host solves the equations; steps are halved until the
-    objective falls. It ends when the largest change of a coefficient is `tolerance` of the largest one, or when float32
-    sees no improvement. The Hessian has (classes x features)^2 numbers, so it is for some hundred features; more train
-    with `jaxdl.fit`.
+    objective falls. Near the minimum it is too flat for float32 to see that: steps are then whole ones, as long as each
+    is less than half of the one before. It ends when the largest change of a coefficient is `tolerance` of the largest
+    one, or when steps no longer help. The Hessian has (classes x features)^2 numbers, so it is for some hundred
+    features; more train with `jaxdl.fit`.
 
     Raises ConfigError for fewer than two classes, for numbers that are no classes, for values that cannot be
     ordered, for numbers too large for float32, and for a c that is not positive.
@@ -88,11 +91,14 @@ def logistic(
         loss = float(objective(rows.x, rows.weight, labels, params))
         return loss + 0.5 * float((penalty * params**2).sum())
 
-    params = np.zeros_like(penalty)
+    params, last = np.zeros_like(penalty), np.inf
     for step in range(max_steps):
-        move = _newton_move(params, penalty, *summed(params))
+        whole, gain = _newton_move(params, penalty, *summed(params))
         before = value(params)
-        move = next((part for part in _halved(move) if value(params + part) < before), None)
+        if gain > _FLAT * before:
+            move = next((part for part in _halved(whole) if value(params + part) < before), None)
+        else:
+            move, last = whole if np.abs(whole).max() < 0.5 * last else None, np.abs(whole).max()
         if move is None:
             return _result(classes, params, step)
         params = params + move
@@ -101,8 +107,10 @@ def logistic(
     return _result(classes, params, max_steps)
 
 
-def _newton_move(params: np.ndarray, penalty: np.ndarray, gradient: np.ndarray, hessian: np.ndarray) -> np.ndarray:
-    """Where the quadratic model of the objective is least."""
+def _newton_move(
+    params: np.ndarray, penalty: np.ndarray, gradient: np.ndarray, hessian: np.ndarray
+) -> tuple[np.ndarray, float]:
+    """(the way to where the quadratic model of the objective is least, how much less it is there)."""
     slope = (gradient + penalty * params).ravel()
     system = hessian.reshape(slope.size, slope.size) + np.diag(penalty.ravel())
     if len(params) > 1:
@@ -113,7 +121,7 @@ def _newton_move(params: np.ndarray, penalty: np.ndarray, gradient: np.ndarray, 
     move = np.linalg.solve(system, -slope).reshape(params.shape)
     if len(params) > 1:
         move[:, -1] -= move[:, -1].mean()
-    return move
+    return move, -0.5 * float(slope @ move.ravel())
 
 
 def _halved(move: np.ndarray) -> Iterator[np.ndarray]:

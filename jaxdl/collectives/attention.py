@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxdl.collectives.packed_attention import Packed, packed_attention
+from jaxdl.collectives.undivided import undivided
 
 Implementation = Literal["cudnn", "xla"]
 Rows = jax.Array | tuple[jax.Array, jax.Array] | None
@@ -84,7 +85,7 @@ def flash_attention(
 
     `axes` are the mesh axes that are not manual yet, of which `split` divides the batch and the heads, of both kinds;
     `mesh` is None inside of a `shard_map`, whose mesh it then is. cuDNN's kernel works on GPUs only, see
-    `no_flash_kernel`; XLA's attention is for tests, outside of a scan.
+    `no_flash_kernel`; XLA's attention is for tests.
     """
     if not axes:
         return _attend((query, key, value, rows), pattern, implementation)
@@ -138,7 +139,11 @@ class _Region:
     def run(self, function: Callable[..., Any], in_specs: Any, out_specs: Any, *operands: Any) -> Any:
         """`function(*operands)` on each device."""
         region = jax.shard_map(
-            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.axes)
+            functools.partial(undivided, function),
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(self.axes),
         )
         return region(*operands)
 

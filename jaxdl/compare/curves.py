@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,8 @@ import numpy as np
 from jaxdl.cluster.consistency import flat
 from jaxdl.errors import ConfigError
 from jaxdl.files import CONFIG_FILE, EXAMPLES_FILE, METRICS_FILE
-from jaxdl.report.directions import is_higher_better
+from jaxdl.report.directions import Best, is_higher_better
+from jaxdl.status import read_record
 from jaxdl.status.parsing import parse_json
 
 By = Literal["step", "examples", "time"]
@@ -33,6 +35,8 @@ class Curves:
     """The config as requested, dotted name -> value."""
     train_examples: int | None
     """Size of the training data; None if the workdir does not say."""
+    task_best: Best | None = None
+    """The best metric of the run's task, as its status or its config names it; None if neither does."""
 
     def points(self, metric: str, by: By = "step") -> tuple[np.ndarray, np.ndarray]:
         """(where, value) of a metric, float64 each, where it is a finite number; both empty if it has none.
@@ -69,12 +73,10 @@ class Curves:
     def best(self, metric: str) -> tuple[float, int] | None:
         """(best value of a metric, its step); None where it is not known whether a higher value is better.
 
-        It is known for loss, accuracy, ..., and for the best metric of a `Loss`, which the config names; that of other
-        tasks is in their code.
+        It is known for loss, accuracy, ..., and for the best metric of the run's task.
         """
         steps, values = self.points(metric)
-        name, mode = self.config.get("task.best_metric"), self.config.get("task.best_mode")
-        rises = is_higher_better(metric, (name, mode) if name and mode in ("max", "min") else None)
+        rises = is_higher_better(metric, self.task_best)
         if not len(values) or rises is None:
             return None
         place = int(np.argmax(values) if rises else np.argmin(values))
@@ -97,7 +99,18 @@ def read_curves(workdir: Path) -> Curves:
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         examples = None
     rows.sort(key=lambda row: row["step"])
-    return Curves(workdir, rows, flat(config) if isinstance(config, dict) else {}, examples)
+    fields = flat(config) if isinstance(config, dict) else {}
+    return Curves(workdir, rows, fields, examples, _task_best(workdir, fields))
+
+
+def _task_best(workdir: Path, config: Mapping[str, Any]) -> Best | None:
+    """The best metric of a run's task: the status has that of any task, the config that of a `Loss`."""
+    with contextlib.suppress(OSError, ValueError):
+        record = read_record(workdir)
+        if record is not None and record.best_metric and record.best_mode in ("max", "min"):
+            return record.best_metric, record.best_mode
+    name, mode = config.get("task.best_metric"), config.get("task.best_mode")
+    return (name, mode) if isinstance(name, str) and name and mode in ("max", "min") else None
 
 
 def _is_number(value: Any) -> bool:

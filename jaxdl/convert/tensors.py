@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxdl.convert import INDEX, SINGLE
 from jaxdl.errors import ConfigError
+from jaxdl.writing import partial_path
 
 DTYPES: dict[str, Any] = {
     "F32": np.dtype(np.float32),
@@ -147,7 +148,7 @@ def _write_file(path: Path, tensors: Sequence[ToWrite], dtype: str) -> Iterable[
         start = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # The tensors begin at a multiple of 8 bytes.
-    half = path.with_name(f".{path.name}.tmp")
+    half = partial_path(path)
     try:
         with half.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import tarfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -90,7 +91,7 @@ def _kept(path: Path) -> np.ndarray | None:
 
 def _keep(path: Path, rows: np.ndarray) -> None:
     """Writes a table: a checksum, and int64 [image, 4]. If that fails, the next start scans the files again."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     content = np.ascontiguousarray(rows, np.int64).tobytes()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from rich.console import Console
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec, import_text
 from jaxdl.data.documents import EVERY_FILE, PlainDocument, Reading, find_documents, read_documents
+from jaxdl.writing import partial_path, replace_file
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 """The first three tokens of a trained tokenizer: padding, start and end of a text."""
@@ -64,17 +65,14 @@ def train_tokenizer(files: Sequence[str], command: Train, console: Console) -> s
     num_bytes = sum(path.stat().st_size for _, path in find_documents(files, command.glob) if path.is_file())
     console.print(f"training {command.kind} of {command.vocab_size:,} tokens on {num_bytes / 1e6:,.1f} MB of files ...")
     texts = _Texts(files, command)
-    partial = command.out.with_name(f".{command.out.name}.{os.getpid()}")
-    try:
+    with _writing(command.out):
         command.out.parent.mkdir(parents=True, exist_ok=True)
-        partial.touch()  # Before the training, which may take long.
-    except OSError as error:
-        raise ConfigError(f"--out {command.out}: it cannot be written ({error.strerror}). Choose another.") from None
-    try:
-        (_train_bpe if command.kind == "bpe" else _train_sentencepiece)(texts, command, partial, console)
-        os.replace(partial, command.out)
-    finally:
-        partial.unlink(missing_ok=True)
+        probe = partial_path(command.out)
+        probe.touch()  # Before the training, which may take long.
+        probe.unlink()
+    content = (_train_bpe if command.kind == "bpe" else _train_sentencepiece)(texts, command, console)
+    with _writing(command.out):
+        replace_file(command.out, content)
     codec = Codec(str(command.out))
     sample = "".join(itertools.islice(_Texts(files, command), 20))
     cut = f" (--max-bytes {command.max_bytes:,}: the files have more)" if texts.was_cut else ""
@@ -83,6 +81,15 @@ def train_tokenizer(files: Sequence[str], command: Train, console: Console) -> s
         f"{command.out}: {codec.vocab_size:,} tokens, trained on {texts.num_bytes / 1e6:,.1f} MB of text{cut}; "
         f"{per_token:.2f} bytes a token on its beginning; padding {codec.pad}, start {codec.start}, end {codec.end}"
     )
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Makes a file that cannot be written a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"--out {path}: it cannot be written ({error.strerror}). Choose another.") from None
 
 
 class _Texts:
@@ -104,7 +111,7 @@ class _Texts:
                 yield piece
 
 
-def _train_bpe(texts: _Texts, command: Train, path: Path, console: Console) -> None:
+def _train_bpe(texts: _Texts, command: Train, console: Console) -> bytes:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -120,10 +127,10 @@ def _train_bpe(texts: _Texts, command: Train, path: Path, console: Console) -> N
     tokenizer.train_from_iterator(texts, trainer)
     if texts.num_bytes == 0:
         raise ConfigError("tokenizer: the files have no text to train on.")
-    tokenizer.save(str(path))
+    return tokenizer.to_str(pretty=True).encode()
 
 
-def _train_sentencepiece(texts: _Texts, command: Train, path: Path, console: Console) -> None:
+def _train_sentencepiece(texts: _Texts, command: Train, console: Console) -> bytes:
     sentencepiece = import_text("sentencepiece", f"--kind {command.kind}")
     model = io.BytesIO()
     lines = (line for text in texts for line in text.split("\n") if line and "\0" not in line)
@@ -144,4 +151,4 @@ def _train_sentencepiece(texts: _Texts, command: Train, path: Path, console: Con
     except (RuntimeError, OSError) as error:
         reason = str(error).rpartition("] ")[2].strip()
         raise ConfigError(f"tokenizer: sentencepiece cannot train it: {reason}") from None
-    path.write_bytes(model.getvalue())
+    return model.getvalue()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -178,6 +178,12 @@ class Buffer:
         return min(num_ids, math.ceil(num_ids * self.scheme.message_room * slack / self.row_ways))
 
 
+def copied_bytes(buffers: Iterable[Buffer], cached: Collection[str]) -> int:
+    """Bytes of a device for a copy of the rows of each buffer that has some of these tables: an evaluation's slots."""
+    some = (one for one in buffers if any(table.name in cached for table in one.tables))
+    return sum(4 * one.local_rows * (one.columns // one.column_ways) for one in some)
+
+
 def first_columns(widths: Mapping[str, int]) -> dict[str, int]:
     """Of each feature the first of its columns, where those of all follow each other in this order."""
     return dict(zip(widths, np.cumsum([0, *widths.values()]).tolist(), strict=False))
@@ -243,7 +249,8 @@ def make_buffers(
 
 def _alike(tables: Sequence[Table], config: EmbeddingConfig) -> list[list[Table]]:
     """The tables that share a buffer: those with as many columns, one scheme and one optimizer."""
-    parts = [(config.scheme_of(table.name), table.optimizer or config.optimizer) for table in tables]
+    schemes = config.schemes_of([table.name for table in tables])
+    parts = [(schemes[table.name], table.optimizer or config.optimizer) for table in tables]
     texts = {number: repr(one) for number, one in {id(one): one for pair in parts for one in pair}.items()}
     groups: dict[tuple[int, str, str], list[Table]] = {}
     for table, (scheme, optimizer) in zip(tables, parts, strict=True):

@@ -68,7 +68,21 @@ class EmbeddingConfig(Config):
 
     def scheme_of(self, table: str) -> Scheme:
         """The scheme of a table of this name."""
-        return next((one for pattern, one in self.schemes if selects(pattern, table)), self.scheme)
+        return self.schemes_of([table])[table]
+
+    def schemes_of(self, tables: Sequence[str]) -> dict[str, Scheme]:
+        """Of each table its scheme: that of the first pattern of its name. A plan names hundreds of tables."""
+        first: dict[str, int] = {}
+        for number, (pattern, _) in enumerate(self.schemes):
+            first.setdefault(pattern, number)
+        wild = [number for number, (pattern, _) in enumerate(self.schemes) if _is_wild(pattern)]
+        found = {}
+        for table in tables:
+            named = first.get(table, len(self.schemes))
+            earlier = (one for one in wild if one < named and selects(self.schemes[one][0], table))
+            number = next(earlier, named)
+            found[table] = self.schemes[number][1] if number < len(self.schemes) else self.scheme
+        return found
 
 
 def selects(pattern: str, table: str) -> bool:
@@ -78,7 +92,11 @@ def selects(pattern: str, table: str) -> bool:
     """
     if pattern == table:
         return True
-    return ("*" in pattern or "?" in pattern or "[" in pattern) and fnmatch.fnmatchcase(table, pattern)
+    return _is_wild(pattern) and fnmatch.fnmatchcase(table, pattern)
+
+
+def _is_wild(pattern: str) -> bool:
+    return "*" in pattern or "?" in pattern or "[" in pattern
 
 
 def check_tables(tables: Sequence[Table], features: Sequence[str], config: EmbeddingConfig) -> None:

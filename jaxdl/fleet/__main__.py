@@ -222,6 +222,8 @@ def submit(args: list[str]) -> None:
     if options.min > options.max and not options.sizes:
         raise OptionError(f"--min {options.min}: it is more than --max {options.max}.")
     sizes = options.sizes or tuple(range(options.min, options.max + 1))
+    if not 0 <= options.delay_sec < math.inf:
+        raise OptionError(f"--delay-sec {options.delay_sec:g}: it must be a number, 0 or more.")
     not_before = time.time() + options.delay_sec if options.delay_sec else 0.0
     needs = None if options.needs is None else parse_amounts(options.needs, "--needs")
     made = Store(options.state).submit(

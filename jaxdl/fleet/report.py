@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jaxdl.errors import OptionError
 from jaxdl.fleet.policy import Rules
 from jaxdl.fleet.simulate import (
     Costs,
@@ -23,6 +25,7 @@ from jaxdl.fleet.simulate import (
     static,
     static_shared,
 )
+from jaxdl.runs import check_writable
 from jaxdl.writing import replace_file
 
 _HOUR = 3600.0
@@ -42,7 +45,13 @@ def report(
     plot: Path | None,
     json: Path | None,
 ) -> None:
-    """Plays and prints both policies, and writes what is asked for."""
+    """Plays and prints both policies, and writes what is asked for. Raises ConfigError for settings that cannot be."""
+    _check(
+        seed, {"--fairness": fairness, "--resized": resized}, {"--resize-sec": resize_sec, "--between-sec": between_sec}
+    )
+    for path, option in ((plot, "--plot"), (json, "--json")):
+        if path is not None:
+            check_writable(path, option)
     costs, rules = Costs(resize_sec / 2, resize_sec, between_sec), Rules(fairness, resized, solve_sec)
     if mixed:
         jobs, shared = made_up_shared(runs, nodes, seed)
@@ -65,6 +74,18 @@ def report(
         replace_file(json, _as_json(results, jobs))
     if plot is not None:
         replace_file(plot, _picture(results, jobs, None if mixed else nodes))
+
+
+def _check(seed: int, parts: Mapping[str, float], times: Mapping[str, float]) -> None:
+    """Raises OptionError for the first number that cannot be."""
+    if seed < 0:
+        raise OptionError(f"--seed {seed}: it must be 0 or more.")
+    for option, value in parts.items():
+        if not 0 <= value <= 1:
+            raise OptionError(f"{option} {value:g}: it must be from 0 to 1.")
+    for option, value in times.items():
+        if not 0 <= value < math.inf:
+            raise OptionError(f"{option} {value:g}: it must be a number, 0 or more.")
 
 
 def _table(title: str, results: Sequence[Result], jobs: Sequence[Job]) -> Table:

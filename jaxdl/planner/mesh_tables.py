@@ -68,12 +68,11 @@ def given_schemes(work: Workload, base: EmbeddingConfig, keep: Collection[str]) 
 def with_slots(work: Workload, config: EmbeddingConfig) -> Workload:
     """The tables as devices have them: with slots for some rows where the host holds the table."""
     slots = {one.name: config.cache.slots(one.name, one.rows) for one in work.tables}
-    return dataclasses.replace(
-        work, tables=tuple(one.replaced({"rows": slots[one.name] or one.rows}) for one in work.tables)
-    )
+    tables = tuple(one.replaced({"rows": slots[one.name] or one.rows}) for one in work.tables)
+    return dataclasses.replace(work, tables=tables, cached=frozenset(name for name, count in slots.items() if count))
 
 
 def on_mesh(work: Workload, config: EmbeddingConfig, machine: Machine) -> TablesOnMesh:
     """The tables of a workload under a config, with what a step costs for them."""
-    schemes = {one.name: config.scheme_of(one.name) for one in work.tables}
+    schemes = config.schemes_of([one.name for one in work.tables])
     return TablesOnMesh(config, schemes, costs_of(work, config, machine))

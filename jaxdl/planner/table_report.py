@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,8 +17,8 @@ from jaxdl.embedding.layout import columns_of_ids
 from jaxdl.exchange.cost import Machine
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
-from jaxdl.planner.table_search import costs_if_possible, possible, with_tables
-from jaxdl.planner.tables import TablePlan, Workload
+from jaxdl.planner.table_search import possible, together
+from jaxdl.planner.tables import TablePlan, Workload, costs_of
 from jaxdl.run.validate import read_splits
 from jaxdl.step.parts import IDS
 
@@ -83,8 +84,9 @@ def table_of(
     made = RichTable(title=f"Embedding tables, batch {work.batch_size:,}: the plan")
     for column in ("table", "rows", "ids", "rows a node touches", "scheme", "place", "adds ms", "or", "adds ms "):
         made.add_column(column, justify="left" if column in ("table", "scheme", "or") else "right")
+    costs = Added(work, base, plan, machine, given)
     for table in work.tables:
-        chosen, added = plan.schemes[table.name].kind, changes_of(work, base, plan, table, machine, given)
+        chosen, added = plan.schemes[table.name].kind, costs.of(table)
         other = min((kind for kind in added if kind != chosen), key=lambda kind: added[kind])
         made.add_row(
             table.name,
@@ -100,32 +102,49 @@ def table_of(
     return made
 
 
-def changes_of(
-    work: Workload,
-    base: EmbeddingConfig,
-    plan: TablePlan,
-    table: Table,
-    machine: Machine,
-    given: Collection[str] = (),
-) -> dict[str, float]:
-    """Scheme -> what a step costs more with a table in it than without the table, in seconds; all others as planned.
+class Added:
+    """What tables add to a step under a plan, in seconds: the tables of other schemes cost the same with and without.
 
-    In the scheme of the plan it is what the table costs: tables share messages, so this is less than it costs alone.
     Places are those by cost, not those of the plan. Schemes of tables in `given` stay as they are.
     """
-    base = base.model_copy(update={"schemes": (), "places": ()})
-    chosen = {name: scheme for name, scheme in plan.schemes.items() if name != table.name}
-    rest, fixed = with_tables(work, chosen), frozenset(given) - {table.name}
-    before = costs_if_possible(rest, base, chosen, machine, fixed) if chosen else None
-    least = 0.0 if before is None else before.total_sec
-    found = {
-        one.kind: costs_if_possible(work, base, {**plan.schemes, table.name: one}, machine, fixed)
-        for one in possible(table, work)
-    }
-    if table.name in given:
-        own = plan.schemes[table.name]
-        found[own.kind] = costs_if_possible(work, base, plan.schemes, machine, frozenset(given))
-    return {kind: costs.total_sec - least for kind, costs in found.items() if costs is not None}
+
+    def __init__(
+        self, work: Workload, base: EmbeddingConfig, plan: TablePlan, machine: Machine, given: Collection[str] = ()
+    ) -> None:
+        self._work, self._machine, self._schemes, self._given = work, machine, plan.schemes, frozenset(given)
+        self._base = base.model_copy(update={"schemes": (), "places": ()})
+        self._known: dict[tuple[str, frozenset[str], frozenset[str]], float | None] = {}
+
+    def of(self, table: Table) -> dict[str, float]:
+        """Scheme -> what a step costs more with a table in it than without the table; all others as planned.
+
+        In the scheme of the plan it is what the table costs: tables share messages, so this is less than it costs
+        alone.
+        """
+        own, others = self._schemes[table.name].kind, self._given - {table.name}
+        found = {one.kind: self._more(table.name, one.kind, others) for one in possible(table, self._work)}
+        if table.name in self._given:
+            found[own] = self._more(table.name, own, self._given)
+        return {kind: seconds for kind, seconds in found.items() if seconds is not None}
+
+    def _more(self, table: str, kind: str, given: frozenset[str]) -> float | None:
+        """None if tables cannot be cut so."""
+        others = frozenset(name for name, one in self._schemes.items() if one.kind == kind and name != table)
+        before, after = self._seconds(kind, others, given), self._seconds(kind, others | {table}, given)
+        return None if after is None else after - (before or 0.0)
+
+    def _seconds(self, kind: str, names: frozenset[str], given: frozenset[str]) -> float | None:
+        """Of these tables with one scheme."""
+        if not names:
+            return 0.0
+        key = kind, names, given & names
+        if key not in self._known:
+            fixed = {name: self._schemes[name] for name in key[2]}
+            self._known[key] = None
+            with contextlib.suppress(ConfigError):
+                some = together(self._work, self._base, kind, names, fixed)
+                self._known[key] = costs_of(*some, self._machine).total_sec
+        return self._known[key]
 
 
 def remarks(plan: TablePlan, memory: float, given: Collection[str] = ()) -> list[str]:

@@ -231,18 +231,21 @@ class TableSearch:
             self._work_left -= len(names) + _LAYOUT
             self._known[key] = None
             with contextlib.suppress(ConfigError):  # Not every table can be cut in every way.
-                found = costs_of(*self._together(kind, names), self.machine)
+                found = costs_of(*together(self.work, self._base, kind, names, self.fixed), self.machine)
                 self._known[key] = found.total_sec, found.needed_bytes
         return self._known[key]
 
-    def _together(self, kind: str, names: Collection[str]) -> tuple[Workload, EmbeddingConfig]:
-        """Some tables with one scheme and their common room; those that are fixed have theirs."""
-        some = with_tables(self.work, names)
-        given = tuple((name, self.fixed[name]) for name in names if name in self.fixed)
-        changes: dict[str, Any] = {"schemes": given}
-        if free := [one for one in some.tables if one.name not in self.fixed]:
-            changes["scheme"] = self._options[free[0].name][kind].with_room(_room(free, self.work))
-        return some, self._base.model_copy(update=changes)
+
+def together(
+    work: Workload, base: EmbeddingConfig, kind: str, names: Collection[str], fixed: Mapping[str, Scheme]
+) -> tuple[Workload, EmbeddingConfig]:
+    """Some tables alone with a scheme of one kind and their common room; those in `fixed` have theirs."""
+    some = with_tables(work, names)
+    changes: dict[str, Any] = {"schemes": tuple((name, fixed[name]) for name in names if name in fixed)}
+    if free := [one for one in some.tables if one.name not in fixed]:
+        [scheme] = (one for one in _choices() if one.kind == kind)
+        changes["scheme"] = scheme.with_room(_room(free, work))
+    return some, base.model_copy(update=changes)
 
 
 def choose(
@@ -295,7 +298,7 @@ def share(work: Workload, table: Table, scheme: Scheme, machine: Machine, base: 
     """(seconds, bytes on a device) of a table, where tables that are assigned share the devices evenly."""
     config = with_schemes(base, {table.name: scheme})
     [buffer] = work.buffers(config, [table])
-    found = costs_of_buffers([buffer], work.local_batch, config, machine)
+    found = costs_of_buffers([buffer], work.local_batch, config, machine, work.cached)
     return found.total_sec / buffer.num_outer, found.needed_bytes / buffer.num_outer
 
 
@@ -336,23 +339,6 @@ def _joined(work: Workload, chosen: Mapping[str, Scheme], fixed: Collection[str]
             of_kind.setdefault(chosen[table.name].kind, []).append(table)
     rooms = {kind: _room(tables, work) for kind, tables in of_kind.items()}
     return {name: one if name in fixed else one.with_room(rooms[one.kind]) for name, one in chosen.items()}
-
-
-def costs_if_possible(
-    work: Workload,
-    base: EmbeddingConfig,
-    chosen: Mapping[str, Scheme],
-    machine: Machine,
-    fixed: Collection[str] = (),
-) -> Costs | None:
-    """What a step costs with these schemes, placed by cost; None if a table cannot be cut so.
-
-    Tables with one scheme have their common room, but for those in `fixed`.
-    """
-    try:
-        return costs_of(work, with_schemes(base, _joined(work, chosen, fixed)), machine)
-    except ConfigError:
-        return None
 
 
 def with_tables(work: Workload, tables: Collection[str]) -> Workload:

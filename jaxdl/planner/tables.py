@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxdl.embedding import (
@@ -16,6 +16,7 @@ from jaxdl.embedding import (
     make_buffers,
 )
 from jaxdl.embedding.jagged import Feature, buckets, is_jagged
+from jaxdl.embedding.layout import copied_bytes
 from jaxdl.embedding.traffic import Message, axis_bytes, messages
 from jaxdl.exchange.cost import Machine
 from jaxdl.mesh import Axis
@@ -46,6 +47,8 @@ class Workload:
     """The sizes of all mesh axes."""
     jagged: Mapping[str, Feature] = field(default_factory=dict)
     """Each feature with the statistics of its ids, if these are sent as values and lengths; empty: in columns."""
+    cached: frozenset[str] = frozenset()
+    """The tables that the host holds: their rows are the slots of the devices."""
 
     @property
     def local_batch(self) -> int:
@@ -93,6 +96,8 @@ class Costs:
     """Memory of a device for tables and what is kept of their rows; all devices have as much."""
     gradient_bytes: int = 0
     """Memory that a step needs besides for gradients of all rows, of tables under schemes that have such."""
+    evaluation_bytes: int = 0
+    """Memory that an evaluation needs besides: slots of its own for tables that the host holds."""
 
     @property
     def total_sec(self) -> float:
@@ -101,8 +106,8 @@ class Costs:
 
     @property
     def needed_bytes(self) -> int:
-        """Memory of a device for the tables while a step runs."""
-        return self.device_bytes + self.gradient_bytes
+        """Memory of a device for the tables while a step or an evaluation runs."""
+        return self.device_bytes + max(self.gradient_bytes, self.evaluation_bytes)
 
 
 @dataclass(frozen=True)
@@ -135,11 +140,20 @@ def with_schemes(
 
 def costs_of(work: Workload, config: EmbeddingConfig, machine: Machine) -> Costs:
     """What a step costs under a config. Raises ConfigError for tables that cannot be cut so."""
-    return costs_of_buffers(work.buffers(config), work.local_batch, config, machine)
+    return costs_of_buffers(work.buffers(config), work.local_batch, config, machine, work.cached)
 
 
-def costs_of_buffers(buffers: Sequence[Buffer], local_batch: int, config: EmbeddingConfig, machine: Machine) -> Costs:
-    """What a step costs for buffers with `local_batch` examples on each device, and the wires of a config."""
+def costs_of_buffers(
+    buffers: Sequence[Buffer],
+    local_batch: int,
+    config: EmbeddingConfig,
+    machine: Machine,
+    cached: Collection[str] = (),
+) -> Costs:
+    """What a step costs for buffers with `local_batch` examples on each device, and the wires of a config.
+
+    The host holds the tables in `cached`.
+    """
     slow = inner = memory = slow_bytes = 0.0
     for buffer in buffers:
         for one in messages(buffer, local_batch, config.forward_wire, config.backward_wire):
@@ -149,7 +163,8 @@ def costs_of_buffers(buffers: Sequence[Buffer], local_batch: int, config: Embedd
         memory += memory_sec(buffer, local_batch, machine)
     dense = (one for one in buffers if one.scheme.dense_gradient)
     gradients = sum(4 * one.local_rows * (one.columns // one.column_ways + 1) for one in dense)  # 1: rows are marked.
-    return Costs(inner, slow, memory, slow_bytes, sum(map(device_bytes, buffers)), gradients)
+    copied = copied_bytes(buffers, cached)
+    return Costs(inner, slow, memory, slow_bytes, sum(map(device_bytes, buffers)), gradients, copied)
 
 
 def message_sec(one: Message, sizes: Mapping[str, int], machine: Machine) -> tuple[float, float]:

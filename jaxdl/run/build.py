@@ -49,12 +49,12 @@ from jaxdl.run.jagged import in_training, shapes_of
 from jaxdl.run.length import steps_of
 from jaxdl.run.overlap import loop_sum_dtype
 from jaxdl.run.planning import Kept, with_plan
+from jaxdl.run.room import check_memory
 from jaxdl.run.validate import (
     built_schedule,
     check_agreement,
     check_batches,
     check_candidates,
-    check_memory,
     check_network,
     check_norms,
     check_phases,
@@ -202,7 +202,7 @@ def make_plan(
         experiment, reasons = settled(experiment, splits.train.spec, mesh, before)
         parts = make_parts(experiment, splits.train.spec, mesh, timeline, most_rows)
     check_rates(experiment.schedule, parts.rates, timeline.scheduled_steps)
-    check_memory(experiment, parts.state_spec, splits.train.spec)
+    check_memory(experiment, parts.state_spec, splits.train.spec, parts.tables)
     check_norms(experiment, mesh.shape[Axis.REPLICA], has_norms=bool(parts.network.norms))
     check_agreement(
         experiment, mesh.shape[Axis.REPLICA], total_steps, averages=keeps_average(parts.state_spec.opt_shapes)

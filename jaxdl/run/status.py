@@ -192,6 +192,8 @@ class RunStatus:
             failure=self._failure,
             process=self._process,
             version=__version__,
+            best_metric=self._experiment.task.best_metric,
+            best_mode=self._experiment.task.best_mode,
         )
 
     def _final(self, state: State, step: int, reason: Reason | None, action: Action, text: str) -> Record:

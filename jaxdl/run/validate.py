@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxdl.agreement import Agreement, check_exchange
-from jaxdl.cluster import current, host_memory_bytes, wait_for_all
+from jaxdl.cluster import current, wait_for_all
 from jaxdl.cluster.consistency import process_names
 from jaxdl.config import ConfigError
 from jaxdl.data import Data, DataSpec, PhotoSource, Splits
@@ -26,7 +26,6 @@ from jaxdl.mesh import Axis
 from jaxdl.models import Network
 from jaxdl.optim import Rates, Schedule
 from jaxdl.sharding import STACKED, UNNAMED, ShardingConfig, has_names, is_names
-from jaxdl.state import StateSpec, TrainState
 from jaxdl.tasks import Task, check_task
 from jaxdl.user_code import taken, user_code
 
@@ -325,44 +324,6 @@ def check_phases(experiment: Experiment, splits: Splits) -> None:
             f"phases: images of {largest} pixels would be made from smaller ones, since cache.short_side = "
             f"{cache.short_side}. Raise it, or set cache.form = encoded."
         )
-
-
-def check_memory(experiment: Experiment, state_spec: StateSpec, spec: DataSpec) -> None:
-    """Raises ConfigError when the state, or a batch, takes more memory than there is: XLA would abort or hang.
-
-    Activations and gradients are not counted: what passes may still be too large.
-    """
-    local = jax.local_devices()
-    on_cpu = local[0].platform == "cpu"
-    copies = len(local) if on_cpu else 1  # Virtual devices share the memory of the host.
-    there = host_memory_bytes() if on_cpu else ((local[0].memory_stats() or {}).get("bytes_limit") or math.inf)
-    where = "this machine has" if on_cpu else "the device has"
-    on = "" if len(local) == 1 else f" on all {len(local)} devices" if on_cpu else " on each device"
-    state = copies * _bytes_on_one_device(state_spec.abstract())
-    if state > there:
-        raise ConfigError(
-            f"model {experiment.model.kind}: its parameters, the optimizer's and the exchange's state take "
-            f"{_size(state)}{on}, and {where} {_size(there)}. Make the model smaller, or shard it over more devices "
-            "(--mesh.fsdp)."
-        )
-    host = host_memory_bytes()
-    example = sum(x.nbytes for x in spec.blank().values())
-    sizes = {one.batch_size or experiment.batch_size for one in experiment.phases} | {experiment.batch_size}
-    batch = max(sizes) // jax.process_count() * example
-    if batch > host:
-        raise ConfigError(
-            f"--batch-size {max(sizes)}: one batch takes {_size(batch)} of memory, and this machine has "
-            f"{_size(host)}. Make it smaller."
-        )
-
-
-def _bytes_on_one_device(state: TrainState) -> int:
-    arrays = [x for x in jax.tree.leaves(state) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB"
 
 
 def check_same_examples(splits: Splits) -> None:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jaxdl.errors import ConfigError, command_line, print_out
 from jaxdl.status.arguments import Parser
 from jaxdl.status.rows import find_workdirs, read_row
-from jaxdl.status.table import SORT_KEYS, as_json, plain, rich_table, shown_metrics, sorted_rows
+from jaxdl.status.table import SORT_KEYS, as_json, for_terminal, plain, shown_metrics, sorted_rows
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
 
 PROG = "python -m jaxdl.status"
+MOST_SEC = 86_400
+"""A table that is kept up to date is so at least once a day."""
 
 
 def parser() -> Parser:
@@ -38,9 +45,13 @@ def main(args: Sequence[str] | None = None) -> None:
             raise ConfigError(f"no workdir. Give the folders of runs, such as {PROG} runs.")
         if options.watch and options.json:
             raise ConfigError("--watch and --json: give one of them.")
-        if options.every_sec is not None and (not options.watch or not options.every_sec > 0):
-            why = "it must be above 0" if options.watch else "it has no effect without --watch"
-            raise ConfigError(f"--every-sec {options.every_sec:g}: {why}.")
+        if options.every_sec is not None and (not options.watch or not 0 < options.every_sec <= MOST_SEC):
+            among = f"it must be above 0, and at most {MOST_SEC:,}"
+            raise ConfigError(
+                f"--every-sec {options.every_sec:g}: {among if options.watch else 'it has no effect without --watch'}."
+            )
+        if options.watch and not sys.stdout.isatty():
+            raise ConfigError("--watch: the output is no terminal. Leave it out, or ask for --json as often as needed.")
         if options.watch:
             watch(options)
             return
@@ -50,7 +61,9 @@ def main(args: Sequence[str] | None = None) -> None:
         elif sys.stdout.isatty():
             from rich.console import Console
 
-            Console().print(rich_table(rows, shown_metrics(rows, options.metric)))
+            console = Console()
+            for lines in for_terminal(rows, shown_metrics(rows, options.metric), console.width):
+                console.print(*lines, sep="\n")
         else:
             print_out(plain(rows, shown_metrics(rows, options.metric)))
 
@@ -65,17 +78,28 @@ def watch(options: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    every_sec, console = options.every_sec or 2.0, Console()
-
-    def table() -> object:
-        rows = _rows(options)
-        title = f"{len(rows)} run{'s' * (len(rows) != 1)}, {time.strftime('%H:%M:%S')}"
-        return rich_table(rows, shown_metrics(rows, options.metric), title)
-
-    with Live(table(), console=console, auto_refresh=False, screen=console.is_terminal) as live:  # pyright: ignore
+    every_sec, console = options.every_sec or 2.0, Console(force_terminal=True)
+    with Live(_screen(options, console), console=console, auto_refresh=False, screen=True) as live:
         while True:
             time.sleep(every_sec)
-            live.update(table(), refresh=True)  # pyright: ignore[reportArgumentType]
+            live.update(_screen(options, console), refresh=True)
+
+
+def _screen(options: argparse.Namespace, console: Console) -> Group:
+    """The table with a title: as many runs as have room, each line cut at the edge."""
+    from rich.console import Group
+    from rich.text import Text
+
+    rows = _rows(options)
+    head, *runs = for_terminal(rows, shown_metrics(rows, options.metric), console.width)
+    room = console.height - 2  # Below the title and the head.
+    shown = [run for run, end in zip(runs, itertools.accumulate(map(len, runs)), strict=True) if end <= room]
+    cut = f", the first {len(shown)}" if len(shown) < len(rows) else ""
+    title = Text(f"{len(rows)} run{'s' * (len(rows) != 1)}{cut}, {time.strftime('%H:%M:%S')}", style="italic")
+    lines = [title, *head, *(line for run in shown for line in run)]
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+    return Group(*lines)
 
 
 if __name__ == "__main__":

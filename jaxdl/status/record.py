@@ -105,6 +105,10 @@ class Record:
     """The first process of the run, for a reader on the same machine; None for a run that has not begun."""
     version: str = ""
     """The version of jaxdl."""
+    best_metric: str = ""
+    """The metric of an evaluation by which the run's task says which is best; empty if it is not known."""
+    best_mode: str = ""
+    """"max" or "min": whether a higher or a lower one is better."""
 
     def to_bytes(self) -> bytes:
         """The content of the file."""

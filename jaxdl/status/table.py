@@ -13,7 +13,7 @@ from jaxdl.status.record import State
 from jaxdl.status.rows import Row
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.text import Text
 
 METRICS = ("train/loss", "eval/loss", "eval/accuracy")
 """The metrics that have a column, if any of the runs has them and none are asked for."""
@@ -117,32 +117,44 @@ def note(row: Row) -> str:
 
 def plain(rows: Sequence[Row], metrics: Sequence[str]) -> str:
     """The table as lines of plain text."""
-    lines = [[*line[:-1], line[-1][:NOTE_WIDTH]] for line in cells(rows, metrics)]
+    return "\n".join(_aligned([[*line[:-1], line[-1][:NOTE_WIDTH]] for line in cells(rows, metrics)]))
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """The lines with their cells in columns: numbers to the right, what has words to the left."""
     widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]
-    right = range(2, len(widths) - 1)
-    return "\n".join(
+    right = [place for place, name in enumerate(lines[0]) if name not in ("run", "state", "note")]
+    return [
         "  ".join(
             cell.rjust(width) if place in right else cell.ljust(width)
             for place, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
-    )
+    ]
 
 
-def rich_table(rows: Sequence[Row], metrics: Sequence[str], title: str = "") -> RenderableType:
-    """The table for a terminal, with coloured states."""
-    from rich.table import Table
+def for_terminal(rows: Sequence[Row], metrics: Sequence[str], width: int) -> list[list[Text]]:
+    """The table for a terminal, with coloured states: the head, then the one or two lines of each run.
+
+    Notes are beside the runs if all have room there, else each is beneath its run.
+    """
     from rich.text import Text
 
-    head, *lines = cells(rows, metrics)
-    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for place, name in enumerate(head):
-        last = place == len(head) - 1
-        table.add_column(name, justify="right" if 2 <= place < len(head) - 1 else "left", no_wrap=not last)
-    for row, line in zip(rows, lines, strict=True):
+    lines, notes = cells(rows, metrics), ["", *map(note, rows)]
+    beside = _aligned(lines)
+    if all(len(line) <= width for line in beside):
+        notes = [""] * len(notes)
+    else:
+        beside = _aligned([line[:-1] for line in lines])
+    found = [[Text(line)] for line in beside]
+    for texts, below in zip(found, notes, strict=True):
+        texts.extend([Text(f"  {below}", style="dim")] if below else [])
+    found[0][0].stylize("bold")
+    start = max(len(line[0]) for line in lines) + 2
+    for row, (line, *_), words in zip(rows, found[1:], lines[1:], strict=True):
         color = "red" if row.problem or _is_lost(row) else _COLORS.get(row.state, "")
-        table.add_row(*(Text(cell, style=color if place == 1 else "") for place, cell in enumerate(line)))
-    return table
+        line.stylize(color, start, start + len(words[1]))
+    return found
 
 
 def as_json(rows: Sequence[Row]) -> str:
