@@ -75,8 +75,8 @@ class RowsBench:
     profile: bool = False
     """Also show the kernels that take the most time of a step, from a profile of JAX's."""
     h100: bool = False
-    """Measure nothing; compile for one H100 and list the kernels. No GPU is needed, but JAX's CUDA packages are. Without a
-    GPU JAX 0.11 compiles plain XLA, no kernels of our own."""
+    """Measure nothing; compile for one H100 and list the kernels. No GPU is needed, but JAX's CUDA packages are.
+    JAX 0.11 compiles plain XLA where no GPU is, and none of our own kernels."""
     json: Path | None = None
     """A file for the figures."""
 
