@@ -85,7 +85,7 @@ def _sums_by_xla(keys: jax.Array, wanted: jax.Array, grads: jax.Array, *, num_ro
     # Places past the end differ from each other, so that a scatter's indices are unique.
     beyond = num_rows + jnp.arange(keys.size, dtype=jnp.int32)
     places = jnp.where(starts, segments, keys.size)
-    unique = beyond.at[places].set(jnp.where(keys < num_rows, keys, beyond), mode="drop")
+    unique = beyond.at[places].set(jnp.where(keys < num_rows, keys, num_rows + segments), mode="drop")
     return unique, sums, jnp.sum(sums**2, axis=1)
 
 
