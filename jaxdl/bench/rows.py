@@ -13,7 +13,7 @@ import contextlib
 import functools
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from rich.console import Console
-from rich.table import Table
 
 from jaxdl.bench import roofline, rows_torch, trace
 from jaxdl.bench.shared import check_options, make_table, median_ratio, time_in_turns, write_json
@@ -296,14 +295,6 @@ def _title(command: RowsBench) -> str:
     return f"{sizes}, batch {command.batch_size:,} with {command.num_ids} ids each"
 
 
-def _kernels_table(optimizer: str, found: Sequence[dict[str, Any]]) -> Table:
-    table = make_table(f"{optimizer}: the kernels with the most time", ("kernel", "operation", "ms a step", "share"),
-                       left=("kernel", "operation"))  # fmt: skip
-    for one in found:
-        table.add_row(one["kernel"][:60], one["operation"][:40], f"{one['ms']:.4f}", f"{one['share']:.1%}")
-    return table
-
-
 def _print(command: RowsBench, found: dict[str, Any], console: Console) -> None:
     columns = ("", "ms a step", "min", "max", "million rows/s", "of the copy's speed", "jaxdl is faster")
     table = make_table(f"{_title(command)}, {found['device']}", ("optimizer", *columns), left=("optimizer", ""))
@@ -319,7 +310,7 @@ def _print(command: RowsBench, found: dict[str, Any], console: Console) -> None:
     console.print(table)
     for optimizer, one in found["optimizers"].items():
         if one["kernels"]:
-            console.print(_kernels_table(optimizer, one["kernels"][:_SHOWN]))
+            console.print(trace.table(f"{optimizer}: the kernels with the most time", one["kernels"][:_SHOWN]))
     speed = f"{found['copy_bytes_per_sec'] / 1e12:.3f} TB/s"
     share = f"{found['distinct_rows']:,.0f} of {found['looked_up_rows']:,} rows of a batch are distinct"
     console.print(f"a copy moves {speed}, read and written; {share}; JAX {found['jax']}", highlight=False)

@@ -12,9 +12,13 @@ from typing import Any
 
 import jax
 from jax.profiler import ProfileData
+from rich.table import Table
+
+from jaxdl.bench.shared import make_table
 
 _CONTROL = re.compile(r"(while|call|conditional)[.\d]*$")
 """On a CPU the time of such an operation includes that of the operations that it runs."""
+_NAME_WIDTH = 48
 _NUMBER = re.compile(r"[._]\d+(?=$|[._])")
 
 
@@ -81,3 +85,13 @@ def attention(text: str, found: Sequence[dict[str, Any]] = ()) -> str:
     ran = sorted({one["kernel"] for one in found if re.search(r"fmha|flash|cudnn.*sdpa|sdpa.*cudnn", one["kernel"])})
     name = f"cuDNN's fused kernels ({len(targets)} calls)" if targets else "XLA's own kernels"
     return name + (f"; ran: {', '.join(ran)}" if ran else "")
+
+
+def table(title: str, found: Sequence[dict[str, Any]]) -> Table:
+    """A row for each of some `kernels`."""
+    columns = ("kernel", "operation", "ms a step", "times a step", "share")
+    made = make_table(title, columns, left=("kernel", "operation"))
+    for one in found:
+        numbers = (f"{one['ms']:.3f}", f"{one['calls']:.3g}", f"{100 * one['share']:.1f} %")
+        made.add_row(one["kernel"][:_NAME_WIDTH], one["operation"][:_NAME_WIDTH], *numbers)
+    return made

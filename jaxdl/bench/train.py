@@ -9,14 +9,13 @@ from __future__ import annotations
 import functools
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 from rich.console import Console
-from rich.table import Table
 
 from jaxdl.bench import roofline, trace
 from jaxdl.bench.flops import peak_flops, step_flops
@@ -31,7 +30,7 @@ from jaxdl.planner.trial import planned_bytes, resident
 from jaxdl.run.build import Plan, make_initial_state, make_plan
 from jaxdl.run.compile import compile_train_step
 
-_PROFILED_STEPS, _SHOWN_KERNELS, _WRITTEN_KERNELS, _NAME_WIDTH = 3, 5, 50, 48
+_PROFILED_STEPS, _SHOWN_KERNELS, _WRITTEN_KERNELS = 3, 5, 50
 
 
 @dataclass(frozen=True)
@@ -194,13 +193,4 @@ def _print(command: TrainBench, found: dict[str, Any]) -> None:
     if found["attention"]:
         console.print(f"attention: {found['attention']}", highlight=False)
     if found["kernels"]:
-        console.print(_kernels_table(found["kernels"][:_SHOWN_KERNELS]))
-
-
-def _kernels_table(kernels: Sequence[dict[str, Any]]) -> Table:
-    table = make_table("the kernels with the most time", ("kernel", "operation", "ms a step", "times a step", "share"),
-                       left=("kernel", "operation"))  # fmt: skip
-    for one in kernels:
-        numbers = (f"{one['ms']:.3f}", f"{one['calls']:.3g}", f"{100 * one['share']:.1f} %")
-        table.add_row(one["kernel"][:_NAME_WIDTH], one["operation"][:_NAME_WIDTH], *numbers)
-    return table
+        console.print(trace.table("the kernels with the most time", found["kernels"][:_SHOWN_KERNELS]))
