@@ -15,7 +15,7 @@ from runs import Started
 
 from jaxdl.bench import balance
 from jaxdl.bench.__main__ import main
-from jaxdl.bench.balance_report import LOCAL, SUM, figure, ideal, make_row, of_set, sets_table
+from jaxdl.bench.balance_report import LOCAL, SUM, alike, figure, ideal, make_row, of_set, sets_table
 from jaxdl.bench.balance_run import Clock, Side, Times, check_silent, doubled, measure
 from jaxdl.bench.balance_thresholds import check_about, compared, of_rows, parse_thresholds
 from jaxdl.bench.balance_work import Work, block, chosen, planned, work_of
@@ -155,6 +155,14 @@ def test_rows_and_sets():
     assert ideal(of_set(ROWS, "strong")) == 4e9
     table = sets_table(ROWS, ["weak"])
     assert list(table.columns[6].cells) == ["100 %", "100 %", "62 %", "100 %", "50 %"]
+
+
+def test_regimes_of_the_same_work_are_named():
+    one = row(LOCAL, 1.0)
+    half, more = dataclasses.replace(one, regime="0.5x"), dataclasses.replace(one, regime="2x", flops=16e9)
+    assert alike([one, row("dense", 2.0), more]) == []
+    [line] = alike([half, one, row("dense", 2.0), more])
+    assert line.startswith("0.5x, 1x: the same work here")
 
 
 def test_the_figure_is_drawn():

@@ -32,6 +32,7 @@ from jaxdl.bench.balance_report import (
     LOCAL,
     SUM,
     Row,
+    alike,
     checks_table,
     figure,
     machine_lines,
@@ -345,6 +346,8 @@ def _print(
         console.print(f"  - {line}", soft_wrap=True)
     if rows:
         console.print(regimes_table(rows, machine["balance"]))
+        for line in alike(rows):
+            console.print(line, soft_wrap=True)
     if of_sets:
         console.print(sets_table(of_sets, one.command.sets))
     if platform(one.mesh) == "cpu":

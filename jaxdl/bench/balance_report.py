@@ -202,3 +202,16 @@ def machine_lines(machine: Mapping[str, float], sum_row: Row) -> list[str]:
         f"{machine['flops_per_sec'] / 1e9:,.2f} GFLOP/s in a local step, and a dense exchange of "
         f"{machine['gradient_bytes'] / 1e6:.3g} MB takes {1e3 * machine['exchange_sec']:.3g} ms by the probe",
     ]
+
+
+def alike(rows: Sequence[Row]) -> list[str]:
+    """A sentence for each group of regimes that are one and the same work, as relative ones of few texts may be."""
+    found: dict[tuple[float, ...], dict[str, None]] = {}
+    for row in rows:
+        work = (row.flops, row.examples, row.gradient_bytes)
+        found.setdefault(work, {})[row.regime] = None
+    return [
+        f"{', '.join(one)}: the same work here, since a batch has whole texts; what differs is the noise of the measurement."
+        for one in found.values()
+        if len(one) > 1
+    ]
