@@ -211,7 +211,7 @@ def alike(rows: Sequence[Row]) -> list[str]:
         work = (row.flops, row.examples, row.gradient_bytes)
         found.setdefault(work, {})[row.regime] = None
     return [
-        f"{', '.join(one)}: the same work here, since a batch has whole texts; what differs is the noise of the measurement."
+        f"{', '.join(one)}: the same work here, since a batch has whole texts; what differs is noise."
         for one in found.values()
         if len(one) > 1
     ]
