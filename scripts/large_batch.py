@@ -10,8 +10,9 @@ over as many images as the small batch has in each. LARS has a trust coefficient
 near those of SGD, which its biases and normalization are trained with; "LARS no masks", only at the first large batch,
 has weight decay and trust ratios on those too.
 
-The tuning of a variant is a search over a grid (`jaxdl.search`) in a folder of its own; so is each run at the best
-rate. A run that finished or diverged is not repeated, a stopped one resumes.
+The tuning of a variant is a search over a grid (`jaxdl.search`) in a folder of its own. Each run at the best rate is
+trained by this script, in a folder of its own too. A run that finished or diverged is not repeated, a stopped one
+resumes.
 Prints a table and writes `large_batch.json` and `large_batch.png`. Everything after `--` changes the config of all
 runs: `-- --epochs 3`.
 """

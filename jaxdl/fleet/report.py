@@ -68,6 +68,7 @@ def report(
         f"at most {faster.max():.1f}); {slower} of {runs} end later",
         highlight=False,
     )
+    console.print(_beside_dorm(*results), highlight=False)
     if mixed:
         console.print(_told(results[1], solve_sec), highlight=False)
     if json is not None:
@@ -98,7 +99,7 @@ def _table(title: str, results: Sequence[Result], jobs: Sequence[Job]) -> Table:
         "median",
         "lost by resizes",
         "resizes",
-        "most",
+        "most at once",
     )
     for column in columns:
         table.add_column(column, justify="left" if column == "policy" else "right")
@@ -115,6 +116,18 @@ def _table(title: str, results: Sequence[Result], jobs: Sequence[Job]) -> Table:
             str(one.most_resized),
         )
     return table
+
+
+def _beside_dorm(fixed: Result, resized: Result) -> str:
+    """What elastic sizes give over static ones, beside what Dorm reports of its own cluster and applications."""
+    dorm = (
+        "Dorm (arXiv 1704.06738) reports, of its own cluster and applications: up to 2.32 times the utilization, "
+        "fairness loss 1.52 times lower, applications up to 2.72 times as fast, less than 5 % lost in most cases"
+    )
+    if not fixed.utilization or not resized.fairness_loss:  # One run alone, say.
+        return dorm
+    used, fair = resized.utilization / fixed.utilization, fixed.fairness_loss / resized.fairness_loss
+    return f"over static sizes {used:.2f} times the nodes in use, fairness loss {fair:.2f} times lower. {dorm}"
 
 
 def _told(played: Result, solve_sec: float) -> str:
