@@ -271,7 +271,7 @@ def remarks(found: Found, command: PlanCommand) -> list[str]:
         )
         rate = _network_rate(command)
         servers = parameter_servers(found.param_bytes, command.nodes, rate, best.time.compute_sec)
-        lines.append(f"parameter servers that keep up with the nodes, on the same network: {math.ceil(servers)} (Zou et al. 2017)")
+        lines.append(f"parameter servers on the same network that keep up (Zou et al. 2017): {math.ceil(servers)}")
     options = [f"--{name.replace('_', '-')} {value}" for name, value in best.choice.settings.items()]
     if isinstance(command.experiment.exchange, Auto):
         changed = best.exchange.model_dump(exclude_defaults=True)
