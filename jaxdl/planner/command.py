@@ -263,11 +263,11 @@ def remarks(found: Found, command: PlanCommand) -> list[str]:
         )
     if command.nodes > 1:
         ratio = best.time.overhead
-        most = nodes_that_pay(ratio)
+        most = nodes_that_pay(ratio / command.nodes)  # Of what one node alone would compute.
         many = "any number of nodes" if math.isinf(most) else f"{most:.1f} nodes"
         lines.append(
-            f"waiting for other nodes takes {ratio:.3g} times as long as all else: at this ratio up to {many} work at "
-            f"{100 * _PAYS:.0f} % efficiency (Zou et al. 2017)"
+            f"waiting for other nodes takes {ratio:.3g} times as long as all else: if it stays as long, up to {many} "
+            f"work at {100 * _PAYS:.0f} % efficiency (Zou et al. 2017)"
         )
         rate = _network_rate(command)
         servers = parameter_servers(found.param_bytes, command.nodes, rate, best.time.compute_sec)
