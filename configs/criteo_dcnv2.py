@@ -3,8 +3,8 @@
     python -m jaxdl.train --config configs/criteo_dcnv2.py --data.train 'criteo/day_*.gz' --data.folder prepared
 
 Source: mlcommons/training, recommendation_v2: 26 tables with 204 million rows of 128 numbers (104.5 GB), 214 ids an
-example, three cross layers of rank 512, AdaGrad with one number for each of a table's. Expected there: AUC 0.80275 in
-one epoch. Here values are hashed to ids, and further ids are drawn from the hash, so figures may differ.
+example, three cross layers of rank 512, AdaGrad with a sum of squares for every number of a row. Expected there: AUC
+0.80275 in one epoch. Here values are hashed to ids, and further ids are drawn from the hash, so figures may differ.
 
 The largest tables are cut over all devices; `python -m jaxdl.bench embedding` says what that costs on a network, and
 what a plan with a scheme for each table saves.

@@ -28,6 +28,10 @@ COMMANDS = {
     "status": ("jaxdl.status.__main__", "a table of runs, also of many, and live: FOLDER..."),
     "compare": ("jaxdl.compare.__main__", "curves of runs over each other, and how their configs differ: FOLDER..."),
     "fleet": ("jaxdl.fleet.__main__", "lets several runs share the nodes of a cluster, and resizes them"),
+    "planner": (
+        "jaxdl.planner.__main__",
+        "plans mesh, sharding, exchange and tables for GPUs not at hand: --config FILE --nodes N",
+    ),
     "bench": ("jaxdl.bench.__main__", "measures exchanges, steps, the input pipeline, start-up"),
 }
 """Name -> (module with a function main(args), description)."""

@@ -60,7 +60,7 @@ def compare_times(command: PlannerBench, console: Console) -> None:
     """Plans for each number of nodes, times every layout in turns, and prints and writes the tables."""
     experiment = command.experiment.replaced({"mesh": MeshConfig()})  # It may say how many devices a CPU has.
     if experiment.model.modality == TabularSpec.modality:
-        raise ConfigError(f"model {experiment.model.kind}: steps with tables are timed by `bench embedding`.")
+        raise ConfigError(f"model {experiment.model.kind}: steps with tables are timed by `bench embedding --rates`.")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     devices = jax.devices()[:NUM_DEVICES]
     if len(devices) < NUM_DEVICES:

@@ -54,7 +54,9 @@ def compare_memory(command: PlannerBench, console: Console) -> None:
     machine = nominal_machine("25gbit", NUM_DEVICES)
     cluster = Cluster(1, NUM_DEVICES, machine, float(DEVICE["device_memory_size"]))
     if experiment.model.modality == TabularSpec.modality:
-        raise ConfigError(f"model {experiment.model.kind}: the memory of tables is measured by `bench embedding`.")
+        raise ConfigError(
+            f"model {experiment.model.kind}: the memory of steps with tables is not compared. Take a config without."
+        )
     trials = Trials(experiment)
     work = workload_of(experiment, trials, h100_devices(1, NUM_DEVICES), 1, replicas=True)
     rows = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+import jax
+
 from jaxdl.errors import command_line
 
 PROG = "python -m jaxdl.planner"
@@ -13,7 +15,8 @@ PROG = "python -m jaxdl.planner"
 def main(args: list[str] | None = None, *, prog: str = PROG) -> None:
     """Runs the command line. Exits with 2 after a user error, 130 after Ctrl-C."""
     with command_line():
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # The devices are described: no GPU is taken.
+        if not os.environ.get("JAX_PLATFORMS"):  # The devices are described: no GPU is taken.
+            jax.config.update("jax_platforms", "cpu")
         from jaxdl.planner.command import run
 
         run(list(sys.argv[1:] if args is None else args), prog)

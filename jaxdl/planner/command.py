@@ -92,9 +92,10 @@ ABOUT = """Plans mesh, micro-batches, what activations are kept, sharding and ex
 
   python -m jaxdl.planner --config configs/lm_gpt2_124m.py --gpus-per-node 8 --nodes 4 --network 25gbit
   python -m jaxdl.planner --config configs/lm_gpt2_124m.py --nodes 2 --mesh.tensor 2 --exchange auto
-  python -m jaxdl.planner --config configs/criteo_dcnv2.py --nodes 2 --only-tables
+  python -m jaxdl.planner --config configs/criteo_synthetic.py --nodes 2 --only-tables
 
-Nothing runs, and no GPU is needed, but JAX's compiler for GPUs: pip install 'jax[cuda12]'. --only-tables needs none."""
+Nothing runs, and no GPU is needed, but JAX's compiler for GPUs: pip install 'jax[cuda12]'. --only-tables needs none.
+For tables, up to 65,536 examples of the config's data are read, to count the rows that a batch touches."""
 
 
 def run(args: list[str], prog: str) -> None:
@@ -262,15 +263,15 @@ def remarks(found: Found, command: PlanCommand) -> list[str]:
         )
     if command.nodes > 1:
         ratio = best.time.overhead
-        most = nodes_that_pay(ratio)
+        most = nodes_that_pay(ratio / command.nodes)  # Of what one node alone would compute.
         many = "any number of nodes" if math.isinf(most) else f"{most:.1f} nodes"
         lines.append(
-            f"waiting for other nodes takes {ratio:.3g} times as long as all else: at this ratio up to {many} work at "
-            f"{100 * _PAYS:.0f} % efficiency (Zou et al. 2017)"
+            f"waiting for other nodes takes {ratio:.3g} times as long as all else: if it stays as long, up to {many} "
+            f"work at {100 * _PAYS:.0f} % efficiency (Zou et al. 2017)"
         )
         rate = _network_rate(command)
         servers = parameter_servers(found.param_bytes, command.nodes, rate, best.time.compute_sec)
-        lines.append(f"as little waiting would take {math.ceil(servers)} parameter servers on the same network")
+        lines.append(f"parameter servers on the same network that keep up (Zou et al. 2017): {math.ceil(servers)}")
     options = [f"--{name.replace('_', '-')} {value}" for name, value in best.choice.settings.items()]
     if isinstance(command.experiment.exchange, Auto):
         changed = best.exchange.model_dump(exclude_defaults=True)

@@ -145,7 +145,9 @@ def _seconds(machine: Machine, axis: str, collectives: float, num_messages: floa
 
 
 def nodes_that_pay(overhead: float, efficiency: float = 0.8) -> float:
-    """The most nodes that work at this efficiency, if waiting takes `overhead` times as long as kernels.
+    """The most nodes that work at this efficiency.
+
+    Waiting takes `overhead` times as long as all kernels of a step would on one node, however many nodes share these.
 
     By Amdahl's law, in the form of Zou et al. 2017 (arXiv 1709.06622): G <= (1 + (1 - efficiency) / overhead) /
     efficiency.
