@@ -10,6 +10,10 @@ The largest tables are cut over all devices; `python -m jaxdl.bench embedding` s
 what a plan with a scheme for each table saves.
 
 Small, on a CPU: --config configs/criteo_dcnv2.py:smoke
+
+Planned without the data, and without GPUs, from made-up clicks with the same tables:
+
+    python -m jaxdl.planner --config configs/criteo_dcnv2.py:made_up --nodes 2 --gpus-per-node 4 --only-tables
 """
 
 from jaxdl.data import CRITEO_NUM_IDS, CRITEO_ROWS, Clicks, Criteo
@@ -35,6 +39,12 @@ def config() -> Experiment:
         epochs=1,
         evaluation=EvaluationConfig(every_epochs=0.05),
     )
+
+
+def made_up() -> Experiment:
+    """The same model with made-up clicks in place of the data, and no scheme given: for the planner."""
+    data = Clicks(rows=CRITEO_ROWS, num_ids=CRITEO_NUM_IDS, train_examples=1_000_000, test_examples=100_000)
+    return config().replaced({"data": data, "embedding.schemes": ()})
 
 
 def smoke() -> Experiment:
