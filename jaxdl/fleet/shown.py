@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from jaxdl.fleet.resources import spelled
@@ -16,8 +17,8 @@ from jaxdl.fleet.sizes import told
 from jaxdl.fleet.store import Store
 from jaxdl.status import read_row
 
-_WORDS = ("run", "state", "why", "workdir")
-"""Columns without numbers."""
+_WIDE = 110
+"""From so many characters on, workdirs have a column of their own."""
 
 
 def show_status(store: Store, *, as_json: bool) -> None:
@@ -32,15 +33,8 @@ def show_status(store: Store, *, as_json: bool) -> None:
     age = time.time() - view["at"]
     used = sum(bool(run) for run in view["nodes"].values())
     console = Console()
-    table = Table(title=f"{used} of {len(view['nodes'])} nodes have a run, {age:.0f} s ago")
-    for column in ("run", "state", "nodes", "share", "attempt", "resized", "step", "workdir", "why"):
-        table.add_column(column, justify="left" if column in _WORDS else "right", overflow="fold")
-    for run in runs:
-        counts = (f"{run['share']:.3g}", str(run["attempt"]), str(run["resized"]))
-        step = "" if run["step"] is None else f"{run['step']:,}"
-        table.add_row(
-            run["run"], run["state"], _num_nodes(run), *counts, step, _shown_path(run["workdir"]), run["reason"]
-        )
+    table = _table(runs, beside=console.width >= _WIDE)
+    table.title = f"{used} of {len(view['nodes'])} nodes have a run, {age:.0f} s ago"
     console.print(table)
     if view.get("free"):
         left = Table(title="what is left of nodes")
@@ -55,15 +49,25 @@ def show_status(store: Store, *, as_json: bool) -> None:
         console.print(f"accepted, and not seen by a server yet: {', '.join(waiting)}")
 
 
+def _table(runs: Sequence[Mapping[str, Any]], *, beside: bool) -> Table:
+    """The runs; workdirs in a column of their own if `beside`, else beneath the reasons."""
+    table = Table()
+    for column in ("run", "state", "nodes", "share", "attempt", "resized", "step"):
+        table.add_column(column, justify="left" if column in ("run", "state") else "right", no_wrap=True)
+    for column in ("workdir", "why") if beside else ("why, and workdir",):
+        table.add_column(column, overflow="fold")
+    here = f"{Path.cwd()}/"
+    for run in runs:
+        counts = (f"{run['share']:.3g}", str(run["attempt"]), str(run["resized"]))
+        step, workdir = "" if run["step"] is None else f"{run['step']:,}", run["workdir"].removeprefix(here)
+        words = (workdir, run["reason"]) if beside else (f"{run['reason']}\n{workdir}".strip(),)
+        table.add_row(run["run"], run["state"], _num_nodes(run), *counts, step, *map(escape, words))
+    return table
+
+
 def _step(run: Mapping[str, Any]) -> int | None:
     """The step of a run by its workdir; None without one, or before there is any."""
     return read_row(Path(run["workdir"])).step if run["workdir"] else None
-
-
-def _shown_path(workdir: str) -> str:
-    """A workdir as it is typed from here, where that is shorter."""
-    here = f"{Path.cwd()}/"
-    return workdir.removeprefix(here)
 
 
 def _num_nodes(run: Mapping[str, Any]) -> str:

@@ -80,7 +80,9 @@ def fitting(command: Sequence[str], sizes: Sequence[int], gpus: Sequence[int]) -
                 if len(refused) == len(gpus):
                     left_out[size] = min(refused, key=lambda one: one[0])[1]
     except _UnreadError as error:
-        return Fit(every, {}, f"{error} So it is not checked which numbers the mesh and the batch of the run allow.")
+        return Fit(
+            every, {}, f"its config cannot be read here, so none of its sizes is ruled out: {_short(str(error))}"
+        )
     return Fit(tuple(size for size in every if size not in left_out), left_out)
 
 
