@@ -233,6 +233,18 @@ def own_options(args: Sequence[str], names: Collection[str] = tuple(VALUED)) -> 
     return values, others
 
 
+def training_options(words: Sequence[str]) -> list[str] | None:
+    """The options of a training command; None for any other.
+
+    It may be `python -m jaxdl.train`, `python -m jaxdl train` or `jaxdl train`, with any words before it.
+    """
+    for end in range(2, len(words) + 1):
+        before, last = words[end - 2 : end]
+        if (before, last) == ("-m", "jaxdl.train") or (Path(before).name, last) == ("jaxdl", "train"):
+            return list(words[end:])
+    return None
+
+
 def check_cpu_devices(count: int, option: str) -> None:
     """Raises ConfigError if `option` asks for more virtual CPU devices than XLA can run in one process."""
     if count > MAX_CPU_DEVICES:

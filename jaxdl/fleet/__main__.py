@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -84,7 +83,8 @@ class Submit(OfFleet):
     max: int = 1
     """The most nodes."""
     sizes: tuple[int, ...] = ()
-    """The numbers of nodes that the run may have, in place of --min and --max: those that divide its batch."""
+    """The numbers of nodes that the run may have, in place of --min and --max. Of either, those stay that the mesh and
+    the batch of the run allow."""
     needs: str | None = None
     """What each host of the run takes of its node, such as gpus=1,cpus=4: hosts, of this run and of others, may then
     share a node, and the numbers above are of hosts. Without it a host takes a whole node."""
@@ -214,6 +214,7 @@ def _print_decision(server: Any) -> None:
 def submit(args: list[str]) -> None:
     """Prints the number of the run."""
     from jaxdl.fleet.resources import parse_amounts
+    from jaxdl.fleet.sizes import fitting, gpus_of_host, refusal, told
 
     own, command = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
     options = _options(Submit, "submit", own)
@@ -225,78 +226,34 @@ def submit(args: list[str]) -> None:
     if not 0 <= options.delay_sec < math.inf:
         raise OptionError(f"--delay-sec {options.delay_sec:g}: it must be a number, 0 or more.")
     not_before = time.time() + options.delay_sec if options.delay_sec else 0.0
-    needs = None if options.needs is None else parse_amounts(options.needs, "--needs")
-    made = Store(options.state).submit(
-        command, sizes, weight=options.weight, priority=options.priority, not_before=not_before, needs=needs
-    )
+    needs = {} if options.needs is None else parse_amounts(options.needs, "--needs")
+    store, view, unit = Store(options.state), None, "host" if needs else "node"
+    with contextlib.suppress(ConfigError):  # No server has been there yet.
+        view = store.view()
+    gpus = gpus_of_host(needs, view)
+    fit = fitting(command, sizes, gpus)
+    if not fit.allowed:
+        bounds = f"--min {options.min} --max {options.max}"
+        asked = f"--sizes {' '.join(map(str, options.sizes))}" if options.sizes else bounds
+        raise refusal(command, asked, fit, gpus, unit)
+    values = {"weight": options.weight, "priority": options.priority, "not_before": not_before}
+    made = store.submit(command, fit.allowed, **values, needs=needs, left_out=fit.left_out)
     print(made.name)
+    for line in (*told(fit.left_out, unit), *([fit.note] if fit.note else ())):
+        print(f"run {made.name}: {line}", file=sys.stderr)
 
 
-def status(args: list[str]) -> None:
-    """Prints the table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from jaxdl.fleet.resources import spelled
+def _status(args: list[str]) -> None:
+    from jaxdl.fleet.shown import show_status
 
     options = _options(Status, "status", args)
-    store = Store(options.state)
-    view = store.view()
-    shown = {run["run"] for run in view["runs"]}
-    waiting = [one.name for one in store.submissions() if one.name not in shown]
-    if options.json:
-        print(json.dumps(view | {"not_seen": waiting}, indent=2))
-        return
-    age = time.time() - view["at"]
-    used = sum(bool(run) for run in view["nodes"].values())
-    console = Console()
-    table = Table(title=f"{used} of {len(view['nodes'])} nodes have a run, {age:.0f} s ago")
-    for column in ("run", "state", "nodes", "share", "attempt", "resized", "why"):
-        table.add_column(column, justify="left" if column in ("run", "state", "why") else "right")
-    for run in view["runs"]:
-        counts = (f"{run['share']:.3g}", str(run["attempt"]), str(run["resized"]))
-        table.add_row(run["run"], run["state"], _num_nodes(run), *counts, run["reason"])
-    console.print(table)
-    if view.get("free"):
-        left = Table(title="what is left of nodes")
-        for column in ("node", "runs", "free"):
-            left.add_column(column)
-        for node, free in view["free"].items():
-            left.add_row(node, view["nodes"][node], spelled(free))
-        console.print(left)
-    if view.get("lost"):
-        console.print(f"out of service: {', '.join(view['lost'])}")
-    if waiting:
-        console.print(f"accepted, and not seen by a server yet: {', '.join(waiting)}")
+    show_status(Store(options.state), as_json=options.json)
 
 
-def _num_nodes(run: Mapping[str, Any]) -> str:
-    """How many nodes a run has; of one that shares nodes, how many hosts on how many nodes."""
-    hosts, nodes = len(run["nodes"]), len(set(run["nodes"]))
-    return f"{hosts} hosts on {nodes}" if run.get("needs") and hosts else str(nodes)
+def _explain(args: list[str]) -> None:
+    from jaxdl.fleet.shown import explained
 
-
-def explain(args: list[str]) -> None:
-    """Prints what the last decision said of each run, and what is left of nodes."""
-    from jaxdl.fleet.resources import spelled
-
-    options = _options(OfFleet, "explain", args)
-    view = Store(options.state).view()
-    for run in view["runs"]:
-        unit = "hosts" if run.get("needs") else "nodes"
-        known = ", ".join(f"{size} {unit} {speed:,.0f}/s" for size, speed in run["speeds"].items()) or "not measured"
-        sizes = ", ".join(map(str, run["sizes"]))
-        print(f"run {run['run']}, {run['state']}: {run['reason']}")
-        if run["decided"] not in ("", run["reason"]):
-            print(f"  the last decision: {run['decided']}")
-        if run.get("killed"):
-            print(f"  it did not save and end in time, and was killed: {run['killed']} times")
-        each = f", each with {spelled(run['needs'])}" if run.get("needs") else ""
-        print(
-            f"  it may have {sizes} {unit}{each}; weight {run['weight']:g}, priority {run['priority']}; speed: {known}"
-        )
-    for node, free in view.get("free", {}).items():
-        print(f"{node}: {spelled(free)} are free; runs: {view['nodes'][node] or 'none'}")
+    print("\n".join(explained(Store(_options(OfFleet, "explain", args).state).view())))
 
 
 _VERBS: dict[Asked, str] = {"run": "resume", "hold": "hold", "cancel": "cancel"}
@@ -365,8 +322,8 @@ def simulate(args: list[str]) -> None:
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "serve": ("runs what is submitted, and resizes it", serve),
     "submit": ("accepts a run", submit),
-    "status": ("shows runs and nodes", status),
-    "explain": ("says why each run has its nodes", explain),
+    "status": ("shows runs and nodes", _status),
+    "explain": ("says why each run has its nodes", _explain),
     "hold": ("saves and stops runs, until `resume`", _ask("hold")),
     "resume": ("lets runs run that were held, halted, or have failed", _ask("run")),
     "cancel": ("saves and stops runs for good", _ask("cancel")),

@@ -36,6 +36,9 @@ class Engine(abc.ABC):
     name: ClassVar[str]
     options: ClassVar[tuple[str, ...]] = ()
     """Options of `serve` that are for this engine: its constructor takes them."""
+    gives_gpus: ClassVar[bool] = True
+    """Whether a host has the GPUs that it asks for, or those of the node that it has alone; without any, and where this
+    is False, it has one CPU device."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -100,6 +103,7 @@ class Local(Engine):
 
     name = "local"
     options = ("have",)
+    gives_gpus = False
     launcher: ClassVar[str] = "local"
     """The command of `python -m jaxdl.launch`."""
 

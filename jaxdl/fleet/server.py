@@ -33,11 +33,14 @@ from jaxdl.fleet.member import (
 )
 from jaxdl.fleet.mixed import decide_mixed
 from jaxdl.fleet.policy import Decision, Rules, Run, decide
+from jaxdl.fleet.queued import unqueue
 from jaxdl.fleet.resources import Amounts, Room, hosts_of
 from jaxdl.fleet.speed import Measured, last_speed, last_step, speeds
 from jaxdl.fleet.store import Journal, Store
+from jaxdl.status import State
 
 _STARTED, _STOPPING, _KILLED, _LEFT, _ENDED, _RESUMED = "started", "stopping", "killed", "left", "ended", "resumed"
+_AS_STATUS = {COMPLETED: State.COMPLETED, FAILED: State.FAILED, CANCELLED: State.HALTED, HALTED: State.HALTED}
 _SAVED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 """Exit codes of a run that was asked to save and end, and did."""
 _FIRST_PAUSE_SEC, _LONGEST_PAUSE_SEC = 5.0, 300.0
@@ -80,7 +83,7 @@ class Server:
         self._now = now
         self.members: dict[str, Member] = {}
         self.decision: Decision | None = None
-        self._measured = Measured()
+        self._measured, self._read_only = Measured(), read_only
         self._journal = Journal(store.folder, read_only=read_only)
         self._situation: Any = None
         self._again = math.inf
@@ -218,6 +221,8 @@ class Server:
     def _end(self, member: Member, state: str, code: int | None, speed: float | None, reason: str) -> None:
         num_asked = self.store.num_asked(member.submission.name)
         self._write(_ENDED, member, state=state, code=code, speed=speed, num_asked=num_asked, reason=reason)
+        if not self._read_only:
+            unqueue(member.submission.workdir, _AS_STATUS[state], reason, code)
 
     def _leave(
         self, member: Member, code: int, speed: float | None, reason: str, *, failures: int = 0, pause_sec: float = 0.0
@@ -350,6 +355,7 @@ class Server:
     def view(self) -> dict[str, Any]:
         """The fleet as JSON."""
         lost, room = sorted(self.store.lost_nodes()), self._room()
+        has = {node: dict(amounts) for node, amounts in self.engine.resources().items()}
         nodes = {
             node: ", ".join(name for name, member in self.members.items() if member.alive and node in member.nodes)
             for node in room.left
@@ -360,6 +366,7 @@ class Server:
                 "state": member.state,
                 "nodes": list(member.nodes),
                 "sizes": list(member.submission.sizes),
+                "left_out": dict(member.submission.left_out),
                 "needs": dict(member.submission.needs),
                 "weight": member.submission.weight,
                 "priority": member.submission.priority,
@@ -377,4 +384,5 @@ class Server:
             for name, member in self.members.items()
         ]
         free = {node: left for node, left in room.left.items() if left}
-        return {"at": self._now(), "nodes": nodes, "free": free, "lost": lost, "runs": runs}
+        about = {"at": self._now(), "gives_gpus": self.engine.gives_gpus, "has": has}
+        return {**about, "nodes": nodes, "free": free, "lost": lost, "runs": runs}

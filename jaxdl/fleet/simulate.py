@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxdl.fleet.mixed import decide_mixed, dominant, fair_hosts
-from jaxdl.fleet.policy import Decision, Rules, Run, decide, fair_shares, fairness_loss
+from jaxdl.fleet.policy import Decision, Rules, Run, at_share, decide, fair_shares, fairness_loss
 from jaxdl.fleet.resources import Amounts, Room, most_hosts, totals
 
 OVER_COMPUTATION = (0.265, 0.442, 1.134, 2.237)
@@ -37,6 +37,11 @@ class Job:
     weight: float = 1.0
     needs: Amounts = field(default_factory=dict)
     """What each of its hosts takes of a node, see `Run.needs`."""
+
+    @property
+    def static_size(self) -> int:
+        """`static_nodes` where it may have so many, else the next fewer that it may have, or its fewest."""
+        return at_share(Run(self.name, self.speeds, 0), self.static_nodes)
 
 
 @dataclass(frozen=True)
@@ -119,16 +124,16 @@ def elastic(jobs: Sequence[Job], num_nodes: int, rules: Rules, costs: Costs) -> 
 
 
 def static(jobs: Sequence[Job], num_nodes: int, costs: Costs) -> Result:
-    """The jobs in the order of arrival, each on its `static_nodes` until it ends."""
+    """The jobs in the order of arrival, each on its `static_size` until it ends."""
 
     def choose(now: float, there: Sequence[Job], states: Mapping[str, _State]) -> Decision:
         del now
         found = {job.name: states[job.name].nodes for job in there}
         for job in there:
             if not found[job.name]:
-                if sum(found.values()) + job.static_nodes > num_nodes:
+                if sum(found.values()) + job.static_size > num_nodes:
                     break
-                found[job.name] = job.static_nodes
+                found[job.name] = job.static_size
         return Decision(found, {}, {})
 
     return _played("static", jobs, costs, choose, _of_whole(num_nodes))
@@ -169,7 +174,7 @@ def static_shared(jobs: Sequence[Job], nodes: Mapping[str, Amounts], costs: Cost
             room.take(job.needs, places[job.name])
         for job in there:
             if not places[job.name]:
-                if (found := room.place(job.needs, job.static_nodes)) is None:
+                if (found := room.place(job.needs, job.static_size)) is None:
                     break
                 places[job.name] = found
         return Decision({name: sum(one.values()) for name, one in places.items()}, {}, {}, places)

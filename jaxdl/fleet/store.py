@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxdl.errors import ConfigError
+from jaxdl.fleet.queued import queue
 from jaxdl.writing import replace_file
 
 Asked = Literal["run", "hold", "cancel"]
@@ -49,10 +50,12 @@ class Submission:
     submitted: float = 0.0
     needs: Mapping[str, float] = field(default_factory=dict)
     """Resource -> how much of it each host takes of its node; empty: a whole node."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Numbers of nodes, or hosts, that were asked for and are not in `sizes` -> why the run cannot have them."""
 
     def words(self, num_nodes: int) -> list[str]:
         """The command on so many nodes, or hosts."""
-        return [word.replace("{nodes}", str(num_nodes)) for word in self.command]
+        return words_on(self.command, num_nodes)
 
     @property
     def workdir(self) -> Path | None:
@@ -63,6 +66,11 @@ class Submission:
                 following = self.command[number + 1 : number + 2]
                 return Path(self.folder) / (value if equals else following[0]) if equals or following else None
         return None
+
+
+def words_on(command: Sequence[str], num_nodes: int) -> list[str]:
+    """A command on so many nodes, or hosts."""
+    return [word.replace("{nodes}", str(num_nodes)) for word in command]
 
 
 class Store:
@@ -80,8 +88,12 @@ class Store:
         priority: int = 0,
         not_before: float = 0.0,
         needs: Mapping[str, float] | None = None,
+        left_out: Mapping[int, str] | None = None,
     ) -> Submission:
-        """Accepts a run: when this returns it is on disk. Raises ConfigError for what cannot be."""
+        """Accepts a run: when this returns it is on disk. Raises ConfigError for what cannot be.
+
+        `left_out`: see `Submission.left_out`. The status of its workdir says that it waits.
+        """
         if not command:
             raise ConfigError(
                 "submit: there is no command. Give it after --: submit --max 4 -- python -m jaxdl.train ..."
@@ -103,6 +115,7 @@ class Store:
             priority,
             not_before,
             needs=dict(needs or {}),
+            left_out={str(size): why for size, why in (left_out or {}).items()},
         )
         for other in self.submissions():
             if made.workdir is not None and other.workdir == made.workdir and self.asked(other.name) != "cancel":
@@ -118,6 +131,7 @@ class Store:
             except FileExistsError:  # Somebody else submits at the same time.
                 number += 1
         made = dataclasses.replace(made, name=path.name, submitted=time.time())
+        queue(made.command, made.workdir)  # Before a server sees the run, whose own status must be the last.
         replace_file(path / _SUBMISSION, json.dumps(dataclasses.asdict(made), indent=2).encode())
         for one in (path, parent, self.folder):
             sync_folder(one)

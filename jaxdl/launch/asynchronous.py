@@ -128,9 +128,8 @@ def replay(args: list[str]) -> int:
     options, command = parse("replay", args)
     from jaxdl.asynchrony.replay import Difference
     from jaxdl.experiment import Experiment, load
-    from jaxdl.launch.jobs.description import training_options
     from jaxdl.run.relearning import replay_runs
-    from jaxdl.startup import PROG, first_look, own_options
+    from jaxdl.startup import PROG, first_look, own_options, training_options
 
     def experiment_of(learner: int) -> Experiment:
         words = training_options(numbered(command, learner))

@@ -21,7 +21,7 @@ from jaxdl.launch.learners import PLACEHOLDER, numbered
 from jaxdl.launch.processes import own_and_command
 from jaxdl.mesh import Axis
 from jaxdl.options import parse_options
-from jaxdl.startup import PROG, first_look, own_options
+from jaxdl.startup import PROG, first_look, own_options, training_options
 
 JobT = TypeVar("JobT", bound="Job")
 
@@ -223,18 +223,6 @@ def _check_learners(job: Job, experiment: Experiment, learner: Sequence[str] | N
             f"all {job.nodes} learners would have the same command. Give each a seed and a workdir of its own, such as "
             "--seed {learner} --workdir /shared/run/{learner}."
         )
-
-
-def training_options(words: Sequence[str]) -> list[str] | None:
-    """The options of a training command; None for any other.
-
-    It may be `python -m jaxdl.train`, `python -m jaxdl train` or `jaxdl train`, with any words before it.
-    """
-    for end in range(2, len(words) + 1):
-        before, last = words[end - 2 : end]
-        if (before, last) == ("-m", "jaxdl.train") or (PurePosixPath(before).name, last) == ("jaxdl", "train"):
-            return list(words[end:])
-    return None
 
 
 def _mesh_notes(job: Job, experiment: Experiment) -> tuple[list[str], list[str]]:

@@ -1,0 +1,99 @@
+"""What the commands `status` and `explain` print of a fleet."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from jaxdl.fleet.resources import spelled
+from jaxdl.fleet.sizes import told
+from jaxdl.fleet.store import Store
+from jaxdl.status import read_row
+
+_WIDE = 110
+"""From so many characters on, workdirs have a column of their own."""
+
+
+def show_status(store: Store, *, as_json: bool) -> None:
+    """Prints the runs and nodes as the server last saw them, and the step that each run says it has."""
+    view = store.view()
+    runs = [run | {"step": _step(run)} for run in view["runs"]]
+    shown = {run["run"] for run in runs}
+    waiting = [one.name for one in store.submissions() if one.name not in shown]
+    if as_json:
+        print(json.dumps(view | {"runs": runs, "not_seen": waiting}, indent=2))
+        return
+    age = time.time() - view["at"]
+    used = sum(bool(run) for run in view["nodes"].values())
+    console = Console()
+    table = _table(runs, beside=console.width >= _WIDE)
+    table.title = f"{used} of {len(view['nodes'])} nodes have a run, {age:.0f} s ago"
+    console.print(table)
+    if view.get("free"):
+        left = Table(title="what is left of nodes")
+        for column in ("node", "runs", "free"):
+            left.add_column(column)
+        for node, free in view["free"].items():
+            left.add_row(node, view["nodes"][node], spelled(free))
+        console.print(left)
+    if view.get("lost"):
+        console.print(f"out of service: {', '.join(view['lost'])}")
+    if waiting:
+        console.print(f"accepted, and not seen by a server yet: {', '.join(waiting)}")
+
+
+def _table(runs: Sequence[Mapping[str, Any]], *, beside: bool) -> Table:
+    """The runs; workdirs in a column of their own if `beside`, else beneath the reasons."""
+    table = Table()
+    for column in ("run", "state", "nodes", "share", "attempt", "resized", "step"):
+        table.add_column(column, justify="left" if column in ("run", "state") else "right", no_wrap=True)
+    for column in ("workdir", "why") if beside else ("why, and workdir",):
+        table.add_column(column, overflow="fold")
+    here = f"{Path.cwd()}/"
+    for run in runs:
+        counts = (f"{run['share']:.3g}", str(run["attempt"]), str(run["resized"]))
+        step, workdir = "" if run["step"] is None else f"{run['step']:,}", run["workdir"].removeprefix(here)
+        words = (workdir, run["reason"]) if beside else (f"{run['reason']}\n{workdir}".strip(),)
+        table.add_row(run["run"], run["state"], _num_nodes(run), *counts, step, *map(escape, words))
+    return table
+
+
+def _step(run: Mapping[str, Any]) -> int | None:
+    """The step of a run by its workdir; None without one, or before there is any."""
+    return read_row(Path(run["workdir"])).step if run["workdir"] else None
+
+
+def _num_nodes(run: Mapping[str, Any]) -> str:
+    """How many nodes a run has; of one that shares nodes, how many hosts on how many nodes."""
+    hosts, nodes = len(run["nodes"]), len(set(run["nodes"]))
+    return f"{hosts} hosts on {nodes}" if run.get("needs") and hosts else str(nodes)
+
+
+def explained(view: Mapping[str, Any]) -> list[str]:
+    """Lines on what the last decision said of each run, and what is left of nodes."""
+    lines: list[str] = []
+    for run in view["runs"]:
+        unit = "host" if run.get("needs") else "node"
+        known = ", ".join(f"{size} {unit}s {speed:,.0f}/s" for size, speed in run["speeds"].items()) or "not measured"
+        sizes = ", ".join(map(str, run["sizes"]))
+        lines.append(f"run {run['run']}, {run['state']}: {run['reason']}")
+        if run["decided"] not in ("", run["reason"]):
+            lines.append(f"  the last decision: {run['decided']}")
+        if run.get("killed"):
+            lines.append(f"  it did not save and end in time, and was killed: {run['killed']} times")
+        each = f", each with {spelled(run['needs'])}" if run.get("needs") else ""
+        lines.append(
+            f"  it may have {sizes} {unit}s{each}; weight {run['weight']:g}, priority {run['priority']}; speed: {known}"
+        )
+        left_out = {int(size): why for size, why in run.get("left_out", {}).items()}
+        lines += [f"  {line}" for line in told(left_out, unit)]
+    for node, free in view.get("free", {}).items():
+        lines.append(f"{node}: {spelled(free)} are free; runs: {view['nodes'][node] or 'none'}")
+    return lines
