@@ -6,7 +6,6 @@ import re
 
 import jax
 import numpy as np
-import pytest
 from runs import Started, assert_bit_equal, finish, has_step, kill, rows, start, wait_for, write_config
 from test_embedding import whole as rows_of_ids
 from test_table_cache import experiment
