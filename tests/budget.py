@@ -41,6 +41,7 @@ BUDGETS = {
     "test_processes.py": 100,
     "test_table_cache_processes.py": 110,
     "test_table_faults_processes.py": 60,
+    "test_table_kill_processes.py": 30,
     "test_plan_auto.py": 40,
     "test_plan_tables.py": 30,
     "test_plan_processes.py": 60,

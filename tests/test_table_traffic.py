@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxdl.bench.embedding import main as bench
-from jaxdl.bench.embedding import predicted_bytes, slow_bytes
+from jaxdl.bench.embedding import predicted_bytes, sent_along_axes
 from jaxdl.collectives.quantized import decode_vectors, encode_vectors
 from jaxdl.config import ConfigError
 from jaxdl.data import Clicks, Feature
@@ -37,8 +37,8 @@ NUM_IDS = {"one": 1, "many": 4, "more": 1, "other": 2}
 DISTINCT = {"small": 9.0, "skewed": 20.0, "large": 100.0}
 
 
-def work(replica=2, fsdp=2, batch_size=64):
-    return Workload(TABLES, NUM_IDS, DISTINCT, batch_size, {"replica": replica, "fsdp": fsdp, "tensor": 1})
+def work(replica=2, fsdp=2, batch_size=64, tensor=1):
+    return Workload(TABLES, NUM_IDS, DISTINCT, batch_size, {"replica": replica, "fsdp": fsdp, "tensor": tensor})
 
 
 def machine(slow=1e6, inside=1e9):
@@ -47,11 +47,14 @@ def machine(slow=1e6, inside=1e9):
 
 
 @pytest.mark.parametrize("kind", sorted(kinds(Scheme)))
-def test_bytes_are_those_of_the_compiled_program(kind):
-    scheme = kinds(Scheme)[kind]()
-    config = EmbeddingConfig(forward_wire="int8", backward_wire="bfloat16")
-    predicted, counted = slow_bytes(work(), with_schemes(config, under_one(work(), scheme)))
-    assert predicted == counted > 0
+def test_bytes_along_every_axis_are_those_of_the_compiled_program(kind):
+    here, config = work(tensor=2), EmbeddingConfig(forward_wire="int8", backward_wire="bfloat16")
+    sent = sent_along_axes(here, with_schemes(config, under_one(here, kinds(Scheme)[kind]())))
+    assert all(predicted == counted for predicted, counted in sent.values()), sent
+    # What goes around a ring over both axes of a node counts along the first.
+    assert {axis for axis, (_, counted) in sent.items() if not counted} == (
+        {"tensor"} if kind == "data_parallel" else set()
+    )
 
 
 @pytest.mark.parametrize("kind", sorted(kinds(Scheme)))
@@ -60,8 +63,10 @@ def test_costs_with_values_and_lengths_are_those_of_the_compiled_program(kind):
     here = dataclasses.replace(work(), jagged=features)
     assert (here.columns["many"], here.ids_of(TABLES[1])) == (2, 3 * 32)
     config = with_schemes(EmbeddingConfig(), under_one(here, kinds(Scheme)[kind]()))
-    predicted, counted = slow_bytes(here, config)
-    assert costs_of(here, config, machine()).slow_bytes == predicted == counted > 0
+    sent = sent_along_axes(here, config)
+    assert all(predicted == counted for predicted, counted in sent.values()), sent
+    predicted, _ = sent["replica"]
+    assert costs_of(here, config, machine()).slow_bytes == predicted > 0 < sent["fsdp"][0]
     assert (predicted < predicted_bytes(work(), config)) == (kind != "data_parallel")
     [alone] = here.buffers(config, TABLES[1:2])
     assert [slot.num_ids for slot in alone.slots] == [2, 1]

@@ -229,28 +229,33 @@ def jagged_features() -> tuple[Feature, ...]:
     return data.build().train.spec.id_features()
 
 
-def predicted_bytes(work: Workload, config: EmbeddingConfig) -> float:
-    """Bytes that one device sends to other nodes in a step."""
+def predicted_bytes(work: Workload, config: EmbeddingConfig, axis: str = Axis.REPLICA.value) -> float:
+    """Bytes that one device sends along a mesh axis in a step: to other nodes, or inside its own."""
     found = [
         one
         for buffer in work.buffers(config)
         for one in messages(buffer, work.local_batch, config.forward_wire, config.backward_wire)
     ]
-    return sent_bytes(found, work.sizes, Axis.REPLICA.value)
+    return sent_bytes(found, work.sizes, axis)
 
 
 def slow_bytes(work: Workload, config: EmbeddingConfig) -> tuple[float, float]:
-    """(`predicted_bytes`, the bytes that are counted in the compiled program)."""
+    """(Bytes that one device sends to other nodes in a step, as predicted, and as counted in the compiled program)."""
+    return sent_along_axes(work, config)[Axis.REPLICA.value]
+
+
+def sent_along_axes(work: Workload, config: EmbeddingConfig) -> dict[str, tuple[float, float]]:
+    """Mesh axis -> (`predicted_bytes` along it, the bytes that are counted in the compiled program)."""
     devices = jax.devices()[: math.prod(work.sizes.values())]
     mesh = Mesh(np.array(devices).reshape(tuple(work.sizes.values())), tuple(work.sizes))
     jagged = tuple(work.jagged[name] for name in work.num_ids) if work.jagged else ()
     tables = Tables(work.tables, work.num_ids, config, mesh, jagged)
     text = compiled_step(tables, work.batch_size, sum(work.num_ids.values()))
-    counted = sum(
-        axis_bytes(kind, axes, num_bytes, work.sizes, Axis.REPLICA.value)
-        for kind, axes, num_bytes in usual_collectives(text, work.sizes)
-    )
-    return predicted_bytes(work, config), counted
+    counted = usual_collectives(text, work.sizes)
+    return {
+        axis: (predicted_bytes(work, config, axis), sum(axis_bytes(*one, work.sizes, axis) for one in counted))
+        for axis in work.sizes
+    }
 
 
 def compiled_step(tables: Tables, batch_size: int, num_ids: int) -> str:
