@@ -33,6 +33,8 @@ class Asked:
     arrival_sec: float
     steps: int
     sizes: tuple[int, ...]
+    whole_nodes: int = 2
+    """The devices of the run that it is compared with, which is never resized or killed."""
 
 
 @dataclass
@@ -181,14 +183,15 @@ def earlier_saved(attempts: Sequence[Attempt], attempt: Attempt) -> bool:
 
 
 def compare(workdir: Path, reference: Path, one: Asked, attempts: Sequence[Attempt]) -> dict[str, Any]:
-    """The metrics of a run beside those of the same run on two nodes, never resized or killed."""
+    """The metrics of a run beside those of the same run on `whole_nodes`, never resized or killed."""
     ours, theirs = metrics(workdir), metrics(reference)
     problems = [f"metrics.jsonl has {what} twice" for what in doubled(workdir)]
     if list(ours) != list(range(1, one.steps + 1)):
         problems.append(f"metrics.jsonl has steps {list(ours)}")
     nodes = {step: len(attempt.nodes) for attempt in attempts for step, _ in attempt.steps}
-    changed = min((step for step, size in nodes.items() if size != 2), default=one.steps + 1)
-    if attempts and len(attempts[-1].nodes) != 2:  # It may have had no step to make, but the last evaluation.
+    changed = min((step for step, size in nodes.items() if size != one.whole_nodes), default=one.steps + 1)
+    # The last attempt may have had no step to make, but the last evaluation.
+    if attempts and len(attempts[-1].nodes) != one.whole_nodes:
         changed = min(changed, one.steps)
     # The evaluation and the row of a step belong to it.
     equal = [step for step in theirs if ours.get(step) == theirs[step]]
@@ -325,16 +328,18 @@ def write_report(
             str(one["attempts"]["resized"]), str(one["steps_made_again"]),
         )  # fmt: skip
     console.print(table)
-    table = Table(title="Beside the same run on two nodes, never resized or killed", title_justify="left")
-    for column in (
-        "play",
-        "run",
-        "nodes of its attempts",
-        "mesh changed",
-        "bit-equal steps",
-        "worst loss",
-        "evaluation",
-    ):
+    print_compared(console, compared, problems)
+    console.print(f"took {took_sec:.0f} s")
+    content = {"took_sec": took_sec, "problems": list(problems), "plays": measures, "compared": list(compared)}
+    replace_file(out / "fleet_demo.json", json.dumps(content, indent=1).encode())
+    replace_file(out / "fleet_demo.png", picture(measures, asked, num_nodes))
+
+
+def print_compared(console: Console, compared: Sequence[Mapping[str, Any]], problems: Sequence[str]) -> None:
+    """Prints the runs beside those that were never resized or killed, and what is wrong."""
+    table = Table(title="Beside the same run, never resized or killed", title_justify="left")
+    columns = ("play", "run", "nodes of its attempts", "mesh changed", "bit-equal steps", "worst loss", "evaluation")
+    for column in columns:
         table.add_column(column)
     for one in compared:
         changed = "never" if one["mesh_changed_at"] is None else f"from step {one['mesh_changed_at']}"
@@ -349,10 +354,6 @@ def write_report(
             "all runs completed, none was lost or started twice, every step is there once; bit-equal where the mesh "
             f"never changed, within {TOLERANCE:g} of the losses (relative) where it did"
         )
-    console.print(f"took {took_sec:.0f} s")
-    content = {"took_sec": took_sec, "problems": list(problems), "plays": measures, "compared": list(compared)}
-    replace_file(out / "fleet_demo.json", json.dumps(content, indent=1).encode())
-    replace_file(out / "fleet_demo.png", picture(measures, asked, num_nodes))
 
 
 def picture(measures: Mapping[str, Any], asked: Sequence[Asked], num_nodes: int) -> bytes:
