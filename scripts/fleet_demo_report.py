@@ -188,6 +188,9 @@ def compare(workdir: Path, reference: Path, one: Asked, attempts: Sequence[Attem
     problems = [f"metrics.jsonl has {what} twice" for what in doubled(workdir)]
     if list(ours) != list(range(1, one.steps + 1)):
         problems.append(f"metrics.jsonl has steps {list(ours)}")
+    lacking = [step for step, values in theirs.items() if values.keys() - ours.get(step, {}).keys()]
+    if lacking:
+        problems.append(f"metrics.jsonl lacks numbers of steps {lacking}")
     nodes = {step: len(attempt.nodes) for attempt in attempts for step, _ in attempt.steps}
     changed = min((step for step, size in nodes.items() if size != one.whole_nodes), default=one.steps + 1)
     # The last attempt may have had no step to make, but the last evaluation.
@@ -201,7 +204,7 @@ def compare(workdir: Path, reference: Path, one: Asked, attempts: Sequence[Attem
     losses = {
         step: abs(ours[step]["train/loss"] - theirs[step]["train/loss"]) / max(1.0, abs(theirs[step]["train/loss"]))
         for step in theirs
-        if step in ours
+        if step not in lacking
     }
     final = [ours.get(one.steps, {}).get("eval/loss", float("nan")), theirs[one.steps]["eval/loss"]]
     away = abs(final[0] - final[1]) / max(1.0, abs(final[1]))
@@ -213,7 +216,7 @@ def compare(workdir: Path, reference: Path, one: Asked, attempts: Sequence[Attem
         "attempts": len(attempts),
         "steps": one.steps,
         "bit_equal_steps": len(equal),
-        "worst_loss": max(losses.values()),
+        "worst_loss": max(losses.values(), default=float("nan")),
         "worst_evaluation": away,
         "accuracy": [ours.get(one.steps, {}).get("eval/accuracy"), theirs[one.steps]["eval/accuracy"]],
         "problems": problems,
