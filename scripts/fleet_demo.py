@@ -206,6 +206,15 @@ def whole(asked: list[Asked], folder: Path) -> None:
             jaxdl.train(jaxdl.load(CONFIG, words), folder / one.name, quiet=True)
 
 
+def compiled_once(out: Path) -> dict[str, str]:
+    """Environment in which, as on a cluster, a run that starts again compiles nothing."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(out / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
 def main() -> None:
     """Plays, checks and reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -220,13 +229,7 @@ def main() -> None:
         parser.error(f"--out {args.out}: it exists. Give a new folder.")
     out = args.out.absolute()
     out.mkdir(parents=True)
-    os.environ |= {
-        "JAX_COMPILATION_CACHE_DIR": str(
-            out / "compiled"
-        ),  # As on a cluster, a run that starts again compiles nothing.
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
+    os.environ |= compiled_once(out)
     began, asked = time.monotonic(), made_up(args.seed, args.steps)
     whole(asked, out / "whole")
     plays = {name: Played(out / name, asked, args, static=name == "static") for name in ("elastic", "static")}

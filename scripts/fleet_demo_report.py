@@ -33,6 +33,8 @@ class Asked:
     arrival_sec: float
     steps: int
     sizes: tuple[int, ...]
+    whole_nodes: int = 2
+    """The devices of the run that it is compared with, which is never resized or killed."""
 
 
 @dataclass
@@ -181,14 +183,18 @@ def earlier_saved(attempts: Sequence[Attempt], attempt: Attempt) -> bool:
 
 
 def compare(workdir: Path, reference: Path, one: Asked, attempts: Sequence[Attempt]) -> dict[str, Any]:
-    """The metrics of a run beside those of the same run on two nodes, never resized or killed."""
+    """The metrics of a run beside those of the same run on `whole_nodes`, never resized or killed."""
     ours, theirs = metrics(workdir), metrics(reference)
     problems = [f"metrics.jsonl has {what} twice" for what in doubled(workdir)]
     if list(ours) != list(range(1, one.steps + 1)):
         problems.append(f"metrics.jsonl has steps {list(ours)}")
+    lacking = [step for step, values in theirs.items() if values.keys() - ours.get(step, {}).keys()]
+    if lacking:
+        problems.append(f"metrics.jsonl lacks numbers of steps {lacking}")
     nodes = {step: len(attempt.nodes) for attempt in attempts for step, _ in attempt.steps}
-    changed = min((step for step, size in nodes.items() if size != 2), default=one.steps + 1)
-    if attempts and len(attempts[-1].nodes) != 2:  # It may have had no step to make, but the last evaluation.
+    changed = min((step for step, size in nodes.items() if size != one.whole_nodes), default=one.steps + 1)
+    # The last attempt may have had no step to make, but the last evaluation.
+    if attempts and len(attempts[-1].nodes) != one.whole_nodes:
         changed = min(changed, one.steps)
     # The evaluation and the row of a step belong to it.
     equal = [step for step in theirs if ours.get(step) == theirs[step]]
@@ -198,7 +204,7 @@ def compare(workdir: Path, reference: Path, one: Asked, attempts: Sequence[Attem
     losses = {
         step: abs(ours[step]["train/loss"] - theirs[step]["train/loss"]) / max(1.0, abs(theirs[step]["train/loss"]))
         for step in theirs
-        if step in ours
+        if step not in lacking
     }
     final = [ours.get(one.steps, {}).get("eval/loss", float("nan")), theirs[one.steps]["eval/loss"]]
     away = abs(final[0] - final[1]) / max(1.0, abs(final[1]))
@@ -210,7 +216,7 @@ def compare(workdir: Path, reference: Path, one: Asked, attempts: Sequence[Attem
         "attempts": len(attempts),
         "steps": one.steps,
         "bit_equal_steps": len(equal),
-        "worst_loss": max(losses.values()),
+        "worst_loss": max(losses.values(), default=float("nan")),
         "worst_evaluation": away,
         "accuracy": [ours.get(one.steps, {}).get("eval/accuracy"), theirs[one.steps]["eval/accuracy"]],
         "problems": problems,
@@ -325,16 +331,18 @@ def write_report(
             str(one["attempts"]["resized"]), str(one["steps_made_again"]),
         )  # fmt: skip
     console.print(table)
-    table = Table(title="Beside the same run on two nodes, never resized or killed", title_justify="left")
-    for column in (
-        "play",
-        "run",
-        "nodes of its attempts",
-        "mesh changed",
-        "bit-equal steps",
-        "worst loss",
-        "evaluation",
-    ):
+    print_compared(console, compared, problems)
+    console.print(f"took {took_sec:.0f} s")
+    content = {"took_sec": took_sec, "problems": list(problems), "plays": measures, "compared": list(compared)}
+    replace_file(out / "fleet_demo.json", json.dumps(content, indent=1).encode())
+    replace_file(out / "fleet_demo.png", picture(measures, asked, num_nodes))
+
+
+def print_compared(console: Console, compared: Sequence[Mapping[str, Any]], problems: Sequence[str]) -> None:
+    """Prints the runs beside those that were never resized or killed, and what is wrong."""
+    table = Table(title="Beside the same run, never resized or killed", title_justify="left")
+    columns = ("play", "run", "nodes of its attempts", "mesh changed", "bit-equal steps", "worst loss", "evaluation")
+    for column in columns:
         table.add_column(column)
     for one in compared:
         changed = "never" if one["mesh_changed_at"] is None else f"from step {one['mesh_changed_at']}"
@@ -349,10 +357,6 @@ def write_report(
             "all runs completed, none was lost or started twice, every step is there once; bit-equal where the mesh "
             f"never changed, within {TOLERANCE:g} of the losses (relative) where it did"
         )
-    console.print(f"took {took_sec:.0f} s")
-    content = {"took_sec": took_sec, "problems": list(problems), "plays": measures, "compared": list(compared)}
-    replace_file(out / "fleet_demo.json", json.dumps(content, indent=1).encode())
-    replace_file(out / "fleet_demo.png", picture(measures, asked, num_nodes))
 
 
 def picture(measures: Mapping[str, Any], asked: Sequence[Asked], num_nodes: int) -> bytes:

@@ -100,6 +100,8 @@ BUDGETS = {
     "test_cost.py": 20,
     "test_checkpoint_faults.py": 20,
     "test_arrays_run.py": 20,
+    "test_trackers_packages.py": 60,
+    "test_fleet_ray.py": 40,
     "test_figures.py": 20,
     "test_optim.py": 20,
     "test_own_optim.py": 20,

@@ -5,10 +5,14 @@ Each part needs its package, of the extra `mlflow`, `wandb` or `trackio`, and is
 
 import importlib.util
 import json
+import os
+import signal
 import socket
 import struct
+from pathlib import Path
 
 import pytest
+from runs import ONE_DEVICE, finish, has_step, start, stop, tiny_experiment, wait_for, write_config
 
 from jaxdl.config import Config
 from jaxdl.files import METRICS_FILE, TRACKERS_FILE, TRACKERS_FOLDER
@@ -206,12 +210,11 @@ def records(data):
             found = b""
 
 
-@needs("wandb")
-def test_wandb_offline(tmp_path):
+def newest_of_wandb(folder):
+    """The newest file of a run, its records, and the rows among them."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    first = whole_run(Wandb(project="p"), tmp_path / "mine")
-    (path,) = (tmp_path / "mine" / TRACKERS_FOLDER / "wandb").glob("offline-run-*/*.wandb")
+    (path,) = (folder / TRACKERS_FOLDER / "wandb").glob("offline-run-*/*.wandb")
     found = [Record.FromString(record) for record in records(path.read_bytes())]
     rows = [
         {
@@ -221,13 +224,65 @@ def test_wandb_offline(tmp_path):
         for record in found
         if record.HasField("history")
     ]
-    rows = [{name: value for name, value in row.items() if not name.startswith("_")} for row in rows]
+    return path, found, [{name: value for name, value in row.items() if not name.startswith("_")} for row in rows]
+
+
+@needs("wandb")
+def test_wandb_offline(tmp_path):
+    first = whole_run(Wandb(project="p"), tmp_path / "mine")
+    path, found, rows = newest_of_wandb(tmp_path / "mine")
     assert rows == measured(tmp_path / "mine")
     (run,) = [record.run for record in found if record.HasField("run")]
     assert (run.run_id, run.project, run.display_name) == (first, "p", "mine")
     assert [record.exit.exit_code for record in found if record.HasField("exit")] == [0]
     assert (path.parent / "files" / "summary.json").read_text() == "{}"
     assert first == run_id(tmp_path / "mine", "wandb")
+
+
+@needs("wandb")
+@pytest.mark.parametrize("how", ["a file", "without rights"])
+def test_wandb_where_nothing_can_be_written(tmp_path, monkeypatch, how):
+    folder, access = tmp_path / TRACKERS_FOLDER, os.access
+    if how == "a file":
+        folder.write_text("a file")
+    else:  # Weights & Biases would take the temporary folder of the system, and the run would not know.
+        monkeypatch.setattr(os, "access", lambda path, *mode: Path(path) != folder and access(path, *mode))
+    warnings = process(Wandb(wait_sec=60.0), tmp_path, [1, 2])
+    assert len(measured(tmp_path)) == 4
+    assert [one.partition(":")[0] for one in warnings] == ["tracker wandb"] * 2
+    assert "4 of 4 rows were not written" in warnings[1]
+    assert not list(tmp_path.rglob("*.wandb"))
+
+
+# A run of the command line
+
+
+@needs("mlflow")
+@needs("wandb")
+@pytest.mark.slow
+def test_a_run_that_is_stopped_and_resumes_is_one_run(tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    every = {"checkpoint": {"every_steps": 100}, "evaluation": {"every_steps": 100}}
+    config = write_config(tmp_path, tiny_experiment(steps=400, mesh=ONE_DEVICE, **every))
+    folder, options = tmp_path / "run", ["--report.trackers", "mlflow", "wandb", "--mesh.cpu-devices", "1"]
+    options += [word for kind in ("mlflow", "wandb") for word in (f"--report.trackers.{kind}.wait-sec", "120")]
+    first = start(config, folder, *options)
+    wait_for(first, has_step(folder, 20))
+    assert stop(first, signal.SIGTERM)[0] == 128 + signal.SIGTERM
+    ids = {kind: run_id(folder, kind) for kind in ("mlflow", "wandb")}
+    code, said = finish(start(config, folder, *options))
+    assert code == 0, said
+    rows = measured(folder)
+    assert [row["step"] for row in rows if "train/loss" in row] == list(range(1, 401))
+    client = MlflowClient(f"sqlite:///{folder / TRACKERS_FOLDER / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("jaxdl").experiment_id], run_view_type=3)
+    assert rows_of_mlflow(client, run) == rows
+    _, found, in_wandb = newest_of_wandb(folder)
+    assert in_wandb == rows
+    (record,) = [record.run for record in found if record.HasField("run")]
+    assert {"mlflow": run.info.run_id, "wandb": record.run_id} == ids
 
 
 # trackio

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -59,6 +61,7 @@ class _Run(Writer):
         offline, folder = tracker.mode == "offline", run.folder
         folder.mkdir(parents=True, exist_ok=True)
         if offline:
+            _check_writable(folder)
             _set_aside(folder / "wandb")
         self.run_id = run.run_id if run.run_id and (offline or not run.rows_changed) else uuid.uuid4().hex[:12]
         # The console is the display of the run; of a server that is gone the end of the process must not wait.
@@ -104,6 +107,12 @@ class _Run(Writer):
         if state is not None:
             self._run.summary["state"] = state
         self._run.finish(exit_code=EXIT_CODES[state or "interrupted"])
+
+
+def _check_writable(folder: Path) -> None:
+    """Raises PermissionError: Weights & Biases itself would write to the temporary folder of the system instead."""
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 
 
 def _set_aside(folder: Path) -> None:
