@@ -12,11 +12,12 @@ from rich.console import Console
 
 from jaxdl.bench.shared import make_table, write_json
 from jaxdl.config import ConfigError
-from jaxdl.data import TabularSpec
-from jaxdl.mesh import MeshConfig
+from jaxdl.mesh import Axis, MeshConfig
+from jaxdl.planner.auto import settings_of
 from jaxdl.planner.h100 import DEVICE, NUM_DEVICES, compile_step, h100_devices
 from jaxdl.planner.machine import nominal_machine
 from jaxdl.planner.memory import sharding_of
+from jaxdl.planner.mesh_tables import tables_on_meshes
 from jaxdl.planner.search import Candidate, Choice, Cluster, Workload, costed, divisors
 from jaxdl.planner.trial import planned_bytes
 from jaxdl.planner.trials import Trials
@@ -53,12 +54,10 @@ def compare_memory(command: PlannerBench, console: Console) -> None:
     experiment = command.experiment
     machine = nominal_machine("25gbit", NUM_DEVICES)
     cluster = Cluster(1, NUM_DEVICES, machine, float(DEVICE["device_memory_size"]))
-    if experiment.model.modality == TabularSpec.modality:
-        raise ConfigError(
-            f"model {experiment.model.kind}: the memory of steps with tables is not compared. Take a config without."
-        )
     trials = Trials(experiment)
-    work = workload_of(experiment, trials, h100_devices(1, NUM_DEVICES), 1, replicas=True)
+    sizes = {Axis.REPLICA.value: 1, Axis.FSDP.value: NUM_DEVICES, Axis.TENSOR.value: 1}
+    tables = tables_on_meshes(experiment, sizes, lambda: machine, (), trials.splits)
+    work = workload_of(experiment, trials, h100_devices(1, NUM_DEVICES), 1, tables, replicas=True)
     rows = []
     for one in itertools.islice(layouts(work, cluster), command.layouts or None):
         found = _compiled_bytes(trials, one)
@@ -142,6 +141,8 @@ def _compiled_bytes(trials: Trials, one: Candidate) -> float:
         "exchange": one.exchange,
     }
     changes |= {"model.remat": c.remat} if c.remat else {}
+    of_tables = settings_of(one, trials.experiment)
+    changes |= {name: value for name, value in of_tables.items() if name.startswith("embedding.")}
     plan = trials.plan(changes, h100_devices(c.replica, NUM_DEVICES // c.replica), whole=True)
     found = planned_bytes(compile_step(plan))
     assert found is not None, "XLA plans memory for GPUs"

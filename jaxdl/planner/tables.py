@@ -95,7 +95,8 @@ class Costs:
     device_bytes: int
     """Memory of a device for tables and what is kept of their rows; all devices have as much."""
     gradient_bytes: int = 0
-    """Memory that a step needs besides for gradients of all rows, of tables under schemes that have such."""
+    """Memory that a step needs besides for gradients, of tables under schemes that have such: of all rows, or of the
+    touched ones of all copies."""
     evaluation_bytes: int = 0
     """Memory that an evaluation needs besides: slots of its own for tables that the host holds."""
 
@@ -163,6 +164,7 @@ def costs_of_buffers(
         memory += memory_sec(buffer, local_batch, machine)
     dense = (one for one in buffers if one.scheme.dense_gradient)
     gradients = sum(4 * one.local_rows * (one.columns // one.column_ways + 1) for one in dense)  # 1: rows are marked.
+    gradients += sum(exchanged_bytes(one, local_batch) for one in buffers)
     copied = copied_bytes(buffers, cached)
     return Costs(inner, slow, memory, slow_bytes, sum(map(device_bytes, buffers)), gradients, copied)
 
@@ -185,6 +187,17 @@ def message_sec(one: Message, sizes: Mapping[str, int], machine: Machine) -> tup
         sent = axis_bytes(one.kind, one.axes, one.num_bytes, sizes, axis)
         found[axis == _SLOW] += sum(link.seconds(rounds, sent))
     return found[True], found[False]
+
+
+def exchanged_bytes(buffer: Buffer, local_batch: int) -> int:
+    """Memory of a device for the touched rows of all copies, as they come and as they are summed; 0 without copies.
+
+    Also where messages have less room: a batch that touches more rows sends all.
+    """
+    if buffer.num_copies == 1 or buffer.scheme.dense_gradient:
+        return 0
+    num_ids = local_batch * buffer.num_outer * buffer.num_inner * buffer.num_entries
+    return 2 * 4 * buffer.num_copies * num_ids * (buffer.columns // buffer.column_ways + 1)
 
 
 def device_bytes(buffer: Buffer) -> int:
