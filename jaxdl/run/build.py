@@ -202,8 +202,7 @@ def make_plan(
         experiment, reasons = settled(experiment, splits.train.spec, mesh, before)
         parts = make_parts(experiment, splits.train.spec, mesh, timeline, most_rows)
     check_rates(experiment.schedule, parts.rates, timeline.scheduled_steps)
-    if mesh.devices.flat[0] in jax.devices():  # One that is only described has no memory here.
-        check_memory(experiment, parts.state_spec, splits.train.spec, parts.tables)
+    check_memory(experiment, parts.state_spec, splits.train.spec, parts.tables)
     check_norms(experiment, mesh.shape[Axis.REPLICA], has_norms=bool(parts.network.norms))
     check_agreement(
         experiment, mesh.shape[Axis.REPLICA], total_steps, averages=keeps_average(parts.state_spec.opt_shapes)
