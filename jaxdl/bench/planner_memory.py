@@ -13,7 +13,7 @@ from rich.console import Console
 from jaxdl.bench.shared import make_table, write_json
 from jaxdl.config import ConfigError
 from jaxdl.mesh import Axis, MeshConfig
-from jaxdl.planner.auto import settings_of
+from jaxdl.planner.auto import table_settings
 from jaxdl.planner.h100 import DEVICE, NUM_DEVICES, compile_step, h100_devices
 from jaxdl.planner.machine import nominal_machine
 from jaxdl.planner.memory import sharding_of
@@ -141,8 +141,7 @@ def _compiled_bytes(trials: Trials, one: Candidate) -> float:
         "exchange": one.exchange,
     }
     changes |= {"model.remat": c.remat} if c.remat else {}
-    of_tables = settings_of(one, trials.experiment)
-    changes |= {name: value for name, value in of_tables.items() if name.startswith("embedding.")}
+    changes |= table_settings(one, trials.experiment)
     plan = trials.plan(changes, h100_devices(c.replica, NUM_DEVICES // c.replica), whole=True)
     found = planned_bytes(compile_step(plan))
     assert found is not None, "XLA plans memory for GPUs"

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.table import Table
 
 from jaxdl.bench.shared import make_table
@@ -26,7 +27,11 @@ def measure(experiment: Experiment) -> dict[str, Any]:
     """
     [device] = h100_devices(1, 1)
     plan = make_plan(experiment.replaced({"mesh": MeshConfig(replica=1, fsdp=1, tensor=1)}), [device])
-    compiled = compile_step(plan)
+    return of_program(compile_step(plan))
+
+
+def of_program(compiled: jax.stages.Compiled) -> dict[str, Any]:
+    """What `measure` returns, of a program that is compiled for one H100."""
     memory = compiled.memory_analysis()
     found = roofline.summed(roofline.kernels(hlo.parse(compiled.as_text() or "")))
     return {"kernels": found, "temporary_bytes": memory and memory.temp_size_in_bytes}

@@ -25,9 +25,7 @@ from jax import lax
 from rich.console import Console
 
 from jaxdl.bench import roofline, rows_torch, trace
-from jaxdl.bench.shared import check_options, make_table, median_ratio, time_in_turns, write_json
-from jaxdl.compiler import hlo
-from jaxdl.compiler.roofline import kernels, summed
+from jaxdl.bench.shared import check_options, make_table, median_ratio, share_gpu_memory, time_in_turns, write_json
 from jaxdl.data.clicks import shuffled, zipf_rank
 from jaxdl.embedding import EmbeddingConfig, RowOptimizer, Tables
 from jaxdl.embedding.table import Table as EmbeddingTable
@@ -85,8 +83,7 @@ Step = Callable[[TableState, jax.Array, jax.Array, Any], tuple[TableState, jax.A
 
 def main(args: list[str]) -> None:
     """Runs the measurement and prints it."""
-    if any(arg.startswith("--against") for arg in args):
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX and PyTorch share the GPU's memory.
+    share_gpu_memory(args)
     command = parse_command(args)
     console = Console(width=130)
     if command.h100:
@@ -225,7 +222,8 @@ def _measured(command: RowsBench, optimizer: str, batches: list[np.ndarray], dis
     return {"seconds": seconds, "least_bytes": least, "different": different, "kernels": found}
 
 
-def _compiled(tables: Tables, state: TableState, ids: jax.Array, grads: jax.Array) -> Step:
+def _compiled(tables: Tables, state: Any, ids: Any, grads: Any) -> jax.stages.Compiled:
+    """The program of a step, for arrays like these or for their shapes."""
     return jax.jit(make_step(tables), donate_argnums=0).lower(state, ids, grads, np.float32(1)).compile()
 
 
@@ -284,10 +282,7 @@ def _compiled_for_h100(command: RowsBench, optimizer: str) -> dict[str, Any]:
     ids = jax.ShapeDtypeStruct((command.batch_size, total), jnp.int32, sharding=everywhere)
     size = (command.batch_size, command.num_tables * command.columns)
     grads = jax.ShapeDtypeStruct(size, jnp.float32, sharding=everywhere)
-    compiled = jax.jit(make_step(tables), donate_argnums=0).lower(shapes, ids, grads, np.float32(1)).compile()
-    memory = compiled.memory_analysis()
-    module = hlo.parse(compiled.as_text() or "")
-    return {"kernels": summed(kernels(module)), "temporary_bytes": memory and memory.temp_size_in_bytes}
+    return roofline.of_program(_compiled(tables, shapes, ids, grads))
 
 
 def _title(command: RowsBench) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxdl.config import ConfigError
+from jaxdl.bench.shared import load_torch
 
 if TYPE_CHECKING:
     from jaxdl.bench.rows import RowsBench
@@ -63,7 +63,8 @@ class _Side:
         apart: bool,
     ) -> None:
         """`apart`: with a bag for each table, else with one whose rows are those of all tables."""
-        torch = _torch()
+        torch = load_torch()
+        torch.sparse.check_sparse_tensor_invariants.disable()  # Said, it warns no more.
         self._torch, self._device = torch, "cuda" if torch.cuda.is_available() else "cpu"
         bags, rows = (command.num_tables, command.rows) if apart else (1, command.num_tables * command.rows)
         make = functools.partial(torch.nn.EmbeddingBag, mode="sum", sparse=True, device=self._device)
@@ -104,12 +105,3 @@ class _Side:
     def rows(self) -> np.ndarray:
         """The rows of all tables, one after the other."""
         return np.concatenate([bag.weight.detach().cpu().numpy() for bag in self._bags])
-
-
-def _torch() -> Any:
-    try:
-        import torch  # pyright: ignore[reportMissingImports]
-    except (ImportError, OSError) as error:
-        raise ConfigError(f"--against torch: PyTorch cannot be loaded here ({error}). pip install torch.") from None
-    torch.sparse.check_sparse_tensor_invariants.disable()  # Said, it warns no more.
-    return torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -59,6 +60,21 @@ def check_options(command: Any, **least: int) -> None:
         if path is not None and not path.parent.is_dir():
             option = name.replace("_", "-")
             raise ConfigError(f"--{option} {path}: there is no folder {path.parent}. Make it first.")
+
+
+def share_gpu_memory(args: Sequence[str]) -> None:
+    """Lets JAX leave memory of the GPU to PyTorch, for a command line with --against; before JAX starts its devices."""
+    if any(arg.startswith("--against") for arg in args):
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def load_torch() -> Any:
+    """PyTorch, for --against torch. Raises ConfigError where it cannot be loaded."""
+    try:
+        import torch  # pyright: ignore[reportMissingImports]
+    except (ImportError, OSError) as error:
+        raise ConfigError(f"--against torch: PyTorch cannot be loaded here ({error}). pip install torch.") from None
+    return torch
 
 
 def time_in_turns(sides: Mapping[_Side, Callable[[], Any]], num_repeats: int) -> dict[_Side, list[float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxdl.bench.shared import load_torch
 from jaxdl.bench.torch_decoder import decoder
 from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec, ImageSpec, TextSpec
@@ -24,10 +25,7 @@ def make_torch_step(experiment: Experiment, spec: DataSpec) -> tuple[Callable[[i
     On GPUs model and loss are compiled, on CPUs they run eagerly.
     Raises ConfigError for experiments that cannot be compared.
     """
-    try:
-        import torch  # pyright: ignore[reportMissingImports]
-    except (ImportError, OSError) as error:
-        raise ConfigError(f"--against torch: PyTorch cannot be loaded here ({error}). pip install torch.") from None
+    torch = load_torch()
     _check(experiment)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(experiment.precision.kind)

@@ -7,7 +7,6 @@ listed by kind, with the bytes that they move and the least time that they take.
 from __future__ import annotations
 
 import functools
-import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,15 @@ from rich.console import Console
 from jaxdl.bench import roofline, trace
 from jaxdl.bench.flops import peak_flops, step_flops
 from jaxdl.bench.optim import make_updates
-from jaxdl.bench.shared import ExperimentBench, check_options, make_table, median_ratio, time_in_turns, write_json
+from jaxdl.bench.shared import (
+    ExperimentBench,
+    check_options,
+    make_table,
+    median_ratio,
+    share_gpu_memory,
+    time_in_turns,
+    write_json,
+)
 from jaxdl.bench.torch_side import make_torch_step
 from jaxdl.config import ConfigError
 from jaxdl.data import ImageSpec, TextSpec
@@ -57,8 +64,7 @@ class TrainBench(ExperimentBench):
 
 def main(args: list[str]) -> None:
     """Runs the measurement and prints it."""
-    if any(arg.startswith("--against") for arg in args):
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX and PyTorch share the GPU's memory.
+    share_gpu_memory(args)
     command = parse_command(args)
     if command.h100:
         _list_kernels(command)

@@ -78,7 +78,7 @@ class HostRows:
 
     def _devices(self, mesh: Mesh) -> Iterator[Device]:
         sizes, spread, seen = self.buffer.sizes, self.buffer.spread, set()
-        width = self.buffer.columns // self.buffer.column_ways
+        width = self.buffer.local_columns
         for number in self.device_numbers:
             place = dict(zip(sizes, np.unravel_index(number, tuple(sizes.values())), strict=True))
             outer, inner, part = (_along(axes, place, sizes) for axes in (spread.outer, spread.inner, spread.owners))

@@ -32,7 +32,7 @@ def initial_rows(buffer: Buffer, words: jax.Array) -> jax.Array:
     ids = id_of(inner, row, buffer.row_ways, buffer.groups)
     used = (ids >= 0) & (ids < jnp.asarray(limits)[here][table])
     name = jnp.asarray(names)[here][table]
-    num_columns = buffer.columns // buffer.column_ways
+    num_columns = buffer.local_columns
     first = lax.axis_index(buffer.spread.inner) * num_columns if buffer.column_ways > 1 else 0
     columns = (first + jnp.arange(num_columns)).astype(jnp.uint32)
     unit = _unit(words[0] ^ name, words[-1], ids.astype(jnp.uint32), columns)

@@ -94,6 +94,11 @@ class Buffer:
         return self.num_inner if self.spread.cut == "columns" else 1
 
     @property
+    def local_columns(self) -> int:
+        """Numbers of a row on a device."""
+        return self.columns // self.column_ways
+
+    @property
     def groups(self) -> int:
         """Groups of rows on a device whose vectors are summed apart."""
         return self.scheme.sum_groups // self.row_ways if self.scheme.sum_groups % self.row_ways == 0 else 1
@@ -181,7 +186,7 @@ class Buffer:
 def copied_bytes(buffers: Iterable[Buffer], cached: Collection[str]) -> int:
     """Bytes of a device for a copy of the rows of each buffer that has some of these tables: an evaluation's slots."""
     some = (one for one in buffers if any(table.name in cached for table in one.tables))
-    return sum(4 * one.local_rows * (one.columns // one.column_ways) for one in some)
+    return sum(4 * one.local_rows * one.local_columns for one in some)
 
 
 def first_columns(widths: Mapping[str, int]) -> dict[str, int]:

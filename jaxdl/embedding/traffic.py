@@ -52,7 +52,7 @@ def messages(
         add(what, "all-gather", slow, num_bytes // math.prod(sizes[axis] for axis in others))
         add(what, "all-gather", others, num_bytes)
 
-    whole, part = (buffer.columns, buffer.columns // buffer.column_ways)
+    whole, part = (buffer.columns, buffer.local_columns)
     add("ids", "all-to-all", spread.outer, outer * local_batch * numbers * _ID_BYTES)
     gather("ids", spread.inner, examples * numbers * _ID_BYTES)
     add("vectors", "all-to-all", spread.inner, examples * ranks * vector_bytes(forward, part))

@@ -112,11 +112,15 @@ def layout_plan(experiment: Experiment, trials: Trials, one: Candidate, devices:
 
 def settings_of(one: Candidate, experiment: Experiment) -> dict[str, Any]:
     """The fields of an experiment that a layout sets, besides the exchange, with their values as in JSON."""
-    settings = dict(one.choice.settings)
-    if one.tables is not None and one.tables.embedding != experiment.embedding:
-        values = one.tables.embedding.model_dump(mode="json")
-        settings |= {f"embedding.{name}": values[name] for name in ("schemes", "places")}
-    return settings
+    return one.choice.settings | table_settings(one, experiment)
+
+
+def table_settings(one: Candidate, experiment: Experiment) -> dict[str, Any]:
+    """Those of `settings_of` for embedding tables."""
+    if one.tables is None or one.tables.embedding == experiment.embedding:
+        return {}
+    values = one.tables.embedding.model_dump(mode="json")
+    return {f"embedding.{name}": values[name] for name in ("schemes", "places")}
 
 
 def nodes_of(asked: PlanAuto, devices: Sequence[Device]) -> tuple[int, int]:

@@ -163,7 +163,7 @@ def costs_of_buffers(
             slow_bytes += axis_bytes(one.kind, one.axes, one.num_bytes, buffer.sizes, _SLOW)
         memory += memory_sec(buffer, local_batch, machine)
     dense = (one for one in buffers if one.scheme.dense_gradient)
-    gradients = sum(4 * one.local_rows * (one.columns // one.column_ways + 1) for one in dense)  # 1: rows are marked.
+    gradients = sum(4 * one.local_rows * (one.local_columns + 1) for one in dense)  # 1: rows are marked.
     gradients += sum(exchanged_bytes(one, local_batch) for one in buffers)
     copied = copied_bytes(buffers, cached)
     return Costs(inner, slow, memory, slow_bytes, sum(map(device_bytes, buffers)), gradients, copied)
@@ -197,12 +197,12 @@ def exchanged_bytes(buffer: Buffer, local_batch: int) -> int:
     if buffer.num_copies == 1 or buffer.scheme.dense_gradient:
         return 0
     num_ids = local_batch * buffer.num_outer * buffer.num_inner * buffer.num_entries
-    return 2 * 4 * buffer.num_copies * num_ids * (buffer.columns // buffer.column_ways + 1)
+    return 2 * 4 * buffer.num_copies * num_ids * (buffer.local_columns + 1)
 
 
 def device_bytes(buffer: Buffer) -> int:
     """Memory of a device for the rows of a buffer and what its optimizer keeps of them."""
-    columns = buffer.columns // buffer.column_ways
+    columns = buffer.local_columns
     kept = sum(1 if one else columns for one in buffer.optimizer.row_numbers.values())
     return buffer.local_rows * (columns + kept) * 4
 
@@ -210,6 +210,6 @@ def device_bytes(buffer: Buffer) -> int:
 def memory_sec(buffer: Buffer, local_batch: int, machine: Machine) -> float:
     """Seconds in which a device reads and writes the rows of a buffer."""
     examples = buffer.num_outer * buffer.num_inner * local_batch
-    columns = buffer.columns // buffer.column_ways
+    columns = buffer.local_columns
     vectors = examples * buffer.num_entries * _READS
     return machine.passes_sec(columns * (vectors + buffer.local_rows * (2 if buffer.scheme.dense_gradient else 0)), 1)
