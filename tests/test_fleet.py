@@ -20,7 +20,7 @@ from jaxdl.fleet.simulate import (
     static,
     static_shared,
 )
-from jaxdl.fleet.speed import last_speed, last_step, speeds
+from jaxdl.fleet.speed import last_speed, last_step
 from jaxdl.fleet.store import Journal, Store
 
 
@@ -70,6 +70,7 @@ def test_submissions_keep_their_words(tmp_path):
         (["serve", "--have", "gpus=8"], "--have gpus=8: write a number of nodes and what each has"),
         (["serve", "--have", "2x:gpus=8", "--nodes", "3"], "--nodes 3: --have speaks of 2 nodes"),
         (["serve", "--solve-sec", "0"], "--solve-sec: a number above 0"),
+        (["serve", "--network", "fast"], "--network: rate fast: write it as 500kbit, 50mbit or 2.5gbit"),
     ],
 )
 def test_mistakes_are_one_message(tmp_path, capsys, line, message):
@@ -101,12 +102,6 @@ def test_mistakes_of_a_simulation_are_one_message(tmp_path, monkeypatch, capsys,
     told = capsys.readouterr()
     assert told.err.startswith(f"error: {message}")
     assert not told.out
-
-
-def test_speeds_are_measured_or_scaled_from_the_nearest():
-    assert speeds([1, 2, 4], {2: 100.0}) == pytest.approx({1: 100 * 0.5**0.9, 2: 100.0, 4: 100 * 2**0.9})
-    assert speeds([3], {2: 10.0, 4: 1.0})[3] == pytest.approx(1.0 * 0.75**0.9)
-    assert speeds([1, 2], {}) == pytest.approx({1: 1.0, 2: 2**0.9})
 
 
 def test_the_last_speed_of_a_run_is_read_from_its_metrics(tmp_path):

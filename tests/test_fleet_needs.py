@@ -110,9 +110,12 @@ def test_commands_show_where_hosts_would_be_and_what_is_free(tmp_path, capsys):
     serve = ["serve", *state, "--have", "1x:gpus=4,cpus=16", "1x:cpus=8", "--fairness", "1", "--solve-sec", "60"]
     capsys.readouterr()
     main([*serve, "--dry-run"])
+    guess = "  speed: not measured; guess: n hosts are n^0.9 times as fast as one"
     assert capsys.readouterr().out.splitlines() == [
         "run 0001: starts on 2 (node0 x2): its fair share is 2, by gpus",
+        guess,
         "run 0002: waits: no node has 9 gpus",
+        guess,
     ]
     store = Store(tmp_path)
     engine = MadeUp(store, 2, have=[{"gpus": 4.0, "cpus": 16.0}, {"cpus": 8.0}])

@@ -49,6 +49,9 @@ class Serve(OfFleet):
     """Of netns: the rate of each node's link, such as 100mbit; unlimited by default."""
     address: str | None = None
     """Of ray: the cluster, as ray.init takes it; `auto` by default."""
+    network: str | None = None
+    """The rate of a node's network, each way, such as 25gbit: `submit` then computes what the gradient exchange of a
+    run takes over it, and its speed on sizes that were not measured follows. Of netns, --rate by default."""
     fairness: float = 0.2
     """How far a run may be from its fair share, as a part of all nodes."""
     resized: float = 0.1
@@ -148,6 +151,7 @@ def serve(args: list[str]) -> None:
     from jaxdl.fleet.policy import Rules
     from jaxdl.fleet.resources import parse_nodes
     from jaxdl.fleet.server import Server, Settings
+    from jaxdl.launch.netns import parse_rate
     from jaxdl.lease import Lease
 
     options = _options(Serve, "serve", args)
@@ -160,12 +164,18 @@ def serve(args: list[str]) -> None:
         raise OptionError("--between-sec: a number, 0 or more; --grace-sec, --solve-sec: a number above 0.")
     if not (0 <= options.fairness <= 1 and 0 <= options.resized <= 1):
         raise OptionError("--fairness, --resized: from 0 to 1.")
+    network = options.network or options.rate
+    if options.network is not None:
+        try:
+            parse_rate(options.network)
+        except ConfigError as error:
+            raise OptionError(f"--network: {error}") from None
     store = Store(options.state)
     store.folder.mkdir(parents=True, exist_ok=True)
     given = {"rate": options.rate, "address": options.address, "have": options.have or None}
     engine = make_engine(options.engine, store, num_nodes, **given)
     rules = Rules(options.fairness, options.resized, options.solve_sec)
-    settings = Settings(rules, options.between_sec, options.failures, options.grace_sec)
+    settings = Settings(rules, options.between_sec, options.failures, options.grace_sec, network)
     if options.dry_run:
         _print_decision(Server(store, engine, settings, read_only=True))
         return
@@ -204,17 +214,21 @@ def _loop(server: Any, options: Serve) -> None:
 
 
 def _print_decision(server: Any) -> None:
+    from jaxdl.fleet.shown import told_speeds
+
     decision = server.propose()
     for name, why in decision.reasons.items():
-        print(f"run {name}: {why}")
+        unit = "host" if server.members[name].submission.needs else "node"
+        print(f"run {name}: {why}\n  speed: {told_speeds(server.estimates(name), unit)}")
     if not decision.reasons:
         print("no run is waiting or running")
 
 
 def submit(args: list[str]) -> None:
     """Prints the number of the run."""
+    from jaxdl.fleet.exchanged import exchange_of
     from jaxdl.fleet.resources import parse_amounts
-    from jaxdl.fleet.sizes import fitting, gpus_of_host, refusal, told
+    from jaxdl.fleet.sizes import fitting, gpus_of_host, reader, refusal, told
 
     own, command = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
     options = _options(Submit, "submit", own)
@@ -231,15 +245,24 @@ def submit(args: list[str]) -> None:
     with contextlib.suppress(ConfigError):  # No server has been there yet.
         view = store.view()
     gpus = gpus_of_host(needs, view)
-    fit = fitting(command, sizes, gpus)
+    read = reader()
+    fit = fitting(command, sizes, gpus, read)
     if not fit.allowed:
         bounds = f"--min {options.min} --max {options.max}"
         asked = f"--sizes {' '.join(map(str, options.sizes))}" if options.sizes else bounds
         raise refusal(command, asked, fit, gpus, unit)
     values = {"weight": options.weight, "priority": options.priority, "not_before": not_before}
-    made = store.submit(command, fit.allowed, **values, needs=needs, left_out=fit.left_out)
+    network, exchange, unknown = (view or {}).get("network"), None, ""
+    if network and not fit.note:
+        exchange, unknown = exchange_of(command, fit.allowed, gpus, network, read)
+    made = store.submit(command, fit.allowed, **values, needs=needs, left_out=fit.left_out, exchange=exchange)
     print(made.name)
-    for line in (*told(fit.left_out, unit), *([fit.note] if fit.note else ())):
+    notes = [fit.note] if fit.note else []
+    if unknown:
+        notes.append(
+            f"what its exchange takes over {network} is not known on all sizes, and its speed there a guess: {unknown}"
+        )
+    for line in (*told(fit.left_out, unit), *notes):
         print(f"run {made.name}: {line}", file=sys.stderr)
 
 

@@ -35,7 +35,7 @@ from jaxdl.fleet.mixed import decide_mixed
 from jaxdl.fleet.policy import Decision, Rules, Run, decide
 from jaxdl.fleet.queued import unqueue
 from jaxdl.fleet.resources import Amounts, Room, hosts_of
-from jaxdl.fleet.speed import Measured, last_speed, last_step, speeds
+from jaxdl.fleet.speed import Estimate, Measured, estimates, last_speed, last_step
 from jaxdl.fleet.store import Journal, Store
 from jaxdl.status import State
 
@@ -64,6 +64,8 @@ class Settings:
     """After so many failures in a row, none of which left it running for `between_sec`, a run has failed."""
     grace_sec: float = 120.0
     """How long a run may take to save and end when it is stopped; then it is killed."""
+    network: str | None = None
+    """The rate of a node's network, for which submissions compute their exchange."""
 
 
 class Server:
@@ -260,7 +262,7 @@ class Server:
             least = self.settings.between_sec
             lately = now - member.begun < least if member.begun else now - member.changed < max(least, _START_SEC)
             fixed = member.state == RUNNING and lately
-            known = speeds(one.sizes, self._measured.of(one.name))
+            known = {size: one.examples_per_sec for size, one in self.estimates(one.name).items()}
             mine = {"needs": one.needs, "places": Counter(member.nodes)}
             found.append(Run(one.name, known, number, one.weight, one.priority, len(member.nodes), fixed, **mine))
         return found
@@ -352,6 +354,11 @@ class Server:
 
     # What is shown.
 
+    def estimates(self, name: str) -> dict[int, Estimate]:
+        """The speed of a run on each of its sizes."""
+        one = self.members[name].submission
+        return estimates(one.sizes, self._measured.of(name), one.exchange)
+
     def view(self) -> dict[str, Any]:
         """The fleet as JSON."""
         lost, room = sorted(self.store.lost_nodes()), self._room()
@@ -380,9 +387,10 @@ class Server:
                 "decided": member.decided,
                 "workdir": str(member.submission.workdir or ""),
                 "speeds": {str(n): sec for n, sec in sorted(self._measured.of(name).items())},
+                "estimates": {str(size): list(one) for size, one in self.estimates(name).items()},
             }
             for name, member in self.members.items()
         ]
         free = {node: left for node, left in room.left.items() if left}
-        about = {"at": self._now(), "gives_gpus": self.engine.gives_gpus, "has": has}
+        about = {"at": self._now(), "gives_gpus": self.engine.gives_gpus, "has": has, "network": self.settings.network}
         return {**about, "nodes": nodes, "free": free, "lost": lost, "runs": runs}

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from jaxdl.fleet.resources import spelled
 from jaxdl.fleet.sizes import told
+from jaxdl.fleet.speed import GUESS, GUESSED, MEASURED, Estimate
 from jaxdl.fleet.store import Store
 from jaxdl.status import read_row
 
@@ -81,7 +82,9 @@ def explained(view: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     for run in view["runs"]:
         unit = "host" if run.get("needs") else "node"
-        known = ", ".join(f"{size} {unit}s {speed:,.0f}/s" for size, speed in run["speeds"].items()) or "not measured"
+        # A server of an earlier version told the measured speeds alone.
+        speeds = run.get("estimates", {size: (speed, MEASURED) for size, speed in run["speeds"].items()})
+        known = told_speeds({int(size): Estimate(*one) for size, one in speeds.items()}, unit)
         sizes = ", ".join(map(str, run["sizes"]))
         lines.append(f"run {run['run']}, {run['state']}: {run['reason']}")
         if run["decided"] not in ("", run["reason"]):
@@ -97,3 +100,14 @@ def explained(view: Mapping[str, Any]) -> list[str]:
     for node, free in view.get("free", {}).items():
         lines.append(f"{node}: {spelled(free)} are free; runs: {view['nodes'][node] or 'none'}")
     return lines
+
+
+def told_speeds(found: Mapping[int, Estimate], unit: str) -> str:
+    """The speeds of a run, and where each is from; `unit`: node or host."""
+    if all(one.source == GUESSED for one in found.values()):
+        return f"not measured; guess: n {unit}s are n^{GUESS:g} times as fast as one"
+    by_size = [
+        f"{size} {unit}{'' if size == 1 else 's'} {one.examples_per_sec:,.0f}/s ({one.source})"
+        for size, one in found.items()
+    ]
+    return ", ".join(by_size)

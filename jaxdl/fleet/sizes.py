@@ -39,8 +39,12 @@ class Fit:
     """Why nothing was checked, of a training command whose config cannot be read here."""
 
 
-class _UnreadError(Exception):
+class UnreadError(Exception):
     """The config cannot be read here."""
+
+
+ReadConfig = Callable[[tuple[str, ...], bool], tuple[Any, int | None]]
+"""(options of the training, whether hosts have GPUs) -> (the experiment, the CPU devices that the options ask for)."""
 
 
 def gpus_of_host(needs: Amounts, view: Mapping[str, Any] | None) -> Sequence[int]:
@@ -58,51 +62,56 @@ def gpus_of_host(needs: Amounts, view: Mapping[str, Any] | None) -> Sequence[int
     return sorted({int(has.get("gpus", 0)) for has in view["has"].values()}) or range(_MOST_GPUS + 1)
 
 
-def fitting(command: Sequence[str], sizes: Sequence[int], gpus: Sequence[int]) -> Fit:
+def fitting(command: Sequence[str], sizes: Sequence[int], gpus: Sequence[int], read: ReadConfig | None = None) -> Fit:
     """Which of these sizes the config of a training command allows on hosts with one of these numbers of GPUs.
 
     All of them for any other command, and where the config cannot be read.
     """
     every = tuple(sorted(set(sizes)))
-    args = training_options(command)
-    if args is None or not every or every[0] < 1 or set(_WITHOUT_TRAINING) & set(args):
+    if not trains(command) or not every or every[0] < 1:
         return Fit(every, {})
-    if {"jaxdl.launch", "launch"} & set(command[: len(command) - len(args)]):
-        return Fit(every, {})  # Its processes are other ones than the hosts.
     left_out: dict[int, str] = {}
+    read = read or reader()
     try:
         with contextlib.redirect_stdout(sys.stderr):  # What a config file prints.
-            read = _reader()
             for size in every:
                 words = tuple(training_options(words_on(command, size)) or ())
                 # A batch that does not fit says more than a mesh that no such host has.
                 refused = [why for one in gpus if (why := _refused(read, words, size, one)) is not None]
                 if len(refused) == len(gpus):
                     left_out[size] = min(refused, key=lambda one: one[0])[1]
-    except _UnreadError as error:
+    except UnreadError as error:
         return Fit(
             every, {}, f"its config cannot be read here, so none of its sizes is ruled out: {_short(str(error))}"
         )
     return Fit(tuple(size for size in every if size not in left_out), left_out)
 
 
-_Read = Callable[[tuple[str, ...], bool], tuple[Any, int | None]]
-"""(options of the training, whether hosts have GPUs) -> (the experiment, the CPU devices that the options ask for)."""
+def trains(command: Sequence[str]) -> bool:
+    """Whether a command, started once on each host, trains what a config describes."""
+    args = training_options(command)
+    if args is None or set(_WITHOUT_TRAINING) & set(args):
+        return False
+    # Otherwise its processes are other ones than the hosts.
+    return not {"jaxdl.launch", "launch"} & set(command[: len(command) - len(args)])
 
 
-def _reader() -> _Read:
-    """Reads each config file once, and the same options once."""
-    from jaxdl.experiment import load_experiment, parse
+def reader() -> ReadConfig:
+    """Reads each config file once, and the same options once. Raises `UnreadError` and ConfigError."""
 
     @functools.cache
     def file(config: str, on_gpus: bool) -> Any:
+        from jaxdl.experiment import load_experiment
+
         try:
             return load_experiment(config, gpus=on_gpus)
         except ConfigError as error:  # It may need what the nodes have.
-            raise _UnreadError(str(error)) from None
+            raise UnreadError(str(error)) from None
 
     @functools.cache
     def read(args: tuple[str, ...], on_gpus: bool) -> tuple[Any, int | None]:
+        from jaxdl.experiment import parse
+
         own, others = own_options(args)
         if "config" not in own:
             raise ConfigError("no --config. Give --config FILE.")
@@ -116,6 +125,11 @@ def _reader() -> _Read:
     return read
 
 
+def devices_of_host(experiment: Any, gpus: int) -> int:
+    """The devices of an experiment's mesh that a host with so many GPUs has."""
+    return (experiment.mesh.cpu_devices or gpus) if gpus else 1
+
+
 def _without_words(args: Sequence[str]) -> list[str]:
     """The options without those of `_WITH_WORDS` and their words."""
     found, left_out = [], False
@@ -127,7 +141,7 @@ def _without_words(args: Sequence[str]) -> list[str]:
     return found
 
 
-def _refused(read: _Read, args: tuple[str, ...], size: int, gpus: int) -> tuple[int, str] | None:
+def _refused(read: ReadConfig, args: tuple[str, ...], size: int, gpus: int) -> tuple[int, str] | None:
     """(How little it says, why the run cannot be on so many hosts with so many GPUs each); None if it can."""
     from jaxdl.mesh import Axis
     from jaxdl.run.validate import check_batches, check_norms
@@ -137,7 +151,7 @@ def _refused(read: _Read, args: tuple[str, ...], size: int, gpus: int) -> tuple[
         experiment, asked = read(args, gpus > 0)
         if not gpus and asked not in (None, 1):
             raise ConfigError(f"--devices {asked}: a host without GPUs has one CPU device. Leave the option out.")
-        each = (experiment.mesh.cpu_devices or gpus) if gpus else 1
+        each = devices_of_host(experiment, gpus)
         if experiment.plan.planner:  # Its mesh and micro-batches are known when it runs.
             return None
         rank = 1

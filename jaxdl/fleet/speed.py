@@ -1,4 +1,4 @@
-"""How fast a run is on n nodes: as it was measured, and otherwise as a guess."""
+"""How fast a run is on n nodes: as it was measured, else as its exchange over the network says, else as a guess."""
 
 from __future__ import annotations
 
@@ -8,27 +8,72 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxdl.files import METRICS_FILE
 
 GUESS = 0.9
-"""n nodes are taken for n ** GUESS times as fast as one where nothing was measured: half as many lose 7 %."""
+"""n nodes are taken for n ** GUESS times as fast as one where nothing is known: half as many lose 7 %."""
+MEASURED, GUESSED = "measured", "guess"
 _TAIL_BYTES, _LAST, _LEAST = 65_536, 5, 4
 
 
-def speeds(sizes: Sequence[int], measured: Mapping[int, float]) -> dict[int, float]:
-    """Nodes -> examples a second, for each of `sizes`.
+@dataclass(frozen=True)
+class Exchange:
+    """What the gradient exchange of a run adds to a step on each of its sizes, as its config says."""
 
-    A size without a measurement has the speed of the nearest measured one (by ratio; of two the smaller), scaled by
-    `GUESS`.
+    network: str
+    """The rate of a node's network that it was computed for, such as 25gbit."""
+    batch_size: int
+    """The global batch, the same on all sizes."""
+    seconds: Mapping[int, float]
+    """Nodes -> seconds of one exchange. Sizes for which it is not known are left out."""
+
+
+class Estimate(NamedTuple):
+    """A speed and where it is from."""
+
+    examples_per_sec: float
+    """Where nothing was measured: times that of one node."""
+    source: str
+    """`MEASURED`, `GUESSED`, or what it was predicted from."""
+
+
+def estimates(
+    sizes: Sequence[int], measured: Mapping[int, float], exchange: Exchange | None = None
+) -> dict[int, Estimate]:
+    """Nodes -> speed, for each of `sizes`.
+
+    A size without a measurement follows from the nearest measured one (by ratio; of two the smaller). With the exchange
+    x(n) of both known, a step of the batch B takes c / n + x(n), and the measurement gives the computation c; this is
+    strong scaling, as the batch is fixed. Where it is not known, and where the measured step is shorter than its
+    exchange is said to be, the speed is scaled by `GUESS`.
     """
     found = {}
     for size in sizes:
+        if size in measured:
+            found[size] = Estimate(measured[size], MEASURED)
+            continue
         near = min(measured, key=lambda one: (max(one / size, size / one), one), default=1)
-        found[size] = measured.get(near, 1.0) * (size / near) ** GUESS
+        predicted = None
+        if exchange is not None and near in measured:
+            predicted = _predicted(size, near, measured[near], exchange)
+        if exchange is not None and predicted is not None:
+            found[size] = Estimate(predicted, f"predicted from the exchange over {exchange.network}")
+        else:
+            found[size] = Estimate(measured.get(near, 1.0) * (size / near) ** GUESS, GUESSED)
     return found
+
+
+def _predicted(size: int, near: int, examples_per_sec: float, exchange: Exchange) -> float | None:
+    """The speed on `size` nodes of a run with this one on `near` nodes; None where the exchange does not say it."""
+    seconds, batch = exchange.seconds, exchange.batch_size
+    if not {size, near} <= seconds.keys():
+        return None
+    compute = near * (batch / examples_per_sec - seconds[near])
+    return batch / (compute / size + seconds[size]) if compute > 0 else None
 
 
 def last_speed(workdir: Path, after_step: int = 0) -> float | None:

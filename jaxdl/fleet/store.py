@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from jaxdl.errors import ConfigError
 from jaxdl.fleet.queued import queue
+from jaxdl.fleet.speed import Exchange
 from jaxdl.writing import replace_file
 
 Asked = Literal["run", "hold", "cancel"]
@@ -52,6 +53,8 @@ class Submission:
     """Resource -> how much of it each host takes of its node; empty: a whole node."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Numbers of nodes, or hosts, that were asked for and are not in `sizes` -> why the run cannot have them."""
+    exchange: Exchange | None = None
+    """What its gradient exchange takes, None where that is not known."""
 
     def words(self, num_nodes: int) -> list[str]:
         """The command on so many nodes, or hosts."""
@@ -66,6 +69,14 @@ class Submission:
                 following = self.command[number + 1 : number + 2]
                 return Path(self.folder) / (value if equals else following[0]) if equals or following else None
         return None
+
+
+def _exchange(values: dict[str, Any] | None) -> Exchange | None:
+    """The field `exchange` of a submission from its JSON, which has no numbers as keys."""
+    if values is None:
+        return None
+    seconds = {int(size): float(sec) for size, sec in values["seconds"].items()}
+    return Exchange(values["network"], values["batch_size"], seconds)
 
 
 def words_on(command: Sequence[str], num_nodes: int) -> list[str]:
@@ -89,10 +100,11 @@ class Store:
         not_before: float = 0.0,
         needs: Mapping[str, float] | None = None,
         left_out: Mapping[int, str] | None = None,
+        exchange: Exchange | None = None,
     ) -> Submission:
         """Accepts a run: when this returns it is on disk. Raises ConfigError for what cannot be.
 
-        `left_out`: see `Submission.left_out`. The status of its workdir says that it waits.
+        `left_out`, `exchange`: see `Submission`. The status of its workdir says that it waits.
         """
         if not command:
             raise ConfigError(
@@ -116,6 +128,7 @@ class Store:
             not_before,
             needs=dict(needs or {}),
             left_out={str(size): why for size, why in (left_out or {}).items()},
+            exchange=exchange,
         )
         for other in self.submissions():
             if made.workdir is not None and other.workdir == made.workdir and self.asked(other.name) != "cancel":
@@ -144,8 +157,8 @@ class Store:
             try:
                 values = json.loads(path.read_text())
                 lists = {name: tuple(values[name]) for name in ("command", "sizes")}
-                found.append(Submission(**(values | lists)))
-            except (ValueError, TypeError, KeyError) as error:
+                found.append(Submission(**(values | lists | {"exchange": _exchange(values.get("exchange"))})))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise ConfigError(f"{path}: this is no submission ({error}). Remove its folder.") from None
         return found
 
