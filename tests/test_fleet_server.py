@@ -12,6 +12,7 @@ from jaxdl.config import ConfigError
 from jaxdl.fleet.__main__ import main
 from jaxdl.fleet.server import Server, Settings
 from jaxdl.fleet.store import Journal
+from jaxdl.status import Reason, Record, State, read_row, utc_now, write_record
 
 
 def test_runs_share_nodes_grow_and_end(tmp_path):
@@ -351,3 +352,41 @@ def test_a_server_that_is_killed_at_any_moment_loses_and_doubles_nothing(tmp_pat
     ended = states(server)
     assert set(ended.values()) <= {"completed", "failed"}
     assert all(engine.done[name] >= 8 for name, state in ended.items() if state == "completed")
+
+
+def test_a_run_that_is_resized_is_shown_so(tmp_path, capsys):
+    store, engine, make = fleet(tmp_path / "fleet", 4, work=1000)
+    workdir, now = tmp_path / "work", utc_now()
+    first = store.submit(["python", "-m", "jaxdl.train", "--workdir", str(workdir)], (2, 4)).name
+
+    def shown():
+        return {run["run"]: run["state"] for run in store.view()["runs"]}
+
+    server = make()
+    server.turn()
+    assert shown() == {first: "running"}
+    (workdir / "metrics.jsonl").write_text('{"step": 30, "examples_per_sec": 1.0}\n')  # It has begun.
+    second = submit(store, (2,))
+    server.turn()
+    assert states(server)[first] == "stopping"
+    assert shown() == {first: "resizing", second: "waiting"}
+    write_record(workdir, Record(State.HALTED, now, now, step=30, reason=Reason("signal 15", 143, now)))
+    server._poll()
+    assert states(server)[first] == "waiting"
+    server = make()  # A later server knows it too.
+    store.write_view(server.view())
+    main(["status", "--state", str(store.folder), "--json"])
+    assert [run["state"] for run in json.loads(capsys.readouterr().out)["runs"]] == ["resizing", "waiting"]
+    row = read_row(workdir)
+    assert (row.state, row.doing, row.next_action, row.step) == ("QUEUED", "its fleet resizes it", "wait", 30)
+    server.turn()
+    assert shown() == {first: "running", second: "running"}
+    assert len(engine.live[first][1]) == 2
+    (workdir / "metrics.jsonl").write_text('{"step": 40, "examples_per_sec": 1.0}\n')
+    third = submit(store, (4,), priority=1)
+    for _ in range(3):
+        server.turn()
+    assert shown() == {first: "waiting", second: "waiting", third: "running"}  # Not resized: others have its nodes.
+    store.ask(third, "hold")
+    server.turn()
+    assert shown()[third] == "stopping"

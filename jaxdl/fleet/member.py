@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxdl.fleet.store import Submission
 
 RUNNING, STOPPING, WAITING, HELD = "running", "stopping", "waiting", "held"
 COMPLETED, FAILED, CANCELLED, HALTED = "completed", "failed", "cancelled", "halted"
 ENDED = (COMPLETED, FAILED, CANCELLED, HALTED)
+RESIZING = "resizing"
+"""Shown in place of stopping and waiting, of a run that is stopped to go on with other nodes."""
 RESUMABLE = (FAILED, HALTED)
 """States from which `resume` lets a run run again."""
 
@@ -36,6 +39,8 @@ class Member:
     not_before: float = 0.0
     reason: str = "submitted"
     resized: int = 0
+    resizing: bool = False
+    """Whether it was stopped to have other nodes, and has not been started on them."""
     killed: int = 0
     """Attempts that did not save and end in time."""
     code: int | None = None
@@ -48,3 +53,25 @@ class Member:
     def alive(self) -> bool:
         """Whether an attempt may be running."""
         return self.state in (RUNNING, STOPPING)
+
+    def view(self) -> dict[str, Any]:
+        """What is shown of it, as JSON."""
+        one = self.submission
+        return {
+            "run": one.name,
+            "state": RESIZING if self.resizing and self.state in (STOPPING, WAITING) else self.state,
+            "nodes": list(self.nodes),
+            "sizes": list(one.sizes),
+            "left_out": dict(one.left_out),
+            "needs": dict(one.needs),
+            "weight": one.weight,
+            "priority": one.priority,
+            "attempt": self.attempt,
+            "resized": self.resized,
+            "killed": self.killed,
+            "since": self.changed or one.submitted,
+            "code": self.code,
+            "reason": self.reason,
+            "decided": self.decided,
+            "workdir": str(one.workdir or ""),
+        }

@@ -16,8 +16,8 @@ _AGAIN = (State.QUEUED, State.HALTED, State.FAILED)
 _NEXT = {State.COMPLETED: Action.NONE, State.HALTED: Action.RESUME, State.FAILED: Action.FIX}
 
 
-def queue(command: Sequence[str], workdir: Path | None) -> None:
-    """Says in the status of a training run that a fleet has accepted it. Raises nothing.
+def queue(command: Sequence[str], workdir: Path | None, doing: str = "") -> None:
+    """Says in the status of a training run that a fleet has accepted it, or starts it again. Raises nothing.
 
     A workdir whose run lives or is complete, or that cannot be read, stays as it is.
     """
@@ -32,7 +32,7 @@ def queue(command: Sequence[str], workdir: Path | None) -> None:
         elif earlier.state not in _AGAIN:
             return
         waits = dataclasses.replace(
-            earlier, state=State.QUEUED, since=now, seen=now, doing="", hosts=(), process=None,
+            earlier, state=State.QUEUED, since=now, seen=now, doing=doing, hosts=(), process=None,
             next_action=Action.WAIT, next_text="",
         )  # fmt: skip
         workdir.mkdir(parents=True, exist_ok=True)

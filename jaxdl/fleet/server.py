@@ -33,7 +33,7 @@ from jaxdl.fleet.member import (
 )
 from jaxdl.fleet.mixed import decide_mixed
 from jaxdl.fleet.policy import Decision, Rules, Run, decide
-from jaxdl.fleet.queued import unqueue
+from jaxdl.fleet.queued import queue, unqueue
 from jaxdl.fleet.resources import Amounts, Room, hosts_of
 from jaxdl.fleet.speed import Estimate, Measured, estimates, last_speed, last_step
 from jaxdl.fleet.store import Journal, Store
@@ -145,9 +145,9 @@ class Server:
             member.state, member.attempt = RUNNING, event["attempt"]
             member.nodes, member.changed = tuple(event["nodes"]), at
             member.size, member.from_step = len(member.nodes), event.get("from_step", 0)
-            member.begun = 0.0
+            member.begun, member.resizing = 0.0, False
         elif what == _STOPPING:
-            member.state, member.stopping = STOPPING, at
+            member.state, member.stopping, member.resizing = STOPPING, at, event.get("resizing", False)
         elif what == _KILLED:  # It did not save and end in time.
             member.killed += 1
         elif what == _LEFT:  # An attempt is over, and another may follow.
@@ -231,6 +231,8 @@ class Server:
     ) -> None:
         again = self._now() + pause_sec if pause_sec else 0.0
         self._write(_LEFT, member, code=code, speed=speed, failures=failures, not_before=again, reason=reason)
+        if member.resizing and not self._read_only:
+            queue(member.submission.command, member.submission.workdir, doing="its fleet resizes it")
 
     def _obey(self) -> None:
         nodes = set(self.engine.nodes())
@@ -303,7 +305,9 @@ class Server:
             member = self.members[name]
             same = size == len(member.nodes) and places.get(name, Counter(member.nodes)) == Counter(member.nodes)
             if member.state == RUNNING and not same:
-                self._write(_STOPPING, member, reason=member.decided)
+                self._write(_STOPPING, member, reason=member.decided, resizing=size > 0)
+            elif not size:
+                member.resizing = False  # Others have its nodes now, and it waits.
         room = self._room()
         for name, size in wanted.items() if self._may_start else ():
             member = self.members[name]
@@ -367,25 +371,11 @@ class Server:
             node: ", ".join(name for name, member in self.members.items() if member.alive and node in member.nodes)
             for node in room.left
         }
+        shares = {} if self.decision is None else self.decision.shares
         runs = [
-            {
-                "run": name,
-                "state": member.state,
-                "nodes": list(member.nodes),
-                "sizes": list(member.submission.sizes),
-                "left_out": dict(member.submission.left_out),
-                "needs": dict(member.submission.needs),
-                "weight": member.submission.weight,
-                "priority": member.submission.priority,
-                "share": self.decision.shares.get(name, 0.0) if self.decision else 0.0,
-                "attempt": member.attempt,
-                "resized": member.resized,
-                "killed": member.killed,
-                "since": member.changed or member.submission.submitted,
-                "code": member.code,
-                "reason": member.reason,
-                "decided": member.decided,
-                "workdir": str(member.submission.workdir or ""),
+            member.view()
+            | {
+                "share": shares.get(name, 0.0),
                 "speeds": {str(n): sec for n, sec in sorted(self._measured.of(name).items())},
                 "estimates": {str(size): list(one) for size, one in self.estimates(name).items()},
             }
