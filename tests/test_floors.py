@@ -14,7 +14,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 # From the ground up. A room may use the floors below its own; rooms on one floor do not know each other.
 FLOORS = [
-    {"errors", "files", "writing"},
+    {"errors", "files", "solver", "writing"},
     {"fields", "runs", "user_code"},
     {"startup"},
     {"config", "modules", "overview", "patterns"},

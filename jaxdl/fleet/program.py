@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxdl.fleet.policy import Run
 from jaxdl.fleet.resources import Amounts, most_hosts
+from jaxdl.solver import milp
 
 Places = Mapping[str, int]
 """Node -> hosts there."""
@@ -102,7 +103,7 @@ class Program:
             return Found({}, frozenset(), True) if rows.possible() else None
         most: Any = np.array(rows.most)  # SciPy's types know of numbers only.
         largest = sum(max([one.keeps or 0.0, *one.gains.values()]) for one in asked)
-        found = scipy.optimize.milp(
+        found = milp(
             -np.array(rows.gain),
             constraints=rows.constraint(),
             integrality=np.ones(len(rows.gain)),

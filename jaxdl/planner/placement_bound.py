@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 
+from jaxdl.solver import milp
+
 _SOLVER_SEC = 2.0
 
 
@@ -46,7 +48,7 @@ def _with_company(costs: np.ndarray, sizes: np.ndarray, least: float) -> float:
     wanted = (least - sizes[shard]) / max(float(sizes.max()), 1e-300)
     if wanted <= 0 or not len(others) or not costs.any():
         return float(costs[shard])
-    found = scipy.optimize.milp(
+    found = milp(
         costs[others] / costs[shard],
         constraints=scipy.optimize.LinearConstraint(sizes[others][None] / sizes.max(), wanted, np.inf),
         integrality=np.ones(len(others)),

@@ -34,6 +34,7 @@ from jaxdl.planner.tables import (
     costs_of_buffers,
     with_schemes,
 )
+from jaxdl.solver import milp
 
 _ROOM_SLACK = 1.1
 """Room of messages with touched rows over the mean number of rows: batches differ."""
@@ -268,7 +269,7 @@ def choose(
     names = [table.name for table in work.tables]
     rows = [names.index(table.name) for table, _ in pairs]
     one_each = scipy.sparse.coo_array((np.ones(len(pairs)), (rows, range(len(pairs)))), (len(names), len(pairs)))
-    found = scipy.optimize.milp(
+    found = milp(
         seconds / max(seconds.max(), 1e-30),
         constraints=[
             scipy.optimize.LinearConstraint(one_each.tocsr(), 1, 1),
