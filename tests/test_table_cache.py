@@ -218,7 +218,8 @@ def test_the_memory_of_an_evaluation_is_counted():
     machine = nominal_machine("25gbit", gpus_per_node=2)
     planned = tables_on_meshes(cached, sizes, lambda: machine, ())(sizes, 1e9)
     assert planned.costs.evaluation_bytes == copied
-    assert planned.costs.needed_bytes == planned.costs.device_bytes + max(copied, planned.costs.gradient_bytes)
+    most = max(copied, planned.costs.vector_bytes, planned.costs.update_bytes)
+    assert planned.costs.needed_bytes == planned.costs.device_bytes + most
 
     columns = 4096
     rows = host_memory_bytes() // (4 * columns)

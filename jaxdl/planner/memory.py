@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh
 from jaxdl.exchange.base import Exchange, GradientLayout, by_name, leaf_names
 from jaxdl.exchange.cost import Gradients
 from jaxdl.mesh import Axis
+from jaxdl.planner.tables import Costs
 from jaxdl.sharding import STACKED, Layout, LogicalAxes, Params, ShardingConfig, is_names, spec_axes
 
 FLOAT_BYTES = 4
@@ -152,7 +153,7 @@ class Memory:
     batch: float
     """Two batches: the next one is there while a step runs."""
     tables: float = 0.0
-    """Embedding tables, their rows' state, and gradients of all rows where there are such."""
+    """Embedding tables, their rows' state, and what a step or an evaluation needs for them beyond the rest."""
 
     @property
     def total(self) -> float:
@@ -182,14 +183,14 @@ def memory(
     temporary: Fit,
     step: Step,
     example_bytes: float = 0.0,
-    table_bytes: float = 0.0,
+    tables: Costs | None = None,
     exchanging: float | None = None,
 ) -> Memory:
     """The bytes of a device in a step.
 
-    `temporary` is that of a step with the mesh's size of `tensor`; `example_bytes` are those of an example's inputs.
-    Micro-batches add a sum of gradients. Several replicas add `exchanging` bytes on one device of `fsdp`, on each of
-    several its share of the gradients of that; None: the gradients once more.
+    `temporary` is that of a step with the mesh's size of `tensor`; `example_bytes` are those of an example's inputs;
+    `tables` are what embedding tables cost. Micro-batches add a sum of gradients. Several replicas add `exchanging`
+    bytes on one device of `fsdp`, on each of several its share of the gradients of that; None: the gradients once more.
     """
     sizes = parameters.bytes(step.layout)
     state = sizes["parameters"] * (2 if parameters.average else 1) + sizes["update"] * parameters.optimizer_copies
@@ -205,7 +206,12 @@ def memory(
             whole = described_layout(step.sharding, {**step.sizes, Axis.FSDP.value: 1})
             added *= exchanging / max(parameters.bytes(whole)["gradients"], 1.0)
         running = max(0.0, running + added)
-    return Memory(state, running, 2 * example_bytes * step.examples * step.microbatches, table_bytes)
+    batch = 2 * example_bytes * step.examples * step.microbatches
+    if tables is None:
+        return Memory(state, running, batch)
+    # A step updates the tables when activations are gone; the evaluation has activations too.
+    forward = running + max(tables.vector_bytes / step.microbatches, tables.evaluation_bytes)
+    return Memory(state, running, batch, tables.device_bytes + max(forward, tables.update_bytes) - running)
 
 
 def exchange_bytes(exchange: Exchange, gradients: Gradients) -> float:

@@ -233,9 +233,8 @@ def _costed(workload: Workload, cluster: Cluster, choice: Choice, tables: Tables
     time = with_exchange(own, cost, machine, efficiency, delayed=bool(exchange.delay_steps))
     built = exchange.build(gradients.layout) if choice.replica > 1 else None
     step = Step(choice.sizes, sharding, choice.microbatches, examples, built)
-    table_bytes = costs.needed_bytes if costs else 0.0
     measured = profile.exchange_bytes if exchange == workload.measured_exchange else None
-    need = memory(workload.parameters, profile.temporary, step, workload.example_bytes, table_bytes, measured)
+    need = memory(workload.parameters, profile.temporary, step, workload.example_bytes, costs, measured)
     fits = need.total <= MOST_OF_DEVICE * cluster.device_bytes
     return Candidate(choice, exchange, time, need, fits, reasons, tables)
 

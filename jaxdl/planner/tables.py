@@ -24,6 +24,11 @@ from jaxdl.mesh import Axis
 _SLOW = Axis.REPLICA.value
 _READS = 4
 """How often a vector of the batch is read or written: looked up; its gradient sorted and summed."""
+_OF_ID = 4
+"""Whole numbers for an id while gradients are sorted: the id, its row, its place among others, the segment."""
+_JOINED_BYTES = 30 * 2**20
+"""All-reduces of fewer bytes are copied next to others and sent with them: XLA's default of
+`xla_gpu_all_reduce_combine_threshold_bytes`."""
 _COLLECTIVES = {
     "all-to-all": "all_to_all",
     "all-gather": "all_gather",
@@ -94,9 +99,10 @@ class Costs:
     """Bytes that one device sends to other nodes."""
     device_bytes: int
     """Memory of a device for tables and what is kept of their rows; all devices have as much."""
-    gradient_bytes: int = 0
-    """Memory that a step needs besides for gradients, of tables under schemes that have such: of all rows, or of the
-    touched ones of all copies."""
+    vector_bytes: int = 0
+    """Memory for pooled vectors as they come from other devices, while the forward pass runs."""
+    update_bytes: int = 0
+    """Memory that a step needs while it updates the tables: most of the forward pass's is free again then."""
     evaluation_bytes: int = 0
     """Memory that an evaluation needs besides: slots of its own for tables that the host holds."""
 
@@ -108,7 +114,7 @@ class Costs:
     @property
     def needed_bytes(self) -> int:
         """Memory of a device for the tables while a step or an evaluation runs."""
-        return self.device_bytes + max(self.gradient_bytes, self.evaluation_bytes)
+        return self.device_bytes + max(self.vector_bytes, self.update_bytes, self.evaluation_bytes)
 
 
 @dataclass(frozen=True)
@@ -156,17 +162,18 @@ def costs_of_buffers(
     The host holds the tables in `cached`.
     """
     slow = inner = memory = slow_bytes = 0.0
+    vectors = update = 0
     for buffer in buffers:
-        for one in messages(buffer, local_batch, config.forward_wire, config.backward_wire):
+        sent = messages(buffer, local_batch, config.forward_wire, config.backward_wire)
+        vectors += sum(one.num_bytes for one in sent if one.what == "vectors")
+        update += update_bytes(buffer, local_batch, sent)
+        for one in sent:
             away, inside = message_sec(one, buffer.sizes, machine)
             slow, inner = slow + away, inner + inside
             slow_bytes += axis_bytes(one.kind, one.axes, one.num_bytes, buffer.sizes, _SLOW)
         memory += memory_sec(buffer, local_batch, machine)
-    dense = (one for one in buffers if one.scheme.dense_gradient)
-    gradients = sum(4 * one.local_rows * (one.local_columns + 1) for one in dense)  # 1: rows are marked.
-    gradients += sum(exchanged_bytes(one, local_batch) for one in buffers)
-    copied = copied_bytes(buffers, cached)
-    return Costs(inner, slow, memory, slow_bytes, sum(map(device_bytes, buffers)), gradients, copied)
+    size, copied = sum(map(device_bytes, buffers)), copied_bytes(buffers, cached)
+    return Costs(inner, slow, memory, slow_bytes, size, vectors, update, copied)
 
 
 def message_sec(one: Message, sizes: Mapping[str, int], machine: Machine) -> tuple[float, float]:
@@ -189,15 +196,24 @@ def message_sec(one: Message, sizes: Mapping[str, int], machine: Machine) -> tup
     return found[True], found[False]
 
 
-def exchanged_bytes(buffer: Buffer, local_batch: int) -> int:
-    """Memory of a device for the touched rows of all copies, as they come and as they are summed; 0 without copies.
+def update_bytes(buffer: Buffer, local_batch: int, sent: Sequence[Message]) -> int:
+    """Memory of a device while the rows of a buffer are updated, where a step sends these messages for it.
 
-    Also where messages have less room: a batch that touches more rows sends all.
+    There are the gradients of the pooled vectors of all examples whose ids the device has, and sorted ones of each id;
+    or gradients of all rows, before and after their sum. Touched rows of copies come, and are summed; also where
+    messages have less room: a batch that touches more rows sends all.
     """
-    if buffer.num_copies == 1 or buffer.scheme.dense_gradient:
-        return 0
-    num_ids = local_batch * buffer.num_outer * buffer.num_inner * buffer.num_entries
-    return 2 * 4 * buffer.num_copies * num_ids * (buffer.local_columns + 1)
+    columns, examples = buffer.local_columns, buffer.num_outer * buffer.num_inner * local_batch
+    num_ids = examples * buffer.num_entries
+    found = examples * len(buffer.widths) * columns + num_ids * (columns + _OF_ID)
+    if buffer.scheme.dense_gradient:
+        found += 2 * buffer.local_rows * (columns + 1)  # 1: rows are marked.
+    elif buffer.num_copies > 1:
+        found += 2 * buffer.num_copies * num_ids * (columns + 1)
+    for one in sent:
+        if one.what == "numbers" or (one.kind == "all-reduce" and one.num_bytes <= _JOINED_BYTES):
+            found += one.num_bytes // 4
+    return 4 * found
 
 
 def device_bytes(buffer: Buffer) -> int:

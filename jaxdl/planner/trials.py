@@ -16,7 +16,7 @@ import numpy as np
 from jaxdl.data import Data, DataSpec, Splits, TabularSpec
 from jaxdl.data.order import Order
 from jaxdl.data.tabular import TabularSource
-from jaxdl.embedding import Tables
+from jaxdl.embedding import Tables, TableWise
 from jaxdl.embedding.cache import CacheConfig
 from jaxdl.exchange import Dense
 from jaxdl.experiment import Experiment
@@ -50,14 +50,15 @@ class Trials:
     def plan(self, changes: Mapping[str, Any], devices: Sequence[Device], *, whole: bool = False) -> Plan:
         """The plan of the experiment with these changes. Raises ConfigError if it cannot be run.
 
-        Its tables are short, and all on the devices, but `whole` ones are as the experiment has them. In its batches
-        ids are folded into the rows that are on the devices.
+        Its tables are short, and all on the devices, each on one of them, but `whole` ones are as the experiment has
+        them. In its batches ids are folded into the rows that are on the devices.
         """
         changes = dict(changes)
         if isinstance(number := getattr(self.experiment.data, "num_train", None), int):
             changes["data.num_train"] = max(number, changes.get("batch_size", self.experiment.batch_size))
-        if not whole:  # Places are of the whole mesh.
-            changes |= {"embedding.cache": CacheConfig(), "embedding.places": ()}
+        if not whole:  # Places are of the whole mesh, and other schemes may need more memory than all the rest.
+            of_tables = {"cache": CacheConfig(), "places": (), "schemes": (), "scheme": TableWise()}
+            changes |= {f"embedding.{name}": value for name, value in of_tables.items()}
         rows = None if whole else self._most_rows
         plan = make_plan(self.experiment.replaced(changes), devices, read=self.splits, most_rows=rows)
         train, tables = plan.splits.train, plan.parts.tables
