@@ -1,6 +1,6 @@
 """Embedding tables under every scheme and under the plan: bytes between nodes, and step times on a slow network.
 
-The bytes are those of one training step: predicted by `jaxdl.embedding.traffic`, which the planner uses, and counted in
+The bytes are those of one training step, between nodes and inside each: predicted by `jaxdl.embedding.traffic`, which the planner uses, and counted in
 the program that XLA compiles for as many virtual CPU devices; nothing runs, so tables may have any size. By default the
 tables are those of MLPerf's DLRM-DCNv2, with ids of Zipf's law.
 
@@ -102,6 +102,9 @@ class Row:
     predicted_bytes: float
     """Bytes that one device sends to other nodes in a step."""
     counted_bytes: float
+    inner_bytes: float
+    """Bytes that it sends inside its node."""
+    counted_inner_bytes: float
     of_table_wise: float
     """Bytes of `table_wise` over these."""
     column_bytes: float
@@ -138,15 +141,16 @@ def main(args: list[str]) -> None:
     console = Console(width=150)
     rows, kinds_of = measure(command)
     title = f"MLPerf's tables on {command.nodes} nodes of {command.gpus_per_node}, batch {command.batch_size:,}"
-    columns = ("tables", "MB to other nodes", "counted", "fewer than table_wise", "GiB", "predicted ms")
+    columns = ("tables", "MB to other nodes", "counted", "fewer than table_wise", "MB inside the node", "counted")
+    columns += ("GiB", "predicted ms")
     columns += ("ids in columns: MB",) if command.jagged else ()
     table = make_table(f"{title}: one device, one step", columns)
     for row in rows:
         table.add_row(
             row.name,
-            f"{row.predicted_bytes / 1e6:,.3f}",
-            "the same" if row.predicted_bytes == row.counted_bytes else f"{row.counted_bytes / 1e6:,.3f}",
+            *_predicted_and_counted(row.predicted_bytes, row.counted_bytes),
             f"{row.of_table_wise:.2f}x",
+            *_predicted_and_counted(row.inner_bytes, row.counted_inner_bytes),
             f"{row.device_gib:,.1f}",
             f"{row.predicted_ms:,.1f}",
             *([f"{row.column_bytes / 1e6:,.3f}"] if command.jagged else []),
@@ -154,6 +158,10 @@ def main(args: list[str]) -> None:
     console.print(table)
     console.print("the plan: " + ", ".join(f"{number} {kind}" for kind, number in kinds_of.most_common()))
     write_json(command.json, {"rows": [asdict(row) for row in rows], "plan": kinds_of})
+
+
+def _predicted_and_counted(predicted: float, counted: float) -> tuple[str, str]:
+    return f"{predicted / 1e6:,.3f}", "the same" if predicted == counted else f"{counted / 1e6:,.3f}"
 
 
 def _time_steps(command: EmbeddingBench) -> None:
@@ -206,14 +214,16 @@ def measure(command: EmbeddingBench) -> tuple[list[Row], Counter[str]]:
     configs = {name: with_schemes(base, under_one(work, classes[name]())) for name in classes if name in plan.alone}
     costs = dict(plan.alone) | {PLAN: plan.costs}
     configs[PLAN] = plan.config(base)
-    sent = {name: slow_bytes(work, config) for name, config in configs.items()}
+    sent = {name: sent_along_axes(work, config) for name, config in configs.items()}
+    slow = {name: one[Axis.REPLICA.value] for name, one in sent.items()}
     columns = dataclasses.replace(work, jagged={})
     in_columns = {name: predicted_bytes(columns, config) for name, config in configs.items()}
     rows = [
         Row(
             name,
-            *sent[name],
-            of_table_wise=sent["table_wise"][0] / sent[name][0],
+            *slow[name],
+            *sent[name][Axis.FSDP.value],
+            of_table_wise=slow["table_wise"][0] / slow[name][0],
             column_bytes=in_columns[name],
             device_gib=costs[name].device_bytes / 2**30,
             predicted_ms=costs[name].total_sec * 1e3,
@@ -237,11 +247,6 @@ def predicted_bytes(work: Workload, config: EmbeddingConfig, axis: str = Axis.RE
         for one in messages(buffer, work.local_batch, config.forward_wire, config.backward_wire)
     ]
     return sent_bytes(found, work.sizes, axis)
-
-
-def slow_bytes(work: Workload, config: EmbeddingConfig) -> tuple[float, float]:
-    """(Bytes that one device sends to other nodes in a step, as predicted, and as counted in the compiled program)."""
-    return sent_along_axes(work, config)[Axis.REPLICA.value]
 
 
 def sent_along_axes(work: Workload, config: EmbeddingConfig) -> dict[str, tuple[float, float]]:
