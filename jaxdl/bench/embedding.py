@@ -1,8 +1,8 @@
 """Embedding tables under every scheme and under the plan: bytes between nodes, and step times on a slow network.
 
-The bytes are those of one training step, between nodes and inside each: predicted by `jaxdl.embedding.traffic`, which the planner uses, and counted in
-the program that XLA compiles for as many virtual CPU devices; nothing runs, so tables may have any size. By default the
-tables are those of MLPerf's DLRM-DCNv2, with ids of Zipf's law.
+The bytes are those of one training step, between nodes and inside each: predicted by `jaxdl.embedding.traffic`, which
+the planner uses, and counted in the program that XLA compiles for as many virtual CPU devices; nothing runs, so tables
+may have any size. By default the tables are those of MLPerf's DLRM-DCNv2, with ids of Zipf's law.
 
 With --rates, small tables are trained on an emulated cluster: each host is a network namespace with one process and its
 part of the processor, and the links between them have these rates. The plan is made as by `--plan auto`: the best
