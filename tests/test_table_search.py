@@ -8,12 +8,11 @@ import pytest
 
 from jaxdl.config import ConfigError
 from jaxdl.embedding import ColumnWise, EmbeddingConfig, Replicated, RowWise, Scheme, Table, TableRowWise, TableWise
-from jaxdl.embedding.layout import make_buffers
 from jaxdl.kinds import kinds
 from jaxdl.planner import distinct_rows, nominal_machine, table_report, table_search
 from jaxdl.planner.table_report import Added
 from jaxdl.planner.table_search import TableSearch, plan_choices, plan_tables
-from jaxdl.planner.tables import Workload, costs_of, device_bytes, with_schemes
+from jaxdl.planner.tables import Workload, costs_of, with_schemes
 
 MACHINE = nominal_machine("25gbit", gpus_per_node=4)
 
@@ -141,10 +140,11 @@ def test_placed_buffers_share_the_memory():
     work = work_of(rows, draw.integers(1, 9, 24).tolist(), columns=(16,) * 12 + (32,) * 12)
     chosen: dict[str, Scheme] = {table.name: TableWise() for table in work.tables}
     config = with_schemes(EmbeddingConfig(), chosen)
-    memory = sum(map(device_bytes, make_buffers(work.tables, work.num_ids, config, work.sizes)))
-    for share in (1.0, 0.93):
-        plan = plan_tables(work, MACHINE, share * memory, fixed=chosen)
-        assert plan.costs.device_bytes <= share * memory
+    spread = costs_of(work, config, MACHINE)
+    for saved in (0.0, 0.07):
+        memory = spread.needed_bytes - saved * spread.device_bytes
+        plan = plan_tables(work, MACHINE, memory, fixed=chosen)
+        assert plan.costs.needed_bytes <= memory
 
 
 def test_tables_stay_spread_where_no_placement_is_found(monkeypatch):

@@ -11,30 +11,43 @@ import numpy as np
 from jaxdl.config import ConfigError
 from jaxdl.embedding import Buffer, EmbeddingConfig, Scheme
 from jaxdl.embedding.traffic import messages
+from jaxdl.planner.machine import Machine
 from jaxdl.planner.placement import devices_of
-from jaxdl.planner.tables import Workload, device_bytes, with_schemes
+from jaxdl.planner.tables import Workload, costs_of_buffers, device_bytes, with_schemes
 
 
 def placed(
-    work: Workload, base: EmbeddingConfig, chosen: Mapping[str, Scheme], given: Mapping[str, int], memory: float
+    work: Workload,
+    base: EmbeddingConfig,
+    chosen: Mapping[str, Scheme],
+    given: Mapping[str, int],
+    memory: float,
+    machine: Machine,
 ) -> dict[str, int]:
     """The places of tables with these schemes, those in `given` first: balanced lookups and vectors, within memory.
 
     Tables without one are spread by `make_buffers`: those of a buffer whose messages a placement by cost makes longer,
-    for they are padded to the device with most, or for which none was found in the memory that other buffers leave.
+    for they are padded to the device with most, or for which none was found in the memory that a step and other buffers
+    leave.
     """
-    buffers = work.buffers(with_schemes(base, chosen, given))
-    found, sizes = dict(given), {one.name: device_bytes(one) for one in buffers}
-    for buffer in (one for one in buffers if one.scheme.assigned and one.num_outer > 1):
-        room = memory - sum(size for name, size in sizes.items() if name != buffer.name)
+    config = with_schemes(base, chosen, given)
+
+    def needed(some: Mapping[str, Buffer]) -> int:
+        return costs_of_buffers(list(some.values()), work.local_batch, config, machine, work.cached).needed_bytes
+
+    buffers = {one.name: one for one in work.buffers(config)}
+    found, most = dict(given), needed(buffers)
+    for buffer in [one for one in buffers.values() if one.scheme.assigned and one.num_outer > 1]:
+        room = memory - (most - device_bytes(buffer))
         try:
             moved = dataclasses.replace(buffer, owner=_by_cost(buffer, work, given, room))
         except ConfigError:
             continue
-        if sizes[buffer.name] <= room and _sent(moved, work) > _sent(buffer, work):
+        after = needed(buffers | {buffer.name: moved})
+        if after > max(memory, most) or (most <= memory and _sent(moved, work) > _sent(buffer, work)):
             continue
         found |= {table.name: place for table, place in zip(moved.tables, moved.owner, strict=True)}
-        sizes[buffer.name] = device_bytes(moved)
+        buffers[buffer.name], most = moved, after
     return found
 
 

@@ -57,11 +57,11 @@ def plan_tables(
     base: EmbeddingConfig | None = None,
     fixed: Mapping[str, Scheme] | None = None,
 ) -> TablePlan:
-    """The plan with the least `Costs.total_sec` that was found, with at most `memory` bytes of tables on a device.
+    """The plan with the least `Costs.total_sec` that was found, for which a device has `memory` bytes.
 
-    The tables in `fixed` have the schemes given there, and those with a place in `base` keep it. The same input gives
-    the same plan. Raises ConfigError if the tables fit in no schemes; with given places, or where shards are padded,
-    more may be needed than `memory`: see `Costs.needed_bytes`.
+    What a step needs for the tables counts as well: `Costs.needed_bytes`. The tables in `fixed` have the schemes given
+    there, and those with a place in `base` keep it. The same input gives the same plan. Raises ConfigError if the
+    tables fit in no schemes; with given places, or where shards are padded, more may be needed than `memory`.
     """
     plan = TableSearch(work, machine, memory, base, fixed).plan()
     without = (base or EmbeddingConfig()).model_copy(update={"schemes": (), "places": ()})
@@ -180,7 +180,7 @@ class TableSearch:
     def _planned(self, kinds: Mapping[str, str]) -> TablePlan:
         """The plan with these schemes: tables are placed, and its costs are those with their places."""
         chosen = _joined(self.work, {name: self._options[name][kind] for name, kind in kinds.items()}, self.fixed)
-        places = placed(self.work, self._base, chosen, self._places, self.memory)
+        places = placed(self.work, self._base, chosen, self._places, self.memory, self.machine)
         return TablePlan(chosen, places, costs_of(self.work, with_schemes(self._base, chosen, places), self.machine))
 
     def _improved(self, current: dict[str, str]) -> dict[str, str]:
