@@ -153,7 +153,7 @@ def _ends(setting: Setting) -> tuple[str, str]:
 def _ticks(axes: Axes, setting: Setting, name: str) -> None:
     if isinstance(setting, Number):
         if setting.log:
-            axes.locator_params(axis="x", nbins=4)  # Numbers as long as 0.00316 need the room.
+            axes.locator_params(axis="x", nbins=5)  # Numbers as long as 0.00316 need the room.
             axes.xaxis.set_major_formatter(lambda value, _: style.plain(10**value))
         return
     values = list(setting.ends())
