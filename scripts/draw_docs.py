@@ -13,7 +13,8 @@ the measurements themselves have the same fields, so a new measurement is drawn 
     large_batch        scripts/large_batch.py writes WORKDIR/large_batch.json: the value of "found"
 
 `floors` and `step`, the pictures of docs/architecture.md, are drawings without data (scripts/draw_architecture.py).
-docs/idea.png is drawn by scripts/draw_idea.py; docs/curves.png is the curves.png of a run (RESULTS.md, Training).
+docs/idea.png is drawn by scripts/draw_idea.py; docs/curves.png is the curves.png of a run (RESULTS.md, Training),
+and docs/search.png the slices.png of a search (RESULTS.md, Search).
 """
 
 from __future__ import annotations

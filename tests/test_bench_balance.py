@@ -18,7 +18,7 @@ from jaxdl.bench.__main__ import main
 from jaxdl.bench.balance_report import LOCAL, SUM, alike, figure, ideal, make_row, of_set, sets_table
 from jaxdl.bench.balance_run import Clock, Side, Times, check_silent, doubled, measure
 from jaxdl.bench.balance_thresholds import check_about, compared, of_rows, parse_thresholds
-from jaxdl.bench.balance_work import Work, block, chosen, planned, work_of
+from jaxdl.bench.balance_work import Work, balanced_rate, block, chosen, planned, work_of
 from jaxdl.bench.flops import step_flops
 from jaxdl.config import ConfigError
 from jaxdl.exchange import Dense
@@ -60,6 +60,23 @@ def test_batches_of_a_relative_regime():
     work = Work(Transformer(num_layers=1, embed_dim=64, num_heads=2), length=10)
     each = work.flops() / 1e6  # Operations of a text for each byte of 1 MB of gradients.
     assert [chosen(work, wanted * each, 1e6, 100).examples for wanted in (0.1, 7.4, 7.6, 1e9)] == [1, 7, 8, 100]
+
+
+@pytest.mark.parametrize(
+    ("fixed_sec", "most", "texts"), [(0.0, 4096, 1000), (0.03, 4096, 700), (0.03, 100, 100), (0.2, 4096, 1)]
+)
+def test_the_rate_is_that_of_a_step_as_long_as_an_exchange(fixed_sec, most, texts):
+    """Not that of the first probe, of 8 texts, which the fixed costs of a step make slow."""
+    work, probed = block("tiny"), []
+
+    def seconds_of(work):
+        probed.append(work.examples)
+        return fixed_sec + 1e-4 * work.examples
+
+    rate = balanced_rate(work, seconds_of, exchange_sec=0.1, gradient_bytes=1e6, most=most)
+    assert rate == pytest.approx(work.flops(texts) / (fixed_sec + 1e-4 * texts), rel=0.05)
+    assert probed[0] == 8
+    assert len(probed) <= 8
 
 
 def test_a_repeated_sum_makes_every_sum():

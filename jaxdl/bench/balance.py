@@ -42,7 +42,17 @@ from jaxdl.bench.balance_report import (
 )
 from jaxdl.bench.balance_run import Clock, Side, first_devices, hosts_of, machine_kind, measure, step_side
 from jaxdl.bench.balance_thresholds import Thresholds, check_about, compared, file_bytes, of_rows, parse_thresholds
-from jaxdl.bench.balance_work import PATIENCE_SEC, RELATIVE, Size, Work, block, chosen, planned, work_of
+from jaxdl.bench.balance_work import (
+    PATIENCE_SEC,
+    RELATIVE,
+    Size,
+    Work,
+    balanced_rate,
+    block,
+    chosen,
+    planned,
+    work_of,
+)
 from jaxdl.bench.cluster_variants import EXCHANGES, VARIANTS
 from jaxdl.bench.shared import Imports, check_options, import_exchanges, write_json
 from jaxdl.cluster import ClusterConfig, end_together, launched_cpu_devices, start_devices, wait_for_all
@@ -61,7 +71,6 @@ FAILED = 1
 """The exit code when a step is wrong, or something has become slower than the thresholds allow."""
 _REPLICA = Axis.REPLICA.value
 _DEVICES = 8
-_PROBE_EXAMPLES = 8
 _SUMS = (1, 1000)
 Regime = Literal["0.5x", "1x", "2x", "comms", "compute"]
 
@@ -231,12 +240,13 @@ class Measurement:
         links = {_REPLICA: probe_link(self.mesh, _REPLICA, ("all_reduce/float32", "all_gather"))}
         if self.inner > 1:
             links[Axis.FSDP.value] = probe_link(self.mesh, Axis.FSDP.value, ("all_gather",))
-        work = dataclasses.replace(block(self.command.size), examples=_PROBE_EXAMPLES)
+        work = block(self.command.size)
         plan = self._plan(work, None, self.replicas)
         gradients = exchanged_gradients(plan.experiment, plan.splits.train.spec, self.mesh)
         exchange_sec = predict(Dense(), gradients, Machine(links)).total_sec
-        seconds = self._timed({LOCAL: step_side(plan)})[LOCAL].slowest_sec
-        rate, size = work.flops(work.examples) / seconds, 4.0 * gradients.num_elements
+        size = 4.0 * gradients.num_elements
+        sizes = {"gradient_bytes": size, "most": self.command.most_examples}
+        rate = balanced_rate(work, self._local_sec, exchange_sec=exchange_sec, **sizes)
         return {
             "latency_sec": links[_REPLICA].latency_sec,
             "bytes_per_sec": links[_REPLICA].bytes_per_sec,
@@ -245,6 +255,9 @@ class Measurement:
             "flops_per_sec": rate,
             "balance": rate * exchange_sec / size,
         }
+
+    def _local_sec(self, work: Work) -> float:
+        return self._timed({LOCAL: step_side(self._plan(work, None, self.replicas))})[LOCAL].slowest_sec
 
     def works(self, machine: Mapping[str, float], earlier: Thresholds | None) -> dict[str, Work]:
         """The network and batch of each regime; with thresholds, the batches that they have been measured with."""

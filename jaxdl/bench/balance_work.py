@@ -7,6 +7,7 @@ for its network or for its devices: BSMBench (Bennett et al., arXiv 1401.3733) v
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,6 +29,10 @@ REGIMES = (*RELATIVE, "comms", "compute")
 """All regimes. Those that are not relative are the same on every machine."""
 PATIENCE_SEC = 600.0
 """Processes may share cores, and wait while others compile; they must not be taken for lost."""
+_PROBE_EXAMPLES = 8
+_MOST_PROBES = 8
+_NEAR = 0.1
+"""So much may the texts at the balance point change by one more probe."""
 _PASSES = 3
 """A step is a forward pass and a backward pass of twice its products."""
 
@@ -98,6 +103,25 @@ def chosen(work: Work, wanted: float, gradient_bytes: float, most: int) -> Work:
     """
     examples = round(wanted * gradient_bytes / work.flops())
     return dataclasses.replace(work, examples=min(max(1, examples), most))
+
+
+def balanced_rate(
+    work: Work, seconds_of: Callable[[Work], float], *, exchange_sec: float, gradient_bytes: float, most: int
+) -> float:
+    """Operations a second of a device in a local step that takes about as long as an exchange.
+
+    `seconds_of` returns the seconds of a local step of a work. A device computes more in a second on a larger batch, so
+    it is probed with 8 texts, then with as many as fill `exchange_sec` at that rate, until their number stays, 8 times
+    at most. Where a step on n texts takes a + b n, each probe leaves a / exchange_sec of the distance.
+    """
+    work, rate = dataclasses.replace(work, examples=min(_PROBE_EXAMPLES, most)), 0.0
+    for _ in range(_MOST_PROBES):
+        rate = work.flops(work.examples) / seconds_of(work)
+        better = chosen(work, rate * exchange_sec / gradient_bytes, gradient_bytes, most)
+        if abs(better.examples - work.examples) <= _NEAR * work.examples:
+            break
+        work = better
+    return rate
 
 
 def planned(

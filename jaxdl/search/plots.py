@@ -85,12 +85,13 @@ def slices(trials: Sequence[Trial], request: Request) -> bytes | None:
     num = len(request.settings)
     figure = style.new_figure(max(5, 3.6 * num), 3.8, "Settings and values")
     shades, (low, high) = _shades(seen, request), _limits([_value(one) for one in seen], request)
-    for axes, setting in zip(figure.subplots(1, num, squeeze=False, sharey=True)[0], request.settings, strict=True):
+    panels = figure.subplots(1, num, squeeze=False, sharey=True)[0]
+    for axes, setting in zip(panels, request.settings, strict=True):
         colors = [shades[one.number] for one in seen]
         at = [place_of(setting, one.settings[setting.name]) for one in seen]
         heights = [min(max(_value(one), low), high) for one in seen]
         axes.scatter(at, heights, c=colors, s=28, edgecolors=style.GREY, linewidths=0.3)
-        style.dress(axes, x=short(setting.name), y=request.metric)
+        style.dress(axes, x=short(setting.name), y=request.metric if axes is panels[0] else "")
         _ticks(axes, setting, "x")
     return style.png(figure)
 
@@ -152,6 +153,7 @@ def _ends(setting: Setting) -> tuple[str, str]:
 def _ticks(axes: Axes, setting: Setting, name: str) -> None:
     if isinstance(setting, Number):
         if setting.log:
+            axes.locator_params(axis="x", nbins=5)  # Numbers as long as 0.00316 need the room.
             axes.xaxis.set_major_formatter(lambda value, _: style.plain(10**value))
         return
     values = list(setting.ends())
