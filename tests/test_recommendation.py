@@ -1,6 +1,7 @@
 """Runs with embedding tables: equal on meshes, with micro-batches and clipping; memory; resume; AUC; MovieLens."""
 
 import functools
+import re
 from typing import ClassVar
 
 import jax
@@ -19,13 +20,15 @@ from jaxdl.embedding.layout import make_buffers
 from jaxdl.embedding.table import check_tables
 from jaxdl.evaluation import EvaluationConfig
 from jaxdl.experiment import Experiment
+from jaxdl.export.__main__ import main as export
 from jaxdl.kinds import forgotten
-from jaxdl.mesh import MeshConfig, batch_sharding, make_mesh
+from jaxdl.mesh import Axis, MeshConfig, batch_sharding, make_mesh
 from jaxdl.models import DLRM
 from jaxdl.optim import SGD, Constant
+from jaxdl.planner.table_report import measured_workload
 from jaxdl.report import ReportConfig
 from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.exchanged import make_tables
+from jaxdl.run.exchanged import make_tables, with_vectors
 from jaxdl.step import StepConfig, make_train_step
 from jaxdl.tasks import Binary
 from jaxdl.tasks.binary import area_under_curve
@@ -155,6 +158,12 @@ def test_a_run_resumes_on_another_mesh_with_another_scheme(tmp_path):
     batch = whole.data.build().test.batch(np.arange(256))
     predicted = jaxdl.restore(tmp_path / "cut").predict(batch)
     np.testing.assert_allclose(predicted, run.predict(batch), rtol=1e-5)
+    assert run.predict({name: x[:0] for name, x in batch.items()}).shape == (0,)
+    export(["--workdir", str(tmp_path / "cut"), "--to", str(tmp_path / "new"), "--format", "stablehlo"])
+    function = jax.export.deserialize(bytearray((tmp_path / "new" / "predict.stablehlo").read_bytes()))
+    for count in (5, 2):  # Any batch size.
+        found = function.call({"ids": batch["ids"][:count], "numbers": batch["numbers"][:count]})
+        np.testing.assert_allclose(found, predicted[:count], rtol=1e-5)
     # The last of six batches has 32 rows of padding. Two predictions may change places by rounding.
     assert run.metrics["auc"] == pytest.approx(roc_auc_score(batch["label"], predicted), abs=2 / 128**2)
     assert run.metrics["auc_error"] == 0
@@ -266,6 +275,12 @@ def test_movielens_reads_its_files(movielens):
         ("ml-100k.item", "item_id:token\tclass:token_seq\n", "it has no line after its header"),
         ("ml-100k.inter", MOVIELENS["ml-100k.inter"][:73], "there is one rating"),
         ("ml-100k.user", MOVIELENS["ml-100k.user"].replace("8\t53", "9\t53"), r"there is no user_id 8"),
+        ("ml-100k.user", MOVIELENS["ml-100k.user"].replace("8\t53", "8\tinf"), "an age or a time is no number"),
+        (
+            "ml-100k.inter",
+            re.sub(r"(?m)^(\d+\t\d+)\t\d", r"\1\t77", MOVIELENS["ml-100k.inter"]),
+            "a rating is 77, not 1 to 5",
+        ),
     ],
 )
 def test_movielens_with_other_files(movielens, name, text, message):
@@ -327,6 +342,12 @@ def test_tables_that_cannot_hold_their_ids():
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with pytest.raises(ConfigError, match="table both: it has 6 rows, and feature one has 9 ids"):
         make_tables(experiment, source.spec, mesh)
+    lacking = small.model_copy(update={"own_tables": (Table(name="a", rows=9, columns=4, features=("one",)),)})
+    incomplete = experiment.model_copy(update={"model": lacking})
+    with pytest.raises(ConfigError, match="no table has the feature 'two' of the data"):
+        with_vectors(incomplete, source.spec, (source.batch(np.arange(2))["ids"],))
+    with pytest.raises(ConfigError, match="no table has the feature 'two' of the data"):
+        measured_workload(incomplete, {axis.value: 1 for axis in Axis}, lambda *_: Splits(source, source))
     huge = [Table(name=name, rows=6 * 10**8, columns=4, features=(name,)) for name in ("one", "two")]
     with pytest.raises(ConfigError, match=r"a device has 1,200,000,000 rows .* may have 1,073,741,823"):
         make_buffers(huge, {"one": 1, "two": 2}, EmbeddingConfig(), {"replica": 1, "fsdp": 1, "tensor": 1})

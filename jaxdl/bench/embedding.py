@@ -121,6 +121,12 @@ def main(args: list[str]) -> None:
     check_options(
         command, nodes=2, gpus_per_node=1, batch_size=1, columns=1, divide_rows=1, num_rounds=1, num_repeats=1, cores=0
     )
+    if not command.skew > 0 or command.skew == 1:
+        raise ConfigError(f"--skew {command.skew:g}: the formula needs more than 0, and not 1. Give 1.05.")
+    if not command.memory_gib > 0:
+        raise ConfigError(
+            f"--memory-gib {command.memory_gib:g}: nothing fits there. Give the GiB of a device, such as 70."
+        )
     count = command.nodes * command.gpus_per_node
     if command.batch_size % count:
         raise ConfigError(f"--batch-size {command.batch_size}: it cannot be split over {count} devices.")

@@ -34,7 +34,7 @@ class MovieLens(Data, kind="movielens"):
 
     folder: str | None = None
     """The folder with the three files."""
-    liked: int = pydantic.Field(default=4, ge=1, le=5)
+    liked: int = pydantic.Field(default=4, ge=2, le=5)
     """Stars from which on a label is 1."""
     test_fraction: float = pydantic.Field(default=0.2, gt=0, lt=1)
     """Fraction of the ratings that is held out for evaluation."""
@@ -50,7 +50,7 @@ class MovieLens(Data, kind="movielens"):
         ratings, people, films = (self._read(ending) for ending in _RECBOLE)
         try:
             numbers, values = _numbers(ratings, people), _values(ratings, people, films)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(
@@ -66,9 +66,12 @@ class MovieLens(Data, kind="movielens"):
             features.append(Feature(name, len(known), width))
             ids.append(column)
         try:
-            label = (np.asarray(ratings["rating"], np.float32) >= self.liked).astype(np.float32)
+            stars = np.asarray(ratings["rating"], np.float32)
         except ValueError as error:
             raise ConfigError(f"{self.folder}: a rating is no number ({error}). Download the files again.") from None
+        if (wrong := stars[~((stars >= 1) & (stars <= 5))]).size:
+            raise ConfigError(f"{self.folder}: a rating is {wrong[0]:g}, not 1 to 5. Download the files again.")
+        label = (stars >= self.liked).astype(np.float32)
         if len(label) < 2:
             raise ConfigError(f"{self.folder}: there is one rating, so none can be held out. Download the files again.")
         order = np.random.Generator(np.random.Philox(self.split_seed)).permutation(len(label))

@@ -137,10 +137,13 @@ class SlotPlan:
             return
         least = math.ceil(1e4 * count * len(touched) / len(self.slot_of)) / 1e4
         where = "" if len(touched) == 1 else f" for rows of process {fullest} of the {len(touched)} that share it"
+        more = f"--embedding.cache.fraction {least:g} or more"
+        if least >= 1:
+            more = f"--embedding.cache.min-rows {len(self.slot_of) + 1}, which leaves this table whole"
         raise ConfigError(
             f"table {self._name}: a batch touches {count:,} of its rows, and its cache has {room:,} slots{where}. Give "
-            f"--embedding.cache.fraction {least:g} or more, or a smaller {self._size_option}. A run that has "
-            "checkpoints resumes from the newest with another fraction too."
+            f"{more}, or a smaller {self._size_option}. A run that has checkpoints resumes from the newest with these "
+            "changed."
         )
 
     def _places(self, kept: np.ndarray, homes: np.ndarray, ahead: Sequence[np.ndarray]) -> np.ndarray:

@@ -53,14 +53,14 @@ def located(buffer: Buffer, ids: jax.Array, lengths: jax.Array | None) -> Locate
     end.
     """
     columns, offsets, limits = _entries(buffer, ids.shape[1])
-    padded = jnp.concatenate([ids, jnp.full((len(ids), 1), NONE, ids.dtype)], axis=1)
-    sent = jnp.take(padded, columns.reshape(-1), axis=1).reshape(len(ids), *columns.shape)
+    padded = jnp.concatenate([ids, jnp.full((ids.shape[0], 1), NONE, ids.dtype)], axis=1)
+    sent = jnp.take(padded, columns.reshape(-1), axis=1).reshape(ids.shape[0], *columns.shape)
     counts = num_ids(buffer.slots, ids) if lengths is None else lengths[:, [slot.number for slot in buffer.slots]]
     if buffer.jagged_ranks:
         sent = jnp.concatenate([sent, _lengths(buffer, counts)], axis=2)
     here = lax.axis_index(buffer.spread.outer) if buffer.spread.outer else 0
     found = _gathered(buffer, _to_outer(buffer, jnp.moveaxis(sent, 1, 0)))
-    vectors = _vectors(buffer, found[:, buffer.num_entries :], here, len(ids)) if buffer.jagged_ranks else None
+    vectors = _vectors(buffer, found[:, buffer.num_entries :], here, ids.shape[0]) if buffer.jagged_ranks else None
     found = found[:, : buffer.num_entries]
     offset, limit = jnp.asarray(offsets)[here], jnp.asarray(limits)[here]
     device, row = spread_out(found, buffer.row_ways, buffer.groups)
@@ -91,17 +91,17 @@ def _lengths(buffer: Buffer, counts: jax.Array) -> jax.Array:
 
 def _vectors(buffer: Buffer, lengths: jax.Array, here: jax.Array | int, local_batch: int) -> jax.Array:
     """`Located.vectors`; `lengths` are `[examples, jagged ranks]` of all examples of the group."""
-    num_ranks, num_blocks = len(buffer.widths), len(lengths) // local_batch
+    num_ranks, num_blocks = len(buffer.widths), lengths.shape[0] // local_batch
     blocks = jnp.arange(num_blocks, dtype=jnp.int32)[:, None, None] * local_batch
-    rows = jnp.arange(len(lengths), dtype=jnp.int32)[:, None]
+    rows = jnp.arange(lengths.shape[0], dtype=jnp.int32)[:, None]
     parts = []
     for rank, width in enumerate(buffer.widths):
-        example = jnp.broadcast_to(rows, (len(lengths), width))
+        example = jnp.broadcast_to(rows, (lengths.shape[0], width))
         if rank in buffer.jagged_ranks:
             mine = lengths[:, buffer.jagged_ranks.index(rank)].reshape(num_blocks, local_batch)
             room = [buffer.slots[slots[rank]].num_ids if rank < len(slots) else 1 for slots in buffer.ranked]
             found = examples_of(mine, jnp.asarray(room, jnp.int32)[here], width) + blocks
-            example = found.reshape(len(lengths), width)
+            example = found.reshape(lengths.shape[0], width)
         parts.append(example * num_ranks + rank)
     return jnp.concatenate(parts, axis=1)
 
@@ -124,7 +124,7 @@ def pooled(buffer: Buffer, rows: jax.Array, found: Located, send: Wire) -> jax.A
     back = _scattered(buffer, here, send)
     if buffer.spread.outer:
         back = send(back, lambda x: lax.all_to_all(x, buffer.spread.outer, 0, 0, tiled=False))
-    flat = jnp.moveaxis(back, 0, 1).reshape(back.shape[1], -1, back.shape[3])
+    flat = jnp.moveaxis(back, 0, 1).reshape(back.shape[1], back.shape[0] * back.shape[2], back.shape[3])
     return jnp.take(flat, _ranks(buffer), axis=1) * found.factors
 
 
@@ -143,7 +143,7 @@ def _sum(buffer: Buffer, found: Sequence[jax.Array], places: jax.Array) -> jax.A
 
 def _jagged_sum(buffer: Buffer, rows: jax.Array, places: jax.Array, examples: jax.Array) -> jax.Array:
     """The same sums, in the same order, of ids that follow each other; `examples` says whose they are."""
-    flat, owner, count = places.reshape(-1), examples.reshape(-1), len(places)
+    flat, owner, count = places.reshape(-1), examples.reshape(-1), places.shape[0]
     if buffer.groups == 1:
         return jax.ops.segment_sum(_vector(rows, flat), owner, count, indices_are_sorted=True)
     found = jax.ops.segment_sum(
@@ -161,8 +161,8 @@ def owned_grads(buffer: Buffer, grads: jax.Array, found: Located, send: Wire) ->
     grads = grads * found.factors
     places = np.full(buffer.num_outer * len(buffer.widths), len(buffer.slots))
     places[_ranks(buffer)] = np.arange(len(buffer.slots))
-    padded = jnp.concatenate([grads, jnp.zeros((len(grads), 1, grads.shape[2]), grads.dtype)], axis=1)
-    sent = jnp.take(padded, places, axis=1).reshape(len(grads), buffer.num_outer, -1, grads.shape[2])
+    padded = jnp.concatenate([grads, jnp.zeros((grads.shape[0], 1, grads.shape[2]), grads.dtype)], axis=1)
+    sent = jnp.take(padded, places, axis=1).reshape(grads.shape[0], buffer.num_outer, -1, grads.shape[2])
     sent = jnp.moveaxis(sent, 1, 0)
     if buffer.spread.outer:
         sent = send(sent, lambda x: lax.all_to_all(x, buffer.spread.outer, 0, 0, tiled=False))
@@ -216,7 +216,7 @@ def _gathered(buffer: Buffer, x: jax.Array, send: Wire | None = None) -> jax.Arr
     """`[outer, local batch, ...]` of all devices of the group: `[examples, ...]`."""
 
     def gather(x: jax.Array) -> jax.Array:
-        return levels.all_gather(x, buffer.spread.inner) if buffer.spread.inner else x[None]
+        return levels.all_gather(x, buffer.spread.inner) if buffer.num_inner > 1 else x[None]
 
     return _by_example(gather(x) if send is None or not buffer.spread.inner else send(x, gather))
 

@@ -1,7 +1,8 @@
 """The exact update of touched rows: their gradients are summed first, then each row is updated once, in place.
 
 AdaGrad and Adam are not linear in the gradient, so an update for each occurrence of an id would be another one. A
-gradient of a whole table is never made: what is sorted, summed and sent is as long as the batch has ids.
+gradient of a whole table is made for `data_parallel` tables alone, which are small: else what is sorted, summed and
+sent is as long as the batch has ids.
 
 On NVIDIA GPUs sums and updates are kernels of our own (`kernels.py`), where these prove right.
 """

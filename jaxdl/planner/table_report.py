@@ -19,6 +19,7 @@ from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
 from jaxdl.planner.table_search import possible, together
 from jaxdl.planner.tables import TablePlan, Workload, costs_of
+from jaxdl.run.exchanged import checked_tables
 from jaxdl.run.validate import read_splits
 from jaxdl.step.parts import IDS
 
@@ -33,11 +34,12 @@ def measured_workload(
 ) -> Workload | None:
     """The tables of an experiment and what its batches do with them, from its data; None for a model without tables.
 
-    Raises ConfigError for data that cannot be read, and for a batch that the devices do not divide.
+    Raises ConfigError for data that cannot be read, for tables that do not fit them, and for a batch that the devices
+    do not divide.
     """
     source = read(experiment.data, None).train
     features = source.spec.id_features()
-    tables = experiment.model.tables(features)
+    tables = checked_tables(experiment, source.spec)
     if not tables:
         return None
     devices = math.prod(sizes.values())

@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 from jaxdl.agreement import Fragments, make_fragments
 from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec
-from jaxdl.embedding import EmbeddingConfig, Tables
+from jaxdl.embedding import EmbeddingConfig, Table, Tables
 from jaxdl.embedding.jagged import is_jagged
+from jaxdl.embedding.table import check_tables
 from jaxdl.embedding.update import agree_on_kernels
 from jaxdl.exchange import (
     Exchange,
@@ -68,11 +69,28 @@ def make_network(experiment: Experiment, spec: DataSpec) -> Network:
 
 def with_vectors(experiment: Experiment, spec: DataSpec, inputs: Sequence[Any]) -> tuple[Any, ...]:
     """The inputs of an experiment's network: for one with embedding tables also vectors of each feature, zeros."""
-    columns = {one: table.columns for table in experiment.model.tables(spec.id_features()) for one in table.features}
+    columns = {one: table.columns for table in checked_tables(experiment, spec) for one in table.features}
     if not columns:
         return tuple(inputs)
-    rows = len(inputs[0])
+    rows = inputs[0].shape[0]
     return (*inputs, {one.name: jnp.zeros((rows, columns[one.name])) for one in spec.id_features()})
+
+
+def checked_tables(experiment: Experiment, spec: DataSpec) -> tuple[Table, ...]:
+    """The tables of an experiment's model. Raises ConfigError for those that do not fit the data or the settings."""
+    features = spec.id_features()
+    tables = tuple(experiment.model.tables(features))
+    if not tables:
+        return tables
+    check_tables(tables, [one.name for one in features], experiment.embedding)
+    owner = {feature: table for table in tables for feature in table.features}
+    for one in features:
+        if (table := owner[one.name]).rows < one.rows:
+            raise ConfigError(
+                f"table {table.name}: it has {table.rows:,} rows, and feature {one.name} has {one.rows:,} ids. Give "
+                "it as many rows."
+            )
+    return tables
 
 
 def make_tables(experiment: Experiment, spec: DataSpec, mesh: Mesh, most_rows: int | None = None) -> Tables | None:
@@ -81,7 +99,7 @@ def make_tables(experiment: Experiment, spec: DataSpec, mesh: Mesh, most_rows: i
     Raises ConfigError for tables that do not fit the data, and for settings that do not work with them.
     """
     features, config = spec.id_features(), experiment.embedding
-    tables = experiment.model.tables(features)
+    tables = checked_tables(experiment, spec)
     if not tables:
         if config != EmbeddingConfig():
             raise ConfigError(
@@ -94,13 +112,6 @@ def make_tables(experiment: Experiment, spec: DataSpec, mesh: Mesh, most_rows: i
             )
         return None
     check_with_tables(experiment, mesh.size)
-    owner = {feature: table for table in tables for feature in table.features}
-    for one in features:  # Whether each feature has a table is seen later.
-        if one.name in owner and owner[one.name].rows < one.rows:
-            raise ConfigError(
-                f"table {owner[one.name].name}: it has {owner[one.name].rows:,} rows, and feature {one.name} has "
-                f"{one.rows:,} ids. Give it as many rows."
-            )
     num_ids = {one.name: one.num_ids for one in features}
     # The devices have slots for some rows of tables with a cache.
     slots = {one.name: config.cache.slots(one.name, one.rows) for one in tables}
