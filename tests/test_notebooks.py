@@ -1,5 +1,6 @@
 """The notebooks: stored without outputs, and executed here from a copy of the repository's folders."""
 
+import ast
 import base64
 import json
 import os
@@ -25,6 +26,18 @@ def test_stored_clean(path):
         if cell.cell_type == "code":
             assert not cell.outputs, f"{path.name}: clear the outputs before it is stored"
             assert cell.execution_count is None
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_is_imported_from_jaxdl_exists(path):
+    code = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    lines = "\n".join(line for cell in code for line in cell.splitlines() if not line.startswith(("%", "!")))
+    if "jaxdl.spark" in lines:
+        pytest.importorskip("pyspark")
+    imports = [node for node in ast.walk(ast.parse(lines)) if isinstance(node, ast.ImportFrom)]
+    for node in imports:
+        if str(node.module).split(".")[0] == "jaxdl":
+            exec(ast.unparse(node))
 
 
 def execute(path, folder, monkeypatch, *, trains_long=False):

@@ -139,6 +139,8 @@ def main(args: list[str]) -> None:
         ("--schemes", command.schemes),
         ("--ids-ahead", command.ids_ahead),
         ("--cores", command.cores),
+        ("--num-rounds", command.num_rounds != EmbeddingBench.num_rounds),
+        ("--num-repeats", command.num_repeats != EmbeddingBench.num_repeats),
     ):
         if given:
             raise ConfigError(f"{option}: only steps on an emulated network depend on it. Give --rates as well.")

@@ -113,6 +113,9 @@ def run(args: list[str], prog: str) -> None:
     console = Console(width=170)
     trials = Trials(command.experiment)
     if command.only_tables:
+        for name in ("efficiency", "overlap", "shown"):
+            if (value := getattr(command, name)) != getattr(PlannerOptions, name):
+                raise OptionError(f"--{name} {value:g}: with --only-tables nothing depends on it. Leave it out.")
         sizes = _sizes(command, fixed)
         if math.prod(sizes.values()) == 1:
             raise OptionError("--only-tables: one device has all tables. Give --nodes or --gpus-per-node above 1.")

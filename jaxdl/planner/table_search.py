@@ -34,6 +34,7 @@ from jaxdl.planner.tables import (
     costs_of_buffers,
     with_schemes,
 )
+from jaxdl.report.explanation import readable_bytes
 from jaxdl.solver import milp
 
 _ROOM_SLACK = 1.1
@@ -289,7 +290,7 @@ def choose(
             min(size for (one, _), size in zip(pairs, sizes, strict=True) if one is table) for table in work.tables
         )
         raise ConfigError(
-            f"the tables need {least / 2**30:,.2f} GiB on each device, and it has {memory / 2**30:,.2f} GiB for them. "
+            f"the tables need {readable_bytes(least)} on each device, and it has {readable_bytes(memory)} for them. "
             "Take more devices, fewer columns, or an optimizer that keeps less of a row (rowwise_adagrad)."
         )
     return {pairs[i][0].name: pairs[i][1] for i in np.flatnonzero(found.x > 0.5).tolist()}
