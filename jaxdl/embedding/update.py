@@ -26,6 +26,7 @@ from jaxdl.embedding import levels
 from jaxdl.embedding.layout import Buffer
 from jaxdl.embedding.lookup import Located
 from jaxdl.embedding.optimizers import RowOptimizer, RowState
+from jaxdl.embedding.sorting import by_row
 from jaxdl.embedding.wire import Wire
 
 ROUTE = "JAXDL_TABLES"
@@ -67,11 +68,7 @@ def summed(rows: jax.Array, vectors: jax.Array, grads: jax.Array, num_rows: int,
 
     Rows that are `num_rows` or more count as none. With `in_order`, `vectors` rise already.
     """
-    if in_order:
-        keys, order = lax.sort_key_val(rows, jnp.arange(rows.size, dtype=jnp.int32), is_stable=True)
-        wanted = jnp.take(vectors, order)
-    else:
-        keys, wanted = lax.sort((rows, vectors), num_keys=2)
+    keys, wanted = by_row(rows, vectors, in_order=in_order)
     operands = alike((), keys, wanted, grads)
     return Touched(*_sums_p.bind(*operands, num_rows=num_rows))
 
