@@ -27,6 +27,7 @@ from jaxdl.embedding import (
     TableRowWise,
     Tables,
     TableWise,
+    sorting,
 )
 from jaxdl.embedding.jagged import fitting, packed
 from jaxdl.kinds import kinds
@@ -323,6 +324,19 @@ def test_jagged_ids_on_a_mesh(scheme):
     assert_all_like_oracle(trained(scheme, RowWiseAdaGrad(), MESHES[2], jagged=JAGGED), RowWiseAdaGrad())
 
 
+@pytest.mark.parametrize("in_order", [True, False])
+def test_rows_are_sorted_alike_on_every_platform(in_order):
+    draw = np.random.default_rng(0)
+    rows = draw.choice([0, 1, 7, 2**31 - 1], (3, 100)).astype(np.int32)
+    places = np.stack([draw.choice(2**31 - 1, 100, replace=False) for _ in range(3)]).astype(np.int32)
+    places = np.sort(places) if in_order else places
+    order = np.lexsort((places, rows))
+    wanted = np.take_along_axis(rows, order, 1), np.take_along_axis(places, order, 1)
+    for one in (sorting.by_row, sorting.as_words, sorting.as_pairs):
+        found = jax.vmap(functools.partial(one, in_order=in_order))(rows, places)
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_a_step_that_is_not_kept_changes_nothing():
     tables, step = program(Replicated(), RowWiseAdaGrad(), (2, 2, 1))
     before = whole(tables, fresh(tables))
@@ -358,6 +372,7 @@ def test_initial_rows_are_uniform_and_the_same_everywhere():
             "several tables have the name 'wide'",
         ),
         (TABLES, {"schemes": (("user*", RowWise()),)}, "no table has such a name"),
+        (TABLES, {"schemes": (("*", RowWise()), ("large", TableWise()))}, "'large': patterns before it have all"),
     ],
 )
 def test_tables_that_do_not_fit(tables, config, message):

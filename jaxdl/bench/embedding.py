@@ -82,7 +82,7 @@ class EmbeddingBench:
     ids_ahead: bool = False
     """Time each also with the ids of the next batch sent ahead."""
     num_rounds: int = 7
-    """Steps of each config at each rate, in turns. Medians are reported."""
+    """How often the configs take turns at each rate, for three steps each. Medians of all steps are reported."""
     num_repeats: int = 5
     """How often the probe of the network sends each message."""
     json: Path | None = None
@@ -133,6 +133,8 @@ def main(args: list[str]) -> None:
     if command.rates:
         if command.jagged:
             raise ConfigError("--jagged: with --rates ids are in columns. Give one of both.")
+        if command.network != EmbeddingBench.network:
+            raise ConfigError("--network: with --rates the plan is made for links of these rates. Give one of both.")
         _time_steps(command)
         return
     for option, given in (

@@ -36,7 +36,8 @@ PLAN = "plan"
 _AHEAD = ", ids ahead"
 _PATIENCE_SEC = 600.0
 _SLOW = Axis.REPLICA.value
-_TRIAL_ROUNDS = 5
+_TRIAL_ROUNDS, _STEPS = 3, 3
+"""Of a choice of schemes; and of a config in each round: one after the other, as in training."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +159,7 @@ class _Cluster:
     def in_turns(
         self, names: Sequence[str], rates: Sequence[str | None], num_rounds: int
     ) -> list[dict[str, list[float]]]:
-        """For each rate the seconds of a step of each config, one a round.
+        """For each rate the seconds of steps of each config, some in each round.
 
         Every round has all rates, so that what else the machine does disturbs them alike.
         """
@@ -167,14 +168,14 @@ class _Cluster:
             order = names[::-1] if number % 2 else names
             for rate, seconds in zip(rates, found, strict=True):
                 self.network.set_rate(rate)
-                self._step(order[0])  # Connections get used to the rate.
+                self._steps(order[0], 1)  # Connections get used to the rate.
                 for one in order:
-                    seconds[one].append(self._step(one))
+                    seconds[one] += self._steps(one, _STEPS)
         return found
 
-    def _step(self, name: str) -> float:
-        """Seconds of a step; it ends when it has ended on every host."""
-        return max(sec for [sec] in self.workers.ask("run", name=name, num_steps=1))
+    def _steps(self, name: str, count: int) -> list[float]:
+        """Seconds of steps; each ends when it has ended on every host."""
+        return [max(hosts) for hosts in zip(*self.workers.ask("run", name=name, num_steps=count), strict=True)]
 
 
 def _experiment(command: EmbeddingBench) -> Experiment:

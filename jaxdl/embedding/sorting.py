@@ -22,7 +22,7 @@ def by_row(rows: jax.Array, places: jax.Array, *, in_order: bool) -> tuple[jax.A
     return keys, sorted_places
 
 
-def _words(rows: jax.Array, places: jax.Array, *, in_order: bool) -> Sequence[jax.Array]:
+def as_words(rows: jax.Array, places: jax.Array, *, in_order: bool) -> Sequence[jax.Array]:
     """As one sort of 64-bit words: without a comparison of several numbers, of which each is slow."""
     del in_order
     with jax.enable_x64(True):  # There are no such words without.
@@ -32,10 +32,10 @@ def _words(rows: jax.Array, places: jax.Array, *, in_order: bool) -> Sequence[ja
     return halves[:, 1], halves[:, 0]
 
 
-def _pairs(rows: jax.Array, places: jax.Array, *, in_order: bool) -> Sequence[jax.Array]:
+def as_pairs(rows: jax.Array, places: jax.Array, *, in_order: bool) -> Sequence[jax.Array]:
     """The same; if places rise already, by a stable sort of 32-bit keys, for which GPUs have a radix sort."""
     if not in_order:
-        return _words(rows, places, in_order=in_order)
+        return as_words(rows, places, in_order=in_order)
     keys, order = lax.sort_key_val(rows, jnp.arange(rows.size, dtype=jnp.int32), is_stable=True)
     return keys, jnp.take(places, order)
 
@@ -45,4 +45,4 @@ def _types(rows: Any, places: Any, *, in_order: bool) -> Sequence[Result]:
     return [Result(rows.shape, jnp.int32), Result(places.shape, jnp.int32)]
 
 
-_sort_p = define("sort_rows", _pairs, _types, core_ndims=(1, 1), platforms={"cpu": _words})
+_sort_p = define("sort_rows", as_pairs, _types, core_ndims=(1, 1), platforms={"cpu": as_words})

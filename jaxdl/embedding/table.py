@@ -72,6 +72,11 @@ class EmbeddingConfig(Config):
 
     def schemes_of(self, tables: Sequence[str]) -> dict[str, Scheme]:
         """Of each table its scheme: that of the first pattern of its name. A plan names hundreds of tables."""
+        last = (*self.schemes, ("*", self.scheme))
+        return {table: last[number][1] for table, number in self.patterns_of(tables).items()}
+
+    def patterns_of(self, tables: Sequence[str]) -> dict[str, int]:
+        """Of each table the number of its pattern in `schemes`; as many as there are for one that matches none."""
         first: dict[str, int] = {}
         for number, (pattern, _) in enumerate(self.schemes):
             first.setdefault(pattern, number)
@@ -80,8 +85,7 @@ class EmbeddingConfig(Config):
         for table in tables:
             named = first.get(table, len(self.schemes))
             earlier = (one for one in wild if one < named and selects(self.schemes[one][0], table))
-            number = next(earlier, named)
-            found[table] = self.schemes[number][1] if number < len(self.schemes) else self.scheme
+            found[table] = next(earlier, named)
         return found
 
 
@@ -125,7 +129,13 @@ def check_tables(tables: Sequence[Table], features: Sequence[str], config: Embed
             reason = "there is no such table" if table is None else f"{config.scheme_of(name).kind} has no place"
             raise ConfigError(f"--embedding.places {name!r}: {reason}. Leave it out.")
     config.cache.check([table.name for table in tables])
-    for pattern, _ in config.schemes:
+    used = set(config.patterns_of([table.name for table in tables]).values())
+    for number, (pattern, _) in enumerate(config.schemes):
         if not any(selects(pattern, table.name) for table in tables):
             listed = ", ".join(table.name for table in tables)
             raise ConfigError(f"--embedding.schemes {pattern!r}: no table has such a name; there are {listed}.")
+        if number not in used:
+            raise ConfigError(
+                f"--embedding.schemes {pattern!r}: patterns before it have all of its tables. Put it first, or leave it "
+                "out."
+            )

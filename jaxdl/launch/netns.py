@@ -41,8 +41,9 @@ _KILL_SEC = 5.0
 _LOOPBACK_MTU = 9000
 # A new namespace takes over the machine's setting. Under `bbr`, which does not slow down when the short queues of slow
 # links drop packets, messages to all peers at once lose thousands, and some of them wait for timeouts of a second.
-# Every Linux has `reno`, and it is allowed in every namespace.
-_CONGESTION_CONTROL = "reno"
+# Every Linux has `reno`, and it is allowed in every namespace. A connection that was idle while its host computed goes on
+# as fast as before: with a slow start instead, a message takes longer the longer the pause before it was.
+_TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
 _HELD: set[int] = set()  # The pid of this process while it has a network.
 # `sudo` and cron leave these out.
 _PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
@@ -180,8 +181,8 @@ class Network:
             if self._cores is not None:
                 entered = processors.limit(namespace, self._cores)
                 self.hosts[index] = dataclasses.replace(host, prefix=(*entered, *host.prefix))
-            setting = f"echo {_CONGESTION_CONTROL} >/proc/sys/net/ipv4/tcp_congestion_control"
-            _run("ip", "netns", "exec", namespace, "sh", "-c", setting)
+            settings = "; ".join(f"echo {value} >/proc/sys/net/ipv4/{name}" for name, value in _TCP.items())
+            _run("ip", "netns", "exec", namespace, "sh", "-c", settings)
         if self._rate is not None:
             self.set_rate(self._rate)
 

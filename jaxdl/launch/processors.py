@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import time
 from pathlib import Path
 
 from jaxdl.config import ConfigError
 
-_PERIOD_US = 20_000
-"""The quota is granted so often: a host that has used it up waits for less than this."""
+_PERIOD_US, _LONGEST_US = 2_000, 20_000
+"""The quota is granted so often. It should be short: a host that has waited for the network has its whole quota left,
+and computes without a limit until that is used up, which saves it up to a period after each message."""
 _LEAST_US = 1_000
-"""The kernel takes no smaller quota."""
+"""The kernel takes no smaller quota: for less than half of a core the period is longer."""
 _ROOTS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))
 """Where control groups are: of the first version, with `cpu.cfs_quota_us`; and of the second, with `cpu.max`."""
 _QUOTA, _PERIOD, _BOTH = "cpu.cfs_quota_us", "cpu.cfs_period_us", "cpu.max"
@@ -26,7 +28,7 @@ _PATIENCE_SEC = 5.0
 
 def check_limit(cores: float) -> None:
     """Raises ConfigError for a share that cannot be given, or where this machine cannot limit one."""
-    least = _LEAST_US / _PERIOD_US
+    least = _LEAST_US / _LONGEST_US
     if not least <= cores <= 1024:
         raise ConfigError(f"--cores {cores:g}: a host has from {least:g} to 1024 cores; 0.5 is half of one.")
     if not can_limit():
@@ -57,13 +59,16 @@ def limit(name: str, cores: float) -> tuple[str, ...]:
 
 def set_quota(name: str, cores: float | None) -> None:
     """Changes how many cores the processes of a group have together; None: all. Raises ConfigError."""
+    period = _PERIOD_US if cores is None else max(_PERIOD_US, math.ceil(_LEAST_US / cores))
+    quota = None if cores is None else max(_LEAST_US, round(cores * period))
     for folder in (root / name for root in _ROOTS if (root / name).is_dir()):
-        quota = None if cores is None else round(cores * _PERIOD_US)
         try:
             if (folder / _BOTH).exists():
-                (folder / _BOTH).write_text(f"{'max' if quota is None else quota} {_PERIOD_US}")
+                (folder / _BOTH).write_text(f"{'max' if quota is None else quota} {period}")
             else:
-                (folder / _PERIOD).write_text(str(_PERIOD_US))
+                # Without a quota any period will do: the kernel refuses one whose quota would be too large a part.
+                (folder / _QUOTA).write_text("-1")
+                (folder / _PERIOD).write_text(str(period))
                 (folder / _QUOTA).write_text(str(-1 if quota is None else quota))
         except OSError as error:
             raise ConfigError(f"{folder}: the quota cannot be set: {error.strerror}. Leave --cores out.") from None
