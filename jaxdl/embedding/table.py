@@ -136,6 +136,6 @@ def check_tables(tables: Sequence[Table], features: Sequence[str], config: Embed
             raise ConfigError(f"--embedding.schemes {pattern!r}: no table has such a name; there are {listed}.")
         if number not in used:
             raise ConfigError(
-                f"--embedding.schemes {pattern!r}: patterns before it have all of its tables. Put it first, or leave it "
-                "out."
+                f"--embedding.schemes {pattern!r}: patterns before it have all of its tables. Put it before them, or "
+                "leave it out."
             )

@@ -41,8 +41,8 @@ _KILL_SEC = 5.0
 _LOOPBACK_MTU = 9000
 # A new namespace takes over the machine's setting. Under `bbr`, which does not slow down when the short queues of slow
 # links drop packets, messages to all peers at once lose thousands, and some of them wait for timeouts of a second.
-# Every Linux has `reno`, and it is allowed in every namespace. A connection that was idle while its host computed goes on
-# as fast as before: with a slow start instead, a message takes longer the longer the pause before it was.
+# Every Linux has `reno`, and it is allowed in every namespace. A connection that was idle while its host computed goes
+# on as fast as before: with a slow start instead, a message takes longer the longer the pause before it was.
 _TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
 _HELD: set[int] = set()  # The pid of this process while it has a network.
 # `sudo` and cron leave these out.
