@@ -134,7 +134,7 @@ def main(args: list[str]) -> None:
         if command.jagged:
             raise ConfigError("--jagged: with --rates ids are in columns. Give one of both.")
         if command.network != EmbeddingBench.network:
-            raise ConfigError("--network: with --rates the plan is made for links of these rates. Give one of both.")
+            raise ConfigError(f"--network {command.network}: with --rates links have these rates. Give one of both.")
         _time_steps(command)
         return
     for option, given in (
