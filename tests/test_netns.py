@@ -151,13 +151,15 @@ import json, socket
 names = [name for _, name in socket.if_nameindex()]
 addresses = [socket.gethostbyname(f"host{index}") for index in range(3)]
 control = socket.socket().getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-print(json.dumps([socket.gethostname(), addresses, names, control.decode()]))
+idle = open("/proc/sys/net/ipv4/tcp_slow_start_after_idle").read().strip()
+print(json.dumps([socket.gethostname(), addresses, names, control.decode(), idle]))
 """
         for host in network.hosts:
             out, err = inside(host, code).communicate(timeout=LONG_SEC)
             assert not err
-            own_name, addresses, names, control = json.loads(out)
+            own_name, addresses, names, control, idle = json.loads(out)
             assert control.strip("\0") == "reno", "whatever the machine has"
+            assert idle == "0", "no slow start after a pause"
             assert own_name == host.name
             assert addresses == [other.address for other in network.hosts]
             assert names == ["lo", "eth0"]

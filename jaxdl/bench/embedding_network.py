@@ -36,8 +36,10 @@ PLAN = "plan"
 _AHEAD = ", ids ahead"
 _PATIENCE_SEC = 600.0
 _SLOW = Axis.REPLICA.value
-_TRIAL_ROUNDS, _STEPS = 3, 3
-"""Of a choice of schemes; and of a config in each round: one after the other, as in training."""
+_TRIAL_ROUNDS = 3
+"""In which the choices of schemes are timed."""
+_STEPS = 3
+"""Of each config in a round, one after the other, as in training."""
 
 
 @dataclasses.dataclass(frozen=True)

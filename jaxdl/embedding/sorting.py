@@ -23,7 +23,7 @@ def by_row(rows: jax.Array, places: jax.Array, *, in_order: bool) -> tuple[jax.A
 
 
 def as_words(rows: jax.Array, places: jax.Array, *, in_order: bool) -> Sequence[jax.Array]:
-    """As one sort of 64-bit words: without a comparison of several numbers, of which each is slow."""
+    """By one sort of 64-bit words, a row and its place in each: XLA sorts pairs of numbers slowly on CPUs."""
     del in_order
     with jax.enable_x64(True):  # There are no such words without.
         # A row comes last: it is the higher half.

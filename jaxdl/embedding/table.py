@@ -72,8 +72,8 @@ class EmbeddingConfig(Config):
 
     def schemes_of(self, tables: Sequence[str]) -> dict[str, Scheme]:
         """Of each table its scheme: that of the first pattern of its name. A plan names hundreds of tables."""
-        last = (*self.schemes, ("*", self.scheme))
-        return {table: last[number][1] for table, number in self.patterns_of(tables).items()}
+        schemes = [*(scheme for _, scheme in self.schemes), self.scheme]
+        return {table: schemes[number] for table, number in self.patterns_of(tables).items()}
 
     def patterns_of(self, tables: Sequence[str]) -> dict[str, int]:
         """Of each table the number of its pattern in `schemes`; as many as there are for one that matches none."""
@@ -131,11 +131,12 @@ def check_tables(tables: Sequence[Table], features: Sequence[str], config: Embed
     config.cache.check([table.name for table in tables])
     used = set(config.patterns_of([table.name for table in tables]).values())
     for number, (pattern, _) in enumerate(config.schemes):
-        if not any(selects(pattern, table.name) for table in tables):
-            listed = ", ".join(table.name for table in tables)
-            raise ConfigError(f"--embedding.schemes {pattern!r}: no table has such a name; there are {listed}.")
-        if number not in used:
+        if number in used:
+            continue
+        if any(selects(pattern, table.name) for table in tables):
             raise ConfigError(
                 f"--embedding.schemes {pattern!r}: patterns before it have all of its tables. Put it before them, or "
                 "leave it out."
             )
+        listed = ", ".join(table.name for table in tables)
+        raise ConfigError(f"--embedding.schemes {pattern!r}: no table has such a name; there are {listed}.")

@@ -181,7 +181,7 @@ class Network:
             if self._cores is not None:
                 entered = processors.limit(namespace, self._cores)
                 self.hosts[index] = dataclasses.replace(host, prefix=(*entered, *host.prefix))
-            settings = "; ".join(f"echo {value} >/proc/sys/net/ipv4/{name}" for name, value in _TCP.items())
+            settings = " && ".join(f"echo {value} >/proc/sys/net/ipv4/{name}" for name, value in _TCP.items())
             _run("ip", "netns", "exec", namespace, "sh", "-c", settings)
         if self._rate is not None:
             self.set_rate(self._rate)

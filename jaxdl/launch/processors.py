@@ -60,7 +60,7 @@ def limit(name: str, cores: float) -> tuple[str, ...]:
 def set_quota(name: str, cores: float | None) -> None:
     """Changes how many cores the processes of a group have together; None: all. Raises ConfigError."""
     period = _PERIOD_US if cores is None else max(_PERIOD_US, math.ceil(_LEAST_US / cores))
-    quota = None if cores is None else max(_LEAST_US, round(cores * period))
+    quota = None if cores is None else round(cores * period)
     for folder in (root / name for root in _ROOTS if (root / name).is_dir()):
         try:
             if (folder / _BOTH).exists():
