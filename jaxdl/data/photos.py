@@ -33,7 +33,7 @@ from jaxdl.data.spec import ImageSpec
 from jaxdl.data.view import Erasing, View
 
 IMAGENET_MEAN, IMAGENET_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
-_VERSION = 2
+_VERSION = 3
 """Version of the contents of caches; a cache of another version is not read."""
 _PIECES_A_WORKER = 2
 """Pieces of a batch per worker: more than one, so that workers finish a batch together."""
