@@ -23,9 +23,11 @@ _ROWS_AT_ONCE = 16
 """Rows of a JPEG band."""
 _SPARE_ROWS = 4
 """Rows decoded beyond the needed ones: colours are interpolated across rows."""
-_ORIENTATION_TAG, _BITS_TAG, _FORM_TAG, _WHITE_TAG = 0x0112, 258, 339, 262
-"""Tags of EXIF and TIFF: orientation, bits of a sample, whether it has a sign, and which value is white."""
-_SIGNED, _ZERO_IS_WHITE = 2, 0
+_ORIENTATION_TAG, _BITS_TAG, _WHITE_TAG = 0x0112, 258, 262
+"""Tags of EXIF and TIFF: orientation, bits of a sample, and which value is white."""
+_ZERO_IS_WHITE = 0
+_SIXTEEN_IN_32 = ("PPM", "PNG")
+"""Formats of which Pillow keeps 16 bits as integers of 32; others have that many, and do not say what is white."""
 _EXIF_INTEGERS = {3: "H", 4: "I", 8: "h", 9: "i"}
 """Types of EXIF's numbers -> those of `struct`."""
 _TRANSPOSES = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
@@ -176,7 +178,7 @@ def _eight_bits(image: Any) -> Any:
     from PIL import Image
 
     tags = getattr(image, "tag_v2", {})
-    bits, form = (tags.get(_BITS_TAG) or (16,))[0], (tags.get(_FORM_TAG) or (1,))[0]
+    bits = (tags.get(_BITS_TAG) or (16,))[0]
     values = np.asarray(image)
     if image.mode == "F":
         if not (values.min() >= 0 and values.max() <= 1):  # Also for NaN.
@@ -185,9 +187,9 @@ def _eight_bits(image: Any) -> Any:
                 "a known range. Write it with 8 or 16 bits"
             )
         levels = np.rint(values * np.float32(255))
-    elif bits > 16 or form == _SIGNED or values.min() < 0 or values.max() > 0xFFFF:
+    elif image.mode == "I" and image.format not in _SIXTEEN_IN_32:
         raise BadImage(
-            f"its levels are integers of {bits} bits{' with a sign' if form == _SIGNED else ''}, here from "
+            f"its levels are integers of 32 bits, or of 16 with a sign, here from "
             f"{values.min()} to {values.max()}: which of them is white is not known. Write it with 8 or 16 bits"
         )
     else:
