@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import os
 import tarfile
 
 import pytest
@@ -207,11 +208,13 @@ def test_files_of_a_folder_that_are_not_used_are_named(scheme, folder):
     (folder / "train" / "loose.jpg").write_bytes(IMAGE)
     (folder / "train" / "cat" / "a.jfif").write_bytes(IMAGE)
     (folder / "val" / "about.txt").write_bytes(b"")
+    os.close(os.open(os.fsencode(folder) + b"/val/\xff.txt", os.O_CREAT))
     data = ImageFolder(path=f"{scheme}{folder}", photos=PLAIN)
     said = warnings(data.build().train)
     assert "7 images are used. Not used are images in no class folder: 1 (loose.jpg)." in said
     assert "(cat/a.jfif)" in said
-    assert "(about.txt)" in said
+    assert "(about.txt, \N{REPLACEMENT CHARACTER}.txt)" in said
+    said.encode()
     with pytest.raises(ConfigError, match=r"1 images are damaged or cannot be used, more than photos\.max_bad = 0"):
         data.replaced({"photos": PLAIN.replaced({"max_bad": 0})}).build()
 

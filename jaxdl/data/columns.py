@@ -211,9 +211,12 @@ class _Table(NamedTuple):
         found = [f"column {name!r} {why}. If it is no measurement, leave it out: name the others in --data.features."
                  for name, why in suspects(self.x, self.names, self.labels, self.starts)]  # fmt: skip
         if self.index:
-            found.insert(0, f"left out as an index of pandas, which numbers rows: {', '.join(map(repr, self.index))}. "
-                            "To use it, name it with the others in --data.features; files that are written with "
-                            "index=False have none.")  # fmt: skip
+            index = ", ".join(repr(name) if name else "a column without a name" for name in self.index)
+            text = (
+                f"left out as an index of pandas, which numbers rows: {index}. To use it, name it with the others in "
+                "--data.features; files that are written with index=False have none."
+            )
+            found.insert(0, text)
         return [f"data tabular: {one}" for one in found]
 
 

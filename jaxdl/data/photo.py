@@ -189,8 +189,8 @@ def _eight_bits(image: Any) -> Any:
         levels = np.rint(values * np.float32(255))
     elif image.mode == "I" and image.format not in _SIXTEEN_IN_32:
         raise BadImage(
-            f"its levels are integers of 32 bits, or of 16 with a sign, here from "
-            f"{values.min()} to {values.max()}: which of them is white is not known. Write it with 8 or 16 bits"
+            f"its levels are integers of 32 bits, or of 16 with a sign, here from {values.min()} to {values.max()}: "
+            "which of them is white is not known. Write it with 8 or 16 bits"
         )
     else:
         levels = values >> max(0, bits - 8)
