@@ -88,7 +88,7 @@ def _every_name(names: Sequence[str]) -> str:
     found = []
     for vector, group in itertools.groupby(names, key=lambda name: name.rpartition("[")[0] or name):
         members = list(group)
-        found.append(f"{vector}[0..{len(members) - 1}]" if len(members) > 1 else members[0])
+        found.append(f"{vector}[0..{len(members) - 1}]" if len(members) > 1 else members[0] or "''")
     more = len(found) - _NAMED
     return ", ".join(found[:_NAMED]) + (f" and {more:,} more (data.json has all)" if more > 0 else "")
 
@@ -138,19 +138,21 @@ class Tabular(Data, kind="tabular"):
         check_label_range(np.concatenate([train.labels, test.labels]), num_classes, "data tabular")
         check_classes(num_classes, "data tabular")
 
-        def splits(names: tuple[str, ...], x: np.ndarray, test_x: np.ndarray, warnings: Sequence[str]) -> Splits:
+        def sources(
+            names: tuple[str, ...], x: np.ndarray, test_x: np.ndarray, warnings: Sequence[str]
+        ) -> tuple[NumbersSource, NumbersSource]:
             mean, std = _statistics(x) if self.normalize else (np.zeros(len(names)), np.ones(len(names)))
             spec = NumbersSpec(names, num_classes, tuple(mean.tolist()), tuple(std.tolist()))
             first = NumbersSource(x, train.labels[rows], spec, warnings=warnings)
-            return Splits(first, NumbersSource(test_x, test.labels[held], spec))
+            return first, NumbersSource(test_x, test.labels[held], spec)
 
-        found = splits(train.names, train.x[rows], test.x[held], train.warnings())
+        found = sources(train.names, train.x[rows], test.x[held], train.warnings())
         if train.indexed is not None and test.indexed is not None and train.indexed[0] == test.indexed[0]:
             index = ", ".join(map(repr, train.index))
             warning = f"data tabular: the run was begun with {index}, an index of pandas, as a feature, and goes on so."
-            earlier = splits(train.indexed[0], train.indexed[1][rows], test.indexed[1][held], [warning])
-            found.train.earlier, found.test.earlier = earlier.train, earlier.test
-        return found
+            earlier = sources(train.indexed[0], train.indexed[1][rows], test.indexed[1][held], [warning])
+            found[0].earlier, found[1].earlier = earlier
+        return Splits(*found)
 
     def staged(self, stage: Stage) -> Tabular:
         """See `Data.staged`: the files of `train` and `test`."""

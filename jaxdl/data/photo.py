@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import math
-import numbers
 import re
 import struct
 from typing import Any
@@ -161,7 +160,7 @@ def _orientation(image: Any) -> int:
         value = image.getexif().get(_ORIENTATION_TAG, 1)
     except Exception:  # Pillow raises many classes for EXIF that is damaged; the pixels are whole.
         return 1
-    return int(value) if isinstance(value, numbers.Real) and value in range(1, 9) else 1
+    return next((one for one in range(1, 9) if value == one), 1)  # Bytes, and several numbers, are equal to none.
 
 
 def _eight_bits(image: Any) -> Any:
