@@ -339,7 +339,7 @@ class Store:
             return set()
         except ValueError:
             raise DamagedFile(
-                f"{path}: it is damaged; nodes that were out of service before still count as such. Name one again with "
+                f"{path}: it is damaged; nodes that were out of service before still count so. Name one again with "
                 "`nodes --lost` or `--back`."
             ) from None
         return set(names)
