@@ -72,7 +72,7 @@ class Journal:
                 storage=self._storage, study_name=STUDY, direction=direction, load_if_exists=True
             )
             self._study, self._id = study, self._storage.get_study_id_from_name(STUDY)
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path}: it is no journal of a search ({error}). Restore it, or choose another --workdir."
             ) from None
@@ -188,7 +188,7 @@ def has_values(path: Path) -> bool:
     try:
         storage = storage_at(path)
         trials = storage.get_all_trials(storage.get_study_id_from_name(STUDY), deepcopy=False)
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError):
         return False
     return any(one.intermediate_values for one in trials)
 
