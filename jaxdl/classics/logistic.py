@@ -69,17 +69,7 @@ def logistic(
     ordered, for numbers too large for float32, and for a c that is not positive.
     """
     rows = as_rows(x, mesh, "logistic", scaled=True)
-    wanted = targets(y, rows.num_rows, "logistic")
-    if wanted.dtype.kind == "f" and not (np.isfinite(wanted) & (wanted == np.floor(wanted))).all():
-        raise ConfigError("logistic: some of y are no classes but numbers. Give whole numbers, or names; or use ridge.")
-    try:
-        classes, numbers = np.unique(wanted, return_inverse=True)
-    except TypeError:
-        raise ConfigError(
-            "logistic: y has values that cannot be ordered. Give whole numbers, or names alone."
-        ) from None
-    if len(classes) < 2:
-        raise ConfigError(f"logistic: all rows are of class {classes[0]}. Give rows of two or more classes.")
+    classes, numbers = _classes(targets(y, rows.num_rows, "logistic"))
     if not is_number(c) or not 0 < c < float("inf") or not is_number(max_steps, whole=True) or max_steps < 1:
         raise ConfigError(f"logistic: c = {c!r}, max_steps = {max_steps!r}. Give a positive number, and at least 1.")
     width = 1 if len(classes) == 2 else len(classes)
@@ -113,6 +103,21 @@ def logistic(
     return _result(classes, params, rows, max_steps, f"max_steps = {max_steps} were made")
 
 
+def _classes(wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(the classes in their order, the number of each row's class). Raises ConfigError for what has none."""
+    if wanted.dtype.kind == "f" and not (np.isfinite(wanted) & (wanted == np.floor(wanted))).all():
+        raise ConfigError("logistic: some of y are no classes but numbers. Give whole numbers, or names; or use ridge.")
+    try:
+        classes, numbers = np.unique(wanted, return_inverse=True)
+    except TypeError:
+        raise ConfigError(
+            "logistic: y has values that cannot be ordered. Give whole numbers, or names alone."
+        ) from None
+    if len(classes) < 2:
+        raise ConfigError(f"logistic: all rows are of class {classes[0]}. Give rows of two or more classes.")
+    return classes, numbers
+
+
 def _newton_move(
     params: np.ndarray, penalty: np.ndarray, gradient: np.ndarray, hessian: np.ndarray
 ) -> tuple[np.ndarray, float]:
@@ -142,7 +147,7 @@ def _result(classes: np.ndarray, params: np.ndarray, rows: Rows, steps: int, pro
             f"logistic: the minimum was not reached: {problem}. Raise max_steps, lower c, or remove features that "
             "depend on each other.",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     coefficients = params[:, :-1] / rows.scale
     intercepts = params[:, -1] - coefficients @ rows.shift

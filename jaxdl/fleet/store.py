@@ -173,22 +173,27 @@ class Store:
                 raise ConfigError(
                     f"--workdir {made.workdir}: run {other.name} has it. Give another folder, or cancel that run first."
                 )
-        number = 1 + self._last_number()
-        while True:
-            path = parent / f"{number:04d}"
-            try:
-                path.mkdir()
-                break
-            except FileExistsError:  # Somebody else submits at the same time.
-                number += 1
+        path = self._new_folder()
         made = dataclasses.replace(made, name=path.name, submitted=time.time())
         queue(made.command, made.workdir)  # Before a server sees the run, whose own status must be the last.
         replace_file(path / SUBMISSION, json.dumps(dataclasses.asdict(made), indent=2).encode())
-        self._write_last(number)
+        self._write_last(int(path.name))
         for one in (path, parent, self.folder):
             sync_folder(one)
         self._tell(made.name)
         return made
+
+    def _new_folder(self) -> Path:
+        """Makes the folder of the next run."""
+        number = 1 + self._last_number()
+        while True:
+            path = self.path_of(f"{number:04d}")
+            try:
+                path.mkdir()
+            except FileExistsError:  # Somebody else submits at the same time.
+                number += 1
+            else:
+                return path
 
     def _last_number(self) -> int:
         """The highest number that a run has, or had before it was removed: the journal may still speak of it."""
