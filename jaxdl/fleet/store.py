@@ -376,7 +376,7 @@ class Store:
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
             ended = {run["run"]: run for run in json.loads((self.folder / ENDED_FILE).read_text())}
             runs = ended | runs
-        return view | {"runs": [runs[name] for name in sorted(runs)]}
+        return view | {"runs": [runs[name] for name in sorted(runs, key=lambda name: (len(name), name))]}
 
     def write_ended(self, runs: Sequence[Mapping[str, Any]]) -> None:
         """What `status` and `explain` show of runs that have ended; one that is in `write_view` too has not."""
