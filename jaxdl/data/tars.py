@@ -22,6 +22,7 @@ from jaxdl.data.photos import Photos
 from jaxdl.data.records import BadRecord, Records
 from jaxdl.data.source import Data, Splits
 from jaxdl.data.staging import Stage
+from jaxdl.paths import expanded
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _READERS = 16
@@ -60,7 +61,7 @@ class ImageTars(Data, kind="image_tars"):
         marks = "\n".join(f"{one.address} {one.num_bytes} {one.version}" for one in found)
         identity = hashlib.sha256(marks.encode()).hexdigest()
         disk = self.photos.cache.disk
-        kept = Path(disk).expanduser() / f"tars-{identity[:16]}.table" if disk else None
+        kept = expanded(disk) / f"tars-{identity[:16]}.table" if disk else None
         if kept is not None and (rows := _kept(kept)) is not None:
             return TarRecords([one.address for one in found], rows, identity)
         with ThreadPoolExecutor(_READERS) as threads:
