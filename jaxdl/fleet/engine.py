@@ -187,7 +187,7 @@ class Local(Engine):
             return None
         os.close(lock)
         try:
-            return int(json.loads((self.folder(run, attempt) / EXIT_FILE).read_text())["code"])
+            return int(json.loads((self.folder(run, attempt) / EXIT_FILE).read_text(encoding="utf-8"))["code"])
         except FileNotFoundError:
             return LOST
 
@@ -197,7 +197,7 @@ class Local(Engine):
 
     def _keeper(self, run: Submission, attempt: int) -> int | None:
         try:
-            return int(json.loads((self.folder(run, attempt) / KEEPER_FILE).read_text())["pid"])
+            return int(json.loads((self.folder(run, attempt) / KEEPER_FILE).read_text(encoding="utf-8"))["pid"])
         except FileNotFoundError:
             return None
 

@@ -115,7 +115,7 @@ class OnRay(Engine):
             return None
         try:
             path = self.store.run_folder(run.name) / "attempts" / str(attempt) / EXIT_FILE
-            return int(json.loads(path.read_text())["code"])
+            return int(json.loads(path.read_text(encoding="utf-8"))["code"])
         except FileNotFoundError:
             return LOST
 
@@ -211,7 +211,7 @@ class Keeper:
             code, said = 1, repr(error)
         try:
             if said:
-                with (self._folder / OUTPUT_FILE).open("a") as output:
+                with (self._folder / OUTPUT_FILE).open("a", encoding="utf-8", errors="backslashreplace") as output:
                     output.write(f"fleet: {said}\n")
             replace_file(self._folder / EXIT_FILE, json.dumps({"code": code, "at": time.time()}).encode())
         finally:  # Without its file the attempt counts as lost.

@@ -155,7 +155,7 @@ class Store:
         found = []
         for path in sorted((self.folder / _RUNS).glob(f"*/{_SUBMISSION}")):
             try:
-                values = json.loads(path.read_text())
+                values = json.loads(path.read_text(encoding="utf-8"))
                 lists = {name: tuple(values[name]) for name in ("command", "sizes")}
                 found.append(Submission(**(values | lists | {"exchange": _exchange(values.get("exchange"))})))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -187,14 +187,14 @@ class Store:
 
     def _asked(self, name: str) -> dict[str, Any]:
         try:
-            return json.loads((self.folder / _RUNS / name / _ASKED).read_text())
+            return json.loads((self.folder / _RUNS / name / _ASKED).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {"asked": "run"}
 
     def lost_nodes(self) -> set[str]:
         """Nodes that are out of service."""
         try:
-            return set(json.loads((self.folder / LOST_FILE).read_text()))
+            return set(json.loads((self.folder / LOST_FILE).read_text(encoding="utf-8")))
         except FileNotFoundError:
             return set()
 
@@ -209,7 +209,7 @@ class Store:
     def view(self) -> dict[str, Any]:
         """What the server wrote last. Raises ConfigError if there is nothing yet."""
         try:
-            return json.loads((self.folder / FLEET_FILE).read_text())
+            return json.loads((self.folder / FLEET_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(
                 f"{self.folder}: no fleet is served there. Start one: python -m jaxdl.fleet serve --state {self.folder}"
@@ -244,7 +244,7 @@ class Journal:
     def events(self) -> Iterator[dict[str, Any]]:
         """All events, the first one first; not a line that is being written."""
         if self._path.exists():
-            for line in self._path.read_text().splitlines(keepends=True):
+            for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
                 if line.endswith("\n"):
                     yield json.loads(line)
 
