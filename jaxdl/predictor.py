@@ -94,7 +94,7 @@ class Predictor(Inference):
         """The source with images of the size that the run's phase evaluated at this step."""
         if not self.experiment.phases:
             return source
-        counts = json.loads((self.workdir / EXAMPLES_FILE).read_text())
+        counts = json.loads((self.workdir / EXAMPLES_FILE).read_text(encoding="utf-8"))
         timeline = make_timeline(
             counts["train"]["examples"],
             self.experiment.batch_size,
@@ -308,7 +308,7 @@ def restore(
 
 def trained_on(workdir: Path) -> DataSpec:
     """What the examples of the run in a workdir are like; no device is started to read it. Raises OSError."""
-    return spec_from_json((workdir / DATA_FILE).read_text())
+    return spec_from_json((workdir / DATA_FILE).read_text(encoding="utf-8"))
 
 
 def _parts(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> Parts:

@@ -11,6 +11,7 @@ from typing import Any
 from jaxdl.convert.byte_bpe import ADDED, CONFIG, MERGES, SPECIAL, VOCAB, gpt2_tokenizer
 from jaxdl.data import Codec
 from jaxdl.errors import ConfigError
+from jaxdl.paths import expanded
 
 FOLDER = "tokenizer"
 """The folder of a converted workdir that has them."""
@@ -71,7 +72,7 @@ def write_tokenizer(codec: Codec, folder: Path) -> dict[str, Any]:
     if codec.tokenizer is None:
         _write(folder / JSON, bytes_tokenizer())
     else:
-        path = Path(codec.tokenizer).expanduser()
+        path = expanded(codec.tokenizer)
         _copy(path if path.is_dir() else path.parent, folder)
         if path.is_file():
             shutil.copyfile(path, folder / (SENTENCEPIECE if path.suffix == ".model" else JSON))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxdl.config import ConfigError
+from jaxdl.paths import expanded
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Ends of documents: the first one that a tokenizer has is used, unless its folder names another."""
@@ -109,7 +110,7 @@ class _SentencePiece(Encoder):
     kind = "sentencepiece"
 
     def __init__(self, path: str) -> None:
-        self._path = Path(path).expanduser()
+        self._path = expanded(path)
         if not self._path.is_file():
             raise ConfigError(f"tokenizer {path}: no such file. {_ADVICE}")
         sentencepiece = import_text("sentencepiece", f"tokenizer {path}")
@@ -144,7 +145,7 @@ class _Tokenizers(Encoder):
     kind = "tokenizers"
 
     def __init__(self, path: str) -> None:
-        given = Path(path).expanduser()
+        given = expanded(path)
         self._file = given / TOKENIZER_FILE if given.is_dir() else given
         self._config = given / TOKENIZER_CONFIG_FILE
         if not self._file.is_file():

@@ -17,6 +17,7 @@ from jaxdl.data.remote import is_hidden, reading
 from jaxdl.data.source import Data, Source, Splits
 from jaxdl.data.spec import TextSpec
 from jaxdl.data.staging import Stage
+from jaxdl.paths import expanded
 
 STANDARD_LIBRARY = "python:stdlib"
 """In `TextFiles.paths`: the source of the running Python's standard library."""
@@ -73,7 +74,7 @@ class TextFiles(Data, kind="text"):
         def copy(path: str) -> str:
             if path == STANDARD_LIBRARY:
                 return path
-            folder = Path(path).expanduser()
+            folder = expanded(path)
             if not folder.is_dir():
                 return stage.files(path)
             names = [file.relative_to(folder).as_posix() for file in _matching(folder, self.glob)]
@@ -99,7 +100,7 @@ def find_files(paths: Sequence[str], glob: str = _DEFAULT_GLOB) -> list[TextFile
     found: dict[Path, str] = {}
     folders = False
     for text in paths:
-        path = Path(text).expanduser()
+        path = expanded(text)
         with reading(text):
             if text != STANDARD_LIBRARY:
                 path.is_dir()  # Raises when a parent folder may not be entered.

@@ -28,6 +28,7 @@ from jaxdl.embedding.cache import CacheConfig, Swap, Window
 from jaxdl.embedding.store import Store
 from jaxdl.evaluation import EvalStep
 from jaxdl.experiment import Experiment
+from jaxdl.paths import expanded
 from jaxdl.run.whole import check_here, evaluation_batches, ids_of, training_batches
 from jaxdl.state import TABLES, TrainState
 from jaxdl.step.parts import IDS
@@ -134,7 +135,7 @@ class Caches:
 
     def _made(self, name: str, ending: str, shape: tuple[int, ...]) -> np.ndarray:
         if self._folder is None:
-            self._folder = tempfile.mkdtemp(prefix="tables-", dir=Path(self._parent or "").expanduser())
+            self._folder = tempfile.mkdtemp(prefix="tables-", dir=expanded(self._parent or ""))
         path = Path(self._folder) / f"{urllib.parse.quote(name, safe='')}{ending}"  # One file for each name.
         path.unlink(missing_ok=True)  # Whoever still reads the one before keeps its bytes.
         with path.open("wb") as file:  # Without room, writing to its pages would kill the process.
