@@ -30,6 +30,7 @@ from jaxdl.run.cached import without_caches
 from jaxdl.run.codec import check_data, codec_of_run
 from jaxdl.run.generation import Decoder, Sampling, Writing
 from jaxdl.run.inference import Inference, held_out, of_phase
+from jaxdl.run.initial import reading_spec
 from jaxdl.run.translation import Translator
 from jaxdl.runs import Which, check_run, check_which
 from jaxdl.sharding import Params
@@ -286,7 +287,7 @@ def restore(
     # No gradients are exchanged in prediction, so what they would be exchanged by plays no part.
     experiment = read_experiment(folder).replaced({"exchange": Dense()})
     experiment = without_caches(experiment)
-    spec = trained_on(folder)
+    spec = reading_spec(folder)
     with contextlib.suppress(ConfigError):  # JAX may run on other devices already, and those will do.
         start_devices(mesh or experiment.mesh)
     found = make_mesh(mesh) if mesh is not None else make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
