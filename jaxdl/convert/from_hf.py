@@ -92,11 +92,14 @@ def _whole(workdir: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for path in missing[-1:] or [path for path in workdir.iterdir() if path.name not in before]:
+        for path in [path for path in workdir.iterdir() if path.name not in before] if workdir.is_dir() else ():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # A folder that another program has put something into stays.
+            for path in missing:
+                path.rmdir()
         raise
 
 

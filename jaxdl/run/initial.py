@@ -195,11 +195,10 @@ def reading_spec(workdir: Path) -> DataSpec:
     A network that began with the parameters of another reads as many tokens as that one did, although it was tuned with
     shorter texts. Raises OSError, and ConfigError.
     """
-    spec = spec_from_json((workdir / DATA_FILE).read_text())
-    initial = read_initial(workdir) if isinstance(spec, TextSpec) and (workdir / INIT_FILE).is_file() else None
-    if not isinstance(spec, TextSpec) or initial is None or initial.context is None:
+    spec, path = spec_from_json((workdir / DATA_FILE).read_text()), workdir / INIT_FILE
+    if not isinstance(spec, TextSpec) or not path.is_file():
         return spec
-    return replace(spec, length=max(spec.length, initial.context))
+    return replace(spec, length=max(spec.length, _parsed(path, path.read_bytes()).context or 0))
 
 
 def _check_base(model: Model, names: Sequence[str], found: Initial | None, workdir: Path | None) -> None:
@@ -288,14 +287,18 @@ def read_initial(workdir: Path) -> Initial | None:
     """What the run in a workdir began with, from `init.json`; None without one. Raises ConfigError."""
     path = workdir / INIT_FILE
     content = read_file(path)
-    if not content:
-        return None
+    return _parsed(path, content) if content else None
+
+
+def _parsed(path: Path, content: bytes) -> Initial:
+    """The content of an `init.json`. Raises ConfigError."""
     try:
         values: dict[str, Any] = json.loads(content)
         for name, type_ in (("workdir", Path), ("names", tuple), ("taken", tuple), ("unused", tuple)):
             values[name] = type_(values[name])
+        assert type(values.get("context")) in (int, type(None))
         return Initial(**values)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
         raise ConfigError(f"{path}: it cannot be read. Restore it, or choose another --workdir.") from None
 
 
