@@ -84,7 +84,7 @@ class TextFiles(Data, kind="text"):
 
     def codec(self) -> Codec:
         """Between text and this data's tokens."""
-        return Codec(self.tokenizer)
+        return Codec(self.tokenizer).trained(())  # Windows of one stream.
 
 
 class TextFile(NamedTuple):

@@ -98,7 +98,7 @@ class TFDS(Data, kind="tfds"):
 
     def codec(self) -> Codec:
         """Between text and this data's tokens; for data read as text."""
-        return Codec(self.tokenizer)
+        return Codec(self.tokenizer).trained(())  # Windows of one stream.
 
 
 def _feature(builder: Any, field: str, key: str, kind: type, noun: str) -> Any:
