@@ -295,6 +295,11 @@ class DocumentTexts(Texts):
         return [self.reading, self._state]
 
     @property
+    def sources(self) -> list[Path]:
+        """See `Texts.sources`."""
+        return [Path(path) for _, path in self.files]
+
+    @property
     def num_bytes(self) -> int:
         """See `Texts.num_bytes`."""
         return sum(size for _, size, _ in self._state)

@@ -82,6 +82,11 @@ class PairFiles(PairTexts):
         return [type(self).__name__, self._state]
 
     @property
+    def sources(self) -> list[Path]:
+        """See `Texts.sources`."""
+        return [Path(path) for path in self.paths]
+
+    @property
     def num_bytes(self) -> int:
         """See `Texts.num_bytes`."""
         return sum(size for _, size, _ in self._state)
