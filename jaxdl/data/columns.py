@@ -15,10 +15,11 @@ from jaxdl.config import ConfigError
 from jaxdl.data.arrow_numbers import Where, check_exact, feature_numbers, label_numbers
 from jaxdl.data.codec import import_text
 from jaxdl.data.digits import stratified_split
-from jaxdl.data.row_groups import check_columns, found_files, opened, reading
+from jaxdl.data.row_groups import check_columns, check_names, found_files, opened, reading
 from jaxdl.data.source import Data, Source, Splits, check_classes
 from jaxdl.data.spec import DataSpec
 from jaxdl.data.staging import Stage
+from jaxdl.data.text_files import BlankLines, Table, blank_lines, suffix_of
 
 _SMALLEST_STD = 1e-6
 """Columns that vary less than this, relative to their mean, are divided by 1."""
@@ -52,6 +53,14 @@ class NumbersSpec(DataSpec):
     def described(self) -> tuple[str, str]:
         """Columns and classes."""
         return "rows", f"{len(self.columns)} columns of numbers, {self.num_classes:,} classes"
+
+    def example(self) -> np.ndarray:
+        """See `DataSpec.example`."""
+        return self.blank()["x"]
+
+    def example_text(self) -> str:
+        """The names of the columns, in their order."""
+        return f"as they are in the data, not normalized, in the order of the columns {', '.join(self.columns)}"
 
     def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
         """Numbers [batch, column], not normalized; or a data frame or dictionary with the columns by their names.
@@ -110,9 +119,10 @@ class Tabular(Data, kind="tabular"):
 
     def build(self) -> Splits:
         """Training and held-out rows. Raises ConfigError for what cannot be read."""
-        names, x, labels = self._read(self.train, "train")
+        names, x, labels, blank = self._read(self.train, "train")
         if self.test:
-            test_names, test_x, test_labels = self._read(self.test, "test")
+            test_names, test_x, test_labels, more = self._read(self.test, "test")
+            blank += more
             if test_names != names:
                 raise ConfigError(f"--data.test: it has the columns {_shown(test_names)}, but --data.train "
                                   f"{_shown(names)}. Both must have the same.")  # fmt: skip
@@ -126,17 +136,20 @@ class Tabular(Data, kind="tabular"):
         check_classes(num_classes, "data tabular")
         mean, std = _statistics(x) if self.normalize else (np.zeros(len(names)), np.ones(len(names)))
         spec = NumbersSpec(names, num_classes, tuple(mean.tolist()), tuple(std.tolist()))
-        return Splits(NumbersSource(x, labels, spec), NumbersSource(test_x, test_labels, spec))
+        return Splits(NumbersSource(x, labels, spec, blank_lines(blank)), NumbersSource(test_x, test_labels, spec))
 
     def staged(self, stage: Stage) -> Tabular:
         """See `Data.staged`: the files of `train` and `test`."""
         return self.replaced({name: tuple(map(stage.files, getattr(self, name))) for name in ("train", "test")})
 
-    def _read(self, patterns: Sequence[str], split: str) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
-        """(names of the columns, numbers float32 [row, column], labels int32 [row]) of some files."""
-        names, numbers, labels = None, [], []
+    def _read(
+        self, patterns: Sequence[str], split: str
+    ) -> tuple[tuple[str, ...], np.ndarray, np.ndarray, list[BlankLines]]:
+        """(names of the columns, numbers float32 [row, column], labels int32 [row], blank lines) of some files."""
+        names, numbers, labels, blank = None, [], [], []
         for path in found_files(patterns, f"--data.{split}"):
-            table = _table(path, [*self.features, self.label] if self.features else None)
+            table, left_out = _table(path, [*self.features, self.label] if self.features else None)
+            blank += left_out
             check_columns(table.column_names, [*self.features, self.label], str(path))
             wanted = self.features or [name for name in table.column_names if name != self.label]
             if not table.num_rows and wanted:  # Spark writes a file for a partition without rows, too.
@@ -153,18 +166,35 @@ class Tabular(Data, kind="tabular"):
             labels.append(label_numbers(table.column(self.label), Where(str(path), self.label)))
         if not labels:
             raise ConfigError(f"--data.{split} {patterns[0]}: there are no rows in it. Give files with rows.")
-        return names or (), np.concatenate(numbers), np.concatenate(labels)
+        return names or (), np.concatenate(numbers), np.concatenate(labels), blank
 
 
-def _table(path: Path, names: Sequence[str] | None) -> Any:
-    """A file as a `pyarrow.Table`, of Parquet only the columns of these names that it has; None: all."""
-    if path.suffix.lower() != ".csv":
+def _table(path: Path, names: Sequence[str] | None) -> tuple[Any, list[BlankLines]]:
+    """(a file as a `pyarrow.Table`, of Parquet only the columns of these names that it has; its blank lines).
+
+    None: all columns.
+    """
+    if suffix_of(path) != ".csv":
         file = opened(path)
         with reading(path, ""):
-            return file.read(None if names is None else [name for name in names if name in file.schema_arrow.names])
+            check_names([name for name in file.schema_arrow.names if names is None or name in names], str(path))
+            return file.read(None if names is None else [name for name in names if name in file.schema_arrow.names]), []
     csv = import_text("pyarrow.csv", str(path))
     with reading(path, "as CSV with a line of names"):
-        return csv.read_csv(path)
+        lines = Table(path)
+        try:
+            table = csv.read_csv(lines)
+        finally:
+            lines.close()
+        try:
+            found = table.column_names
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{path}: the names of its columns, in the first line, are not UTF-8 ({error.object[:40]!r}). Convert "
+                "it, from Latin-1 for instance: iconv -f LATIN1 -t UTF-8 FILE > NEW."
+            ) from None
+    check_names(found, str(path))
+    return table, [lines.counted()]
 
 
 def _column(column: Any, name: str, path: Path) -> tuple[list[str], np.ndarray]:
@@ -191,11 +221,17 @@ def _statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class NumbersSource(Source):
     """Rows in memory: numbers float32 [row, column], class numbers [row]."""
 
-    def __init__(self, x: np.ndarray, labels: np.ndarray, spec: NumbersSpec) -> None:
+    def __init__(self, x: np.ndarray, labels: np.ndarray, spec: NumbersSpec, remark: str = "") -> None:
+        """`remark` is what else is said of the rows when a run begins."""
+        self._remark = remark
         self._x, self._labels, self.spec = np.ascontiguousarray(x), labels.astype(np.int32), spec
 
     def __len__(self) -> int:
         return len(self._labels)
+
+    def remark(self) -> str:
+        """See `Source.remark`."""
+        return self._remark
 
     def content(self) -> str:
         """A checksum of all rows."""

@@ -21,7 +21,7 @@ from jaxdl.data.copies import NOTE, Copies, Held, content_from, read_note, sha25
 from jaxdl.data.source import Data, Splits
 from jaxdl.data.staging import Stage
 from jaxdl.data.tabular import Feature, TabularSource, TabularSpec
-from jaxdl.data.text_files import BROKEN, Table, blank_lines
+from jaxdl.data.text_files import BROKEN, BlankLines, Table, blank_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -218,7 +218,7 @@ class Files:
         self._paths = paths
         self.sha256: list[str] = []
         """Those of the files that have been read, when they were read with `hashing`."""
-        self._blank: list[tuple[str, int, list[int]]] = []
+        self._blank: list[BlankLines] = []
 
     def read(self, *, hashing: bool = False) -> Iterator[Mapping[str, np.ndarray]]:
         """Blocks of examples."""
@@ -252,7 +252,7 @@ class Files:
         table = Table(path, hashing=hashing)
         try:
             yield from _tsv(table)
-            self._blank.append((str(path), table.num_blank, table.blank))
+            self._blank.append(table.counted())
             if hashing:
                 self.sha256.append(table.sha256())
         finally:

@@ -10,7 +10,7 @@ import contextlib
 import glob
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import import_text
+from jaxdl.data.text_files import BROKEN
 
 CACHE_BYTES = 1 << 28
 """Bytes of row groups that a reader keeps."""
@@ -42,6 +43,14 @@ def check_columns(known: Sequence[str], wanted: Sequence[str], what: str) -> Non
     for name in wanted:
         if name not in known:
             raise ConfigError(f"{what}: it has no column {name!r}; it has {', '.join(known)}. Name one of these.")
+
+
+def check_names(names: Sequence[str], what: str) -> None:
+    """Raises ConfigError, which begins with `what`, for a table with two columns of one name."""
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ConfigError(
+            f"{what}: it has {names.count(twice[0])} columns named {twice[0]!r}. Rename them, or leave them out."
+        )
 
 
 class RowGroups:
@@ -68,6 +77,7 @@ class RowGroups:
             with reading(path, "as a Parquet file", "Make it again."):
                 schema = file.schema_arrow
             check_columns(schema.names, [*columns, *others], str(path))
+            check_names([name for name in schema.names if name in (*columns, *others)], str(path))
             self._types.append({name: schema.field(name).type for name in columns})
             for group in range(file.metadata.num_row_groups):
                 self._places.append((number, group))
@@ -189,7 +199,9 @@ def reading(path: Path, how: str, advice: str = "") -> Iterator[None]:
 
     try:
         yield
-    except (OSError, ValueError, TypeError, pyarrow.ArrowException) as error:
+    except ConfigError:
+        raise
+    except (*BROKEN, TypeError, pyarrow.ArrowException) as error:
         why = " ".join(str(error).split())[:200]
         text = " ".join(filter(None, (f"{path}: it cannot be read", how, f"({why}).", advice)))
         raise ConfigError(text) from None

@@ -10,8 +10,9 @@ import io
 import lzma
 import re
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import import_text
@@ -69,6 +70,14 @@ def opened_text(path: Path, file: Any = None) -> IO[bytes]:
     return made
 
 
+class BlankLines(NamedTuple):
+    """How many lines of a file are blank, and the numbers of the first of them, from 1."""
+
+    file: str
+    count: int
+    first: list[int]
+
+
 class _Hashed(io.RawIOBase):
     """A file, open, whose bytes are hashed while they are read in order."""
 
@@ -105,9 +114,8 @@ class Table:
         self._raw = _Hashed(path) if hashing else None
         self._file = opened_text(path, self._raw)
         self._lines, self._tail = -1, b"\n"  # As if a line had ended before the first.
-        self.num_blank = 0
-        self.blank: list[int] = []
-        """How many lines are blank so far, and the numbers of the first of them, from 1."""
+        self._num_blank = 0
+        self._blank: list[int] = []
         self.closed = False
 
     def readable(self) -> bool:
@@ -119,9 +127,9 @@ class Table:
         content = self._file.read(size)
         text = self._tail + content
         for match in _BLANK.finditer(text):
-            self.num_blank += 1
-            if len(self.blank) < _NAMED_LINES:
-                self.blank.append(self._lines + text.count(b"\n", 0, match.end()) + 1)
+            self._num_blank += 1
+            if len(self._blank) < _NAMED_LINES:
+                self._blank.append(self._lines + text.count(b"\n", 0, match.end()) + 1)
         # A line feed at the end may begin a blank line: what follows decides.
         self._tail = text[-2:] if text.endswith(b"\n\r") else text[-1:] if text.endswith(b"\n") else b""
         self._lines += text.count(b"\n") - self._tail.count(b"\n")
@@ -133,14 +141,18 @@ class Table:
             self.closed = True
             self._file.close()
 
+    def counted(self) -> BlankLines:
+        """The blank lines so far."""
+        return BlankLines(str(self.path), self._num_blank, self._blank)
+
     def sha256(self) -> str:
         """That of the file. Raises OSError."""
         assert self._raw is not None
         return self._raw.finished()
 
 
-def blank_lines(tables: list[tuple[str, int, list[int]]]) -> str:
-    """What is said of blank lines of files, each `(name, number, first numbers)`; empty for none."""
+def blank_lines(tables: Sequence[BlankLines]) -> str:
+    """What is said of the blank lines of files; empty for none."""
     total = sum(count for _, count, _ in tables)
     if not total:
         return ""
