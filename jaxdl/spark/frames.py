@@ -19,7 +19,16 @@ from pyspark.ml.functions import vector_to_array
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.types import ArrayType, BinaryType, BooleanType, DataType, NumericType, StructType
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    BooleanType,
+    DataType,
+    DoubleType,
+    FloatType,
+    NumericType,
+    StructType,
+)
 
 from jaxdl.config import ConfigError
 from jaxdl.data import NumbersSpec
@@ -124,6 +133,26 @@ def feature_columns(frame: DataFrame, names: Sequence[str]) -> list[Column]:
     """The feature columns as Arrow can hold them: vectors as arrays."""
     found = [(_named(frame, name), frame.schema[name].dataType) for name in names]
     return [_array_of(column) if isinstance(kind, VectorUDT) else column for column, kind in found]
+
+
+def are_valid(frame: DataFrame, names: Sequence[str]) -> Column:
+    """Whether a row has no null, NaN or infinity in the feature columns."""
+    valid = F.lit(True)
+    for column, name in zip(feature_columns(frame, names), names, strict=True):
+        kind = frame.schema[name].dataType
+        inner = DoubleType() if isinstance(kind, VectorUDT) else getattr(kind, "elementType", kind)
+        valid &= column.isNotNull()
+        if isinstance(kind, ArrayType | VectorUDT) and not isinstance(inner, ArrayType):
+            valid &= ~F.exists(column, functools.partial(_is_missing, kind=inner))
+        else:
+            valid &= ~_is_missing(column, kind=inner)
+    return valid
+
+
+def _is_missing(value: Column, *, kind: DataType) -> Column:
+    if isinstance(kind, DoubleType | FloatType):
+        return value.isNull() | F.isnan(value) | (F.abs(value) == float("inf"))
+    return value.isNull()
 
 
 def _array_of(vector: Column) -> Column:
