@@ -178,6 +178,10 @@ class TextSpec(DataSpec):
         what = "rows of packed documents" if self.packed else "windows"
         return what, f"{self.length:,} tokens, vocabulary of {self.vocab_size:,}"
 
+    def example(self) -> np.ndarray:
+        """See `DataSpec.example`."""
+        return np.zeros((1, self.length), np.int32)
+
     def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
         """Integers [batch, length], at most `length` of them."""
         del names

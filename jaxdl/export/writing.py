@@ -111,10 +111,9 @@ def _function(predictor: Predictor) -> tuple[Callable[[Any], jax.Array], Any]:
     params, model_state = jax.device_get((predictor.params, predictor.model_state))  # Constants of the program.
     spec = predictor.parts.data_spec
     if isinstance(spec, TextSpec):
-        tokens = np.zeros((1, spec.length), np.int32)
         return lambda tokens: predictor.probabilities(
             params, model_state, {"tokens": with_targets(tokens, jnp)}
-        ), tokens
+        ), spec.example()
     rows = predictor.parts.task.to_predict(spec.example(), spec, "export")
     if len(rows) == 1:
         ((name, array),) = rows.items()

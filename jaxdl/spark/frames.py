@@ -10,7 +10,7 @@ import hashlib
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -142,17 +142,21 @@ def are_valid(frame: DataFrame, names: Sequence[str]) -> Column:
         kind = frame.schema[name].dataType
         inner = DoubleType() if isinstance(kind, VectorUDT) else getattr(kind, "elementType", kind)
         valid &= column.isNotNull()
-        if isinstance(kind, ArrayType | VectorUDT) and not isinstance(inner, ArrayType):
-            valid &= ~F.exists(column, functools.partial(_is_missing, kind=inner))
-        else:
-            valid &= ~_is_missing(column, kind=inner)
+        missing = _missing(inner)
+        has_numbers = isinstance(kind, ArrayType | VectorUDT) and not isinstance(inner, ArrayType)
+        valid &= ~(F.exists(column, missing) if has_numbers else missing(column))
     return valid
 
 
-def _is_missing(value: Column, *, kind: DataType) -> Column:
-    if isinstance(kind, DoubleType | FloatType):
-        return value.isNull() | F.isnan(value) | (F.abs(value) == float("inf"))
-    return value.isNull()
+def _missing(kind: DataType) -> Callable[[Column], Column]:
+    """A function of a value of this type: whether it is null, NaN or infinity."""
+
+    def is_missing(value: Column) -> Column:  # Spark counts the parameters, so there is one.
+        if isinstance(kind, DoubleType | FloatType):
+            return value.isNull() | F.isnan(value) | (F.abs(value) == float("inf"))
+        return value.isNull()
+
+    return is_missing
 
 
 def _array_of(vector: Column) -> Column:
