@@ -175,33 +175,6 @@ def test_every_way_gives_the_same_rows_in_the_same_order(way):
     assert bool(notes(splits.train)) == ("iter" in way)
 
 
-def of_other_byte_order(way, x, y, folder):
-    """The same numbers in the byte order that this machine does not have, as FITS and IDX files hold them."""
-    x, y = (array.astype(array.dtype.newbyteorder()) for array in (x, y))
-    if way == "file":
-        for name, array in (("x", x), ("y", y)):
-            np.save(folder / name, array)
-        return tuple(np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("x", "y"))
-    ways = {"arrays": (x, y), "dictionary": {"x": x, "y": y}, "list": [(a, b) for a, b in zip(x, y, strict=True)]}
-    return ways.get(way, Frame({"x": list(x), "y": y}))
-
-
-@pytest.mark.parametrize("way", ["arrays", "dictionary", "list", "frame", "file"])
-def test_numbers_of_the_other_byte_order(way, tmp_path):
-    x, y = X.astype(np.float32), Y.astype(np.int16)
-    given = of_other_byte_order(way, x, y, tmp_path)
-    found, wanted = (Arrays(train=one, test_fraction=0.2).build() for one in (given, (x, y)))
-    assert found.train.spec == wanted.train.spec
-    batch, expected = (one.train.batch(np.arange(len(one.train))) for one in (found, wanted))
-    for name, array in expected.items():
-        np.testing.assert_array_equal(batch[name], array)
-        assert batch[name].dtype.isnative
-        jax.device_put(batch[name])
-    predicted = found.train.spec.to_predict(x.astype(">f4"), "predict", ("x",))["x"]
-    np.testing.assert_array_equal(predicted, x)
-    assert predicted.dtype.isnative
-
-
 def test_an_iterable_is_read_into_memory_up_to_a_limit():
     note, _ = notes(arrays(Iterated()).build().train)
     assert "21 examples were read into memory" in note
