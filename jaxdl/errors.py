@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import re
 import select
@@ -46,6 +47,7 @@ def command_line() -> Iterator[None]:
     """
     global _options
     before, _options = _options, True
+    make_writable()
     try:
         with _until_unread():
             yield
@@ -55,6 +57,26 @@ def command_line() -> Iterator[None]:
         end_interrupted()
     finally:
         _options = before
+
+
+def make_writable() -> None:
+    """Makes stdout and stderr take every text, so that nothing that is printed can end the program.
+
+    A stream that is closed (`>&-`, daemons) writes to nowhere: its file descriptor is taken, since the next file that
+    the program opens would get what libraries print. A letter that its encoding lacks is escaped, as in `\\u65e5`.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # It gets the lowest number that is free: this one.
+            os.set_inheritable(nowhere, True)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is None or stream.closed:
+            setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", errors="backslashreplace", closefd=False))
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def as_typed(text: str) -> str:

@@ -346,6 +346,6 @@ def check_same_examples(splits: Splits) -> None:
         raise ConfigError(
             f"the processes do not see the same data: {process_names([0], hosts)} {first}, "
             f"{process_names(others, hosts)} "
-            + ("as many, but of other names or sizes" if first == other else other)
+            + ("as many, but others" if first == other else other)
             + ". Copy it to each host again, or use a shared file system."
         )
