@@ -41,6 +41,11 @@ def check_workdir(workdir: str | Path | None) -> Path | None:
         for folder in (path := Path(text).absolute(), *path.parents):
             if folder.exists() and not folder.is_dir():
                 raise ConfigError(f"--workdir {text}: {folder} is a file, not a folder. Choose another --workdir.")
+            if folder.is_symlink() and not folder.exists():
+                raise ConfigError(
+                    f"--workdir {text}: {folder} is a link to {os.readlink(folder)}, which is not there. Make that "
+                    "folder, or choose another --workdir."
+                )
     except OSError as error:
         raise _refused(Path(text), error) from None
     except UnicodeError:
