@@ -24,6 +24,7 @@ from jaxdl.exchange import Auto, Dense, ExchangeConfig
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
 from jaxdl.models import Network
+from jaxdl.models.mode_check import check_evaluation
 from jaxdl.optim import Rates, Schedule
 from jaxdl.sharding import STACKED, UNNAMED, ShardingConfig, has_names, is_names
 from jaxdl.tasks import Task, check_task
@@ -242,8 +243,11 @@ def check_network(experiment: Experiment, network: Network, spec: DataSpec, num_
     inputs = task_inputs(experiment.task, spec, batch)
     wanted = experiment.task.output_shape(spec)
     for train in (True, False):
-        apply = functools.partial(network.apply, train=train)
-        outputs, _ = jax.eval_shape(apply, network.param_shapes, network.state_shapes, *inputs)
+        if train:
+            apply = functools.partial(network.apply, train=True)
+            outputs, _ = jax.eval_shape(apply, network.param_shapes, network.state_shapes, *inputs)
+        else:
+            outputs = check_evaluation(network, inputs, experiment.evaluation.allows)
         found = [x.shape for x in jax.tree.leaves(outputs)]
         if wanted is not None and (found != [(rows, *wanted)] or not hasattr(outputs, "shape")):
             takes = ", ".join(map(str, ("batch", *wanted)))
