@@ -22,6 +22,7 @@ from jaxdl.models.network import (
     check_callable,
     like_before,
 )
+from jaxdl.models.stacks import linen_stacks, with_stacks
 from jaxdl.sharding import UNNAMED, Params
 from jaxdl.user_code import depends_on, user_code
 
@@ -139,8 +140,8 @@ def linen_network(
         return modules[train].apply(variables, *inputs, mutable=list(state), **options)
 
     with user_code(what, called_on(inputs, train=False), of=call):
-        shapes = jax.eval_shape(boxed, jax.random.key(0))
-        axes = jax.tree.map(_axes, shapes.get("params", {}), is_leaf=_is_box)
+        shapes, stacks = linen_stacks(lambda: jax.eval_shape(boxed, jax.random.key(0)))
+        axes = with_stacks(jax.tree.map(_axes, shapes.get("params", {}), is_leaf=_is_box), stacks)
         is_random = _draws(init, apply, inputs)
     return FunctionNetwork(init, apply, what, is_random=is_random, written=(call, call), axes=axes)
 

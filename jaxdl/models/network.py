@@ -15,6 +15,7 @@ from jaxdl.models.features import layer_output
 from jaxdl.models.logits import projected
 from jaxdl.models.loop import BESIDE_LOOP
 from jaxdl.models.modes import call_modes, set_modes
+from jaxdl.models.stacks import nnx_stacks, with_stacks
 from jaxdl.sharding import STACKED, UNNAMED, LogicalAxes, Params, is_names
 from jaxdl.user_code import user_code
 
@@ -71,7 +72,7 @@ class Network:
         self._keys = [(path, one) for path, one in nnx.to_flat_state(keys)]
         self._param_names, self._state_names = Names(nnx.to_pure_dict(params)), Names(nnx.to_pure_dict(rest))
         axes = jax.tree.map(self._axes, params, is_leaf=lambda node: isinstance(node, nnx.Variable))
-        self.axes = self._param_names.named(nnx.to_pure_dict(axes), is_leaf=is_names)
+        self.axes = with_stacks(self._param_names.named(nnx.to_pure_dict(axes), is_leaf=is_names), nnx_stacks(abstract))
         looped = jax.tree.map(self._looped, params, is_leaf=lambda node: isinstance(node, nnx.Variable))
         self.looped = self._param_names.named(nnx.to_pure_dict(looped))
         self.param_shapes = self._param_names.named(nnx.to_pure_dict(params))
