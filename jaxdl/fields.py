@@ -48,7 +48,7 @@ def inner_fields() -> dict[str, set[str]]:
     bases: dict[str, list[str]] = {}
     declared: dict[str, list[tuple[str, str]]] = {}
     for path in _PACKAGE.rglob("*.py"):
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         found_here = list(_CLASS.finditer(text))
         for one, following in itertools.zip_longest(found_here, found_here[1:]):
             body = text[one.end() : following.start() if following else None]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import Counter, deque
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from jaxdl.data.tokenizer import Train, train_tokenizer
 from jaxdl.errors import ConfigError, command_line, print_out
 from jaxdl.modules import load_file
 from jaxdl.options import parse, parse_options
+from jaxdl.paths import expanded
 from jaxdl.startup import no_config, own_options
 
 _PIECE = 64
@@ -98,7 +98,7 @@ def prepare(data: Any, file: str) -> None:
         tiers = _fill(pipeline, console)
     finally:
         pipeline.close()
-    folder = Path(config.cache.disk or "").expanduser() / pipeline.cache_key()
+    folder = expanded(config.cache.disk or "") / pipeline.cache_key()
     size = sum(path.stat().st_size for path in folder.glob("*/segment-*"))
     console.print(f"{tiers['origin']:,} images read, {tiers['disk']:,} already cached; {size / 1e9:.2f} GB in {folder}")
     seen, kept = tiers["origin"] + tiers["disk"], sum(map(num_records, folder.glob("*/index")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import os
@@ -23,6 +22,7 @@ from jaxdl.data.locks import locked, saying
 from jaxdl.data.source import Data, Splits
 from jaxdl.data.staging import Stage
 from jaxdl.data.tabular import Feature, TabularSource, TabularSpec
+from jaxdl.paths import expanded, matching
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -105,7 +105,7 @@ class Criteo(Data, kind="criteo"):
             parts = list(_read(paths))
             numbers, hashes, labels = (np.concatenate([part[name] for part in parts]) for name in _FILES)
             return Examples(numbers, hashes, labels)
-        return _prepared(Path(self.folder).expanduser(), split, paths, say)
+        return _prepared(expanded(self.folder), split, paths, say)
 
 
 @dataclass(frozen=True)
@@ -187,10 +187,10 @@ def _paths(split: str, patterns: Sequence[str]) -> list[Path]:
         raise ConfigError(f"data criteo: no files are given. Give some: --data.{split} FILE ...")
     found = []
     for pattern in patterns:
-        here = sorted(glob.glob(os.path.expanduser(pattern)))
+        here = matching(pattern)
         if not here:
             raise ConfigError(f"--data.{split} {pattern}: there is no such file. Give TSV or Parquet files.")
-        found += [Path(one) for one in here]
+        found += here
     return found
 
 
@@ -279,7 +279,7 @@ def _prepared(folder: Path, split: str, paths: Sequence[Path], say: Any) -> Exam
             "user may write."
         ) from None
     try:
-        count = json.loads((made / _PREPARED).read_text())["examples"]
+        count = json.loads((made / _PREPARED).read_text(encoding="utf-8"))["examples"]
         shapes = {"number": (count, NUM_NUMBERS), "feature": (count, len(CRITEO_ROWS)), "label": (count,)}
         arrays = {
             what: np.memmap(made / file, dtype, "r", shape=shapes[what]) for what, (file, dtype) in _FILES.items()
@@ -328,4 +328,4 @@ def _write(folder: Path, paths: Sequence[Path], say: Any) -> None:
     finally:
         for file in opened.values():
             file.close()
-    (folder / _PREPARED).write_text(json.dumps({"examples": count}))
+    (folder / _PREPARED).write_text(json.dumps({"examples": count}), encoding="utf-8")

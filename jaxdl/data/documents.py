@@ -30,7 +30,9 @@ from jaxdl.data.lines import (
     suffix_of,
     text_in,
 )
+from jaxdl.data.remote import is_hidden
 from jaxdl.data.shards import Texts, file_state
+from jaxdl.paths import expanded
 
 PlainDocument = Literal["file", "line"]
 EVERY_FILE = "**/*"
@@ -217,7 +219,7 @@ def find_documents(paths: Sequence[str], glob: str) -> list[tuple[str, Path]]:
     """
     found: dict[Path, str] = {}
     for text in paths:
-        path = Path(text).expanduser()
+        path = expanded(text)
         if _is_searched(path):
             named = _matching(path, text, glob)
         elif path.is_file() or path.is_dir():
@@ -240,7 +242,7 @@ def _matching(folder: Path, given: str, glob: str) -> list[tuple[str, Path]]:
     except (NotImplementedError, ValueError) as error:
         raise ConfigError(f"glob = {glob!r}: {error}. Give a pattern inside the folders of paths.") from None
     named = [(file.relative_to(folder), file) for file in files]
-    named = [(name.as_posix(), file) for name, file in named if not any(part[0] == "." for part in name.parts)]
+    named = [(name.as_posix(), file) for name, file in named if not is_hidden(name.as_posix())]
     if not named:
         raise ConfigError(f"{given}: no file in it matches {glob!r}. Change glob, or name another folder.")
     return named
@@ -262,7 +264,7 @@ def document_texts(groups: Sequence[Sequence[str]], glob: str, reading: Reading)
 def without_effect(files: Sequence[Path], paths: Sequence[str], glob: str, reading: Reading) -> dict[str, str]:
     """The settings that are not the default and have no effect on the `files` that were found in `paths`, and why."""
     found = {}
-    if glob != EVERY_FILE and not any(_is_searched(Path(path).expanduser()) for path in paths):
+    if glob != EVERY_FILE and not any(_is_searched(expanded(path)) for path in paths):
         found["glob"] = f"glob = {glob!r}: no path is a folder of files, so it has no effect"
     used = {name for path in files for name in format_of(path).settings}
     for name, value in reading._asdict().items():

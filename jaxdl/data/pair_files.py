@@ -27,6 +27,7 @@ from jaxdl.data.lines import (
 )
 from jaxdl.data.remote import reading
 from jaxdl.data.shards import Texts, file_state
+from jaxdl.paths import expanded
 
 Pair = tuple[str, str]
 
@@ -203,7 +204,7 @@ def pair_files(files: Sequence[str], fields: tuple[str, str], split: str) -> Pai
 
     Raises ConfigError for a file that is not there, and for two of which one has pairs by its name.
     """
-    paths = tuple(str(Path(file).expanduser()) for file in files)
+    paths = tuple(str(expanded(file)) for file in files)
     if len(paths) == 2:
         for path in paths:
             if suffix_of(Path(path)) in (TABLE, *JSON_LINES):

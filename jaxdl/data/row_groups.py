@@ -7,8 +7,6 @@ group is what is read at once; the latest ones stay in memory.
 from __future__ import annotations
 
 import contextlib
-import glob
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -19,6 +17,7 @@ import numpy as np
 
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import import_text
+from jaxdl.paths import matching
 
 CACHE_BYTES = 1 << 28
 """Bytes of row groups that a reader keeps."""
@@ -30,10 +29,10 @@ def found_files(patterns: Sequence[str], option: str) -> list[Path]:
         raise ConfigError(f"{option}: no files are given. Give some, such as {option} 'train-*.parquet'.")
     found = []
     for pattern in patterns:
-        here = sorted(glob.glob(os.path.expanduser(pattern)))
+        here = matching(pattern)
         if not here:
             raise ConfigError(f"{option} {pattern}: there is no such file. Give names of files; * stands for any text.")
-        found += [Path(one) for one in here]
+        found += here
     return found
 
 

@@ -29,6 +29,7 @@ import numpy as np
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
 from jaxdl.data.staging import Stage
+from jaxdl.paths import expanded
 
 MANIFEST = "manifest.json"
 SHARDS = "~/.cache/jaxdl/tokens"
@@ -112,7 +113,7 @@ class Plan:
     @property
     def folder(self) -> Path:
         """Where the shards are."""
-        return Path(self.root).expanduser() / self.fingerprint
+        return expanded(self.root) / self.fingerprint
 
     @property
     def num_bytes(self) -> int:
@@ -150,7 +151,7 @@ class Shard(NamedTuple):
 def finished(plan: Plan, number: int) -> Shard | None:
     """What is in a shard; None if it has not been written whole."""
     try:
-        return Shard(**json.loads((plan.folder / f"{number:05}.json").read_text()))
+        return Shard(**json.loads((plan.folder / f"{number:05}.json").read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):  # Of a disk that lost what was written, it is written again.
         return None
 
@@ -282,7 +283,7 @@ class TokenStore:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         try:
-            manifest = json.loads((folder / MANIFEST).read_text())
+            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
             self._dtype = np.dtype(manifest["dtype"])
             shards = [Shard(**one) for one in manifest["shards"]]
             tables = [np.load(folder / f"{number:05}.npy") for number in range(len(shards))]

@@ -13,10 +13,11 @@ import pydantic
 
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
-from jaxdl.data.remote import reading
+from jaxdl.data.remote import is_hidden, reading
 from jaxdl.data.source import Data, Source, Splits
 from jaxdl.data.spec import TextSpec
 from jaxdl.data.staging import Stage
+from jaxdl.paths import expanded
 
 STANDARD_LIBRARY = "python:stdlib"
 """In `TextFiles.paths`: the source of the running Python's standard library."""
@@ -73,7 +74,7 @@ class TextFiles(Data, kind="text"):
         def copy(path: str) -> str:
             if path == STANDARD_LIBRARY:
                 return path
-            folder = Path(path).expanduser()
+            folder = expanded(path)
             if not folder.is_dir():
                 return stage.files(path)
             names = [file.relative_to(folder).as_posix() for file in _matching(folder, self.glob)]
@@ -83,7 +84,7 @@ class TextFiles(Data, kind="text"):
 
     def codec(self) -> Codec:
         """Between text and this data's tokens."""
-        return Codec(self.tokenizer)
+        return Codec(self.tokenizer).trained(())  # Windows of one stream.
 
 
 class TextFile(NamedTuple):
@@ -99,7 +100,7 @@ def find_files(paths: Sequence[str], glob: str = _DEFAULT_GLOB) -> list[TextFile
     found: dict[Path, str] = {}
     folders = False
     for text in paths:
-        path = Path(text).expanduser()
+        path = expanded(text)
         with reading(text):
             if text != STANDARD_LIBRARY:
                 path.is_dir()  # Raises when a parent folder may not be entered.
@@ -126,9 +127,13 @@ def find_files(paths: Sequence[str], glob: str = _DEFAULT_GLOB) -> list[TextFile
 
 
 def _matching(folder: Path, glob: str) -> list[Path]:
-    """The files in the folder that match. Raises ConfigError for what is no pattern, such as an absolute path."""
+    """The files in the folder that match, without hidden ones unless the pattern names those.
+
+    Raises ConfigError for what is no pattern, such as an absolute path.
+    """
     try:
-        return [file for file in folder.glob(glob) if file.is_file()]
+        files = [file for file in folder.glob(glob) if file.is_file()]
+        return [file for file in files if is_hidden(glob) or not is_hidden(file.relative_to(folder).as_posix())]
     except (NotImplementedError, ValueError) as error:
         raise ConfigError(
             f"glob = {glob!r}: {error}. Give a pattern inside the folders of paths, such as {_DEFAULT_GLOB!r}."

@@ -17,7 +17,7 @@ from jaxdl.data import ImageSpec, TextSpec, spec_to_json
 from jaxdl.data.spec import with_targets
 from jaxdl.export import FILES
 from jaxdl.models.attention import portable_attention
-from jaxdl.predictor import Predictor, restore
+from jaxdl.predictor import Predictor, restore, trained_on
 from jaxdl.report import replace_file
 from jaxdl.runs import Which
 
@@ -114,7 +114,8 @@ def _function(predictor: Predictor) -> tuple[Callable[[Any], jax.Array], Any]:
         image = np.zeros((1, spec.height, spec.width, spec.channels), np.uint8)
         return lambda images: predictor.probabilities(params, model_state, {"image": images}), image
     if isinstance(spec, TextSpec):
-        tokens = np.zeros((1, spec.length), np.int32)
+        # As long as the rows of its own training: the program has one length, and the context may be far longer.
+        tokens = np.zeros((1, trained_on(predictor.workdir).blank()["tokens"].shape[1] - 1), np.int32)
         return lambda tokens: predictor.probabilities(
             params, model_state, {"tokens": with_targets(tokens, jnp)}
         ), tokens

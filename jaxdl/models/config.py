@@ -62,6 +62,14 @@ class Model(Choice):
         """How many tokens a network that was trained on texts of `length` reads at a time: those; None: any number."""
         return length
 
+    def reads_as(self, other: Model) -> bool:
+        """Whether a network of this model knows positions as one of the other, whose parameters it begins with.
+
+        Then it reads texts as long as that one did.
+        """
+        del other
+        return False
+
     def remarks(self, mesh: Mesh, dtype: DTypeLike) -> tuple[str, ...]:
         """Lines for the user about how the network is computed on this mesh in this dtype: none."""
         del mesh, dtype

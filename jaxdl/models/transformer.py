@@ -160,6 +160,11 @@ class Transformer(Model, kind="transformer"):
         limited = self.positions == "learned" or self.window is None or self.window > length
         return super().context(length) if limited else None
 
+    def reads_as(self, other: Model) -> bool:
+        """See `Model.reads_as`: with equal positions, scaling and window, and a table of positions that is as long."""
+        fields = ("positions", "max_length", "rope_theta", "rope_scaling", "window")
+        return isinstance(other, Transformer) and all(getattr(self, name) == getattr(other, name) for name in fields)
+
     @property
     def trained(self) -> tuple[str, ...]:
         """See `Model.trained`: with adapters these alone."""

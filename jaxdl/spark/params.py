@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Self
 
 from pyspark.ml.param import Param, Params, TypeConverters
@@ -19,6 +18,7 @@ from pyspark.ml.param.shared import (
 )
 
 from jaxdl.config import ConfigError
+from jaxdl.paths import expanded
 
 __all__ = [
     "ClassifierParams",
@@ -96,7 +96,7 @@ class HasWorkdir(Params):
         """The folder of the run, absolute: executors have another working directory. Raises ConfigError without one."""
         if not self.isSet(self.workdir) or not self.getOrDefault(self.workdir).strip():
             raise ConfigError("workdir is not set. Give a folder that the driver and all executors share.")
-        return str(Path(self.getOrDefault(self.workdir)).expanduser().absolute())
+        return str(expanded(self.getOrDefault(self.workdir)).absolute())
 
     def getBatchSize(self) -> int:
         """Rows that the network gets at a time."""

@@ -18,6 +18,7 @@ from jaxdl.data.arrow_numbers import Where, feature_numbers
 from jaxdl.data.image_values import as_evaluated, pixels_of
 from jaxdl.data.photo import BadImage
 from jaxdl.files import CHECKPOINTS_FOLDER, step_folder
+from jaxdl.paths import expanded
 from jaxdl.runs import check_checkpoint, check_run
 from jaxdl.spark.rows import ROW
 
@@ -38,7 +39,7 @@ class Trained(NamedTuple):
 def newest(workdir: str | Path) -> Trained:
     """The newest checkpoint of the run in a workdir. Raises ConfigError when there is none."""
     if str(workdir).strip():  # Executors have another working directory, and may have another home.
-        workdir = Path(workdir).expanduser().absolute()
+        workdir = expanded(workdir).absolute()
     folder = check_run(workdir)
     step = max(check_checkpoint(folder, "newest"))
     return Trained(str(folder), step, (folder / CHECKPOINTS_FOLDER / step_folder(step)).stat().st_mtime_ns)
