@@ -49,7 +49,8 @@ UNNAMED = ""
 """The logical name of a dimension that the model does not name."""
 UNNAMED_STACK = "stack"
 """The logical name of a leading dimension that counts layers, in a user's stack which has no names."""
-_LAYERS = (STACKED, UNNAMED_STACK)
+LAYER_DIMS = (STACKED, UNNAMED_STACK)
+"""The logical names of dimensions that count layers."""
 
 
 class ShardingConfig(Config):
@@ -95,7 +96,7 @@ class Layout:
         """The PartitionSpec of a parameter with these logical axes and this shape."""
         assert len(axes) == len(shape), (axes, shape)
         tensor, fsdp = self.mesh.shape[Axis.TENSOR], self.mesh.shape[Axis.FSDP]
-        dims = [dim for dim, name in enumerate(axes) if name not in _LAYERS]
+        dims = [dim for dim, name in enumerate(axes) if name not in LAYER_DIMS]
         placed: dict[int, tuple[str, ...]] = {}
         # Gathering biases and norm scales for every use would cost more in messages than keeping them whole in memory.
         if len(dims) < 2 or math.prod(shape[dim] for dim in dims) < self.config.min_shard_elements:
@@ -381,11 +382,6 @@ def has_names(axes: LogicalAxes) -> bool:
     return any(
         name not in (UNNAMED, UNNAMED_STACK) for names in jax.tree.leaves(axes, is_leaf=is_names) for name in names
     )
-
-
-def num_layer_dims(names: tuple[str, ...]) -> int:
-    """How many leading dimensions of a parameter with these logical axes count layers."""
-    return next((dim for dim, name in enumerate(names) if name not in _LAYERS), len(names))
 
 
 def is_names(node: Any) -> bool:

@@ -127,7 +127,7 @@ class FromModule(OwnModel, kind="from_module"):
     of the computation, the constructor gets those arguments that it takes; `rngs` it always gets. A function that
     returns a module does as well as a class.
 
-    In `__call__(inputs, train)` the argument `train` (or `training`, `is_training`, `deterministic`) tells whether the
+    In `__call__(inputs, train)` the argument `train` (or `is_training`, `deterministic` and the like) tells whether the
     network is trained; without one, `nnx.Module.train()` and `eval()` set the layers' mode. A parameter has logical
     axes if it is made with `kernel_metadata={"axes": ("embed", "mlp")}` and the like; otherwise `fsdp` splits its
     largest dimension that it divides, and `tensor` keeps it whole. Each argument that is given here, or has a default,

@@ -6,12 +6,17 @@ from typing import Any
 
 import jax
 
-from jaxdl.sharding import LogicalAxes, is_names, num_layer_dims
+from jaxdl.sharding import LAYER_DIMS, LogicalAxes, is_names
 
 Mask = dict[str, Any]
 """A bool for each parameter: whether it takes part."""
 NumStacked = dict[str, Any]
 """For each parameter, how many leading dimensions count layers: 0 or 1, more in a user's stack of stacks."""
+
+
+def num_layer_dims(names: tuple[str, ...]) -> int:
+    """How many leading dimensions of a parameter with these logical axes count layers."""
+    return next((dim for dim, name in enumerate(names) if name not in LAYER_DIMS), len(names))
 
 
 def num_stacked_dims(axes: LogicalAxes) -> NumStacked:

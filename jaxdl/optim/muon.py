@@ -14,11 +14,11 @@ from optax.contrib import MuonDimensionNumbers
 
 from jaxdl.config import ConfigError
 from jaxdl.optim.layerwise import add_weight_decay
-from jaxdl.optim.masks import decay_mask
+from jaxdl.optim.masks import decay_mask, num_layer_dims
 from jaxdl.optim.optimizers import AdamOptimizer
 from jaxdl.optim.rates import scale_by_learning_rate
 from jaxdl.patterns import check_patterns, matches
-from jaxdl.sharding import LogicalAxes, is_names, num_layer_dims
+from jaxdl.sharding import LogicalAxes, is_names
 
 _EDGES = frozenset({"vocab", "position", "classes"})
 """The logical dimensions that only embeddings and heads have."""
