@@ -6,11 +6,14 @@ Only the standard library is imported here.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
+import io
 import os
 import re
 import select
 import signal
+import stat
 import sys
 import typing
 from collections.abc import Callable, Iterator
@@ -47,7 +50,7 @@ def command_line() -> Iterator[None]:
     global _options
     before, _options = _options, True
     try:
-        with _until_unread():
+        with _outliving_terminal(), _until_unread():
             yield
     except ConfigError as error:
         fail(str(error))
@@ -135,6 +138,56 @@ def _until_unread() -> Iterator[None]:
             raise
         os.dup2(os.pipe()[1], sys.stdout.fileno())  # Python flushes it again at its end.
         raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+class _Terminal(io.FileIO):
+    """A terminal; when it is closed, what is written is lost, and the program goes on."""
+
+    def write(self, data: typing.Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            _discard(self.fileno())
+            return len(data)
+
+
+def leave_lost_terminals() -> None:
+    """Discards what is printed from here on, where that would go to a terminal that is closed. For signal handlers."""
+    for number in (1, 2):
+        watched = select.poll()
+        with contextlib.suppress(OSError):
+            watched.register(number, 0)
+            hung_up = any(event & select.POLLHUP for _, event in watched.poll(0))
+            if hung_up and stat.S_ISCHR(os.fstat(number).st_mode):
+                _discard(number)
+
+
+def _discard(number: int) -> None:
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)
+
+
+@contextlib.contextmanager
+def _outliving_terminal() -> Iterator[None]:
+    """Context in which a terminal that is closed fails no print: a run that ignores SIGHUP, or saves after it, goes on."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (_outliving(one) for one in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def _outliving(stream: typing.TextIO) -> typing.TextIO:
+    if type(stream) is not io.TextIOWrapper or not stream.isatty():
+        return stream
+    stream.flush()
+    written = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(written, stream.encoding, stream.errors, line_buffering=True)
 
 
 def _is_unread(stream: typing.TextIO) -> bool:

@@ -66,7 +66,7 @@ def train(
 
     Raises:
       ConfigError: for a config that cannot be run here, before anything is compiled.
-      Interrupted: after SIGTERM, SIGINT or a halt file in the workdir, when the state has been saved; or when its end
+      Interrupted: after SIGTERM, SIGINT, SIGHUP or a halt file in the workdir, when the state has been saved; or when its end
         could not be saved. It has the run so far as `run`.
       Diverged: when too many consecutive steps are bad and no rollback is possible any more, see `GuardConfig`.
     """

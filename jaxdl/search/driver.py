@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from jaxdl.cluster import DIVERGED, HALTED, MISTAKE
+from jaxdl.cluster.exits import stop_signals
 from jaxdl.errors import ConfigError
 from jaxdl.files import TRIALS_FOLDER
 from jaxdl.launch.attempt import format_sec
@@ -125,7 +126,7 @@ class Search:
     def run(self) -> int | None:
         """Runs until nothing is left to do; the number of the signal that stopped it, or None."""
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {one: signal.signal(one, self._note) for one in (signal.SIGTERM, signal.SIGINT)}
+            self._handlers = {one: signal.signal(one, self._note) for one in stop_signals()}
         try:
             for trial in self.journal.trials():
                 self._repair(trial)
@@ -141,7 +142,7 @@ class Search:
             raise
         finally:
             self.workers.close()
-            self._restore()
+            self._restore(*self._handlers)
         self.shows.refresh(self.journal.trials(), [])
         return self.signum
 
@@ -161,15 +162,15 @@ class Search:
                 self.journal.reopen(trial.number)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        """The first signal lets the trials save; a second one acts at once."""
+        """The first signal lets the trials save; a second one acts at once, but SIGHUP, which may come several times."""
         del frame
-        self.signum = signum
-        self._restore()
+        self.signum = self.signum or signum
+        self._restore(signal.SIGTERM, signal.SIGINT)
 
-    def _restore(self) -> None:
-        for signum, handler in self._handlers.items():
-            signal.signal(signum, handler)
-        self._handlers = {}
+    def _restore(self, *signums: int) -> None:
+        for signum in signums:
+            if signum in self._handlers:
+                signal.signal(signum, self._handlers.pop(signum))
 
     def _step(self) -> bool:
         """Collects and starts what can be; False when the search is over."""
