@@ -13,7 +13,6 @@ import os
 import re
 import select
 import signal
-import stat
 import sys
 import typing
 from collections.abc import Callable, Iterator
@@ -50,7 +49,7 @@ def command_line() -> Iterator[None]:
     global _options
     before, _options = _options, True
     try:
-        with _outliving_terminal(), _until_unread():
+        with outliving_terminal(), _until_unread():
             yield
     except ConfigError as error:
         fail(str(error))
@@ -144,36 +143,21 @@ class _Terminal(io.FileIO):
     """A terminal; when it is closed, what is written is lost, and the program goes on."""
 
     def write(self, data: typing.Any) -> int:
+        """See `io.FileIO`."""
         try:
             return super().write(data)
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            _discard(self.fileno())
             return len(data)
 
 
-def leave_lost_terminals() -> None:
-    """Discards what is printed from here on, where that would go to a terminal that is closed. For signal handlers."""
-    for number in (1, 2):
-        watched = select.poll()
-        with contextlib.suppress(OSError):
-            watched.register(number, 0)
-            hung_up = any(event & select.POLLHUP for _, event in watched.poll(0))
-            if hung_up and stat.S_ISCHR(os.fstat(number).st_mode):
-                _discard(number)
-
-
-def _discard(number: int) -> None:
-    with contextlib.suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, number)
-        os.close(nowhere)
-
-
 @contextlib.contextmanager
-def _outliving_terminal() -> Iterator[None]:
-    """Context in which a terminal that is closed fails no print: a run that ignores SIGHUP, or saves after it, goes on."""
+def outliving_terminal() -> Iterator[None]:
+    """Context in which a terminal that is closed fails no print: a run that ignores SIGHUP, or saves after it, goes on.
+
+    Standard output and error are other objects meanwhile if they are terminals.
+    """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_outliving(one) for one in before)
     try:

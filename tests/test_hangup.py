@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from jaxdl.cluster.exits import stop_signals
-from jaxdl.errors import _outliving, leave_lost_terminals
+from jaxdl.errors import _outliving
 from jaxdl.launch.processes import signals_to
 from jaxdl.run.result import Interrupted
 from jaxdl.run.signals import Stop, StopSignals
@@ -74,24 +74,3 @@ def test_what_is_printed_after_the_terminal_is_closed_is_lost_and_nothing_else()
             os.write(slave, b"lost")
         print("lost", file=stream, flush=True)
         print("lost too", file=stream, flush=True)
-        os.write(slave, b"goes nowhere")
-
-
-def test_only_terminals_that_are_closed_are_left(capfd):
-    """Standard error is a terminal that closes, standard output is a file."""
-    master, slave = pty.openpty()
-    before = os.dup(2)
-    try:
-        os.dup2(slave, 2)
-        leave_lost_terminals()
-        os.write(2, b"seen")
-        assert os.read(master, 100) == b"seen"
-        os.close(master)
-        leave_lost_terminals()
-        os.write(2, b"goes nowhere")
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
-        os.close(slave)
-    print("still printed")
-    assert capfd.readouterr().out == "still printed\n"

@@ -99,9 +99,9 @@ def _token() -> str:
 
 
 def serve(service: Service) -> int:
-    """Runs a syncer in this process until its run is over; returns the exit code. SIGTERM, SIGINT and SIGHUP stop it, saved.
+    """Runs a syncer in this process until its run is over; returns the exit code.
 
-    Raises ConfigError.
+    SIGTERM, SIGINT and SIGHUP stop it, saved. Raises ConfigError.
     """
     token = _token()
     try:

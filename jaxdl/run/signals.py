@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGHUP at any moment: noticed while training, evaluating and compiling, and turned into an exception.
+"""SIGTERM, SIGINT and SIGHUP at any moment: noticed in training, evaluating and compiling, and turned into an exception.
 
 So is a file `halt` in the workdir, where no signal can be sent (`jaxdl.run.status` looks for it). In a run of several
 processes a signal to one stops all of them at the same poll: at once through the membership (`jaxdl.cluster`), or else
@@ -18,7 +18,6 @@ import numpy as np
 
 from jaxdl.cluster import Membership, current, heartbeat
 from jaxdl.cluster.exits import stop_signals
-from jaxdl.errors import leave_lost_terminals
 
 Result = TypeVar("Result")
 
@@ -63,8 +62,6 @@ class StopSignals:
     def _note(self, signum: int, frame: FrameType | None) -> None:
         del frame
         self.signum = self.signum or signum
-        if signum == signal.SIGHUP:  # What the end of the run prints must not fail it.
-            leave_lost_terminals()
         self._restore(signal.SIGTERM, signal.SIGINT)
 
     def halt(self) -> None:

@@ -162,7 +162,7 @@ class Search:
                 self.journal.reopen(trial.number)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        """The first signal lets the trials save; a second one acts at once, but SIGHUP, which may come several times."""
+        """The first signal lets the trials save; a second one acts at once, but for SIGHUP: several may come."""
         del frame
         self.signum = self.signum or signum
         self._restore(signal.SIGTERM, signal.SIGINT)
