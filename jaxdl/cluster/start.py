@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pydantic
 
-from jaxdl.cluster.address import ClusterSpec, find_cluster_spec, host_name, several_processes
+from jaxdl.cluster.address import ClusterSpec, find_cluster_spec, host_name, several_processes, unused_note
 from jaxdl.cluster.consistency import describe_process, difference, unequal_counts
 from jaxdl.cluster.heartbeat import heartbeat
 from jaxdl.cluster.machine import check_xla_flags, keep_freed_memory, open_devices
@@ -83,6 +83,8 @@ def start_devices(
         keep_freed_memory()
     if not jax.distributed.is_initialized() and several_processes():
         _join(cluster or ClusterConfig(), describe_process(experiment, count), on_cpu=count is not None)
+    elif experiment is not None and (note := unused_note()):
+        print(f"note: {note}", file=sys.stderr)
     open_devices()
     if count is not None and (jax.default_backend(), jax.local_device_count()) != ("cpu", count):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGHUP at any moment: noticed in training, evaluating and compiling, and turned into an exception.
+"""SIGTERM, SIGINT and SIGHUP at any moment: noticed in training, evaluating and compiling, and made an exception.
 
 So is a file `halt` in the workdir, where no signal can be sent (`jaxdl.run.status` looks for it). In a run of several
 processes a signal to one stops all of them at the same poll: at once through the membership (`jaxdl.cluster`), or else

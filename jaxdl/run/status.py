@@ -72,7 +72,7 @@ class RunStatus:
 
     def __init__(self, workdir: Path | None, experiment: Experiment, stop: StopSignals, start: Start) -> None:
         self._workdir, self._experiment, self._stop, self._start = workdir, experiment, stop, start
-        self.lease = make_lease(workdir, self._disown) if workdir else None
+        self.lease = make_lease(workdir, self._disown, self._follow_folder) if workdir else None
         self._writer: StatusWriter | None = None
         self._lock = threading.Lock()  # The thread of the set-up may be abandoned while it begins.
         self._over = False
@@ -302,6 +302,15 @@ class RunStatus:
             self._over, self._failure = True, 0
         if self._writer is not None:
             self._writer.stop()
+
+    def _follow_folder(self, moved: Path | None) -> None:
+        """The workdir is no longer under its name: the last word goes to where it is now, if that is known."""
+        if moved is None:
+            self._disown()
+            return
+        self._workdir = moved
+        if self._writer is not None:
+            self._writer.move(moved)
 
     def _end_by_others(self, reason: str, code: int) -> None:
         """The process ends because of another one, or a hang."""
