@@ -73,6 +73,8 @@ def start_devices(
     check_xla_flags()
     if count is not None:
         check_cpu_devices(count, "--mesh.cpu-devices" if launched is None else "--devices-per-host")
+        if launched is None and experiment is not None:
+            _note_unused_platforms(count)
         try:
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", count)
@@ -91,6 +93,19 @@ def start_devices(
             f"{count} virtual CPU devices: in this process JAX already runs on {jax.local_device_count()} "
             f"{jax.default_backend()} devices. Set the environment variable JAX_NUM_CPU_DEVICES={count} before the "
             "first use of JAX, or restart."
+        )
+
+
+def _note_unused_platforms(count: int) -> None:
+    """Says that virtual CPU devices were asked for, and other devices as well."""
+    from jaxdl.mesh import asked_platforms
+
+    if (platforms := asked_platforms()) is not None:
+        print(
+            f"WARNING: this run trains on CPUs: its config, or --devices, asks for {count} virtual CPU devices, and "
+            f"JAX_PLATFORMS={platforms} is not used. Give --mesh.cpu-devices None for {platforms.split(',')[0]}.",
+            file=sys.stderr,
+            flush=True,
         )
 
 
