@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal as signals
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -87,7 +88,10 @@ class Trainer:
         except Stop as signal:
             if self.state is None:
                 raise Interrupted(signal.signum, f"{signal}: stopped before the run began; nothing changed.") from None
-            saved, lost = self._save_for_resume()
+            try:
+                saved, lost = self._save_for_resume()
+            except KeyboardInterrupt:
+                raise Interrupted(signals.SIGINT, self._ended_twice(signal), unsaved=True) from None
             run, signum = self._finish("interrupted"), None if lost else signal.signum
             self.hooks.saved()
             raise Interrupted(signum, f"{signal}: stopped at step {self.step}; {saved}", run) from None
@@ -325,6 +329,11 @@ class Trainer:
         if not self.rollbacks.in_streak:
             self._save()
         return self.saver.after_signal(self.step, bad=self.rollbacks.in_streak)
+
+    def _ended_twice(self, first: Stop) -> str:
+        """What a second Ctrl-C leaves, while the run saves after the first."""
+        kept = self.saver.newest() if self.saver is not None else "the run has no --workdir"
+        return f"{first}, then SIGINT: ended at step {self.step} before it was saved; {kept}."
 
     def _finish_at_end(self, *, changed: bool = True) -> Run:
         """`_finish` at the full length of the run, or at the earlier end that was asked for."""
