@@ -5,6 +5,7 @@ A bad step (a loss or a gradient that is not finite, a loss that leaps) changes 
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import jax
@@ -24,6 +25,44 @@ and where spikes are looked for, of the losses of good steps: `num_losses` (int3
 """
 
 
+REASON = "skip_reason"
+"""The metric of a step that says why it was skipped: the bits of `Skip`, as a number; 0 if it made its update."""
+NONFINITE = "nonfinite"
+"""The metric of a step that says which gradients were not finite; see `jaxdl.step.make_train_step`."""
+
+
+class Skip(enum.IntFlag):
+    """Why a step was skipped."""
+
+    LOSS = 1
+    """The loss is not finite."""
+    GRADIENT = 2
+    """A gradient, or the norm of all, is not finite."""
+    SPIKE = 4
+    """The loss is far above its running mean."""
+    OVERFLOW = 8
+    """float16: scaled gradients left its range, so the loss scale falls. No bad step."""
+    EMPTY = 16
+    """Nothing in the batch counts. No bad step."""
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether it counts as a bad step."""
+        return bool(self & (Skip.LOSS | Skip.GRADIENT | Skip.SPIKE))
+
+    @property
+    def words(self) -> str:
+        """The reasons in words."""
+        return "; ".join(_WORDS[one] for one in Skip if one in self)
+
+
+_WORDS = {
+    Skip.LOSS: "loss not finite",
+    Skip.GRADIENT: "gradient not finite",
+    Skip.SPIKE: "loss far above its running mean",
+    Skip.OVERFLOW: "overflow in float16",
+    Skip.EMPTY: "nothing in the batch counts",
+}
 _LARGEST_LOSS = 1e18
 """In the statistics a loss counts as at most this: the square of a larger one may not be finite, nor ever be again."""
 _SMALLEST_DEVIATION = 1e-3
@@ -79,8 +118,12 @@ class GuardConfig(Config):
         deviation = jnp.maximum(jnp.sqrt(guard["variance"]), smallest)
         return warm & (loss > guard["mean"] + self.spike_deviations * deviation)
 
-    def next_guard(self, guard: Guard, loss: jax.Array, *, kept: jax.Array, bad: jax.Array) -> Guard:
+    def next_guard(
+        self, guard: Guard, loss: jax.Array, *, kept: jax.Array, bad: jax.Array, empty: jax.Array | bool = False
+    ) -> Guard:
         """The guard after a step; one that is neither `kept` nor `bad` (float16's overflow) ends a streak too.
+
+        One that is `empty`, because nothing in its batch counts, neither ends a streak nor makes it longer.
 
         The statistics are those of Finch, "Incremental calculation of weighted mean and variance" (2009), section 9,
         exponential with weight 1 / window, and plain (weight 1 / number) as long as that is larger.
@@ -89,7 +132,7 @@ class GuardConfig(Config):
             return guard
         changed = {
             "bad_steps": guard["bad_steps"] + jnp.where(bad, 1, 0),
-            "bad_in_row": jnp.where(bad, guard["bad_in_row"] + 1, 0),
+            "bad_in_row": jnp.where(bad, guard["bad_in_row"] + 1, jnp.where(empty, guard["bad_in_row"], 0)),
         }
         if self.spike_deviations is None:
             return changed

@@ -70,7 +70,10 @@ class MeshConfig(Config):
             if size != -1 and size < 1:
                 raise ValueError(f"{name} = {size}: an axis has 1 or more devices, or -1 for the rest.")
         if list(sizes.values()).count(-1) > 1:
-            raise ValueError(f"{sizes}: only one axis may be -1 (the rest).")
+            given = " ".join(f"--mesh.{name} -1" for name, size in sizes.items() if size == -1)
+            raise ValueError(
+                f"{given}: only one axis may be -1 (the rest of the devices). Give the sizes of the others."
+            )
         if self.without_gpus is not None and self.cpu_devices is not None:
             raise ValueError(
                 f"cpu_devices = {self.cpu_devices} and without_gpus: with cpu_devices no GPU is used, so without_gpus "

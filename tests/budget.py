@@ -23,6 +23,7 @@ DEFAULT_SEC = 15.0
 BUDGETS = {
     "test_attention.py": 20,
     "test_agreement.py": 100,
+    "test_skipped.py": 35,
     "test_staleness.py": 25,
     "test_table_kernels.py": 25,
     "test_agreement_processes.py": 50,

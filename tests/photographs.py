@@ -3,7 +3,7 @@
 import io
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 
 def photograph(height, width, seed=0):
@@ -43,3 +43,13 @@ def folder_of_photographs(root, *, classes=3, train=8, test=2, size=(120, 160)):
                 pixels = photograph(*size, seed=1000 * number + index + (500 if split == "val" else 0))
                 (place / f"{index}.jpg").write_bytes(encoded(pixels))
     return root
+
+
+def by_pillow(content):
+    """The image of a file by Pillow alone, uint8 [height, width, 3]."""
+    return np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB"))
+
+
+def difference(one, other):
+    """Mean difference of two images, in grey levels."""
+    return np.abs(one.astype(float) - other.astype(float)).mean()

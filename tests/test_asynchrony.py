@@ -240,6 +240,14 @@ def test_delayed_nesterov_is_nesterov_after_every_n_merges():
     np.testing.assert_allclose(anchor - moved, 0.7 / 4 * deltas[0], rtol=1e-5, atol=1e-6)
 
 
+def test_learners_that_made_no_update_do_not_move_the_anchor_by_its_momentum():
+    outer, anchor = Outer(momentum=0.9), np.float32([1, 2])
+    moved, slow = outer_step(outer, anchor, np.float32([0.5, 0]), first_slow(outer, 2))
+    again, same = outer_step(outer, moved, np.zeros(2, np.float32), slow)
+    np.testing.assert_array_equal(again, moved)
+    assert same is slow
+
+
 def test_outer_nesterov_is_that_of_optax():
     import optax
 

@@ -138,6 +138,57 @@ def test_logistic_regression_of_ten_classes_is_that_of_sklearn(mesh, digits):
     np.testing.assert_allclose(found.probabilities(x), expected.predict_proba(x), atol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def noisy():
+    """Two classes that overlap, of features of about size 1 (float64)."""
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(400, 5)) * [1.0, 0.5, 2.0, 1.0, 3.0]
+    return x, (x @ [1.0, -1.0, 0.5, 0.0, 0.2] + draw.normal(size=400) > 0).astype(int)
+
+
+@pytest.mark.parametrize(("offset", "dtype"), [(1e4, np.float64), (1e5, np.float32), (1e6, np.float32), (1e6, float)])
+def test_an_offset_of_the_features_takes_no_digits(mesh, noisy, offset, dtype):
+    """What scikit-learn finds in float64, for the numbers as they are given."""
+    given = (noisy[0] + offset).astype(dtype)
+    near = given.astype(np.float64) - offset  # scikit-learn needs many steps for offsets, and no other result.
+    y, x = noisy[1], given.astype(np.float64)
+    expected = LogisticRegression(C=0.1, tol=1e-10, max_iter=10_000).fit(near, y)
+    found = classics.logistic(given, y, c=0.1, mesh=mesh)
+    assert found.converged
+    assert relative(found.coefficients, expected.coef_) < 1e-4
+    np.testing.assert_allclose(found.probabilities(given), expected.predict_proba(near), atol=1e-5)
+    parts = PCA(3, svd_solver="full").fit(near)
+    found = classics.pca(given, 3, mesh=mesh)
+    assert relative(found.components, parts.components_) < 1e-4
+    assert relative(found.explained_variance, parts.explained_variance_) < 1e-5
+    np.testing.assert_allclose(found.mean, x.mean(0), rtol=1e-9, atol=1e-6)
+    target = near @ np.arange(5) + offset
+    line, expected = classics.ridge(given, target, mesh=mesh), Ridge(solver="svd").fit(near, target)
+    assert relative(line.coefficients, expected.coef_) < 1e-5
+    np.testing.assert_allclose(line.predict(given) - offset, expected.predict(near) - offset, atol=2e-4)
+    start = near[:3]
+    groups = KMeans(3, init=start, n_init=1, algorithm="lloyd").fit(near)
+    found = classics.kmeans(given, 3, start=x[:3], mesh=mesh)
+    np.testing.assert_array_equal(found.labels, groups.labels_)
+    assert relative(found.centers - offset, groups.cluster_centers_) < 1e-5
+    np.testing.assert_array_equal(found.predict(given), groups.labels_)
+
+
+def test_offsets_of_some_features_of_several_classes(mesh, digits):
+    x, y = digits[0][:300, :20], digits[1][:300] % 3
+    size = np.where(np.arange(20) % 3, 1.0, 1e-3)
+    expected = LogisticRegression(C=1.0, tol=1e-10, max_iter=50_000).fit(x * size, y)
+    found = classics.logistic(x * size + 2000.0 * (np.arange(20) % 2), y, mesh=mesh)
+    assert relative(found.coefficients, expected.coef_) < 1e-4, "the penalty is of the features as they are given"
+    assert abs(found.intercepts.mean()) < 1e-9
+    np.testing.assert_allclose(found.predict(x * size + 2000.0 * (np.arange(20) % 2)), expected.predict(x * size))
+
+
+def test_a_fit_that_ends_before_the_minimum_says_so(noisy):
+    with pytest.warns(RuntimeWarning, match="the minimum was not reached: max_steps = 1 were made"):
+        assert not classics.logistic(*noisy, max_steps=1).converged
+
+
 def test_only_sums_travel(digits):
     """The iterations of k-means all-reduce sums of clusters and of rows, and never gather the table."""
     x, _ = digits

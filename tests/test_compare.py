@@ -102,6 +102,23 @@ def test_the_best_metric_of_an_own_task_is_in_the_status(tmp_path, mode, best):
     assert read_curves(folder).best("eval/right") == best
 
 
+def test_what_a_run_measured_after_it_diverged_is_not_its_best(runs, tmp_path, capsys, monkeypatch):
+    gone = make_run(tmp_path / "runs" / "gone", [4, 3, 2e9, 8e21, 8e21, 8e21], [100] * 6, {"seed": 1})
+    with (gone / METRICS_FILE).open("a") as file:
+        file.write("\n" + json.dumps({"step": 60, "eval/accuracy": 0.96}) + "\n")
+    run = read_curves(gone)
+    assert run.last("eval/accuracy") == 0.96
+    assert run.best("eval/accuracy") == (pytest.approx(0.7), 20)
+    assert read_curves(runs[0]).divergence is None
+    monkeypatch.chdir(tmp_path)
+    main(["runs", "--json"])
+    found = json.loads(capsys.readouterr().out)["runs"]
+    why = "the training loss is 8e+21 at step 60, and was 4 at first"
+    assert [found[name]["diverged"] for name in ("a", "gone")] == [None, why]
+    main(["runs"])
+    assert f"gone diverged at step 30: {why}; its best values are those before" in capsys.readouterr().out
+
+
 def test_differences_of_configs(runs):
     curves = [read_curves(run) for run in runs]
     assert config_differences(curves) == {"optimizer.kind": ["sgd", "lars"], "optimizer.trust": [None, 1]}

@@ -280,6 +280,7 @@ def test_the_config_reference_has_every_config_class_and_field():
 ELSEWHERE = {
     "train/perplexity": "tasks/language.py", "train/bits_per_byte": "tasks/language.py",
     "eval/perplexity": "tasks/language.py", "eval/bits_per_byte": "tasks/language.py",
+    "train/empty_steps": "report/seen.py",
     "train/momentum": "step/update.py", "train/loss_scale": "step/update.py", "train/skipped_steps": "step/update.py",
     "train/agreement/loss": "report/fetching.py", "train/agreement/distance": "rounds/merge.py",
     "train/agreement/bad_replicas": "rounds/merge.py", "train/agreement/staleness": "step/program.py",

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from jaxdl.checkpoint import fingerprints
-from jaxdl.checkpoint.fingerprint import as_text
+from jaxdl.checkpoint.disk import disk_reason
+from jaxdl.checkpoint.fingerprint import Stale, row_fingerprints, tag_words, tagged, tagged_texts, text
 
 RANDOM = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
 
 
 def of(x):
-    return as_text(jax.jit(fingerprints)(x))
+    return text(np.asarray(jax.jit(fingerprints)(x)))
 
 
 def changed(x, *places_and_values):
@@ -96,3 +97,17 @@ def test_the_same_on_every_mesh_without_gathering():
         assert all(kind == "all-reduce" for _, kind in found), found
         assert all(not re.search(r"\[[3-9]|\[\d\d|,", shape.split("{")[0]) for shape, _ in found if "(" not in shape)
         assert bool(found) == (spec != jax.P())
+
+
+def test_fingerprints_of_another_checkpoint_do_not_pass_for_those_of_this_one():
+    """On their devices they have the step; what is stored has not, as ever."""
+    state = {"a": RANDOM, "b": ONE}
+    step = 700
+    found = jax.jit(tagged)(state, np.uint32(step))
+    assert tagged_texts(found, step) == {name: of(x) for name, x in state.items()}
+    with pytest.raises(Stale) as error:
+        tagged_texts(found, step + 1)
+    assert "another checkpoint" in disk_reason(error.value)
+    rows = np.asarray(jax.jit(row_fingerprints)([RANDOM], np.uint32(step)))
+    assert (rows ^ tag_words(np.uint32(step)) == np.asarray(row_fingerprints([RANDOM]))).all()
+    assert (rows ^ tag_words(np.uint32(step + 1)) != np.asarray(row_fingerprints([RANDOM]))).any(axis=1).all()

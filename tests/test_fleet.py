@@ -8,6 +8,7 @@ import pytest
 from jaxdl.config import ConfigError
 from jaxdl.fleet.__main__ import main
 from jaxdl.fleet.engine import LOST, make_engine
+from jaxdl.fleet.journal import Journal
 from jaxdl.fleet.policy import Rules
 from jaxdl.fleet.simulate import (
     Costs,
@@ -21,7 +22,7 @@ from jaxdl.fleet.simulate import (
     static_shared,
 )
 from jaxdl.fleet.speed import last_speed, last_step
-from jaxdl.fleet.store import Journal, Store
+from jaxdl.fleet.store import Store
 
 
 def test_a_journal_whose_last_line_was_not_written_whole_is_read(tmp_path):
@@ -45,8 +46,9 @@ def test_submissions_keep_their_words(tmp_path):
     with pytest.raises(ConfigError, match="run 0001 has it"):
         store.submit(["python", "other.py", "--workdir=runs/a b"], [1])
     (tmp_path / "runs/0001/submission.json").write_text("{")
+    assert store.submissions() == []
     with pytest.raises(ConfigError, match="this is no submission"):
-        store.submissions()
+        store.submission("0001")
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,8 @@ def test_submissions_keep_their_words(tmp_path):
         (["submit", "--delay-sec", "-5", "--", "x"], "--delay-sec -5: it must be a number, 0 or more"),
         (["hold"], "give the number of a run"),
         (["cancel", "0007"], "run 0007: there is no such run"),
+        (["remove"], "give the numbers of runs that have ended, or --ended"),
+        (["remove", "--ended", "0001"], "give the numbers of runs that have ended, or --ended"),
         (["status"], "no fleet is served there"),
         (["serve", "--engine", "moon"], "--engine moon: there is no such engine; choose one of"),
         (["serve", "--fairness", "2"], "from 0 to 1"),

@@ -142,7 +142,7 @@ def test_submit_keeps_it_and_the_fleet_says_where_speeds_are_from(tmp_path, caps
     server.turn()
     main(["explain", *state])
     assert capsys.readouterr().out.count("speed: not measured; guess: n nodes are n^0.9 times as fast as one") == 2
-    server._measured.add("0002", 1, 640.0)
+    server.known.measured.add("0002", 1, 640.0)
     server.turn()
     main(["explain", *state])
     speed = 64 / (0.1 / 2 + made.exchange.seconds[2])

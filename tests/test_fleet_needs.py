@@ -12,9 +12,10 @@ from fleet_engine import SETTINGS, Killed, MadeUp, dying_write, fleet, states, s
 from jaxdl.errors import ConfigError
 from jaxdl.fleet.__main__ import main
 from jaxdl.fleet.engine import make_engine
+from jaxdl.fleet.journal import Journal
 from jaxdl.fleet.mixed import decide_mixed
 from jaxdl.fleet.server import Server
-from jaxdl.fleet.store import Journal, Store
+from jaxdl.fleet.store import Store
 
 GPUS = {"gpus": 4.0, "cpus": 16.0}
 ONE, CPUS = {"gpus": 1.0, "cpus": 2.0}, {"cpus": 4.0}

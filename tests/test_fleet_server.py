@@ -10,8 +10,8 @@ from fleet_engine import SETTINGS, Killed, MadeUp, dying_write, fleet, states, s
 
 from jaxdl.config import ConfigError
 from jaxdl.fleet.__main__ import main
+from jaxdl.fleet.journal import Journal
 from jaxdl.fleet.server import Server, Settings
-from jaxdl.fleet.store import Journal
 from jaxdl.status import Reason, Record, State, read_row, utc_now, write_record
 
 
@@ -303,11 +303,11 @@ def test_a_speed_belongs_to_the_nodes_on_which_it_was_reached(tmp_path):
     for _ in range(4):
         server.turn()
     assert len(engine.live[first][1]) == 1
-    assert dict(server._measured.of(first)) == {4: 40.0}  # Nothing was reported yet on one node.
+    assert dict(server.known.measured.of(first)) == {4: 40.0}  # Nothing was reported yet on one node.
     report(range(5, 9), 10.0)
     server.turn()
-    assert dict(server._measured.of(first)) == {4: 40.0, 1: 10.0}
-    assert dict(make()._measured.of(first)) == {4: 40.0}  # The journal has what an attempt reached by its end.
+    assert dict(server.known.measured.of(first)) == {4: 40.0, 1: 10.0}
+    assert dict(make().known.measured.of(first)) == {4: 40.0}  # The journal has what an attempt reached by its end.
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -4,21 +4,13 @@ import io
 
 import numpy as np
 import pytest
-from photographs import encoded, photograph
-from PIL import Image, ImageOps
+from photographs import by_pillow, difference, encoded, photograph
+from PIL import Image
 from sklearn.datasets import load_sample_image
 
 from jaxdl.data.colours import _NAMES, _OPERATIONS, Jitter, changed, policy_changed
 from jaxdl.data.photo import BadImage, Photo
 from jaxdl.data.view import Box, Erasing, View, random_box, resized, shrunk
-
-
-def by_pillow(content):
-    return np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB"))
-
-
-def difference(one, other):
-    return np.abs(one.astype(float) - other.astype(float)).mean()
 
 
 @pytest.mark.parametrize("orientation", [None, *range(1, 9)])

@@ -65,7 +65,7 @@ CHANGED_ROOT = """
 import sys
 from jaxdl.data import remote
 find = remote.find
-remote.find = lambda address, suffixes: find(address.replace({place!r}, {other!r}), suffixes)
+remote.find = lambda address, *rest: find(address.replace({place!r}, {other!r}), *rest)
 from jaxdl.train import main
 main()
 """

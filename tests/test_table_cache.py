@@ -187,6 +187,17 @@ def restored_rows(workdir, one):
     return rows | {name: store.in_order(name) for name in (store.rows if store else ())}
 
 
+def test_a_folder_that_is_missing_at_a_resume_is_the_mistake_that_it_is_in_a_new_run(whole, tmp_path):
+    """Not a damaged or unreadable checkpoint, which is tried again, or moved away with --checkpoint.start-over."""
+    made = experiment(CacheConfig(fraction=0.1, min_rows=1000, folder=str(tmp_path / "missing")))
+    with pytest.raises(ConfigError, match=r"missing: No such file.*Give a writable folder") as fresh:
+        make_plan(made).caches.store.init(jax.random.key(0))
+    for other in (made, made.replaced({"embedding.schemes": ()})):
+        with pytest.raises(ConfigError) as error:
+            restored_rows(whole[1], other)
+        assert (type(error.value), str(error.value)) == (ConfigError, str(fresh.value))
+
+
 def test_an_evaluation_copies_slots_alone():
     """The rows of tables without a cache may be nearly all that the devices have."""
     plan = make_plan(experiment(CacheConfig(fraction=0.1, min_rows=5000)))

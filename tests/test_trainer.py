@@ -304,7 +304,7 @@ def test_the_command_line_ends_with_3_when_training_diverges(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--config", str(path)])
     assert ended.value.code == 3
-    assert "error: the training loss or its gradient is not finite" in capsys.readouterr().err
+    assert "error: the training loss is not finite at step" in capsys.readouterr().err
 
 
 def test_the_public_face():

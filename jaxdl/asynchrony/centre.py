@@ -26,7 +26,7 @@ from jaxdl.asynchrony.events import (
     standing_to_json,
 )
 from jaxdl.asynchrony.outer import Outer, Slow, Vector, digest, first_slow, mean_of, outer_step
-from jaxdl.asynchrony.policy import Policy, decide, first_standing, wake_us
+from jaxdl.asynchrony.policy import RULES, Policy, decide, first_standing, wake_us
 
 Record = dict[str, Any]
 """One line of a tape."""
@@ -44,10 +44,21 @@ class Saved:
 
 
 class Centre:
-    """Holds the anchor. `record` gets the events and the decisions in their order, as lines of a tape."""
+    """Holds the anchor. `record` gets the events and the decisions in their order, as lines of a tape.
 
-    def __init__(self, policy: Policy, outer: Outer, record: Callable[[Record], object] = lambda record: None) -> None:
+    `rules` are those of `policy.RULES`; other ones are for a tape that was recorded by them.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        outer: Outer,
+        record: Callable[[Record], object] = lambda record: None,
+        *,
+        rules: int = RULES,
+    ) -> None:
         self.policy, self.outer = policy, outer
+        self._rules = rules
         self.standing: Standing = first_standing(policy)
         self.anchor: Vector | None = None
         """None until a learner has given its initial parameters."""
@@ -78,7 +89,7 @@ class Centre:
     def handle(self, event: Event, delta: Vector | None = None) -> tuple[Decision, ...]:
         """What follows from an event; `delta` comes with an `Arrive`. A merge has been made when this returns."""
         known = not isinstance(event, Arrive) or self._hashes.get(event.version) == event.anchor
-        outcome = decide(self.policy, self.standing, event, known=known)
+        outcome = decide(self.policy, self.standing, event, known=known, rules=self._rules)
         if not isinstance(event, Tick) or outcome.decisions:
             verdict = {} if outcome.verdict is None else {"verdict": outcome.verdict}
             self._record({"kind": type(event).__name__.lower(), **vars(event), **verdict})
@@ -129,6 +140,11 @@ def _without_pending(standing: Standing) -> Standing:
         if member.round >= pending.round:
             members[pending.learner] = dataclasses.replace(member, round=pending.round - 1)
     return dataclasses.replace(standing, members=members, pending=(), quorum_us=None)
+
+
+def centre_of(record: Record, tell: Callable[[Record], object]) -> Centre:
+    """A centre as that whose tape has this line `begin` or `restart`."""
+    return Centre(Policy(**record["policy"]), Outer(**record["outer"]), tell, rules=record.get("rules", 1))
 
 
 def as_json(record: Record) -> Record:

@@ -67,7 +67,12 @@ def mean_of(deltas: Sequence[Vector], factors: Sequence[float]) -> Vector:
 
 
 def outer_step(outer: Outer, anchor: Vector, mean: Vector, slow: Slow) -> tuple[Vector, Slow]:
-    """The next anchor and the next state, from a mean of deltas. Both are new arrays of float32."""
+    """The next anchor and the next state, from a mean of deltas. Both are new arrays of float32.
+
+    A mean of zeros alone is that of learners that made no update: it is no step of the outer optimizer either.
+    """
+    if not mean.any():
+        return anchor.copy(), slow
     anchor = _scaled_sum(anchor, mean, -outer.learning_rate / outer.every)
     if not outer.momentum:
         return anchor, slow

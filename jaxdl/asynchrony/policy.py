@@ -33,6 +33,13 @@ from jaxdl.asynchrony.events import (
 )
 from jaxdl.config import Config
 
+RULES = 2
+"""The rules that `decide` follows by default; a tape says which ones its syncer had, and 1 if it says nothing.
+
+By the rules 1 a quorum counted every learner that was connected, also one that `max_ahead` held, and a learner that
+came back kept a clock beyond everyone's reach: learners could wait for each other for ever. A tape of such a syncer is
+still replayed as it went.
+"""
 DESERTED_SEC = 600.0
 """A syncer whose learners have all been gone for so long ends, although the run is not over."""
 
@@ -47,8 +54,8 @@ class Policy(Config):
     total_steps: int | None = Field(default=None, ge=1)
     """End of the run, in steps of all learners together that were merged; None: when all learners have finished."""
     quorum: int | None = Field(default=None, ge=1)
-    """Deltas that a merge needs, None for half of the learners; who has finished, or is gone for `return_sec`, is not
-    waited for."""
+    """Deltas that a merge needs, None for half of the learners; who has finished, is gone for `return_sec`, or is held
+    by `max_ahead` is not waited for."""
     grace_sec: float = Field(default=0.0, ge=0)
     """Seconds that a merge waits for further deltas once it has its quorum."""
     grace_share: float | None = Field(default=None, gt=0)
@@ -83,17 +90,21 @@ def first_standing(policy: Policy) -> Standing:
     return Standing({learner: Member() for learner in range(policy.learners)})
 
 
-def decide(policy: Policy, standing: Standing, event: Event, *, known: bool = True) -> Outcome:
+def decide(policy: Policy, standing: Standing, event: Event, *, known: bool = True, rules: int = RULES) -> Outcome:
     """What follows from an event at the syncer.
 
     `known` says whether an arriving delta started from an anchor that the syncer made. Events must be given in the
-    order of their times, and a `Tick` at each time that `wake_us` names.
+    order of their times, and a `Tick` at each time that `wake_us` names. `rules` other than `RULES` are for old tapes.
+
+    As long as a learner is connected and the run is not over, one of them computes, or `wake_us` names a time at which
+    a merge is made or a learner goes on; a learner that comes back computes at once, unless a delta of it waits for a
+    merge (`tests/test_asynchrony.py` searches all short sequences of events).
     """
     verdict = None
     standing = replace(standing, at_us=event.at_us)
     match event:
         case Join():
-            standing = _joined(standing, event)
+            standing = _joined(policy, standing, event, rules)
         case Leave():
             standing = _left(standing, event)
         case Arrive():
@@ -103,7 +114,7 @@ def decide(policy: Policy, standing: Standing, event: Event, *, known: bool = Tr
     if standing.over and isinstance(event, Join):
         standing, release = _released(policy, standing, event.learner, event.at_us)
         return Outcome(standing, (release,), verdict)
-    standing, merge = _merged(policy, standing, event.at_us)
+    standing, merge = _merged(policy, standing, event.at_us, rules)
     decisions: list[Decision] = [merge] if merge else []
     for learner in _who_may_go_on(policy, standing, just_over=merge is not None and standing.over):
         standing, release = _released(policy, standing, learner, event.at_us)
@@ -134,18 +145,22 @@ def is_finished(policy: Policy, standing: Standing, at_us: int) -> bool:
     )
 
 
-def _joined(standing: Standing, event: Join) -> Standing:
+def _joined(policy: Policy, standing: Standing, event: Join, rules: int) -> Standing:
     members = dict(standing.members)
     if not standing.begun:  # Those that come later are waited for from now on.
         members = {learner: replace(member, since_us=event.at_us) for learner, member in members.items()}
     member = members[event.learner]
     clocks = [other.clock for other in members.values() if other.present and not other.done]
+    # It neither holds the others back nor may run ahead because it was away.
+    clock = max(member.clock, min(clocks, default=0))
+    if rules > 1 and clocks and policy.max_ahead is not None:
+        # Nor is it held: it may have run ahead while these were away, and would wait for rounds that it need not.
+        clock = min(clock, min(clocks) + policy.max_ahead)
     members[event.learner] = replace(
         member,
         life=event.life,
         round=max(member.round, event.round) if event.life == member.life else event.round,
-        # It neither holds the others back nor may run ahead because it was away.
-        clock=max(member.clock, min(clocks, default=0)),
+        clock=clock,
         present=True,
         done=False,
         working=event.working and event.life == member.life,
@@ -191,18 +206,13 @@ def _arrived(policy: Policy, standing: Standing, event: Arrive, known: bool) -> 
     return replace(standing, pending=(*standing.pending, pending)), verdict
 
 
-def _merged(policy: Policy, standing: Standing, at_us: int) -> tuple[Standing, Merge | None]:
+def _merged(policy: Policy, standing: Standing, at_us: int, rules: int) -> tuple[Standing, Merge | None]:
     """The standing after a merge, if one is due; else with the time of the quorum, if it was reached now."""
     if not standing.pending:
         return standing, None
-    return_us = _us(policy.return_sec)
-    expected = sum(
-        not member.done and (member.present or at_us < member.since_us + return_us)
-        for member in standing.members.values()
-    )
     waiting = {pending.learner for pending in standing.pending}
     if standing.quorum_us is None:
-        if len(waiting) < min(policy.needed, max(1, expected)):
+        if len(waiting) < min(policy.needed, max(1, _expected(policy, standing, at_us, rules))):
             return standing, None
         standing = replace(standing, quorum_us=at_us)
     assert standing.quorum_us is not None
@@ -215,6 +225,26 @@ def _merged(policy: Policy, standing: Standing, at_us: int) -> tuple[Standing, M
     return replace(
         standing, version=merge.version, steps=steps, pending=(), quorum_us=None, over=standing.over or over
     ), merge
+
+
+def _expected(policy: Policy, standing: Standing, at_us: int, rules: int) -> int:
+    """Learners of which the next merge may have a delta.
+
+    Those whose delta is here, who compute or are about to, and who may still come back. Who is held by `max_ahead` is
+    not among them: it may be waiting for a learner whose delta waits for this merge.
+    """
+    return_us = _us(policy.return_sec)
+    absent = {
+        learner
+        for learner, member in standing.members.items()
+        if not member.done and not member.present and at_us < member.since_us + return_us
+    }
+    present = {learner: member for learner, member in standing.members.items() if member.present}
+    if rules == 1:
+        return len(absent) + len(present)
+    working = {learner for learner, member in present.items() if member.working}
+    soon = _who_may_go_on(policy, standing, just_over=False)
+    return len(absent | working | {*soon} | {pending.learner for pending in standing.pending})
 
 
 def _parts(policy: Policy, pending: tuple[Pending, ...]) -> Iterator[Part]:

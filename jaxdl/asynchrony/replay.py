@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxdl.asynchrony.centre import Centre, Record, Saved, as_json
+from jaxdl.asynchrony.centre import Record, Saved, as_json, centre_of
 from jaxdl.asynchrony.codec import Codec, Encoder
 from jaxdl.asynchrony.events import Arrive, Join, Leave, Release, Tick
-from jaxdl.asynchrony.outer import Outer, Vector, digest
-from jaxdl.asynchrony.policy import Policy
+from jaxdl.asynchrony.outer import Vector, digest
 from jaxdl.asynchrony.simulator import Worker
 
 NOT_COMPARED = ("begin", "saved", "restart")
@@ -48,7 +47,7 @@ class _Replay:
     def __init__(self, records: Sequence[Record], workers: Callable[[int, str], Worker]) -> None:
         first = records[0]
         self._records, self._make, self._bits = records, workers, first["bits"]
-        self._centre = Centre(Policy(**first["policy"]), Outer(**first["outer"]), self._compare)
+        self._centre = centre_of(first, self._compare)
         self._line = 0
         """The tape's line, from 1, that is played."""
         self._next = 0
@@ -91,7 +90,7 @@ class _Replay:
                 self._arrive(record)
             case "restart":
                 self._bits = record["bits"]
-                self._centre = Centre(Policy(**record["policy"]), Outer(**record["outer"]), self._compare)
+                self._centre = centre_of(record, self._compare)
                 self._centre.go_on_from(self._saved[record["position"]])
 
     def _learner(self, join: Record) -> _Learner:

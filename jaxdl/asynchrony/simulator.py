@@ -11,10 +11,10 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxdl.asynchrony.centre import Centre, Record
+from jaxdl.asynchrony.centre import Centre, Record, centre_of
 from jaxdl.asynchrony.events import SECOND_US, Arrive, Event, Join, Leave, Release, Tick
-from jaxdl.asynchrony.outer import Outer, Vector, digest
-from jaxdl.asynchrony.policy import Policy, is_finished
+from jaxdl.asynchrony.outer import Vector, digest
+from jaxdl.asynchrony.policy import is_finished
 
 _DECIDED, _HASHES = ("arrive", "merge", "release", "tick"), ("anchor", "delta")
 
@@ -231,7 +231,7 @@ def decided(records: Sequence[Record]) -> list[Record]:
 def simulated(records: Sequence[Record]) -> list[Record]:
     """`decided` by a simulation whose learners come, take their time and go as those of a tape. Raises ValueError."""
     found: list[Record] = []
-    centre = Centre(Policy(**records[0]["policy"]), Outer(**records[0]["outer"]), found.append)
+    centre = centre_of(records[0], found.append)
     Simulation(centre, from_tape(records)).run()
     return decided(found)
 

@@ -19,7 +19,7 @@ from jaxdl.asynchrony.events import SECOND_US, Arrive, Event, Join, Leave, Relea
 from jaxdl.asynchrony.guests import Doorkeeper, Guest, Guests, News
 from jaxdl.asynchrony.messages import Anchor, Hello
 from jaxdl.asynchrony.outer import Outer, Vector
-from jaxdl.asynchrony.policy import Policy, is_finished
+from jaxdl.asynchrony.policy import RULES, Policy, is_finished
 from jaxdl.asynchrony.storage import FORMAT, TAPE_FILE, StateWriter, Tape, make_folder, newest_state
 
 SILENCE_SEC = 20.0
@@ -111,7 +111,12 @@ class Syncer:
 
     def _begin(self, outer: Outer) -> None:
         """Takes over the state that an earlier syncer left in the folder."""
-        settings = {"policy": self._policy.model_dump(), "outer": outer.model_dump(), "bits": self._bits}
+        settings = {
+            "policy": self._policy.model_dump(),
+            "outer": outer.model_dump(),
+            "bits": self._bits,
+            "rules": RULES,
+        }
         saved, position, problems = newest_state(self._folder)
         for problem in problems:
             self._say(problem)

@@ -17,7 +17,7 @@ from jaxdl.errors import ConfigError
 class Finding(NamedTuple):
     """What one process found: no error (""), or the kind of its error and the message."""
 
-    kind: Literal["", "lasting", "passing", "config", "damaged", "failed"]
+    kind: Literal["", "lasting", "passing", "mistake", "config", "damaged", "failed"]
     text: str
 
     @classmethod
@@ -27,8 +27,8 @@ class Finding(NamedTuple):
             return cls("", "")
         if isinstance(error, Unreadable):
             return cls("lasting" if error.lasting else "passing", str(error))
-        if isinstance(error, ConfigError):
-            return cls("config", str(error))
+        if isinstance(error, ConfigError):  # Of the checkpoint, or of something else that the user has set.
+            return cls("config" if isinstance(error, Unusable) else "mistake", str(error))
         if isinstance(error, Damaged):
             return cls("damaged", str(error))
         return cls("failed", f"{type(error).__name__}: {error}")
@@ -46,6 +46,8 @@ def raise_worst(found: Sequence[Finding]) -> None:
     Errors of the kind "failed" are not raised: a second attempt may succeed.
     """
     texts = dict(reversed(found))
+    if "mistake" in texts:
+        raise ConfigError(texts["mistake"])
     if "passing" in texts:
         raise Unreadable(texts["passing"])
     if "lasting" in texts:

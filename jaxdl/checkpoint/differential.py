@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import future
 
-from jaxdl.checkpoint.fingerprint import row_fingerprints
+from jaxdl.checkpoint.fingerprint import row_fingerprints, tag_words
 from jaxdl.cluster.agree import from_each_process
 from jaxdl.mesh import on_hosts
 
@@ -110,7 +110,7 @@ class Differences:
         """
         if self._every is None or not tables:
             return None
-        prints = self._prints(tables)
+        prints = self._prints(tables, step)
         if self._base is not None and self._base[0] in complete and self._since + 1 < self._every:
             base, before = self._base
             changed = {
@@ -136,23 +136,29 @@ class Differences:
             return WrittenTables(None, whole, whole, 0)
         return WrittenTables(changed.base, changed.num_bytes, whole, changed.num_rows)
 
-    def _prints(self, tables: Mapping[str, jax.Array]) -> Prints:
-        """The fingerprints of all rows on this process."""
+    def _prints(self, tables: Mapping[str, jax.Array], step: int) -> Prints:
+        """The fingerprints of all rows on this process.
+
+        They have the step while they are on the devices: where those of an earlier one were fetched, all rows would
+        have changed, and none that has is missed.
+        """
+        tag = np.uint32(step % 2**32)
         buffers: dict[str, list[jax.Array]] = {}
         for name in sorted(tables):
             buffers.setdefault(_buffer(name), []).append(tables[name])
         on_devices = {name: arrays for name, arrays in buffers.items() if not on_hosts(arrays[0])}
-        waiting = {name: self._program(arrays)(arrays) for name, arrays in on_devices.items()}
+        waiting = {name: self._program(arrays)(arrays, tag) for name, arrays in on_devices.items()}
+        jax.block_until_ready(waiting)
         found: Prints = {}
         for name, words in waiting.items():
             shards = found[name] = {}
             for shard in words.addressable_shards:
                 place = _place(shard.index, words.shape)
                 if place not in shards:
-                    shards[place] = np.array(shard.data)
+                    shards[place] = np.array(shard.data) ^ tag_words(tag)
         for name, arrays in buffers.items():
             if name not in on_devices:
-                found[name] = _prints_here(arrays)
+                found[name] = _prints_here(arrays, tag)
         return found
 
     def _program(self, arrays: Sequence[jax.Array]) -> Any:
@@ -167,11 +173,11 @@ class Differences:
 
 
 @jax.jit
-def _of_rows(arrays: Sequence[jax.Array]) -> jax.Array:
-    return row_fingerprints(arrays)
+def _of_rows(arrays: Sequence[jax.Array], tag: jax.Array) -> jax.Array:
+    return row_fingerprints(arrays, tag)
 
 
-def _prints_here(arrays: Sequence[jax.Array]) -> dict[tuple[int, int], np.ndarray]:
+def _prints_here(arrays: Sequence[jax.Array], tag: np.uint32) -> dict[tuple[int, int], np.ndarray]:
     """The fingerprints of the columns that this process has of rows in the memory of hosts.
 
     Where processes share the columns, each writes those of its own that have changed: no messages between CPUs.
@@ -180,7 +186,8 @@ def _prints_here(arrays: Sequence[jax.Array]) -> dict[tuple[int, int], np.ndarra
     found = np.zeros((len(parts[0].data), 2), np.uint32)
     for start in range(0, len(found), _AT_ONCE):
         rows = [np.asarray(one.data)[start : start + _AT_ONCE] for one in parts]
-        found[start : start + _AT_ONCE] = _of_rows(jax.device_put(rows, parts[0].device))
+        words = jax.block_until_ready(_of_rows(jax.device_put(rows, parts[0].device), tag))
+        found[start : start + _AT_ONCE] = np.asarray(words) ^ tag_words(tag)
     return {_place(parts[0].index, arrays[0].shape): found}
 
 

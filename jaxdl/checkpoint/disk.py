@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 
 from jaxdl.checkpoint.errors import read_refused, unreadable
+from jaxdl.checkpoint.fingerprint import Stale
 from jaxdl.config import ConfigError
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
@@ -17,11 +18,13 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPER
 
 
 def disk_reason(error: BaseException | None) -> str | None:
-    """The reason, in words, if an error or one of its causes is a refused write; None otherwise.
+    """The reason, in words, if an error or one of its causes is a refused write (or `Stale`); None otherwise.
 
     Libraries written in other languages raise other types of errors, with the system's message in their text.
     """
     while error is not None:
+        if isinstance(error, Stale):
+            return error.strerror
         if isinstance(error, OSError) and error.errno is not None:
             return os.strerror(error.errno) if error.errno in DISK_ERRORS else None
         for number in DISK_ERRORS:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +17,8 @@ from jaxdl.cluster.agree import from_each_process
 
 PIECE_BYTES = 2**26
 """Of rows that are in memory at once; also the size of the chunks in which tables are written."""
+_FETCHES, _FETCH_SEC = 5, 0.1
+"""How often words that are stale are fetched, and the time between."""
 _WORDS = (
     (0x9E3779B9, ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, None))),
     (0x7F4A7C15, ((16, 0x7FEB352D), (15, 0x846CA68B), (16, None))),
@@ -39,11 +43,41 @@ def fingerprints(tree: Any) -> Any:
     return jax.tree.map(_fingerprint, tree)
 
 
-def as_text(tree: Any) -> Any:
-    """Fingerprints fetched from the devices, each as 16 hexadecimal digits."""
-    # Waited for first: once in some 700 checkpoints on two CPU devices, the words fetched were those of the checkpoint
-    # before, as if their memory had been read before it was written.
-    return jax.tree.map(text, jax.device_get(jax.block_until_ready(tree)))
+def tagged(tree: Any, tag: jax.Array) -> Any:
+    """`fingerprints` as three words each, `[3]`: two that are mixed with the `tag`, a uint32 scalar, and the tag.
+
+    Once in some 700 checkpoints on two CPU devices the words that were fetched were those of the checkpoint before, as
+    if their memory had been read before it was written. `tagged_texts` notices that.
+    """
+    return jax.tree.map(lambda x: jnp.concatenate([_fingerprint(x) ^ tag_words(tag), tag[None]]), tree)
+
+
+def tag_words(tag: Any) -> Any:
+    """What the two words of a fingerprint with a tag are mixed with, two uint32."""
+    numpy = jnp if isinstance(tag, jax.Array) else np
+    return numpy.uint32(tag) * numpy.array([0x9E3779B1, 0x85EBCA77], numpy.uint32)
+
+
+class Stale(OSError):
+    """What was fetched from the devices is not what was computed there."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.EIO, "the fingerprints that were fetched are those of another checkpoint")
+
+
+def tagged_texts(tree: Any, tag: int) -> Any:
+    """The fingerprints of `tagged` fetched, each as 16 hexadecimal digits; it waits for them. Raises Stale."""
+    tree = jax.block_until_ready(tree)
+
+    def one(x: jax.Array, words: np.ndarray) -> str:
+        for _ in range(_FETCHES):
+            if int(words[2]) == tag:
+                return text(words[:2] ^ tag_words(np.uint32(tag)))
+            time.sleep(_FETCH_SEC)
+            words = np.array(jnp.copy(x.addressable_data(0)))  # JAX keeps what it has fetched of the array itself.
+        raise Stale
+
+    return jax.tree.map(one, tree, jax.device_get(tree))
 
 
 def text(words: np.ndarray) -> str:
@@ -84,7 +118,7 @@ def host_fingerprints(arrays: Sequence[jax.Array]) -> np.ndarray:
 
 def part_fingerprint(x: jax.Array, shape: Sequence[int], starts: Sequence[int]) -> np.ndarray:
     """What a part, which begins at `starts`, adds to the fingerprint of an array of this shape, as two uint32."""
-    return np.asarray(_fingerprint(x, tuple(shape), np.asarray(starts, np.uint32)))
+    return np.asarray(jax.block_until_ready(_fingerprint(x, tuple(shape), np.asarray(starts, np.uint32))))
 
 
 def in_pieces(x: jax.Array) -> Iterator[tuple[int, jax.Array]]:
@@ -95,10 +129,11 @@ def in_pieces(x: jax.Array) -> Iterator[tuple[int, jax.Array]]:
         yield first, jax.device_put(values[first : first + height], device)
 
 
-def row_fingerprints(arrays: Sequence[jax.Array]) -> jax.Array:
+def row_fingerprints(arrays: Sequence[jax.Array], tag: jax.Array | int = 0) -> jax.Array:
     """64 bits of each row of several arrays `[rows, ...]` with equally many rows, as two uint32, `[rows, 2]`.
 
-    As `fingerprints`, of the elements of a row in all arrays; the place of an element is its column.
+    As `fingerprints`, of the elements of a row in all arrays; the place of an element is its column. They are mixed
+    with the `tag`, uint32, as those of `tagged`.
     """
     words = []
     for seed, rounds in _WORDS:
@@ -110,7 +145,7 @@ def row_fingerprints(arrays: Sequence[jax.Array]) -> jax.Array:
                 mixed = _mix(place ^ mixed, rounds)
             total += jnp.sum(_mix(bits ^ mixed, rounds), axis=tuple(range(1, bits.ndim)), dtype=jnp.uint32)
         words.append(total)
-    return jnp.stack(words, axis=1)
+    return jnp.stack(words, axis=1) ^ tag_words(jnp.asarray(tag, jnp.uint32))
 
 
 def _bits(x: jax.Array) -> jax.Array:

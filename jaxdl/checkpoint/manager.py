@@ -134,7 +134,9 @@ class Checkpoints:
         items, self.written_tables = to_items(stored), None
         score = None if metrics is None else metrics[self._metric]
         self._best.add(step, score)
-        prints = fingerprint_texts(items)
+        prints: dict[str, dict[str, str]] = {}
+        if not self._settled(step, lambda: prints.update(fingerprint_texts(items, step))):
+            return
         arrays = {
             item: {name: Stored(prints[item][name], tuple(x.shape), str(x.dtype)) for name, x in leaves.items()}
             for item, leaves in items.items()

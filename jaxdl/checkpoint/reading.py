@@ -8,16 +8,19 @@ quarantines a checkpoint.
 from __future__ import annotations
 
 import contextlib
+import json
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jaxdl.checkpoint.agree import Finding, findings, raise_worst
 from jaxdl.checkpoint.differential import with_changed
 from jaxdl.checkpoint.errors import Damaged, Unreadable, Unusable, read_refused, unreadable
-from jaxdl.checkpoint.fingerprint import as_text, fingerprints, first_sums, host_fingerprints, text
+from jaxdl.checkpoint.fingerprint import Stale, first_sums, host_fingerprints, tagged, tagged_texts, text
 from jaxdl.checkpoint.items import read_items, stored_arrays
 from jaxdl.checkpoint.manifest import check_files, read_everything
 from jaxdl.checkpoint.meta import Meta, Stored, read_meta
@@ -42,12 +45,17 @@ from jaxdl.state import TABLES
 Items = dict[str, dict[str, Any]]
 _GROUP_BYTES = 2**29
 """Of the arrays whose fingerprints are one program: on CPUs it has two copies of all its arrays."""
-_fingerprints = jax.jit(fingerprints)
+_fingerprints = jax.jit(tagged)
 _first_sums = jax.jit(first_sums)
 
 
-def fingerprint_texts(items: Items) -> dict[str, dict[str, str]]:
-    """The fingerprint of each array; all processes call it."""
+def fingerprint_texts(items: Items, tag: int) -> dict[str, dict[str, str]]:
+    """The fingerprint of each array; all processes call it, with a `tag` that is another for each checkpoint.
+
+    Raises Stale on the processes that get those of another call from their devices.
+    """
+    tag %= 2**32
+    stale: Stale | None = None
     groups: dict[Any, Items] = {}
     total = 0
     hosted = [(item, name) for item, leaves in items.items() for name, x in leaves.items() if on_hosts(x)]
@@ -60,12 +68,19 @@ def fingerprint_texts(items: Items) -> dict[str, dict[str, str]]:
                 total += x.nbytes
     found: dict[str, dict[str, str]] = {item: {} for item in items}
     for group in groups.values():
-        for item, texts in as_text(_fingerprints(group)).items():
+        try:
+            every = tagged_texts(_fingerprints(group, np.uint32(tag)), tag)
+        except Stale as error:  # The others go on, and wait for this process below.
+            stale = error
+            continue
+        for item, texts in every.items():
             found[item] |= texts
     if hosted:
         wait_for_all()  # One host may have been slower than Gloo waits.
         for (item, name), words in zip(hosted, host_fingerprints([items[i][n] for i, n in hosted]), strict=True):
             found[item][name] = text(words)
+    if stale is not None:
+        raise stale
     return found
 
 
@@ -292,7 +307,8 @@ def _changed(found: Items, meta: Meta) -> list[str]:
     if meta.format == 1:
         now = jax.tree.map(lambda x: str(int(x)), jax.device_get(_first_sums(found)))
     else:
-        now = fingerprint_texts(found)
+        stored = json.dumps([{name: one.fingerprint for name, one in meta.arrays[item].items()} for item in found])
+        now = fingerprint_texts(found, zlib.crc32(stored.encode()))
     return [
         f"{item}.{name}"
         for item, leaves in now.items()

@@ -54,7 +54,9 @@ def pca(x: Any, num_components: int, *, mesh: Mesh | None = None) -> PrincipalCo
     largest = np.take_along_axis(components, np.abs(components).argmax(1)[:, None], axis=1)
     variances = np.maximum(variances[::-1], 0)
     found = variances[:num_components]
-    return PrincipalComponents(mean, components * np.sign(largest), found, found / (variances.sum() or 1.0))
+    return PrincipalComponents(
+        mean + rows.shift, components * np.sign(largest), found, found / (variances.sum() or 1.0)
+    )
 
 
 def _scatter(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxdl.classics.rows import Rows, as_rows, check_size, checked_columns, is_number, mean_of, numbers, on_all
+from jaxdl.classics.rows import Rows, as_rows, centered, checked_columns, is_number, mean_of, numbers, on_all
 from jaxdl.errors import ConfigError, without_frames
 
 
@@ -19,7 +19,7 @@ class Clusters:
     """What `kmeans` found."""
 
     centers: np.ndarray
-    """float32 `[clusters, features]`."""
+    """float64 `[clusters, features]`."""
     labels: np.ndarray
     """The cluster of each row, int32 `[rows]`."""
     inertia: float
@@ -30,8 +30,9 @@ class Clusters:
     def predict(self, x: Any) -> np.ndarray:
         """The nearest center of each row, int64 `[rows]`, on the host."""
         rows = checked_columns(x, self.centers.shape[1], "predict")
-        centers = self.centers.astype(np.float64)
-        return np.argmin((centers**2).sum(1) - 2 * rows @ centers.T, axis=1)
+        middle = self.centers.mean(0)  # Distances are differences of squares, which lose digits far from 0.
+        centers = self.centers - middle
+        return np.argmin((centers**2).sum(1) - 2 * (rows - middle) @ centers.T, axis=1)
 
 
 @without_frames
@@ -64,17 +65,19 @@ def kmeans(
     if isinstance(start, str):
         if start != "k-means++":
             raise ConfigError(f'kmeans: start = "{start}". Give "k-means++", or the first centers.')
-        start = np.asarray(x, np.float32)[_plus_plus(rows, num_clusters, seed)]
+        start = np.asarray(x)[_plus_plus(rows, num_clusters, seed)]
     first = numbers(start, "kmeans: start")
-    check_size(first, "kmeans: start")
     if first.shape != (num_clusters, rows.num_features):
         raise ConfigError(
             f"kmeans: start has the shape {list(first.shape)}. Give {num_clusters} centers of {rows.num_features} "
             "features."
         )
     fit = on_all(rows.mesh, _lloyd, max_steps=max_steps, tolerance=tolerance)
-    centers, labels, inertia, steps = fit(rows.x, rows.weight, first)
-    return Clusters(np.asarray(centers), np.asarray(labels)[: rows.num_rows], float(inertia), int(steps))
+    near = centered(first, rows.shift, "kmeans: start")
+    centers, labels, inertia, steps = fit(rows.x, rows.weight, near)
+    return Clusters(
+        np.asarray(centers, np.float64) + rows.shift, np.asarray(labels)[: rows.num_rows], float(inertia), int(steps)
+    )
 
 
 @without_frames

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxdl.classics.rows import as_rows, checked_columns, is_number, on_all, targets
+from jaxdl.classics.rows import Rows, as_rows, checked_columns, is_number, on_all, targets
 from jaxdl.errors import ConfigError, without_frames
 
 _HALVINGS = 30
@@ -31,6 +32,8 @@ class LogisticRegression:
     """float64 `[classes]`, or `[1]`."""
     num_steps: int
     """Newton steps."""
+    converged: bool = True
+    """Whether it ended at the minimum, as far as float32 sums show it; else a warning has said why not."""
 
     def probabilities(self, x: Any) -> np.ndarray:
         """Of each class, float64 `[rows, classes]`, on the host."""
@@ -57,32 +60,23 @@ def logistic(
     intercepts is 0. Newton's method: in a step
     the devices sum gradient and Hessian, in float32, and the host solves the equations; steps are halved until the
     objective falls. Near the minimum it is too flat for float32 to see that: steps are then whole ones, as long as each
-    is less than half of the one before. It ends when the largest change of a coefficient is `tolerance` of the largest
-    one, or when steps no longer help. The Hessian has (classes x features)^2 numbers, so it is for some hundred
-    features; more train with `jaxdl.fit`.
+    is less than half of the one before. All this is of features that are centered, and divided by a power of two near
+    their standard deviation. It ends when there the largest change of a coefficient is `tolerance` of the largest one,
+    or when steps no longer help; a warning says if that, or `max_steps`, came before the minimum. The Hessian has
+    (classes x features)^2 numbers, so it is for some hundred features; more train with `jaxdl.fit`.
 
     Raises ConfigError for fewer than two classes, for numbers that are no classes, for values that cannot be
     ordered, for numbers too large for float32, and for a c that is not positive.
     """
-    rows = as_rows(x, mesh, "logistic")
-    wanted = targets(y, rows.num_rows, "logistic")
-    if wanted.dtype.kind == "f" and not (np.isfinite(wanted) & (wanted == np.floor(wanted))).all():
-        raise ConfigError("logistic: some of y are no classes but numbers. Give whole numbers, or names; or use ridge.")
-    try:
-        classes, numbers = np.unique(wanted, return_inverse=True)
-    except TypeError:
-        raise ConfigError(
-            "logistic: y has values that cannot be ordered. Give whole numbers, or names alone."
-        ) from None
-    if len(classes) < 2:
-        raise ConfigError(f"logistic: all rows are of class {classes[0]}. Give rows of two or more classes.")
+    rows = as_rows(x, mesh, "logistic", scaled=True)
+    classes, numbers = _classes(targets(y, rows.num_rows, "logistic"))
     if not is_number(c) or not 0 < c < float("inf") or not is_number(max_steps, whole=True) or max_steps < 1:
         raise ConfigError(f"logistic: c = {c!r}, max_steps = {max_steps!r}. Give a positive number, and at least 1.")
     width = 1 if len(classes) == 2 else len(classes)
     labels = rows.place(numbers.astype(np.int32))
     sums, objective = (on_all(rows.mesh, one) for one in (_sums, _loss))
-    penalty = np.full((width, rows.num_features + 1), 1 / c)
-    penalty[:, -1] = 0
+    # Of the coefficients as they are without the scaling.
+    penalty = np.tile(np.append(1 / (c * rows.scale**2), 0.0), (width, 1))
 
     def summed(params: np.ndarray) -> tuple[np.ndarray, ...]:
         return tuple(np.asarray(one, np.float64) for one in sums(rows.x, rows.weight, labels, params))
@@ -95,16 +89,33 @@ def logistic(
     for step in range(max_steps):
         whole, gain = _newton_move(params, penalty, *summed(params))
         before = value(params)
-        if gain > _FLAT * before:
+        flat = gain <= _FLAT * before
+        if not flat:
             move = next((part for part in _halved(whole) if value(params + part) < before), None)
         else:
             move, last = whole if np.abs(whole).max() < 0.5 * last else None, np.abs(whole).max()
         if move is None:
-            return _result(classes, params, step)
+            why = "" if flat else f"step {step + 1} should gain {gain:.3g} of {before:.6g}, and no part of it gains"
+            return _result(classes, params, rows, step, why)
         params = params + move
         if np.abs(move).max() <= tolerance * np.abs(params).max():
-            return _result(classes, params, step + 1)
-    return _result(classes, params, max_steps)
+            return _result(classes, params, rows, step + 1)
+    return _result(classes, params, rows, max_steps, f"max_steps = {max_steps} were made")
+
+
+def _classes(wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(the classes in their order, the number of each row's class). Raises ConfigError for what has none."""
+    if wanted.dtype.kind == "f" and not (np.isfinite(wanted) & (wanted == np.floor(wanted))).all():
+        raise ConfigError("logistic: some of y are no classes but numbers. Give whole numbers, or names; or use ridge.")
+    try:
+        classes, numbers = np.unique(wanted, return_inverse=True)
+    except TypeError:
+        raise ConfigError(
+            "logistic: y has values that cannot be ordered. Give whole numbers, or names alone."
+        ) from None
+    if len(classes) < 2:
+        raise ConfigError(f"logistic: all rows are of class {classes[0]}. Give rows of two or more classes.")
+    return classes, numbers
 
 
 def _newton_move(
@@ -129,8 +140,20 @@ def _halved(move: np.ndarray) -> Iterator[np.ndarray]:
         yield move / 2**number
 
 
-def _result(classes: np.ndarray, params: np.ndarray, steps: int) -> LogisticRegression:
-    return LogisticRegression(classes, params[:, :-1], params[:, -1], steps)
+def _result(classes: np.ndarray, params: np.ndarray, rows: Rows, steps: int, problem: str = "") -> LogisticRegression:
+    """The result for the features as they were given; `problem` says why it is not the minimum."""
+    if problem:
+        warnings.warn(
+            f"logistic: the minimum was not reached: {problem}. Raise max_steps, lower c, or remove features that "
+            "depend on each other.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    coefficients = params[:, :-1] / rows.scale
+    intercepts = params[:, -1] - coefficients @ rows.shift
+    if len(params) > 1:
+        intercepts -= intercepts.mean()
+    return LogisticRegression(classes, coefficients, intercepts, steps, not problem)
 
 
 def _logits(x: jax.Array, params: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxdl.classics.rows import as_rows, check_size, checked_columns, is_number, mean_of, numbers, on_all, targets
+from jaxdl.classics.rows import as_rows, centered, checked_columns, is_number, mean_of, middle, numbers, on_all, targets
 from jaxdl.errors import ConfigError, without_frames
 
 
@@ -40,8 +40,9 @@ def ridge(x: Any, y: Any, *, alpha: float = 1.0, mesh: Mesh | None = None) -> Ri
     if not is_number(alpha) or not 0 <= alpha < float("inf"):
         raise ConfigError(f"ridge: alpha = {alpha!r}. Give 0 or more.")
     values = numbers(targets(y, rows.num_rows, "ridge"), "ridge: y")
-    check_size(values, "ridge: y")
-    found = on_all(rows.mesh, _products)(rows.x, rows.place(values), rows.weight)
+    shift_y = middle(values, "ridge: y")
+    near = rows.place(centered(values, shift_y, "ridge: y"))
+    found = on_all(rows.mesh, _products)(rows.x, near, rows.weight)
     mean, mean_y, squares, products = (np.asarray(one, np.float64) for one in found)
     system = squares + alpha * np.eye(rows.num_features)
     # Beyond this the sums' own rounding decides the solution.
@@ -51,7 +52,7 @@ def ridge(x: Any, y: Any, *, alpha: float = 1.0, mesh: Mesh | None = None) -> Ri
             "alpha, scale the features to the same size, or remove some."
         )
     coefficients = np.linalg.solve(system, products)
-    return RidgeRegression(coefficients, float(mean_y - mean @ coefficients))
+    return RidgeRegression(coefficients, float(mean_y + shift_y - (mean + rows.shift) @ coefficients))
 
 
 def _products(x: jax.Array, y: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

@@ -62,6 +62,9 @@ def run(options: argparse.Namespace) -> None:
         print_out(json.dumps(as_json(runs, names, metrics), indent=2))
         return
     print_out(_table(_values(runs, names, metrics)))
+    for name, run in zip(names, runs, strict=True):
+        if (diverged := run.divergence) is not None:
+            print_out(f"{name} diverged at step {diverged.step:,}: {diverged.why}; its best values are those before")
     differences = config_differences(runs)
     print_out("")
     lines = [[name, *map(_text, values)] for name, values in differences.items()]
@@ -80,6 +83,7 @@ def as_json(runs: Sequence[Curves], names: Sequence[str], metrics: Sequence[str]
             name: {
                 "workdir": str(run.workdir),
                 "last_step": run.rows[-1]["step"],
+                "diverged": None if run.divergence is None else run.divergence.why,
                 "metrics": {
                     metric: {"last": last, "best": best[0], "best_step": best[1]}
                     for metric in metrics

@@ -16,6 +16,7 @@ from jaxdl.cluster.consistency import flat
 from jaxdl.errors import ConfigError
 from jaxdl.files import CONFIG_FILE, EXAMPLES_FILE, METRICS_FILE
 from jaxdl.report.directions import Best, is_higher_better
+from jaxdl.report.divergence import Divergence, divergence, losses
 from jaxdl.status import read_record
 from jaxdl.status.parsing import parse_json
 
@@ -70,12 +71,20 @@ class Curves:
         values = self.points(metric)[1]
         return float(values[-1]) if len(values) else None
 
+    @property
+    def divergence(self) -> Divergence | None:
+        """Since when the training loss is orders of magnitude from where it started; None if it is not."""
+        return divergence(losses(self.rows))
+
     def best(self, metric: str) -> tuple[float, int] | None:
         """(best value of a metric, its step); None where it is not known whether a higher value is better.
 
-        It is known for loss, accuracy, ..., and for the best metric of the run's task.
+        It is known for loss, accuracy, ..., and for the best metric of the run's task. Values since the run diverged do
+        not count: a good one among them is there by chance.
         """
         steps, values = self.points(metric)
+        if (diverged := self.divergence) is not None:
+            values = values[steps < diverged.step]
         rises = is_higher_better(metric, self.task_best)
         if not len(values) or rises is None:
             return None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pydantic
@@ -19,9 +20,12 @@ from jaxdl.data.row_groups import check_columns, found_files, opened, reading
 from jaxdl.data.source import Data, Source, Splits, check_classes
 from jaxdl.data.spec import DataSpec
 from jaxdl.data.staging import Stage
+from jaxdl.data.table_index import index_columns, suspects
 
 _SMALLEST_STD = 1e-6
 """Columns that vary less than this, relative to their mean, are divided by 1."""
+_NAMED = 20
+"""Columns whose names are said when a run begins."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +83,16 @@ class NumbersSpec(DataSpec):
         return {"x": found.astype(np.float32)}
 
 
+def _every_name(names: Sequence[str]) -> str:
+    """The first names; those of a vector are one, `v[0..99]`."""
+    found = []
+    for vector, group in itertools.groupby(names, key=lambda name: name.rpartition("[")[0] or name):
+        members = list(group)
+        found.append(f"{vector}[0..{len(members) - 1}]" if len(members) > 1 else members[0] or "''")
+    more = len(found) - _NAMED
+    return ", ".join(found[:_NAMED]) + (f" and {more:,} more (data.json has all)" if more > 0 else "")
+
+
 def _shown(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
@@ -96,7 +110,7 @@ class Tabular(Data, kind="tabular"):
     test: tuple[str, ...] = ()
     """Files of held-out rows; without any, a part of the training rows is held out."""
     features: tuple[str, ...] = ()
-    """The columns that the network reads; without any, all but the label."""
+    """The columns that the network reads; without any, all but the label and an index of pandas."""
     label: str = "label"
     """The column of the class number, a whole number from 0."""
     test_fraction: float = pydantic.Field(default=0.2, gt=0, lt=1)
@@ -110,50 +124,120 @@ class Tabular(Data, kind="tabular"):
 
     def build(self) -> Splits:
         """Training and held-out rows. Raises ConfigError for what cannot be read."""
-        names, x, labels = self._read(self.train, "train")
+        train = self._read(self.train, "train")
         if self.test:
-            test_names, test_x, test_labels = self._read(self.test, "test")
-            if test_names != names:
-                raise ConfigError(f"--data.test: it has the columns {_shown(test_names)}, but --data.train "
-                                  f"{_shown(names)}. Both must have the same.")  # fmt: skip
+            test, rows, held = self._read(self.test, "test"), slice(None), slice(None)
+            if test.names != train.names:
+                raise ConfigError(f"--data.test: it has the columns {_shown(test.names)}, but --data.train "
+                                  f"{_shown(train.names)}. Both must have the same.")  # fmt: skip
         else:
-            if len(labels) < 2:
+            if len(train.labels) < 2:
                 raise ConfigError("data tabular: one row cannot be divided. Give more, or --data.test.")
-            rows, held = stratified_split(labels, self.test_fraction, self.split_seed)
-            test_x, test_labels, x, labels = x[held], labels[held], x[rows], labels[rows]
-        num_classes = self.num_classes or int(max(labels.max(), test_labels.max())) + 1
-        check_label_range(np.concatenate([labels, test_labels]), num_classes, "data tabular")
+            test, (rows, held) = train, stratified_split(train.labels, self.test_fraction, self.split_seed)
+        num_classes = self.num_classes or int(max(train.labels.max(), test.labels.max())) + 1
+        check_label_range(np.concatenate([train.labels, test.labels]), num_classes, "data tabular")
         check_classes(num_classes, "data tabular")
-        mean, std = _statistics(x) if self.normalize else (np.zeros(len(names)), np.ones(len(names)))
-        spec = NumbersSpec(names, num_classes, tuple(mean.tolist()), tuple(std.tolist()))
-        return Splits(NumbersSource(x, labels, spec), NumbersSource(test_x, test_labels, spec))
+
+        def sources(
+            names: tuple[str, ...], x: np.ndarray, test_x: np.ndarray, warnings: Sequence[str]
+        ) -> tuple[NumbersSource, NumbersSource]:
+            mean, std = _statistics(x) if self.normalize else (np.zeros(len(names)), np.ones(len(names)))
+            spec = NumbersSpec(names, num_classes, tuple(mean.tolist()), tuple(std.tolist()))
+            first = NumbersSource(x, train.labels[rows], spec, warnings=warnings)
+            return first, NumbersSource(test_x, test.labels[held], spec)
+
+        found = sources(train.names, train.x[rows], test.x[held], train.warnings())
+        if train.indexed is not None and test.indexed is not None and train.indexed[0] == test.indexed[0]:
+            index = ", ".join(map(repr, train.index))
+            warning = f"data tabular: the run was begun with {index}, an index of pandas, as a feature, and goes on so."
+            earlier = sources(train.indexed[0], train.indexed[1][rows], test.indexed[1][held], [warning])
+            found[0].earlier, found[1].earlier = earlier
+        return Splits(*found)
 
     def staged(self, stage: Stage) -> Tabular:
         """See `Data.staged`: the files of `train` and `test`."""
         return self.replaced({name: tuple(map(stage.files, getattr(self, name))) for name in ("train", "test")})
 
-    def _read(self, patterns: Sequence[str], split: str) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
-        """(names of the columns, numbers float32 [row, column], labels int32 [row]) of some files."""
-        names, numbers, labels = None, [], []
+    def _read(self, patterns: Sequence[str], split: str) -> _Table:
+        """The rows of some files."""
+        names, parts, labels, starts, left = None, [], [], [0], {}
         for path in found_files(patterns, f"--data.{split}"):
             table = _table(path, [*self.features, self.label] if self.features else None)
             check_columns(table.column_names, [*self.features, self.label], str(path))
-            wanted = self.features or [name for name in table.column_names if name != self.label]
+            index = () if self.features else index_columns(table.column_names, table.schema.metadata)
+            index = tuple(name for name in index if name != self.label)
+            wanted = self.features or [name for name in table.column_names if name not in (self.label, *index)]
             if not table.num_rows and wanted:  # Spark writes a file for a partition without rows, too.
                 continue
             read = [_column(table.column(name), name, path) for name in wanted]
             here = tuple(name for found, _ in read for name in found)
             if not here:
-                raise ConfigError(f"{path}: it has no column but the label {self.label!r}. Give one with features.")
+                raise ConfigError(f"{path}: it has no column but the label {self.label!r}{_and_index(index)}. Give one "
+                                  "with features.")  # fmt: skip
             if names not in (None, here):
                 raise ConfigError(f"{path}: it has the columns {_shown(here)}, not {_shown(names or ())} as the files "
                                   "before it. All files must have the same.")  # fmt: skip
             names = here
-            numbers.append(np.concatenate([one for _, one in read], axis=1))
+            left |= dict.fromkeys(index)
+            known = dict(zip(wanted, read, strict=True))
+            parts.append((np.concatenate([one for _, one in read], axis=1), _indexed(table, index, known, self.label)))
             labels.append(label_numbers(table.column(self.label), Where(str(path), self.label)))
+            starts.append(starts[-1] + len(labels[-1]))
         if not labels:
             raise ConfigError(f"--data.{split} {patterns[0]}: there are no rows in it. Give files with rows.")
-        return names or (), np.concatenate(numbers), np.concatenate(labels)
+        indexed = [one for _, one in parts if one is not None]
+        every = None
+        if len(indexed) == len(parts) and len({one[0] for one in indexed}) == 1:
+            every = indexed[0][0], np.concatenate([one[1] for one in indexed])
+        x = np.concatenate([one for one, _ in parts])
+        return _Table(names or (), x, np.concatenate(labels), starts[:-1], tuple(left), every)
+
+
+class _Table(NamedTuple):
+    """The rows of some files."""
+
+    names: tuple[str, ...]
+    x: np.ndarray
+    """Numbers float32 [row, column]."""
+    labels: np.ndarray
+    """int32 [row]."""
+    starts: list[int]
+    """The first row of each file."""
+    index: tuple[str, ...]
+    """Columns that were left out, as an index of pandas."""
+    indexed: tuple[tuple[str, ...], np.ndarray] | None
+    """Names and numbers with those columns, if they have numbers: as earlier versions read the files."""
+
+    def warnings(self) -> list[str]:
+        """About columns that are left out, and those that tell the label."""
+        found = [f"column {name!r} {why}. If it is no measurement, leave it out: name the others in --data.features."
+                 for name, why in suspects(self.x, self.names, self.labels, self.starts)]  # fmt: skip
+        if self.index:
+            index = ", ".join(repr(name) if name else "a column without a name" for name in self.index)
+            text = (
+                f"left out as an index of pandas, which numbers rows: {index}. To use it, name it with the others in "
+                "--data.features; files that are written with index=False have none."
+            )
+            found.insert(0, text)
+        return [f"data tabular: {one}" for one in found]
+
+
+def _and_index(index: Sequence[str]) -> str:
+    return f" and the index of pandas, {_shown(list(map(repr, index)))}" if index else ""
+
+
+def _indexed(
+    table: Any, index: Sequence[str], known: Mapping[str, tuple[list[str], np.ndarray]], label: str
+) -> tuple[tuple[str, ...], np.ndarray] | None:
+    """(names, numbers) of all columns, also those of an index; None without one, or if it has no numbers."""
+    if not index:
+        return None
+    try:
+        read = [known.get(name) or _column(table.column(name), name, Path()) for name in table.column_names
+                if name != label]  # fmt: skip
+    except (ConfigError, KeyError):  # No numbers, or two of one name.
+        return None
+    return tuple(name for found, _ in read for name in found), np.concatenate([one for _, one in read], axis=1)
 
 
 def _table(path: Path, names: Sequence[str] | None) -> Any:
@@ -189,10 +273,26 @@ def _statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class NumbersSource(Source):
-    """Rows in memory: numbers float32 [row, column], class numbers [row]."""
+    """Rows in memory: numbers float32 [row, column], class numbers [row].
 
-    def __init__(self, x: np.ndarray, labels: np.ndarray, spec: NumbersSpec) -> None:
+    `earlier` are the same rows as earlier versions read them, with the index of pandas; runs of those resume with it.
+    """
+
+    spec: NumbersSpec
+
+    def __init__(
+        self,
+        x: np.ndarray,
+        labels: np.ndarray,
+        spec: NumbersSpec,
+        remark: str = "",
+        *,
+        warnings: Sequence[str] = (),
+    ) -> None:
+        """`remark` is what else is said of the rows when a run begins; `warnings` are warned of then."""
         self._x, self._labels, self.spec = np.ascontiguousarray(x), labels.astype(np.int32), spec
+        self._remark, self._warnings = remark, warnings
+        self.earlier: NumbersSource | None = None
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -200,6 +300,19 @@ class NumbersSource(Source):
     def content(self) -> str:
         """A checksum of all rows."""
         return f"{zlib.crc32(self._x.data):08x}{zlib.crc32(self._labels.data):08x}"
+
+    def remark(self) -> str:
+        """The names of the columns, and what else is to say."""
+        return "; ".join(filter(None, (f"the columns are {_every_name(self.spec.columns)}", self._remark)))
+
+    def on_warning(self, warn: Callable[[str], None]) -> None:
+        """Warns of columns that are left out, and of those that tell the label."""
+        for text in self._warnings:
+            warn(text)
+
+    def read_as(self, spec: DataSpec) -> Source | None:
+        """See `Source.read_as`."""
+        return next((one for one in (self, self.earlier) if one is not None and one.spec == spec), None)
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Copies of the rows."""

@@ -13,17 +13,22 @@ Bad = dict[tuple[int, int], tuple[str, str]]
 
 
 class Damage:
-    """The damaged images that this process has found, each counted once.
+    """The damaged images that this process has found, each counted once, and those that were lost before.
 
     Args:
       name: name of the data set, for messages.
       sizes: number of examples of each split, the training split first.
-      max_bad: most damaged images in all splits. At most half of a split may be damaged: with more, replacements
+      max_bad: most damaged and lost images in all splits. At most half of a split may be: with more, replacements
         would be trained on too often, or the score would be that of a fraction.
+      lost: images of each split that are none of its examples.
+      remarks: of each split, which they are.
     """
 
-    def __init__(self, name: str, sizes: Sequence[int], max_bad: int) -> None:
+    def __init__(
+        self, name: str, sizes: Sequence[int], max_bad: int, lost: Sequence[int] = (), remarks: Sequence[str] = ()
+    ) -> None:
         self._name, self._sizes, self._max_bad = name, tuple(sizes), max_bad
+        self._lost, self._remarks = tuple(lost) or (0,) * len(sizes), tuple(remarks)
         self._bad: Bad = {}
 
     def add(self, bad: Mapping[tuple[int, int], tuple[str, str]]) -> list[str]:
@@ -34,20 +39,23 @@ class Damage:
 
     def check(self) -> None:
         """Raises ConfigError if there are too many."""
-        if not self._bad:
+        if not self._bad and not any(self._lost):
             return
-        name, why = next(reversed(self._bad.values()))
-        last = f"the last is {name}: {why}."
-        for split, size in enumerate(self._sizes):
-            bad = sum(place[0] == split for place in self._bad)
+        what = "damaged or cannot be used" if any(self._lost) else "damaged"
+        last = " ".join(remark for remark, lost in zip(self._remarks, self._lost, strict=False) if lost)
+        if self._bad:
+            name, why = next(reversed(self._bad.values()))
+            last = f"{last} The last is {name}: {why}.".strip() if last else f"the last is {name}: {why}."
+        for split, (size, lost) in enumerate(zip(self._sizes, self._lost, strict=True)):
+            bad, size = sum(place[0] == split for place in self._bad) + lost, size + lost
             if bad > size // 2:
                 some = f"all {size:,}" if bad == size else f"{bad:,} or more of the {size:,}"
                 raise ConfigError(
-                    f"{self._name}: {some} {SPLITS[split]} images are damaged; {last} Repair the data: copy or "
+                    f"{self._name}: {some} {SPLITS[split]} images are {what}; {last} Repair the data: copy or "
                     "prepare it again."
                 )
-        if len(self._bad) > self._max_bad:
+        if (bad := len(self._bad) + sum(self._lost)) > self._max_bad:
             raise ConfigError(
-                f"{self._name}: {len(self._bad)} images are damaged, more than photos.max_bad = {self._max_bad}; "
+                f"{self._name}: {bad} images are {what}, more than photos.max_bad = {self._max_bad}; "
                 f"{last} Repair the data, or raise the limit."
             )

@@ -30,6 +30,7 @@ from jaxdl.data.lines import (
     suffix_of,
     text_in,
 )
+from jaxdl.data.remote import is_hidden
 from jaxdl.data.shards import Texts, file_state
 
 PlainDocument = Literal["file", "line"]
@@ -240,7 +241,7 @@ def _matching(folder: Path, given: str, glob: str) -> list[tuple[str, Path]]:
     except (NotImplementedError, ValueError) as error:
         raise ConfigError(f"glob = {glob!r}: {error}. Give a pattern inside the folders of paths.") from None
     named = [(file.relative_to(folder), file) for file in files]
-    named = [(name.as_posix(), file) for name, file in named if not any(part[0] == "." for part in name.parts)]
+    named = [(name.as_posix(), file) for name, file in named if not is_hidden(name.as_posix())]
     if not named:
         raise ConfigError(f"{given}: no file in it matches {glob!r}. Change glob, or name another folder.")
     return named

@@ -10,7 +10,7 @@ import numpy as np
 from jaxdl.config import ConfigError
 from jaxdl.data import remote
 from jaxdl.data.photos import Photos
-from jaxdl.data.records import BadRecord, Records
+from jaxdl.data.records import BadRecord, LeftOut, Records, left_out_remark
 from jaxdl.data.source import Data, Splits
 from jaxdl.data.staging import Stage
 
@@ -41,7 +41,9 @@ class ImageFolder(Data, kind="image_folder"):
         if not self.path:
             raise ConfigError("--data.path is not set. Set it to the folder with the images.")
         root = self.path.rstrip("/")
-        found = [self._find(f"{root}/{one}") for one in (self.train_folder, self.test_folder)]
+        left_out = [(LeftOut(), LeftOut()) for _ in range(2)]
+        folders = f"{root}/{self.train_folder}", f"{root}/{self.test_folder}"
+        found = [self._find(folder, *parts) for folder, parts in zip(folders, left_out, strict=True)]
         classes = sorted({_class(one) for one in found[0]})
         if empty := remote.empty_folders(f"{root}/{self.train_folder}", classes):
             raise ConfigError(
@@ -60,7 +62,7 @@ class ImageFolder(Data, kind="image_folder"):
                 f"{root}/{self.test_folder}: it has the classes {', '.join(unknown[:5])}, which are not in "
                 f"{self.train_folder}. Remove them, or add their images to the training data."
             )
-        train, test = (FolderRecords(one, classes) for one in found)
+        train, test = (FolderRecords(one, classes, *parts) for one, parts in zip(found, left_out, strict=True))
         return self.photos.build(train, test, len(classes), name=root.rsplit("/", 1)[-1])
 
     def staged(self, stage: Stage) -> ImageFolder:
@@ -69,10 +71,16 @@ class ImageFolder(Data, kind="image_folder"):
             return self
         return self.replaced({"path": stage.folder(self.path, (self.train_folder, self.test_folder))})
 
-    def _find(self, folder: str) -> list[remote.Found]:
-        found = [one for one in remote.find(folder, IMAGE_SUFFIXES) if "/" in one.name]
+    def _find(self, folder: str, lost: LeftOut, unread: LeftOut) -> list[remote.Found]:
+        others: list[str] = []
+        every = remote.find(folder, IMAGE_SUFFIXES, others)
+        found = [one for one in every if "/" in one.name]
         if not found:
             raise ConfigError(f"{folder}: none of its images is in a class folder, such as {folder}/cat/1.jpg.")
+        if outside := [one.name for one in every if "/" not in one.name]:
+            lost.add("images in no class folder", *outside)
+        if others:
+            unread.add(f"files with names of other kinds than {' '.join(IMAGE_SUFFIXES)}", *others)
         return found
 
 
@@ -83,7 +91,14 @@ def _class(found: remote.Found) -> str:
 class FolderRecords(Records):
     """The image files of a folder."""
 
-    def __init__(self, found: Sequence[remote.Found], classes: Sequence[str]) -> None:
+    def __init__(
+        self,
+        found: Sequence[remote.Found],
+        classes: Sequence[str],
+        lost: LeftOut | None = None,
+        unread: LeftOut | None = None,
+    ) -> None:
+        """`lost` are images that are none of `found`, and `unread` what else is in the folder."""
         number = {name: place for place, name in enumerate(classes)}
         self._labels = np.array([number[_class(one)] for one in found], np.int32)
         self._root = found[0].address[: -len(found[0].name)]
@@ -95,6 +110,8 @@ class FolderRecords(Records):
         sizes = np.array([one.num_bytes for one in found], np.int64)
         self.content = hashlib.sha256(names + sizes.tobytes()).hexdigest()
         marks = "\n".join(f"{one.name} {one.num_bytes} {one.version}" for one in found)
+        self.num_lost = len(lost or ())
+        self.remark = left_out_remark(self._root.rstrip("/"), len(found), lost, unread)
         self.identity = f"{self._root} {hashlib.sha256(marks.encode(*_NAMES)).hexdigest()}"
 
     def __len__(self) -> int:

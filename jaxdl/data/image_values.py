@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxdl.data.arrow_numbers import is_list
-from jaxdl.data.photo import BadImage, Photo
+from jaxdl.data.photo import BadImage, Photo, upright
 from jaxdl.data.photos import Photos
 from jaxdl.data.view import resized, shrunk
 
@@ -60,17 +60,12 @@ def encoded_of(value: Any) -> bytes:
 
 
 def _decoded(content: bytes, channels: int | None) -> np.ndarray:
-    if not content:
-        raise BadImage("it has no bytes")
-    from PIL import Image, ImageOps
-
+    image = upright(content)
+    is_grey = image.mode in ("1", "L", "LA") if channels is None else channels == 1
     try:
-        with Image.open(io.BytesIO(content)) as opened:
-            image: Any = ImageOps.exif_transpose(opened)
-            is_grey = image.mode in ("1", "L", "LA") if channels is None else channels == 1
-            return _array(image.convert("L" if is_grey else "RGB"))
-    except Exception as error:  # Pillow raises many classes.
-        raise BadImage(f"it cannot be read ({' '.join(str(error).split())[:100]})") from None
+        return _array(image.convert("L" if is_grey else "RGB"))
+    except ValueError as error:  # Pillow has no such conversion.
+        raise BadImage(f"it cannot be read ({error})") from None
 
 
 def _array(image: Any) -> np.ndarray:

@@ -33,7 +33,7 @@ from jaxdl.data.spec import ImageSpec
 from jaxdl.data.view import Erasing, View
 
 IMAGENET_MEAN, IMAGENET_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
-_VERSION = 2
+_VERSION = 3
 """Version of the contents of caches; a cache of another version is not read."""
 _PIECES_A_WORKER = 2
 """Pieces of a batch per worker: more than one, so that workers finish a batch together."""
@@ -102,7 +102,7 @@ class Photos(Config):
     makes batches in the process itself."""
     max_bad: int = pydantic.Field(default=100, ge=0)
     """Most damaged images that a run tolerates; each is reported and replaced by another. More, or more than half of a
-    split, is an error."""
+    split, is an error. Images that cannot be used, such as those without a label, count too."""
     cache: Cache = Cache()
     """Cache of the images."""
 
@@ -118,7 +118,10 @@ class Photos(Config):
         return self
 
     def build(self, train: Records, test: Records, num_classes: int, *, name: str) -> Splits:
-        """The sources of two splits. `name`: name of the data set, for messages and the folders of the cache."""
+        """The sources of two splits. `name`: name of the data set, for messages and the folders of the cache.
+
+        Raises ConfigError for a split without examples, and one that has lost too many.
+        """
         for records, split in ((train, "training"), (test, "held-out")):
             if len(records) == 0:
                 raise ConfigError(f"{name}: its {split} split has no examples. Choose another, or add images to it.")
@@ -160,7 +163,14 @@ class ImagePipeline:
         self._pool: Pool | None = None
         self._num_workers = num_cpus() if config.workers is None else config.workers
         self._lock = threading.Lock()
-        self._damage = Damage(name, [len(one) for one in records], config.max_bad)
+        self._damage = Damage(
+            name,
+            [len(one) for one in records],
+            config.max_bad,
+            [one.num_lost for one in records],
+            [one.remark for one in records],
+        )
+        self._damage.check()
         self._told: set[str] = set()
         self._held: Path | None = None
         self._nothing: tuple[int, np.ndarray] | None = None

@@ -16,6 +16,7 @@ import numpy as np
 from jaxdl.config import ConfigError
 from jaxdl.data.draws import generator_states, set_generators
 from jaxdl.data.rows import Columns, Rows, as_array, checksum_of, named, paired, together
+from jaxdl.data.table_index import frame_notes, index_columns
 from jaxdl.user_code import user_code
 
 Reader = Callable[[Any, str], Rows]
@@ -66,13 +67,16 @@ def read_arrays(value: Any, what: str) -> Rows:
         given = {str(name): one for name, one in value.items()}
     else:
         given = paired(value if isinstance(value, tuple) else (value,), what)
-    return Columns({name: as_array(one, name, what) for name, one in given.items()}, what)
+    arrays = {name: as_array(one, name, what) for name, one in given.items()}
+    return Columns(arrays, what, frame_notes(given, arrays, what))
 
 
 @reader(lambda value: _has(value, "columns", "__getitem__", "__len__"))
 def read_frame(value: Any, what: str) -> Rows:
     """A data frame: `columns`, and `[column]` an array (pandas, polars)."""
-    return Columns({str(name): as_array(value[name], str(name), what) for name in value.columns}, what)
+    arrays = {str(name): as_array(value[name], str(name), what) for name in value.columns}
+    return Columns(arrays, what, [f"{what}: the column {one!r} is an index that pandas wrote. Leave it out."
+                                  for one in index_columns(list(arrays))])  # fmt: skip
 
 
 def _has(value: Any, *names: str) -> bool:

@@ -50,42 +50,63 @@ def is_remote(address: str) -> bool:
     return re.match(r"[a-z][a-z0-9+.-]*://", address) is not None
 
 
-def find(address: str, suffixes: tuple[str, ...]) -> list[Found]:
-    """The files below a folder with one of the suffixes (lower case), by name. Raises ConfigError without a folder."""
+def is_hidden(name: str) -> bool:
+    """Whether a path below a folder is of a hidden file: one of its parts begins with a dot, or is `__MACOSX`.
+
+    Such are `.ipynb_checkpoints`, and the `._1.jpg` and `__MACOSX` that macOS puts into archives. A file whose name
+    begins with `_` is not hidden: cameras write `_MG_0001.JPG`.
+    """
+    return any(part == "__MACOSX" or (part.startswith(".") and part != ".") for part in name.split("/"))
+
+
+def find(address: str, suffixes: tuple[str, ...], others: list[str] | None = None) -> list[Found]:
+    """The files below a folder with one of the suffixes (lower case), by name, without hidden ones.
+
+    `others` receives the names of all other files that are not hidden. Raises ConfigError without a folder.
+    """
+    others = [] if others is None else others
     if is_remote(address):
         system, root = _filesystem(address)
         scheme = address.partition("://")[0]
         with _listing(address):
             every = system.find(root, detail=True).values()
-        rows = [one for one in every if one["name"].lower().endswith(suffixes)]
-        found = [
-            Found(f"{scheme}://{one['name']}", one["name"][len(root.rstrip("/")) + 1 :], one["size"], _version(one))
-            for one in rows
-        ]
+        found = []
+        for one in every:
+            below = one["name"][len(root.rstrip("/")) + 1 :]
+            if is_hidden(below) or below.endswith("/"):  # Some stores list a folder as an empty file.
+                continue
+            if below.lower().endswith(suffixes):
+                found.append(Found(f"{scheme}://{one['name']}", below, one["size"], _version(one)))
+            else:
+                others.append(below)
         return sorted(found, key=lambda one: one.name)
     with reading(address):
-        return sorted(_find_local(Path(address).expanduser(), suffixes), key=lambda one: one.name)
+        return sorted(_find_local(Path(address).expanduser(), suffixes, others), key=lambda one: one.name)
 
 
-def _find_local(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Found]:
+def _find_local(folder: Path, suffixes: tuple[str, ...], others: list[str]) -> Iterator[Found]:
     if not os.path.isdir(folder):
         os.stat(folder)  # Unlike isdir, it raises with the reason.
         raise ConfigError(f"{folder}: it is a file, not a folder.")
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))  # .ipynb_checkpoints is not a class.
+        folders[:] = sorted(name for name in folders if not is_hidden(name))  # .ipynb_checkpoints is not a class.
         for name in folders:
             path = os.path.join(parent, name)
             if os.path.islink(path) and Path(parent).resolve().is_relative_to(Path(path).resolve()):
                 raise ConfigError(f"{path}: this link points to a folder that contains it. Remove it.")
         for name in names:
-            if name.lower().endswith(suffixes) and not name.startswith("."):
-                path = os.path.join(parent, name)
-                try:
-                    status = os.stat(path)
-                except FileNotFoundError:
-                    raise ConfigError(f"{path}: this link points to a missing file. Remove it.") from None
-                below = os.path.relpath(path, folder).replace(os.sep, "/")
-                yield Found(path, below, status.st_size, str(status.st_mtime_ns))
+            if is_hidden(name):
+                continue
+            path = os.path.join(parent, name)
+            below = os.path.relpath(path, folder).replace(os.sep, "/")
+            if not name.lower().endswith(suffixes):
+                others.append(below)
+                continue
+            try:
+                status = os.stat(path)
+            except FileNotFoundError:
+                raise ConfigError(f"{path}: this link points to a missing file. Remove it.") from None
+            yield Found(path, below, status.st_size, str(status.st_mtime_ns))
 
 
 def empty_folders(address: str, filled: Collection[str]) -> list[str]:
@@ -93,7 +114,7 @@ def empty_folders(address: str, filled: Collection[str]) -> list[str]:
     if is_remote(address):
         return []  # In object stores a folder is part of a file's name.
     with reading(address), os.scandir(Path(address).expanduser()) as entries:
-        found = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+        found = [entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name)]
     return sorted(set(found) - set(filled))
 
 
@@ -128,7 +149,7 @@ def expand(pattern: str) -> list[Found]:
         system, path = _filesystem(pattern)
         scheme = pattern.partition("://")[0]
         with _listing(pattern):
-            names = sorted(system.glob(path)) if "*" in path else [path]
+            names = sorted(filter(_shown_by(path), system.glob(path))) if "*" in path else [path]
             rows = [system.info(name) for name in names]
         found = [
             Found(f"{scheme}://{one['name']}", os.path.basename(one["name"]), one["size"], _version(one))
@@ -139,11 +160,18 @@ def expand(pattern: str) -> list[Found]:
         several = glob.has_magic(str(path.parent)) and not path.parent.is_dir()
         with reading(str(path.parent)):
             paths = map(Path, glob.glob(str(path))) if several else _matching(path.parent, path.name)
+            paths = filter(_shown_by(str(path)), paths)
             rows = [(one, one.stat()) for one in sorted(paths, key=str)]  # As remote ones.
         found = [Found(str(one), one.name, status.st_size, str(status.st_mtime_ns)) for one, status in rows]
     if not found:
         raise ConfigError(f"{pattern}: no such file.")
     return found
+
+
+def _shown_by(pattern: str) -> Callable[[str | Path], bool]:
+    """Whether a pattern is for a file: `*` is for no hidden one, such as `._train-0.tar` of macOS."""
+    name = pattern.rsplit("/", 1)[-1]
+    return lambda path: is_hidden(name) or not is_hidden(str(path).rsplit("/", 1)[-1])
 
 
 def _matching(folder: Path, pattern: str) -> list[Path]:

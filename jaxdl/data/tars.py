@@ -8,22 +8,25 @@ import json
 import os
 import secrets
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pydantic
 
 from jaxdl.config import ConfigError
 from jaxdl.data import remote
-from jaxdl.data.folder import IMAGE_SUFFIXES
 from jaxdl.data.photos import Photos
-from jaxdl.data.records import BadRecord, Records
+from jaxdl.data.records import BadRecord, LeftOut, Records, left_out_remark
 from jaxdl.data.source import Data, Splits
 from jaxdl.data.staging import Stage
+from jaxdl.data.tar_members import find_images
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
+_VERSION = 2
+"""Version of the scans that are kept."""
 _READERS = 16
 """Tar files that are scanned at once: it waits for disks and networks, not for the CPU."""
 
@@ -60,22 +63,24 @@ class ImageTars(Data, kind="image_tars"):
         marks = "\n".join(f"{one.address} {one.num_bytes} {one.version}" for one in found)
         identity = hashlib.sha256(marks.encode()).hexdigest()
         disk = self.photos.cache.disk
-        kept = Path(disk).expanduser() / f"tars-{identity[:16]}.table" if disk else None
-        if kept is not None and (rows := _kept(kept)) is not None:
-            return TarRecords([one.address for one in found], rows, identity)
+        name = hashlib.sha256(f"{_VERSION} {identity}".encode()).hexdigest()[:16]
+        kept = Path(disk).expanduser() / f"tars-{name}.table" if disk else None
+        if kept is not None and (scan := _kept(kept)) is not None:
+            return TarRecords([one.address for one in found], scan, identity)
         with ThreadPoolExecutor(_READERS) as threads:
-            rows = np.concatenate(list(threads.map(_read_through, range(len(found)), found)))
-        if len(rows) == 0:
-            raise ConfigError(f"{', '.join(patterns)}: they have no image with a label.")
-        if rows[:, 3].min() < 0:
-            raise ConfigError(f"{', '.join(patterns)}: there is a label {rows[:, 3].min()}; labels start at 0.")
+            scan = _together(threads.map(_read_through, range(len(found)), found))
+        if len(scan.rows) == 0:
+            why = f" Not used: {scan.lost}." if scan.lost else ""
+            raise ConfigError(f"{', '.join(patterns)}: they have no image with a label.{why}")
+        if (least := scan.rows[:, 3].min()) < 0:
+            raise ConfigError(f"{', '.join(patterns)}: there is a label {least}; labels start at 0.")
         if kept is not None:
-            _keep(kept, rows)
-        return TarRecords([one.address for one in found], rows, identity)
+            _keep(kept, scan)
+        return TarRecords([one.address for one in found], scan, identity)
 
 
-def _kept(path: Path) -> np.ndarray | None:
-    """The table that `_keep` wrote; None when there is none, it is damaged, or another user could have written it."""
+def _kept(path: Path) -> _Scan | None:
+    """The scan that `_keep` wrote; None when there is none, it is damaged, or another user could have written it."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(file, "rb") as stream:
@@ -86,13 +91,19 @@ def _kept(path: Path) -> np.ndarray | None:
         return None
     if hashlib.sha256(content).digest() != digest:
         return None
-    return np.frombuffer(content, np.int64).reshape(-1, 4)
+    about, _, rows = content.partition(b"\n")
+    lost, unread = (LeftOut(reasons) for reasons in json.loads(about))
+    return _Scan(np.frombuffer(rows, np.int64).reshape(-1, 4), lost, unread)
 
 
-def _keep(path: Path, rows: np.ndarray) -> None:
-    """Writes a table: a checksum, and int64 [image, 4]. If that fails, the next start scans the files again."""
+def _keep(path: Path, scan: _Scan) -> None:
+    """Writes a scan: a checksum, a line of JSON of what is not used, and int64 [image, 4].
+
+    If that fails, the next start scans the files again.
+    """
     partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    content = np.ascontiguousarray(rows, np.int64).tobytes()
+    about = json.dumps([scan.lost.reasons, scan.unread.reasons]).encode()
+    content = about + b"\n" + np.ascontiguousarray(scan.rows, np.int64).tobytes()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(f"{path.name}.*"):  # Left by a killed process.
@@ -107,20 +118,19 @@ def _keep(path: Path, rows: np.ndarray) -> None:
             partial.unlink(missing_ok=True)
 
 
-def _read_through(shard: int, found: remote.Found) -> np.ndarray:
-    """Positions of the images of a tar file: int64 [image, (shard, offset, length, label)]. Raises ConfigError."""
-    images: dict[str, tuple[int, int]] = {}
-    labels: dict[str, int] = {}
+class _Scan(NamedTuple):
+    """Images, int64 [image, (shard, offset, length, label)]; the images and labels that are none; other files."""
+
+    rows: np.ndarray
+    lost: LeftOut
+    unread: LeftOut
+
+
+def _read_through(shard: int, found: remote.Found) -> _Scan:
+    """What is in a tar file. Raises ConfigError."""
     try:
         with remote.open_stream(found.address) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
-            for member in tar:
-                key, _, suffix = _split(member.name)
-                if f".{suffix}" in IMAGE_SUFFIXES:
-                    images[key] = (member.offset_data, member.size)
-                elif suffix in ("cls", "json") and (content := tar.extractfile(member)) is not None:
-                    label = _label(suffix, content.read())
-                    if label is not None:
-                        labels[key] = label
+            images = find_images(tar)
             # tarfile accepts a truncated file as complete if the cut is where it expects the next header.
             stream.seek(tar.offset)
             if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
@@ -129,30 +139,29 @@ def _read_through(shard: int, found: remote.Found) -> np.ndarray:
         raise ConfigError(f"{found.address}: not a tar file of images and labels ({error}).") from None
     except Exception as error:  # Each cloud library raises its own types.
         raise ConfigError(f"{found.address}: it cannot be read ({type(error).__name__}: {error}).") from None
-    rows = [(shard, *place, labels[key]) for key, place in images.items() if key in labels]
-    return np.array(rows, np.int64).reshape(-1, 4)
+    rows = np.concatenate([np.full((len(images.rows), 1), shard, np.int64), images.rows], axis=1)
+    name = found.address.rsplit("/", 1)[-1]
+    return _Scan(rows, images.lost.below(name), images.unread.below(name))
 
 
-def _split(name: str) -> tuple[str, str, str]:
-    """`folder/0001`, `.`, `jpg`: the parts before and after the first dot of the file's name."""
-    folder, slash, base = name.rpartition("/")
-    key, dot, suffix = base.partition(".")
-    return folder + slash + key, dot, suffix.lower()
-
-
-def _label(suffix: str, content: bytes) -> int | None:
-    if suffix == "cls":
-        return int(content)
-    label = json.loads(content)
-    label = label.get("label", label.get("cls")) if isinstance(label, dict) else label
-    return label if isinstance(label, int) else None
+def _together(scans: Iterable[_Scan]) -> _Scan:
+    rows, lost, unread = [], LeftOut(), LeftOut()
+    for scan in scans:
+        rows.append(scan.rows)
+        lost.update(scan.lost)
+        unread.update(scan.unread)
+    return _Scan(np.concatenate(rows), lost, unread)
 
 
 class TarRecords(Records):
     """The images of tar files."""
 
-    def __init__(self, addresses: Sequence[str], rows: np.ndarray, identity: str) -> None:
+    def __init__(self, addresses: Sequence[str], scan: _Scan, identity: str) -> None:
+        rows = scan.rows
         self._addresses, self._rows, self.identity = list(addresses), rows, identity
+        self.num_lost = len(scan.lost)
+        some = f"{addresses[0]}{f' and {len(addresses) - 1} more' if len(addresses) > 1 else ''}"
+        self.remark = left_out_remark(some, len(rows), scan.lost, scan.unread)
         names = [address.rsplit("/", 1)[-1] for address in addresses]
         self.content = hashlib.sha256(json.dumps(names).encode() + rows.tobytes()).hexdigest()
         self.most_label = int(rows[:, 3].max())

@@ -13,7 +13,7 @@ import pydantic
 
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
-from jaxdl.data.remote import reading
+from jaxdl.data.remote import is_hidden, reading
 from jaxdl.data.source import Data, Source, Splits
 from jaxdl.data.spec import TextSpec
 from jaxdl.data.staging import Stage
@@ -126,9 +126,13 @@ def find_files(paths: Sequence[str], glob: str = _DEFAULT_GLOB) -> list[TextFile
 
 
 def _matching(folder: Path, glob: str) -> list[Path]:
-    """The files in the folder that match. Raises ConfigError for what is no pattern, such as an absolute path."""
+    """The files in the folder that match, without hidden ones unless the pattern names those.
+
+    Raises ConfigError for what is no pattern, such as an absolute path.
+    """
     try:
-        return [file for file in folder.glob(glob) if file.is_file()]
+        files = [file for file in folder.glob(glob) if file.is_file()]
+        return [file for file in files if is_hidden(glob) or not is_hidden(file.relative_to(folder).as_posix())]
     except (NotImplementedError, ValueError) as error:
         raise ConfigError(
             f"glob = {glob!r}: {error}. Give a pattern inside the folders of paths, such as {_DEFAULT_GLOB!r}."

@@ -5,7 +5,6 @@ TensorFlow is needed once, to prepare a data set as ArrayRecord files; it is nev
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
 from jaxdl.data.lines import Span
 from jaxdl.data.pair_files import PairTexts
+from jaxdl.data.photo import upright
 from jaxdl.data.photos import Photos, num_cpus
 from jaxdl.data.prepared import Stored, Unreadable, find_test_split, open_builder, open_split, staged_folder
 from jaxdl.data.records import BadRecord, Records
@@ -382,11 +382,9 @@ def decode_image(encoded: bytes, form: _Format) -> np.ndarray:
     """A PNG or JPEG as uint8 [height, width, channel]; if asked, the shorter side resized and the centre cropped."""
     from PIL import Image
 
-    image = Image.open(io.BytesIO(encoded))
     mode = _MODES[form.channels]
-    if form.resize:
-        # A JPEG can be decoded at a fraction of its size; twice the final size leaves work for the antialiasing.
-        image.draft(mode, (2 * form.width, 2 * form.height))
+    # A JPEG can be decoded at a fraction of its size; twice the final size leaves work for the antialiasing.
+    image = upright(encoded, draft=(mode, (2 * form.width, 2 * form.height)) if form.resize else None)
     if image.mode != mode:
         image = image.convert(mode)
     if form.resize:

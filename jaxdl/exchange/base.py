@@ -307,8 +307,9 @@ def exchanged_on_mesh(
     (`state_specs`). The mean is split as the gradients are, or as `wanted`, which splits it over fewer axes.
 
     The metrics have also the total over replicas of each of `sums`, float32 `[replica]`, as `sums/NAME`, and with
-    `checked`, as `nonfinite`, the number of devices with a gradient of their own that is not finite: a compressor can
-    hide it. All that a step sums besides gradients goes in one all-reduce, for each has to wait for the slowest device.
+    `checked`, as `nonfinite`, of each gradient the number of devices whose own one is not finite, `[gradients]`: a
+    compressor can hide it. All that a step sums besides gradients goes in one all-reduce, for each has to wait for the
+    slowest device.
     """
     replica, axes = Axis.REPLICA.value, tuple(mesh.axis_names)
     inner = tuple(axis for axis in axes if axis != replica)
@@ -319,19 +320,20 @@ def exchanged_on_mesh(
         # All devices of a replica have its sums: one of them adds them.
         first = jax.lax.axis_index(inner) == 0
         small = {f"sums/{name}": jnp.where(first, x[0].astype(jnp.float32), 0) for name, x in sums.items()}
-        if checked:
-            finite = alike(axes, *(jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(own)))
-            small["nonfinite"] = jnp.where(jnp.all(jnp.stack(finite)), 0.0, 1.0)
+        leaves = jax.tree.leaves(own) if checked else []
+        flags = [jnp.where(jnp.all(jnp.isfinite(x)), 0.0, 1.0) for x in leaves]
         own_state = _reshaped(state, places, stacked=False)
         mean, new_state, metrics = own_update(exchange)(own, own_state, axis=replica, key=key)
         mean, sent = gathered_like(mean, specs, wanted)
         for axis, num_bytes in sent.items():
             metrics[f"bytes_sent/{axis}"] = metrics.get(f"bytes_sent/{axis}", 0) + jnp.float32(num_bytes)
         small |= {name: metrics[name] for name in _SQUARES if name in metrics}
-        if small:
-            total = jax.lax.psum(jnp.stack(alike(axes, *small.values())), axes)
-            small = dict(zip(small, total, strict=True))
+        if small or flags:
+            total = jax.lax.psum(jnp.stack(alike(axes, *small.values(), *flags)), axes)
+            flags = total[len(small) :]
+            small = dict(zip(small, total, strict=False))
         others = {name: x for name, x in small.items() if name not in _SQUARES}
+        others |= {"nonfinite": flags} if leaves else {}
         return mean, _reshaped(new_state, places, stacked=True), _with_norms(metrics, small) | others
 
     stacked = jax.tree.map(lambda spec: PartitionSpec(replica, *spec), specs, is_leaf=is_spec)

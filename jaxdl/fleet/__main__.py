@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import math
 import os
 import sys
@@ -12,25 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import tyro
 
 from jaxdl.config import ConfigError
 from jaxdl.errors import OptionError, command_line, fail
-from jaxdl.fleet.store import SERVER_FOLDER, Asked, Store
-from jaxdl.options import parse_options
-
-_PROG = "python -m jaxdl.fleet"
-OptionsT = TypeVar("OptionsT")
-
-
-@dataclass(frozen=True)
-class OfFleet:
-    """What every command needs."""
-
-    state: Path
-    """The folder of the fleet, on a disk that server and users share."""
+from jaxdl.fleet.asking import PROG, OfFleet, ask, nodes, parse, remove
+from jaxdl.fleet.store import SERVER_FOLDER, Store
 
 
 @dataclass(frozen=True)
@@ -100,16 +88,6 @@ class Submit(OfFleet):
 
 
 @dataclass(frozen=True)
-class Nodes(OfFleet):
-    """Takes nodes out of service, or back: their runs save, and resume on others."""
-
-    lost: tuple[str, ...] = ()
-    """Nodes to take out of service, as `status` names them."""
-    back: tuple[str, ...] = ()
-    """Nodes that are in service again."""
-
-
-@dataclass(frozen=True)
 class Status(OfFleet):
     """Shows the runs and the nodes."""
 
@@ -154,7 +132,7 @@ def serve(args: list[str]) -> None:
     from jaxdl.launch.netns import parse_rate
     from jaxdl.lease import Lease
 
-    options = _options(Serve, "serve", args)
+    options = parse(Serve, "serve", args)
     num_nodes = options.nodes if options.nodes is not None else len(parse_nodes(options.have)) or 1
     if num_nodes < 1 or options.failures < 0 or not 0 < options.poll_sec < math.inf:
         raise OptionError("--nodes: 1 or more; --failures: 0 or more; --poll-sec: a number above 0.")
@@ -199,15 +177,27 @@ def serve(args: list[str]) -> None:
 
 
 def _loop(server: Any, options: Serve) -> None:
+    from jaxdl.fleet.roll import in_order
+
     said: dict[str, tuple[str, str]] = {}
+    told: list[str] = []
     while True:
         server.turn()
-        for name, member in server.members.items():
-            now = (member.state, member.reason)
+        problems = server.known.problems
+        for problem in problems:
+            if problem not in told:
+                print(f"warning: {problem}", file=sys.stderr, flush=True)
+        told = problems
+        for name in sorted(server.known.changed, key=in_order):
+            if (member := server.members.get(name)) is None:
+                print(f"{time.strftime('%H:%M:%S')}  run {name} was removed", flush=True)
+                continue
+            now = (member.state, member.problem or member.reason)
             if said.get(name) != now:
                 said[name] = now
                 nodes = f" on {len(member.nodes)}" if member.nodes else ""
-                print(f"{time.strftime('%H:%M:%S')}  run {name} {member.state}{nodes}: {member.reason}", flush=True)
+                print(f"{time.strftime('%H:%M:%S')}  run {name} {member.state}{nodes}: {now[1]}", flush=True)
+        server.known.changed.clear()
         if options.until_idle and server.idle:
             return
         time.sleep(options.poll_sec)
@@ -231,7 +221,7 @@ def submit(args: list[str]) -> None:
     from jaxdl.fleet.sizes import fitting, gpus_of_host, reader, refusal, told
 
     own, command = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
-    options = _options(Submit, "submit", own)
+    options = parse(Submit, "submit", own)
     if options.sizes and (options.min != 1 or options.max != 1):
         raise OptionError("--sizes: give either it or --min and --max.")
     if options.min > options.max and not options.sizes:
@@ -269,72 +259,21 @@ def submit(args: list[str]) -> None:
 def _status(args: list[str]) -> None:
     from jaxdl.fleet.shown import show_status
 
-    options = _options(Status, "status", args)
+    options = parse(Status, "status", args)
     show_status(Store(options.state), as_json=options.json)
 
 
 def _explain(args: list[str]) -> None:
     from jaxdl.fleet.shown import explained
 
-    print("\n".join(explained(Store(_options(OfFleet, "explain", args).state).view())))
-
-
-_VERBS: dict[Asked, str] = {"run": "resume", "hold": "hold", "cancel": "cancel"}
-"""What the commands are called."""
-
-
-def _ended(store: Store, name: str, what: Asked) -> str | None:
-    """The state of a run that has ended, where what is asked has no effect on such a one; None otherwise."""
-    from jaxdl.fleet.member import ENDED, RESUMABLE
-
-    folder, states = store.run_folder(name).name, {}
-    with contextlib.suppress(ConfigError):  # No server has seen anything yet.
-        states = {run["run"]: run["state"] for run in store.view()["runs"]}
-    state = states.get(folder)
-    without = state in ENDED and (what == "hold" or (what == "run" and state not in RESUMABLE))
-    return state if without else None  # To cancel one that has ended frees its workdir for another.
-
-
-def _ask(what: Asked) -> Callable[[list[str]], None]:
-    def ask(args: list[str]) -> None:
-        places = [
-            place
-            for place, one in enumerate(args)
-            if one.isdigit() and not (place and args[place - 1].startswith("--"))  # `--state 7` is a folder.
-        ]
-        names = [args[place] for place in places]
-        options = _options(OfFleet, what, [one for place, one in enumerate(args) if place not in places])
-        if not names:
-            raise OptionError("give the number of a run, such as 0003.")
-        store = Store(options.state)
-        for name in names:
-            if (state := _ended(store, name, what)) is not None:
-                raise ConfigError(f"run {name}: it is {state}, so there is nothing to {_VERBS[what]}.")
-            store.ask(name, what)
-
-    return ask
-
-
-def nodes(args: list[str]) -> None:
-    """Changes which nodes are in service."""
-    options = _options(Nodes, "nodes", args)
-    store = Store(options.state)
-    view = store.view()
-    lost = store.lost_nodes()
-    known = {*view["nodes"], *view.get("lost", ()), *lost}
-    for name in (*options.lost, *options.back):
-        if name not in known:
-            raise OptionError(f"{name}: there is no such node. There are: {', '.join(sorted(known))}.")
-    if not options.lost and not options.back:
-        raise OptionError("give --lost NODE, or --back NODE.")
-    store.set_lost_nodes(sorted((lost | set(options.lost)) - set(options.back)))
+    print("\n".join(explained(Store(parse(OfFleet, "explain", args).state).view())))
 
 
 def simulate(args: list[str]) -> None:
     """Prints both results."""
     from jaxdl.fleet.report import report
 
-    options = _options(Simulate, "simulate", args)
+    options = parse(Simulate, "simulate", args)
     if options.runs < 1 or options.nodes < 1:
         raise OptionError("--runs, --nodes: 1 or more.")
     if not 0 < options.solve_sec < math.inf or (options.solve_sec != Simulate.solve_sec and not options.mixed):
@@ -347,22 +286,19 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "submit": ("accepts a run", submit),
     "status": ("shows runs and nodes", _status),
     "explain": ("says why each run has its nodes", _explain),
-    "hold": ("saves and stops runs, until `resume`", _ask("hold")),
-    "resume": ("lets runs run that were held, halted, or have failed", _ask("run")),
-    "cancel": ("saves and stops runs for good", _ask("cancel")),
+    "hold": ("saves and stops runs, until `resume`", ask("hold")),
+    "resume": ("lets runs run that were held, halted, or have failed", ask("run")),
+    "cancel": ("saves and stops runs for good", ask("cancel")),
+    "remove": ("removes runs that have ended, not their workdirs", remove),
     "nodes": ("takes nodes out of service, or back", nodes),
     "simulate": ("plays a fleet in simulated time", simulate),
 }
 
 
-def _options(kind: type[OptionsT], name: str, args: list[str]) -> OptionsT:
-    return parse_options(kind, args, prog=f"{_PROG} {name}", description=inspect.getdoc(kind))
-
-
 def main(args: list[str]) -> None:
     """Runs one command; exits with code 2 after a user error."""
     if not args or args[0] in ("-h", "--help"):
-        print(f"usage: {_PROG} NAME --state FOLDER [OPTIONS]\n")
+        print(f"usage: {PROG} NAME --state FOLDER [OPTIONS]\n")
         for name, (what, _) in COMMANDS.items():
             print(f"  {name:9} {what}")
         raise SystemExit(0)

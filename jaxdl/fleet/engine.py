@@ -18,9 +18,10 @@ from typing import Any, ClassVar
 
 from jaxdl.cluster import exits
 from jaxdl.errors import ConfigError
+from jaxdl.fleet.journal import sync_folder
 from jaxdl.fleet.keeper import EXIT_FILE, KEEPER_FILE, OUTPUT_FILE
 from jaxdl.fleet.resources import Amounts, parse_nodes
-from jaxdl.fleet.store import Store, Submission, sync_folder
+from jaxdl.fleet.store import Store, Submission
 from jaxdl.launch.netns import check_possible, parse_rate
 from jaxdl.writing import replace_file
 
@@ -90,6 +91,25 @@ def make_engine(name: str, store: Store, num_nodes: int, **given: Any) -> Engine
             shown = " ".join(value) if isinstance(value, tuple) else value
             raise ConfigError(f"--{option} {shown}: the engine {name} has no such option. It is for {owners}.")
     return kind(store, num_nodes, **{option: given.get(option) for option in kind.options})
+
+
+def exit_code(path: Path) -> int:
+    """The exit code in the file of an attempt; `LOST` if there is none, or it is damaged."""
+    try:
+        return int(json.loads(path.read_text())["code"])
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return LOST
+
+
+def _keeper_of(folder: Path) -> int | None:
+    """The process that keeps an attempt by its command line, where Linux shows that; else None."""
+    words = [b"jaxdl.fleet.keeper", os.fsencode(folder)]
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            line = path.read_bytes().split(b"\0")
+            if any(line[place : place + 2] == words for place in range(len(line))):
+                return int(path.parent.name)
+    return None
 
 
 class Local(Engine):
@@ -186,24 +206,24 @@ class Local(Engine):
         if lock is None:  # Also for a moment after the code was written.
             return None
         os.close(lock)
-        try:
-            return int(json.loads((self.folder(run, attempt) / EXIT_FILE).read_text())["code"])
-        except FileNotFoundError:
-            return LOST
+        return exit_code(self.folder(run, attempt) / EXIT_FILE)
 
     def folder(self, run: Submission, attempt: int) -> Path:
         """Where the files of an attempt are."""
-        return self.store.run_folder(run.name) / "attempts" / str(attempt)
+        return self.store.path_of(run.name) / "attempts" / str(attempt)
 
     def _keeper(self, run: Submission, attempt: int) -> int | None:
+        folder = self.folder(run, attempt)
         try:
-            return int(json.loads((self.folder(run, attempt) / KEEPER_FILE).read_text())["pid"])
+            return int(json.loads((folder / KEEPER_FILE).read_text())["pid"])
         except FileNotFoundError:
             return None
+        except (ValueError, TypeError, KeyError):  # It is damaged.
+            return _keeper_of(folder.absolute())
 
     def _locked(self, run: Submission) -> int | None:
         """The lock of a run as an open file; None if something of the run has it."""
-        descriptor = os.open(self.store.run_folder(run.name) / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(self.store.path_of(run.name) / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

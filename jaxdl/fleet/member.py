@@ -46,6 +46,8 @@ class Member:
     code: int | None = None
     num_asked: int = 0
     """What the user had asked by the time it ended, see `Store.num_asked`."""
+    problem: str = ""
+    """What of its files is damaged, so that it does not start."""
     decided: str = field(default="", compare=False)
     """What the last decision said of it."""
 
@@ -71,7 +73,7 @@ class Member:
             "killed": self.killed,
             "since": self.changed or one.submitted,
             "code": self.code,
-            "reason": self.reason,
+            "reason": self.problem or self.reason,
             "decided": self.decided,
             "workdir": str(one.workdir or ""),
         }

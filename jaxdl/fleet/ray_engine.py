@@ -27,7 +27,7 @@ from typing import Any
 from jaxdl.cluster import exits
 from jaxdl.cluster.token import VARIABLE, make_token
 from jaxdl.errors import ConfigError
-from jaxdl.fleet.engine import LOST, Engine
+from jaxdl.fleet.engine import Engine, exit_code
 from jaxdl.fleet.keeper import EXIT_FILE, OUTPUT_FILE
 from jaxdl.fleet.resources import Amounts
 from jaxdl.fleet.store import Store, Submission
@@ -87,7 +87,7 @@ class OnRay(Engine):
         """See `Engine.start`. An attempt whose nodes are gone by now waits for them, see `RESERVE_SEC`."""
         if self._keeper(run) is not None:
             return False
-        folder = self.store.run_folder(run.name).absolute() / "attempts" / str(attempt)
+        folder = self.store.path_of(run.name).absolute() / "attempts" / str(attempt)
         folder.mkdir(parents=True, exist_ok=True)
         known, mine = self._known(), _to_ray(run.needs)
         bundles = [(node, mine or _whole(known.get(node, {"CPU": 1.0}))) for node in nodes]
@@ -113,11 +113,7 @@ class OnRay(Engine):
         """See `Engine.poll`."""
         if self._keeper(run) is not None:
             return None
-        try:
-            path = self.store.run_folder(run.name) / "attempts" / str(attempt) / EXIT_FILE
-            return int(json.loads(path.read_text())["code"])
-        except FileNotFoundError:
-            return LOST
+        return exit_code(self.store.path_of(run.name) / "attempts" / str(attempt) / EXIT_FILE)
 
     def _keeper(self, run: Submission) -> Any:
         """The keeper of the run's attempt; None if there is none."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxdl.cluster import exits
-from jaxdl.errors import ConfigError
 from jaxdl.fleet.engine import LOST, Engine
 from jaxdl.fleet.member import (
     CANCELLED,
@@ -31,15 +30,16 @@ from jaxdl.fleet.member import (
     WAITING,
     Member,
 )
+from jaxdl.fleet.members import ENDING, KILLED, LEFT, RESUMED, STARTED, STOPPED, Members
 from jaxdl.fleet.mixed import decide_mixed
 from jaxdl.fleet.policy import Decision, Rules, Run, decide
 from jaxdl.fleet.queued import queue, unqueue
 from jaxdl.fleet.resources import Amounts, Room, hosts_of
-from jaxdl.fleet.speed import Estimate, Measured, estimates, last_speed, last_step
-from jaxdl.fleet.store import Journal, Store
+from jaxdl.fleet.speed import Estimate, estimates, last_speed, last_step
+from jaxdl.fleet.store import DamagedFile, Store
+from jaxdl.fleet.view import Views
 from jaxdl.status import State
 
-_STARTED, _STOPPING, _KILLED, _LEFT, _ENDED, _RESUMED = "started", "stopping", "killed", "left", "ended", "resumed"
 _AS_STATUS = {COMPLETED: State.COMPLETED, FAILED: State.FAILED, CANCELLED: State.HALTED, HALTED: State.HALTED}
 _SAVED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 """Exit codes of a run that was asked to save and end, and did."""
@@ -83,95 +83,63 @@ class Server:
         """With `read_only`, another server may be writing; only `propose` is for such a one, which writes nothing."""
         self.store, self.engine, self.settings = store, engine, settings
         self._now = now
-        self.members: dict[str, Member] = {}
+        self._read_only = read_only
+        self.known = Members(store, now, read_only=read_only)
         self.decision: Decision | None = None
-        self._measured, self._read_only = Measured(), read_only
-        self._journal = Journal(store.folder, read_only=read_only)
         self._situation: Any = None
         self._again = math.inf
         """When a decision on the same situation is due once more."""
         self._may_start = False
         self._signalled: dict[tuple[str, int], float] = {}
         """(run, attempt) -> when this server first asked it to save and end: the one before may have had no time."""
-        self._read_submissions()
-        for event in self._journal.events():
-            self._apply(event)
+        self._views = Views(store, self._view_of)
 
     def turn(self) -> None:
         """One turn of the loop: reads, polls, decides, acts, and writes what `status` shows."""
-        self._read_submissions()
+        self.known.read()
         self._poll()
         self._obey()
         self._decide()
         self._act()
-        self.store.write_view(self.view())
+        self._views.write(self.view(), self.members, self.known.ended)
+        self.known.ended.clear()
+
+    @property
+    def members(self) -> Mapping[str, Member]:
+        """All runs."""
+        return self.known.all
+
+    @property
+    def active(self) -> Mapping[str, Member]:
+        """The runs that have not ended, in their order."""
+        return self.known.active
 
     @property
     def idle(self) -> bool:
         """Whether all runs have ended."""
-        return all(member.state in ENDED for member in self.members.values())
+        return not self.active
 
     @property
     def sharing(self) -> list[str]:
         """The runs that may be running now on parts of nodes."""
-        return [name for name, member in self.members.items() if member.alive and member.submission.needs]
+        return [name for name, member in self.active.items() if member.alive and member.submission.needs]
 
     def propose(self) -> Decision:
         """The decision for what there is to run when what has to stop has saved; of a server that reads only."""
-        self._read_submissions()
-        for member in self.members.values():
+        self.known.read()
+        for member in self.active.values():
             self._look(member)
         self._obey()
-        for member in self.members.values():
+        for member in list(self.active.values()):
             if member.state == STOPPING:
                 self._leave(member, _SAVED[0], None, member.reason)
         self._obey()
         return self._decision(self._runs(), self.engine.resources(), self.settings.rules)
 
-    # What happened: each kind of event changes the members in one place, now and when it is read again.
-
-    def _write(self, what: str, member: Member, **values: Any) -> None:
-        event = {"at": self._now(), "run": member.submission.name, **values}
-        self._journal.write(what, **event)
-        self._apply({"what": what, **event})
-
-    def _apply(self, event: dict[str, Any]) -> None:
-        member = self.members.get(event["run"])
-        if member is None:  # Somebody has removed the folder of the run.
-            return
-        what, at = event["what"], event["at"]
-        if what == _STARTED:
-            member.resized += int(event["resized"])
-            member.state, member.attempt = RUNNING, event["attempt"]
-            member.nodes, member.changed = tuple(event["nodes"]), at
-            member.size, member.from_step = len(member.nodes), event.get("from_step", 0)
-            member.begun, member.resizing = 0.0, False
-        elif what == _STOPPING:
-            member.state, member.stopping, member.resizing = STOPPING, at, event.get("resizing", False)
-        elif what == _KILLED:  # It did not save and end in time.
-            member.killed += 1
-        elif what == _LEFT:  # An attempt is over, and another may follow.
-            member.state, member.nodes, member.code = WAITING, (), event["code"]
-            member.failures, member.not_before = event["failures"], event["not_before"]
-        elif what == _ENDED:
-            member.state, member.nodes, member.code = event["state"], (), event.get("code", member.code)
-            member.num_asked = event.get("num_asked", 0)
-        elif what == _RESUMED:
-            member.state, member.failures, member.not_before = WAITING, 0, 0.0
-        else:
-            raise ConfigError(f"{self.store.folder}: the journal has an event {what!r} of another version of jaxdl.")
-        member.reason = event["reason"]
-        if event.get("speed") is not None:
-            self._measured.add(event["run"], member.size, event["speed"])
-
     # The loop, in the order of `turn`.
 
-    def _read_submissions(self) -> None:
-        for one in self.store.submissions():
-            self.members.setdefault(one.name, Member(one, not_before=one.not_before))
-
     def _poll(self) -> None:
-        for member in self.members.values():
+        for member in list(self.active.values()):
             if not member.alive:
                 continue
             speed = self._look(member)
@@ -188,8 +156,8 @@ class Server:
             member.begun = member.changed
             return None
         speed = last_speed(workdir, member.from_step)
-        if speed is not None:
-            self._measured.add(member.submission.name, member.size, speed)
+        if speed is not None and member.size:
+            self.known.measured.add(member.submission.name, member.size, speed)
         if not member.begun and last_step(workdir) > member.from_step:
             member.begun = self._now()
         return speed
@@ -203,7 +171,7 @@ class Server:
             self._end(member, HALTED, code, speed, "halted by the file in its workdir; `resume` lets it run again")
         elif code in exits.DELIBERATE:
             self._end(member, FAILED, code, speed, f"exit code {code}: it would fail again")
-        elif member.state == STOPPING and (code in _SAVED or self.store.asked(member.submission.name) != "run"):
+        elif member.state == STOPPING and (code in _SAVED or self.known.wish(member) in ("hold", "cancel")):
             self._leave(member, code, speed, member.reason, failures=0 if code in _SAVED else member.failures)
         elif lost:  # That is no failure of the run.
             self._leave(member, code, speed, f"{', '.join(sorted(lost))} is out of service", failures=member.failures)
@@ -221,8 +189,11 @@ class Server:
             self._leave(member, code, speed, f"{what}: starts again", failures=failures, pause_sec=pause)
 
     def _end(self, member: Member, state: str, code: int | None, speed: float | None, reason: str) -> None:
-        num_asked = self.store.num_asked(member.submission.name)
-        self._write(_ENDED, member, state=state, code=code, speed=speed, num_asked=num_asked, reason=reason)
+        try:
+            num_asked = self.store.num_asked(member.submission.name)
+        except DamagedFile:  # What is asked from now on counts.
+            num_asked = int(time.time() * 1000)
+        self.known.write(ENDING, member, state=state, code=code, speed=speed, num_asked=num_asked, reason=reason)
         if not self._read_only:
             unqueue(member.submission.workdir, _AS_STATUS[state], reason, code)
 
@@ -230,33 +201,48 @@ class Server:
         self, member: Member, code: int, speed: float | None, reason: str, *, failures: int = 0, pause_sec: float = 0.0
     ) -> None:
         again = self._now() + pause_sec if pause_sec else 0.0
-        self._write(_LEFT, member, code=code, speed=speed, failures=failures, not_before=again, reason=reason)
+        self.known.write(LEFT, member, code=code, speed=speed, failures=failures, not_before=again, reason=reason)
         if member.resizing and not self._read_only:
             queue(member.submission.command, member.submission.workdir, doing="its fleet resizes it")
 
     def _obey(self) -> None:
+        for name in sorted(self.known.asked):
+            member = self.members.get(name)
+            if member is None or member.state not in ENDED or self._obeyed_after_its_end(member):
+                self.known.asked.discard(name)
         nodes = set(self.engine.nodes())
-        for member in self.members.values():
-            asked, num_asked = self.store.asked(member.submission.name), self.store.num_asked(member.submission.name)
-            if member.state in ENDED:
-                if member.state in RESUMABLE and asked == "run" and num_asked > member.num_asked:
-                    self._write(_RESUMED, member, reason="resumed")
-                continue
-            if member.state == RUNNING and asked != "run":
-                self._write(_STOPPING, member, reason={"hold": "held", "cancel": "cancelled"}[asked])
+        for member in list(self.active.values()):
+            asked, unknown = self.known.wish(member), not self.known.has_submission(member)
+            stop = "its submission is damaged" if unknown else {"hold": "held", "cancel": "cancelled"}.get(asked or "")
+            if member.state == RUNNING and stop:
+                self.known.write(STOPPED, member, reason=stop)
             elif member.state == RUNNING and not nodes.issuperset(member.nodes):
                 lost = ", ".join(sorted(set(member.nodes) - nodes))
-                self._write(_STOPPING, member, reason=f"{lost} is out of service")
+                self.known.write(STOPPED, member, reason=f"{lost} is out of service")
             elif not member.alive:
+                waits = asked in ("run", "remove") and not unknown
                 if asked == "cancel":
                     self._end(member, CANCELLED, member.code, None, "cancelled")
-                elif (asked == "hold") != (member.state == HELD):
-                    member.state = HELD if asked == "hold" else WAITING
+                elif waits == (member.state == HELD):
+                    member.state = WAITING if waits else HELD
+                    self.known.changed.add(member.submission.name)
+
+    def _obeyed_after_its_end(self, member: Member) -> bool:
+        """Does what was asked of a run that has ended; whether that is done."""
+        name, asked = member.submission.name, self.known.wish(member)
+        if asked == "remove" and not self._read_only:
+            if member.attempt and self.engine.poll(member.submission, member.attempt) is None:
+                return False
+            self.store.remove(name)
+            self.known.drop(name)
+        elif asked == "run" and member.state in RESUMABLE and self.store.num_asked(name) > member.num_asked:
+            self.known.write(RESUMED, member, reason="resumed")
+        return True
 
     def _runs(self) -> list[Run]:
         """The runs that may run now, as the policy sees them."""
         now, found = self._now(), []
-        for number, member in enumerate(self.members.values()):
+        for number, member in enumerate(self.active.values()):
             one = member.submission
             may_start = member.state == WAITING and member.not_before <= now
             if member.state == STOPPING or not (may_start or member.state == RUNNING):
@@ -281,7 +267,7 @@ class Server:
         What an attempt that is being stopped has is free only when it has ended. Until then nothing more is started,
         since the last decision does not know what has happened meanwhile.
         """
-        self._may_start = not any(member.state == STOPPING for member in self.members.values())
+        self._may_start = not any(member.state == STOPPING for member in self.active.values())
         if not self._may_start:
             return
         runs, nodes = self._runs(), self.engine.resources()
@@ -300,12 +286,12 @@ class Server:
     def _act(self) -> None:
         """Brings the fleet nearer to the decision: stops what has to change, then starts what there is room for."""
         decided, places = ({}, {}) if self.decision is None else (self.decision.nodes, self.decision.places)
-        wanted = {name: size for name, size in decided.items() if self.members[name].state not in ENDED}
+        wanted = {name: size for name, size in decided.items() if name in self.active}
         for name, size in wanted.items():
             member = self.members[name]
             same = size == len(member.nodes) and places.get(name, Counter(member.nodes)) == Counter(member.nodes)
             if member.state == RUNNING and not same:
-                self._write(_STOPPING, member, reason=member.decided, resizing=size > 0)
+                self.known.write(STOPPED, member, reason=member.decided, resizing=size > 0)
             elif not size:
                 member.resizing = False  # Others have its nodes now, and it waits.
         room = self._room()
@@ -319,14 +305,14 @@ class Server:
             if mine is not None and room.holds(needs, mine):
                 self._start(member, hosts_of(mine, list(room.left)))
                 room.take(needs, Counter(member.nodes))
-        for member in self.members.values():
+        for member in self.active.values():
             if member.state == STOPPING:
                 self._stop(member)
 
     def _room(self) -> Room:
         """What the runs that are alive leave of the nodes."""
         room = Room(self.engine.resources())
-        for member in self.members.values():
+        for member in self.active.values():
             if member.alive:
                 room.take(member.submission.needs, Counter(member.nodes))
         return room
@@ -341,7 +327,7 @@ class Server:
             return
         told = f"killed: it did not save and end within {self.settings.grace_sec:g} s"
         if told not in member.reason:
-            self._write(_KILLED, member, attempt=member.attempt, reason=f"{member.reason}; {told}")
+            self.known.write(KILLED, member, attempt=member.attempt, reason=f"{member.reason}; {told}")
         self.engine.kill(member.submission, member.attempt)
 
     def _start(self, member: Member, nodes: list[str]) -> None:
@@ -352,7 +338,7 @@ class Server:
             "resized": bool(member.size) and member.size != len(nodes),
             "from_step": 0 if workdir is None else last_step(workdir),
         }
-        self._write(_STARTED, member, **values, reason=member.decided or "starts")
+        self.known.write(STARTED, member, **values, reason=member.decided or "starts")
         if not self.engine.start(member.submission, attempt, nodes):
             self._leave(member, LOST, None, "still ends", failures=member.failures, pause_sec=1.0)
 
@@ -361,26 +347,26 @@ class Server:
     def estimates(self, name: str) -> dict[int, Estimate]:
         """The speed of a run on each of its sizes."""
         one = self.members[name].submission
-        return estimates(one.sizes, self._measured.of(name), one.exchange)
+        return estimates(one.sizes, self.known.measured.of(name), one.exchange)
+
+    def _view_of(self, member: Member) -> dict[str, Any]:
+        """A run as JSON."""
+        name, shares = member.submission.name, {} if self.decision is None else self.decision.shares
+        return member.view() | {
+            "share": shares.get(name, 0.0),
+            "speeds": {str(n): sec for n, sec in sorted(self.known.measured.of(name).items())},
+            "estimates": {str(size): list(one) for size, one in self.estimates(name).items()},
+        }
 
     def view(self) -> dict[str, Any]:
-        """The fleet as JSON."""
+        """The fleet as JSON, without runs that have ended."""
         lost, room = sorted(self.store.lost_nodes()), self._room()
         has = {node: dict(amounts) for node, amounts in self.engine.resources().items()}
         nodes = {
-            node: ", ".join(name for name, member in self.members.items() if member.alive and node in member.nodes)
+            node: ", ".join(name for name, member in self.active.items() if member.alive and node in member.nodes)
             for node in room.left
         }
-        shares = {} if self.decision is None else self.decision.shares
-        runs = [
-            member.view()
-            | {
-                "share": shares.get(name, 0.0),
-                "speeds": {str(n): sec for n, sec in sorted(self._measured.of(name).items())},
-                "estimates": {str(size): list(one) for size, one in self.estimates(name).items()},
-            }
-            for name, member in self.members.items()
-        ]
+        runs = [self._view_of(member) for member in self.active.values()]
         free = {node: left for node, left in room.left.items() if left}
         about = {"at": self._now(), "gives_gpus": self.engine.gives_gpus, "has": has, "network": self.settings.network}
-        return {**about, "nodes": nodes, "free": free, "lost": lost, "runs": runs}
+        return {**about, "nodes": nodes, "free": free, "lost": lost, "problems": self.known.problems, "runs": runs}

@@ -27,7 +27,7 @@ def show_status(store: Store, *, as_json: bool) -> None:
     view = store.view()
     runs = [run | {"step": _step(run)} for run in view["runs"]]
     shown = {run["run"] for run in runs}
-    waiting = [one.name for one in store.submissions() if one.name not in shown]
+    waiting = [name for name in store.names() if name not in shown]
     if as_json:
         print(json.dumps(view | {"runs": runs, "not_seen": waiting}, indent=2))
         return
@@ -46,6 +46,8 @@ def show_status(store: Store, *, as_json: bool) -> None:
         console.print(left)
     if view.get("lost"):
         console.print(f"out of service: {', '.join(view['lost'])}")
+    for problem in view.get("problems", ()):
+        console.print(f"damaged: {escape(problem)}", soft_wrap=True)
     if waiting:
         console.print(f"accepted, and not seen by a server yet: {', '.join(waiting)}")
 

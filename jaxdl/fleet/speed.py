@@ -103,8 +103,8 @@ def _last_rows(workdir: Path) -> list[dict[str, Any]]:
     for line in lines:
         with contextlib.suppress(ValueError):  # The beginning of the tail, or a line that is being written.
             row = json.loads(line)
-            named = isinstance(row, dict) and {"step", "examples_per_sec"} <= row.keys()
-            if named and 0 < row["examples_per_sec"] < math.inf:
+            named = isinstance(row, dict) and isinstance(row.get("step"), int)
+            if named and isinstance(speed := row.get("examples_per_sec"), int | float) and 0 < speed < math.inf:
                 found.append(row)
     return found
 

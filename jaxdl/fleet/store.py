@@ -2,11 +2,14 @@
 
     server/lease.json       which process serves
     journal.jsonl           what the server did, a line each, on disk before it is done
-    fleet.json              the fleet as the server last saw it, for `status` and `explain`
+    fleet.json, ended.json  the fleet as the server last saw it, for `status` and `explain`; runs that have ended apart
     lost.json               nodes that are out of service
+    last.json               the highest number that a run ever had
+    news/0007               something was submitted or asked of this run, and the server has not looked yet
     runs/0007/submission.json, asked.json, lock, attempts/2/{keeper.json, exit.json, output.txt}
 
-A submission is accepted once its file is on disk; no server need run for that.
+A submission is accepted once its file is on disk; no server need run for that. A file of one run that is damaged
+concerns that run alone.
 """
 
 from __future__ import annotations
@@ -16,20 +19,29 @@ import dataclasses
 import json
 import math
 import os
+import re
+import secrets
+import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from jaxdl.errors import ConfigError
+from jaxdl.fleet.journal import JOURNAL_FILE, sync_folder
 from jaxdl.fleet.queued import queue
 from jaxdl.fleet.speed import Exchange
 from jaxdl.writing import replace_file
 
-Asked = Literal["run", "hold", "cancel"]
-_RUNS, _SUBMISSION, _ASKED, _JOURNAL = "runs", "submission.json", "asked.json", "journal.jsonl"
-FLEET_FILE, LOST_FILE, SERVER_FOLDER = "fleet.json", "lost.json", "server"
+Asked = Literal["run", "hold", "cancel", "remove"]
+RUNS, SUBMISSION = "runs", "submission.json"
+_ASKED, _LAST, _NEWS, _REMOVED = "asked.json", "last.json", "news", "removed"
+FLEET_FILE, ENDED_FILE, LOST_FILE, SERVER_FOLDER = "fleet.json", "ended.json", "lost.json", "server"
+
+
+class DamagedFile(ConfigError):
+    """A file of the fleet does not have what it must; the message says which and what to do."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,32 @@ class Submission:
                 following = self.command[number + 1 : number + 2]
                 return Path(self.folder) / (value if equals else following[0]) if equals or following else None
         return None
+
+
+def _submission(path: Path) -> Submission:
+    """What a file says. Raises DamagedFile, and FileNotFoundError if the run was removed."""
+    try:
+        values = json.loads(path.read_text())
+        lists = {name: tuple(values[name]) for name in ("command", "sizes")}
+        made = Submission(**(values | lists | {"exchange": _exchange(values.get("exchange"))}))
+        right = (
+            made.name == path.parent.name
+            and all(isinstance(word, str) for word in (*made.command, made.folder))
+            and made.sizes
+            and all(type(size) is int and size > 0 for size in made.sizes)
+            and all(isinstance(one, int | float) for one in (made.weight, made.priority, made.not_before))
+            and 0 < made.weight < math.inf
+        )
+        if not right:
+            raise ValueError("its values are not those of a submission")
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise DamagedFile(
+            f"{path}: this is no submission ({why}). Restore the file, or cancel the run and submit it again."
+        ) from None
+    return made
 
 
 def _exchange(values: dict[str, Any] | None) -> Exchange | None:
@@ -116,7 +154,7 @@ class Store:
             raise ConfigError(f"--weight {weight:g}: it must be a number above 0.")
         if not math.isfinite(not_before):
             raise ConfigError("--delay-sec: it must be a number.")
-        parent = self.folder / _RUNS
+        parent = self.folder / RUNS
         parent.mkdir(parents=True, exist_ok=True)
         made = Submission(
             "",
@@ -130,73 +168,186 @@ class Store:
             left_out={str(size): why for size, why in (left_out or {}).items()},
             exchange=exchange,
         )
-        for other in self.submissions():
-            if made.workdir is not None and other.workdir == made.workdir and self.asked(other.name) != "cancel":
+        for other in self.submissions() if made.workdir is not None else ():
+            if other.workdir == made.workdir and not self._is_free(other.name):
                 raise ConfigError(
                     f"--workdir {made.workdir}: run {other.name} has it. Give another folder, or cancel that run first."
                 )
-        number = 1 + max((int(path.name) for path in parent.iterdir() if path.name.isdigit()), default=0)
-        while True:
-            path = parent / f"{number:04d}"
-            try:
-                path.mkdir()
-                break
-            except FileExistsError:  # Somebody else submits at the same time.
-                number += 1
+        path = self._new_folder()
         made = dataclasses.replace(made, name=path.name, submitted=time.time())
         queue(made.command, made.workdir)  # Before a server sees the run, whose own status must be the last.
-        replace_file(path / _SUBMISSION, json.dumps(dataclasses.asdict(made), indent=2).encode())
+        replace_file(path / SUBMISSION, json.dumps(dataclasses.asdict(made), indent=2).encode())
+        self._write_last(int(path.name))
         for one in (path, parent, self.folder):
             sync_folder(one)
+        self._tell(made.name)
         return made
 
-    def submissions(self) -> list[Submission]:
-        """All that were accepted, in their order. Raises ConfigError for a damaged file."""
-        found = []
-        for path in sorted((self.folder / _RUNS).glob(f"*/{_SUBMISSION}")):
+    def _new_folder(self) -> Path:
+        """Makes the folder of the next run."""
+        number = 1 + self._last_number()
+        while True:
+            path = self.path_of(f"{number:04d}")
             try:
-                values = json.loads(path.read_text())
-                lists = {name: tuple(values[name]) for name in ("command", "sizes")}
-                found.append(Submission(**(values | lists | {"exchange": _exchange(values.get("exchange"))})))
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise ConfigError(f"{path}: this is no submission ({error}). Remove its folder.") from None
+                path.mkdir()
+            except FileExistsError:  # Somebody else submits at the same time.
+                number += 1
+            else:
+                return path
+
+    def _last_number(self) -> int:
+        """The highest number that a run has, or had before it was removed: the journal may still speak of it."""
+        names = [path.name for path in (self.folder / RUNS).iterdir()]
+        there = max((int(name) for name in names if name.isdecimal()), default=0)
+        try:
+            return max(there, int(json.loads((self.folder / _LAST).read_text())))
+        except (OSError, ValueError, TypeError):  # None of this version was submitted yet, or the file is damaged.
+            with contextlib.suppress(FileNotFoundError):
+                told = re.findall(rb'"run": "(\d+)"', (self.folder / JOURNAL_FILE).read_bytes())
+                there = max([there, *map(int, told)])
+            return there
+
+    def _write_last(self, number: int) -> None:
+        replace_file(self.folder / _LAST, json.dumps(max(number, self._last_number())).encode())
+
+    def _is_free(self, name: str) -> bool:
+        """Whether a run's workdir may be another's: it was cancelled, or is to be removed."""
+        with contextlib.suppress(DamagedFile):
+            return self.asked(name) in ("cancel", "remove")
+        return False
+
+    def names(self) -> list[str]:
+        """The names of all runs, in their order."""
+        names = (path.parent.name for path in (self.folder / RUNS).glob(f"*/{SUBMISSION}"))
+        return sorted(names, key=lambda name: (len(name), name))
+
+    def submission(self, name: str) -> Submission:
+        """What was submitted. Raises DamagedFile, and FileNotFoundError if the run was removed."""
+        return _submission(self.folder / RUNS / name / SUBMISSION)
+
+    def submissions(self) -> list[Submission]:
+        """All that were accepted, in their order, but those whose file is damaged."""
+        found = []
+        for name in self.names():
+            with contextlib.suppress(DamagedFile, FileNotFoundError):
+                found.append(self.submission(name))
         return found
 
     def run_folder(self, name: str) -> Path:
         """The folder of a run. Raises ConfigError if there is none."""
-        path = self.folder / _RUNS / name.zfill(4)
-        if not (path / _SUBMISSION).is_file():
-            known = ", ".join(one.name for one in self.submissions()) or "none"
+        path = self.folder / RUNS / name.zfill(4)
+        if not (path / SUBMISSION).is_file():
+            known = ", ".join(self.names()) or "none"
             raise ConfigError(f"run {name}: there is no such run in {self.folder}. There are: {known}.")
         return path
 
+    def path_of(self, name: str) -> Path:
+        """Where the folder of a run is, or would be."""
+        return self.folder / RUNS / name
+
+    def last_attempt(self, name: str) -> int:
+        """The highest number of an attempt that has left files; 0 without any."""
+        with contextlib.suppress(OSError):
+            names = os.listdir(self.path_of(name) / "attempts")
+            return max((int(one) for one in names if one.isdecimal()), default=0)
+        return 0
+
     def ask(self, name: str, what: Asked) -> None:
-        """Asks the server to let a run run, to hold or to cancel it. Raises ConfigError if there is none."""
+        """Asks the server to let a run run, to hold, cancel or, once it has ended, remove it.
+
+        Raises ConfigError if there is none.
+        """
         path = self.run_folder(name)
-        asked = {"asked": what, "number": self.num_asked(path.name) + 1}
-        replace_file(path / _ASKED, json.dumps(asked).encode())
+        # Larger than any before, also than one in a file that is damaged now.
+        number = int(time.time() * 1000)
+        with contextlib.suppress(DamagedFile):
+            number = max(number, self.num_asked(path.name) + 1)
+        replace_file(path / _ASKED, json.dumps({"asked": what, "number": number}).encode())
         sync_folder(path)
+        self._tell(path.name)
 
     def asked(self, name: str) -> Asked:
-        """What was asked last."""
-        return self._asked(name)["asked"]
+        """What was asked last. Raises DamagedFile."""
+        return self._asked(name)[0]
 
     def num_asked(self, name: str) -> int:
-        """How often something was asked: a run that has ended may be asked to run once more."""
-        return self._asked(name).get("number", 0)
+        """A number that grows with all that is asked: a run that has ended may be asked to run once more.
 
-    def _asked(self, name: str) -> dict[str, Any]:
+        Raises DamagedFile.
+        """
+        return self._asked(name)[1]
+
+    def _asked(self, name: str) -> tuple[Asked, int]:
+        path = self.folder / RUNS / name / _ASKED
         try:
-            return json.loads((self.folder / _RUNS / name / _ASKED).read_text())
+            values = json.loads(path.read_text())
+            asked, number = values["asked"], values.get("number", 0)
+            if asked not in ("run", "hold", "cancel", "remove") or type(number) is not int:
+                raise ValueError
         except FileNotFoundError:
-            return {"asked": "run"}
+            return "run", 0
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            raise DamagedFile(
+                f"{path}: it is damaged, so it is not known whether run {name} was held or cancelled. Ask again: hold, "
+                "resume or cancel."
+            ) from None
+        return asked, number
 
-    def lost_nodes(self) -> set[str]:
-        """Nodes that are out of service."""
+    def _tell(self, name: str) -> None:
+        """Says to the server that there is something new of a run."""
+        (self.folder / _NEWS).mkdir(exist_ok=True)
+        (self.folder / _NEWS / name).touch()
+
+    def news(self, *, take: bool) -> set[str]:
+        """The runs of which there is something new; with `take` they count as looked at from now on."""
         try:
-            return set(json.loads((self.folder / LOST_FILE).read_text()))
+            names = os.listdir(self.folder / _NEWS)
         except FileNotFoundError:
             return set()
+        for name in names if take else ():
+            (self.folder / _NEWS / name).unlink(missing_ok=True)
+        return set(names)
+
+    def remove(self, name: str) -> None:
+        """Removes the folder of a run that has ended, not its workdir. No other run will have its number."""
+        self._write_last(int(name) if name.isdecimal() else 0)
+        removed = self.folder / _REMOVED
+        removed.mkdir(exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            (self.folder / RUNS / name).rename(removed / f"{name}-{secrets.token_hex(4)}")
+        shutil.rmtree(removed, ignore_errors=True)
+
+    def lost_nodes(self) -> set[str]:
+        """Nodes that are out of service; those that the server last saw so, if the file is damaged."""
+        try:
+            return self._lost_nodes()
+        except DamagedFile:
+            with contextlib.suppress(ConfigError, TypeError):
+                return set(self.view()["lost"])
+            return set()
+
+    def lost_problem(self) -> str:
+        """What is wrong with the file of nodes that are out of service, if anything."""
+        try:
+            self._lost_nodes()
+        except DamagedFile as error:
+            return str(error)
+        return ""
+
+    def _lost_nodes(self) -> set[str]:
+        path = self.folder / LOST_FILE
+        try:
+            names = json.loads(path.read_text())
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise ValueError
+        except FileNotFoundError:
+            return set()
+        except ValueError:
+            raise DamagedFile(
+                f"{path}: it is damaged; nodes that were out of service before still count so. Name one again with "
+                "`nodes --lost` or `--back`."
+            ) from None
+        return set(names)
 
     def set_lost_nodes(self, names: Sequence[str]) -> None:
         """Takes these nodes, and no others, out of service."""
@@ -207,53 +358,26 @@ class Store:
         replace_file(self.folder / FLEET_FILE, json.dumps(view, indent=1).encode())
 
     def view(self) -> dict[str, Any]:
-        """What the server wrote last. Raises ConfigError if there is nothing yet."""
+        """What the server wrote last. Raises ConfigError if there is nothing yet, and for a damaged file."""
+        path = self.folder / FLEET_FILE
         try:
-            return json.loads((self.folder / FLEET_FILE).read_text())
+            view = json.loads(path.read_text())
+            runs = {run["run"]: run for run in view["runs"]}
+            if not {"at", "nodes"} <= view.keys():
+                raise ValueError
         except FileNotFoundError:
             raise ConfigError(
                 f"{self.folder}: no fleet is served there. Start one: python -m jaxdl.fleet serve --state {self.folder}"
             ) from None
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ConfigError(
+                f"{path}: it is damaged. A server writes it again: python -m jaxdl.fleet serve --state {self.folder}"
+            ) from None
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
+            ended = {run["run"]: run for run in json.loads((self.folder / ENDED_FILE).read_text())}
+            runs = ended | runs
+        return view | {"runs": [runs[name] for name in sorted(runs, key=lambda name: (len(name), name))]}
 
-
-class Journal:
-    """What the server did: appended and on disk before it is done, read again by the next server."""
-
-    def __init__(self, folder: Path, *, read_only: bool = False) -> None:
-        self._path, self._read_only = folder / _JOURNAL, read_only
-        if read_only:
-            return
-        self._path.touch()
-        sync_folder(folder)
-        whole = self._path.read_bytes()
-        end = whole.rfind(b"\n") + 1
-        if end < len(whole):  # A server was killed while it wrote: that line was not acted on.
-            with self._path.open("rb+") as file:
-                file.truncate(end)
-
-    def write(self, what: str, **values: Any) -> None:
-        """Appends an event; returns when it is on disk. Does nothing if this only reads."""
-        if self._read_only:
-            return
-        line = json.dumps({"what": what, "at": time.time(), **values})
-        with self._path.open("ab") as file:
-            file.write(line.encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def events(self) -> Iterator[dict[str, Any]]:
-        """All events, the first one first; not a line that is being written."""
-        if self._path.exists():
-            for line in self._path.read_text().splitlines(keepends=True):
-                if line.endswith("\n"):
-                    yield json.loads(line)
-
-
-def sync_folder(path: Path) -> None:
-    """Brings new names in a folder to the disk, where the file system can."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    def write_ended(self, runs: Sequence[Mapping[str, Any]]) -> None:
+        """What `status` and `explain` show of runs that have ended; one that is in `write_view` too has not."""
+        replace_file(self.folder / ENDED_FILE, json.dumps(runs).encode())

@@ -2,7 +2,7 @@
 
 from jaxdl.report.events import Event, EventKind, event_of
 from jaxdl.report.explanation import explain, print_explanation
-from jaxdl.report.fetching import JOINED, OWN, joined, metric_here
+from jaxdl.report.fetching import JOINED, OWN, joined, metric_here, metrics_of, reasons
 from jaxdl.report.history import History, ReportConfig, last_evaluated_step, last_step
 from jaxdl.report.lines import format_row
 from jaxdl.report.notebook import in_ipython
@@ -41,10 +41,12 @@ __all__ = [
     "last_step",
     "make_summary",
     "metric_here",
+    "metrics_of",
     "plot_history",
     "print_explanation",
     "print_summary",
     "read_summary",
+    "reasons",
     "replace_file",
     "write_summary",
 ]

@@ -9,6 +9,7 @@ EventKind = Literal[
     "resume",
     "restart",
     "rollback",
+    "skipped",
     "damaged",
     "length",
     "settings",
@@ -20,6 +21,7 @@ EventKind = Literal[
 ]
 """- resume: a process resumed from a checkpoint; restart: the launcher started the process again;
 - rollback: back to an earlier checkpoint after a streak of bad steps;
+- skipped: steps made no update, or an evaluation has no metrics: numbers were bad, or nothing counted;
 - damaged: a checkpoint was damaged and quarantined; start_over: the checkpoints were unusable, and the run began again;
 - length: the run was made longer or shorter; settings: those that `may_change` names have changed;
 - exchange: the state of the exchange was changed to fit this mesh;
@@ -27,7 +29,7 @@ EventKind = Literal[
 - other: a row of the first format that no kind is known of.
 """
 
-WARNINGS: tuple[EventKind, ...] = ("rollback", "damaged", "start_over", "checkpoint")
+WARNINGS: tuple[EventKind, ...] = ("rollback", "skipped", "damaged", "start_over", "checkpoint")
 """The kinds that a quiet run shows too."""
 
 _FIRST_WORDS: dict[str, EventKind] = {

@@ -7,11 +7,15 @@ known when they merge; then every process has the totals, `joined/...`.
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import numpy as np
+
+from jaxdl.guard import NONFINITE, REASON, Skip
 
 OWN, JOINED, SUMS = "own/", "joined/", "sums/"
 Fetched = Mapping[str, np.ndarray]
@@ -29,10 +33,22 @@ class Described(Protocol):
 def fetch(steps: Sequence[Mapping[str, jax.Array]]) -> list[Fetched]:
     """The metrics of steps on the host; those that other processes have parts of as `own/NAME`, this process's rows.
 
-    Waits for them.
+    Waits for them. Which gradients were not finite is fetched of steps that were skipped for that alone.
     """
-    found = [dict(_rows(name, x) for name, x in one.items()) for one in steps]
-    return jax.device_get(found)
+    found = [dict(_rows(name, x) for name, x in one.items() if name != NONFINITE) for one in steps]
+    return [one | _nonfinite(step, one) for step, one in zip(steps, jax.device_get(found), strict=True)]
+
+
+def _nonfinite(step: Mapping[str, jax.Array], fetched: Fetched) -> Fetched:
+    if NONFINITE not in step or not np.any(reasons(fetched) & Skip.GRADIENT):
+        return {}
+    return jax.device_get(dict([_rows(NONFINITE, step[NONFINITE])]))
+
+
+def reasons(metrics: Fetched) -> np.ndarray:
+    """Why a step was skipped, the bits of `jaxdl.guard.Skip`: int32, `[replica]` of the replicas that are seen here."""
+    found = metrics.get(REASON, metrics.get(OWN + REASON, 0))
+    return np.atleast_1d(np.asarray(found)).astype(np.int32)
 
 
 def _rows(name: str, x: jax.Array) -> tuple[str, Any]:
@@ -65,6 +81,16 @@ def described_totals(totals: Mapping[str, float], task: Described, spec: Any) ->
     return task.metrics(_named(totals, SUMS), spec) | _agreement(totals)
 
 
+def metrics_of(task: Described, sums: Mapping[str, Any], spec: Any) -> dict[str, float]:
+    """The task's metrics of sums; each is NaN if nothing was counted, in which case the task raises ConfigError."""
+    if sums["weight"]:
+        return task.metrics(sums, spec)
+    names = ["loss"]
+    with contextlib.suppress(ArithmeticError, ValueError):  # Such sums may be impossible together.
+        names += task.metrics({**sums, "weight": 1.0}, spec)
+    return dict.fromkeys(names, math.nan)
+
+
 def joined(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The totals over all replicas that merges among the steps have given: `sums/...`, `seen`; empty without one."""
     found: dict[str, float] = {}
@@ -89,7 +115,11 @@ def _of_steps(steps: Sequence[Fetched], task: Described, spec: Any) -> dict[str,
     sums = {
         name: float(sum(np.sum(one[SUMS + name], dtype=np.float64) for one in good)) for name in _named(steps[0], SUMS)
     }
-    return task.metrics(sums, spec) | _last(steps)
+    counted = [without_empty(one) for one in steps if not np.all(reasons(one) & Skip.EMPTY)]
+    found = metrics_of(task, sums, spec) | _last(counted or steps)
+    if any(REASON in one for one in steps):
+        found[REASON] = float(np.bitwise_or.reduce(np.concatenate([reasons(one) for one in steps])))
+    return found
 
 
 def _last(steps: Sequence[Fetched]) -> dict[str, float]:
@@ -97,7 +127,7 @@ def _last(steps: Sequence[Fetched]) -> dict[str, float]:
         name: float(np.mean(value))
         for step in steps
         for name, value in step.items()
-        if not name.startswith((SUMS, JOINED)) and name != "bad_in_row"
+        if not name.startswith((SUMS, JOINED)) and name not in ("bad_in_row", REASON, NONFINITE)
     }
 
 
@@ -112,3 +142,11 @@ def without_bad(metrics: Fetched) -> Fetched:
     if not bad.ndim or bad.all() or not bad.any():
         return metrics
     return {name: x[bad == 0] if np.ndim(x) else x for name, x in metrics.items()}
+
+
+def without_empty(metrics: Fetched) -> Fetched:
+    """The metrics of a step, `[replica]`, of the replicas in which some example counted; as they are without any."""
+    empty = reasons(metrics) & Skip.EMPTY != 0
+    if empty.size == 1 or empty.all() or not empty.any():
+        return metrics
+    return {name: x[~empty] if np.shape(x)[:1] == empty.shape else x for name, x in metrics.items()}

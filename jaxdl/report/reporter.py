@@ -227,6 +227,7 @@ class Reporter:
         rate = len(fetched) * self._timeline.segment(first_step - 1).batch_size / spent
         row |= {"examples_per_sec": rate, f"{self._task.unit}_per_sec": rate * self._units}
         row |= self._seen.report(fetched, last_step, spent, self.history.rows)
+        row |= self._seen.empty_steps(fetched, self.history.rows)
         row |= self._input.report(min(1.0, waited / spent))
         self._begin_window()
         self._write(last_step, row)
@@ -273,6 +274,8 @@ class Reporter:
         Its seconds are those of this process and of the ones before it in this workdir that came to their own summary.
         When nothing has `changed` since the summary of this status was written, that one stays.
         """
+        if changed:
+            self._tell_empty()
         summary = self._earlier
         if changed or summary is None or summary["status"] != status:
             summary = make_summary(
@@ -303,6 +306,17 @@ class Reporter:
         further = what_next(self._folder, status, spec.modality, self._task.reads(spec))
         print_summary(summary, self._start.console, further)
         return summary
+
+    def _tell_empty(self) -> None:
+        """Says how many steps of the run made no update because nothing in their batches counted."""
+        number, steps = (
+            int(self._seen.empty_steps((), self.history.rows).get("train/empty_steps", 0)),
+            self._counter.step,
+        )
+        if 0 < number < steps:
+            self.note(f"{number} of {steps} steps made no update: nothing in their batches counted")
+        elif number:
+            self.warn(f"nothing was trained: in none of the {steps} steps did anything in the batch count")
 
     def _seconds(self) -> Counter[str]:
         """Wall seconds by phase so far, those of earlier processes included that came to their own summary."""

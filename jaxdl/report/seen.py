@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from jaxdl.data import Source
+from jaxdl.guard import REASON, Skip
 from jaxdl.phases import Timeline
-from jaxdl.report.fetching import joined
+from jaxdl.report.fetching import OWN, joined, reasons
 
 
 class Seen:
@@ -48,6 +49,17 @@ class Seen:
             return found | {self.name: before + int(joined(steps).get("seen", 0))}
         counted = int(np.sum(here, dtype=np.float64))
         return found | {f"{self._unit}_per_sec": counted / seconds, self.name: before + counted}
+
+    @staticmethod
+    def empty_steps(steps: Sequence[Mapping[str, np.ndarray]], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """How many steps of the run made no update because nothing in the batch counted; empty if there is none.
+
+        The steps of all replicas together that have parameters of their own and are seen here.
+        """
+        name = f"train/{OWN if any(OWN + REASON in one for one in steps) else ''}empty_steps"
+        before = next((row[name] for row in reversed(rows) if name in row), 0)
+        number = before + sum(int(np.sum(reasons(one) & Skip.EMPTY != 0)) for one in steps)
+        return {name: number} if number else {}
 
     @property
     def name(self) -> str:

@@ -71,6 +71,8 @@ def worth_a_look(name: str, value: Any) -> bool:
         )
     if name.startswith("train/exchange/") and math.isnan(value):  # The gradients of a bad step are not exchanged.
         return False
+    if name.endswith("skip_reason"):  # Bits; the message that comes with it has words.
+        return False
     neutral = {"train/exchange/compression": 1.0, "train/exchange/residual_ratio": 0.0, "train/bad_steps": 0.0}
     if name in neutral:
         return not math.isclose(value, neutral[name], rel_tol=1e-5)

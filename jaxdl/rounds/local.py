@@ -12,10 +12,21 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdl.exchange import exchanged_on_mesh
+from jaxdl.guard import NONFINITE
 from jaxdl.mesh import Axis, batch_sharding
 from jaxdl.sharding import Grads, Layout
 from jaxdl.state import Own, TrainState, replicated
-from jaxdl.step import Batch, Metrics, Parts, Sums, ema_decay, guarded, local_gradients, updated
+from jaxdl.step import (
+    Batch,
+    Metrics,
+    Parts,
+    Sums,
+    ema_decay,
+    guarded,
+    local_gradients,
+    nonzero,
+    updated,
+)
 
 REPLICA = Axis.REPLICA.value
 OWN = PartitionSpec(REPLICA)
@@ -66,7 +77,7 @@ def local_step(parts: Parts, state: TrainState, batch: Batch) -> tuple[TrainStat
     scale = _loss_scale(parts, own)
     grads, sums, model_state, _ = local_gradients(parts, params, own.model_state, batch, scale, model_key, own=True)
     grads = jax.tree.map(lambda g: g / scale.reshape(-1, *[1] * (g.ndim - 1)), grads) if own.loss_scale else grads
-    new, _, metrics = _own_update(parts, own, grads, sums, model_state, sums["loss"] / sums["weight"])
+    new, _, metrics = _own_update(parts, own, grads, sums, model_state, judged=sums)
     return state.with_own(new).replace(step=state.step + 1), _named(sums, metrics)
 
 
@@ -76,7 +87,7 @@ def _joint_step(parts: Parts, state: TrainState, batch: Batch) -> tuple[TrainSta
     augment_key, exchange_key, model_key = _keys(parts, state)
     batch = parts.task.augmented(batch, augment_key)
     scale = _loss_scale(parts, own)[0]
-    factor = scale / parts.task.weight(batch)
+    factor = scale / nonzero(parts.task.weight(batch))
     grads, sums, model_state, _ = local_gradients(parts, state.params, state.model_state, batch, factor, model_key)
     grads = jax.tree.map(lambda g: g / scale, grads) if own.loss_scale else grads
     assert parts.joint_exchange is not None, "replicas that agree in every step have no such steps"
@@ -86,14 +97,15 @@ def _joint_step(parts: Parts, state: TrainState, batch: Batch) -> tuple[TrainSta
     def spread(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x[None], (mesh.shape[REPLICA], *x.shape))
 
-    loss = found["sums/loss"] / found["sums/weight"]
-    mean, model_state, loss = jax.tree.map(spread, (mean, model_state, loss))
-    new, anchor, metrics = _own_update(parts, own, mean, sums, model_state, loss)
+    judged = {name: found[f"sums/{name}"] for name in ("loss", "weight")}
+    mean, model_state, judged = jax.tree.map(spread, (mean, model_state, judged))
+    new, anchor, metrics = _own_update(parts, own, mean, sums, model_state, judged=judged)
     params = parts.trainable.merged(anchor.params, state.params)
     new = dataclasses.replace(new, since=own.since)  # All of it has been joined.
     changed = state.with_own(new).replace(params=params, model_state=anchor.model_state, step=state.step + 1)
     if parts.config.ema_decay is not None:
         decay = ema_decay(parts.config.ema_decay, state.step)
+        decay = jnp.where(found["sums/weight"] == 0, 1, decay)  # No update.
         average = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, state.ema_params, params)
         changed = changed.replace(ema_params=average)
     kept = anchor.guard["bad_in_row"] == 0 if own.guard else jnp.bool_(True)
@@ -119,11 +131,11 @@ def _named(sums: Sums, metrics: Metrics) -> Metrics:
 
 
 def _own_update(
-    parts: Parts, own: Own, grads: Grads, sums: Sums, model_state: Any, loss: jax.Array
+    parts: Parts, own: Own, grads: Grads, sums: Sums, model_state: Any, *, judged: Sums
 ) -> tuple[Own, Own, Metrics]:
     """Each replica's update: `(own, one, metrics)`; `one` is any replica's, without the dimension of the replicas.
 
-    `loss`, `[replica]`, is the one by which the guard judges.
+    `judged`, `[replica]`, are the sums by which the guard judges.
     """
     mesh = parts.layout.mesh
     layout = Layout(parts.layout.config, mesh, manual=frozenset({REPLICA}))
@@ -143,13 +155,13 @@ def _own_update(
         axis_names={REPLICA},
         # An optimizer may have loops of its own, whose initial carry would need a `lax.pcast`.
         check_vma=False,
-    )(own, grads, sums, model_state, loss)
+    )(own, grads, sums, model_state, {name: judged[name] for name in ("loss", "weight")})
 
 
 def _updated_replica(
-    parts: Parts, layout: Layout, own: Own, grads: Grads, sums: Sums, model_state: Any, loss: jax.Array
+    parts: Parts, layout: Layout, own: Own, grads: Grads, sums: Sums, model_state: Any, judged: Sums
 ) -> tuple[Own, Metrics]:
-    """One replica after its update, or as it was if the step was bad."""
+    """One replica after its update, or as it was if the step was bad or nothing in its rows counts."""
     state = TrainState(
         step=jnp.int32(0),
         params=own.params,
@@ -169,9 +181,13 @@ def _updated_replica(
         "seen": own.since["seen"],
     }
     changed = changed.replace(model_state=model_state, agreement_state=since)
-    if own.loss_scale or own.guard:
-        finite = functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
-        changed, metrics = guarded(parts, state, changed, metrics, loss, finite)
+    leaves = jax.tree.leaves(grads) if own.loss_scale or own.guard else []
+    flags = jnp.stack([jnp.where(jnp.all(jnp.isfinite(g)), 0.0, 1.0) for g in leaves]) if leaves else jnp.zeros(0)
+    weight = judged["weight"]
+    loss = judged["loss"] / nonzero(weight)
+    finite = jnp.all(flags == 0)
+    changed, metrics, _ = guarded(parts, state, changed, metrics, loss=loss, weight=weight, finite=finite)
+    metrics |= {NONFINITE: flags} if leaves else {}
     new = dataclasses.replace(
         own,
         params=changed.params,

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdl.exchange import by_name, exchanged_on_mesh
 from jaxdl.mesh import Axis
-from jaxdl.rounds.local import begun_anew, joinable
+from jaxdl.rounds.local import JOINED, begun_anew, joinable
 from jaxdl.rounds.replicas import TINY, copies_of, finite_replicas, least_scale, parts_in_mean, where, wide
 from jaxdl.sharding import named
 from jaxdl.state import OUTER, Own, TrainState, replicated
@@ -77,7 +77,7 @@ class Begun:
     mean: Pieces
     """The mean of the anchor less each replica's parameters."""
     healthy: jax.Array
-    """Which replicas took part, bool `[fragment, replica]`."""
+    """Which replicas have no bad numbers, and steps that were not bad or none at all, bool `[fragment, replica]`."""
     factor: jax.Array
     """Each replica's part in the mean, float32 `[fragment, replica]`; they sum to 1, or to 0 if none took part."""
     metrics: Metrics
@@ -105,7 +105,7 @@ class Merge:
         sums = joinable(own) | {name: own.guard[name] for name in ("bad_steps",) if own.guard}
         weights = {str(one): own.since["merge_weight"][:, one] for one in fragments}
         finite, told = self._told(delta, specs, sums | weights)
-        each = [parts_in_mean(finite, told[str(one)]) for one in fragments]
+        each = [parts_in_mean(finite, told[str(one)], told[f"{JOINED}seen"]) for one in fragments]
         # All devices know these already: without this XLA divides them, and sums them by messages.
         same = NamedSharding(self._mesh, PartitionSpec())
         healthy, factor = (lax.with_sharding_constraint(jnp.stack(x), same) for x in zip(*each, strict=True))
@@ -140,7 +140,7 @@ class Merge:
         before, mine = self._anchor(state, fragments), self._mine(own, fragments)
         kept = {name: self._of(tree, fragments) for name, tree in outer.items()}
         moved, new_outer = agreement.moved(before, kept, begun.mean)
-        taken = jnp.any(begun.healthy, axis=1)
+        taken = jnp.any(begun.factor > 0, axis=1)
 
         def chosen(new: Pieces, old: Pieces) -> Pieces:
             return {name: jnp.where(taken[place[name]], x, old[name]) for name, x in new.items()}

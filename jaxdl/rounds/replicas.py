@@ -17,9 +17,12 @@ from jaxdl.sharding import spec_axes
 TINY = jnp.finfo(jnp.float32).tiny
 
 
-def parts_in_mean(finite: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(`healthy`, `factor`) of `Begun`: parts in proportion to the weight (of examples, or tokens) trained on."""
-    healthy = finite & (weight > 0)
+def parts_in_mean(finite: jax.Array, weight: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(`healthy`, `factor`) of `Begun`: parts in proportion to the weight (of examples, or tokens) trained on.
+
+    A replica has trained on nothing since all its steps were bad, or, if it has `seen` nothing, for want of examples.
+    """
+    healthy = finite & ((weight > 0) | (seen == 0))
     share = jnp.where(healthy, weight, 0)
     return healthy, share / jnp.maximum(share.sum(), TINY)
 

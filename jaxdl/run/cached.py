@@ -115,23 +115,24 @@ class Caches:
     def allocate(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Memory for a part of a checkpoint, where the tables are: a file as large as theirs, or memory.
 
-        Raises OSError for a disk without room.
+        Raises ConfigError for a folder that cannot have it.
         """
         return aligned(shape) if self._parent is None else self._mapped(name, ".checkpoint", shape)
 
     def _rows(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        if self._parent is None:
-            return np.empty(shape, np.float32)
-        try:
-            return self._mapped(name, ".rows", shape)
-        except OSError as error:
-            raise ConfigError(
-                f"--embedding.cache.folder {self._parent}: {error.strerror}. Give a writable folder with room for the "
-                "tables."
-            ) from None
+        return np.empty(shape, np.float32) if self._parent is None else self._mapped(name, ".rows", shape)
 
     def _mapped(self, name: str, ending: str, shape: tuple[int, ...]) -> np.ndarray:
-        """A file of zeros with its room on the disk. Raises OSError."""
+        """A file of zeros with its room on the disk. Raises ConfigError."""
+        try:
+            return self._made(name, ending, shape)
+        except (OSError, RuntimeError) as error:  # The latter for a `~` without a home.
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError(
+                f"--embedding.cache.folder {self._parent}: {reason}. Give a writable folder with room for the tables."
+            ) from error
+
+    def _made(self, name: str, ending: str, shape: tuple[int, ...]) -> np.ndarray:
         if self._folder is None:
             self._folder = tempfile.mkdtemp(prefix="tables-", dir=Path(self._parent or "").expanduser())
         path = Path(self._folder) / f"{urllib.parse.quote(name, safe='')}{ending}"  # One file for each name.

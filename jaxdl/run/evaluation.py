@@ -22,6 +22,18 @@ class Evaluation:
     def __init__(self, plan: Plan, reporter: Reporter, watch: Stopwatch, poll: Callable[[], None]) -> None:
         self._plan, self._reporter, self._watch, self._poll = plan, reporter, watch, poll
         self._settled: Metrics = {}
+        self.is_empty = False
+        """Whether nothing of the held-out data counted in the last evaluation: then its metrics are NaN."""
+        self._told: set[str] = set()
+
+    def _nothing_counts(self, name: str) -> None:
+        self.is_empty |= not name
+        if name not in self._told:
+            self._told.add(name)
+            of = f" of {name}" if name else ""
+            self._reporter.event(
+                "skipped", f"evaluation: nothing{of} in the held-out data counts (the weight is 0): no metrics"
+            )
 
     def settled(self, state: TrainState, step: int, segment: Segment, steps: StepFunctions) -> TrainState:
         """The state with the parameters to evaluate, and batch norm's statistics over the last training batches.
@@ -47,19 +59,27 @@ class Evaluation:
         source, size = self._plan.sources(segment)[1], self._plan.eval_batch_size
         num_batches = sum(math.ceil(len(one) / size) for one in source.parts.values() or (source,))
         poll = self._reporter.counted(self._poll, num_batches)
+        self.is_empty = False
         with self._watch("eval"):
             evaluate, read = steps.evaluate, source
             if self._plan.caches is not None:
                 evaluate, read = self._plan.caches.evaluating(state, evaluate, source, size)
             read = in_evaluation(self._plan.parts.tables, read, source, size)
             found = evaluate_once(
-                self._plan.parts, evaluate, state.eval_params, state.eval_state, read, size, poll=poll
+                self._plan.parts,
+                evaluate,
+                state.eval_params,
+                state.eval_state,
+                read,
+                size,
+                poll=poll,
+                empty=self._nothing_counts,
             )
             found |= {name: float(x) for name, x in self._settled.items() if not name.startswith(JOINED)}
             if steps.evaluate_own is not None and steps.train.apart(step):
                 parts, own = self._plan.parts, state.own
                 params = parts.trainable.merged(own.params, state.params)
                 evaluate = (steps.evaluate_own, params, own.model_state)
-                metrics = evaluate_once(parts, *evaluate, source, size, poll=self._poll)
+                metrics = evaluate_once(parts, *evaluate, source, size, poll=self._poll, empty=lambda _: None)
                 found |= {"replicas/loss": metrics["loss"]}
             return found

@@ -104,6 +104,13 @@ class Callbacks(NamedTuple):
     on_step: Sequence[OnStep] = ()
     on_evaluation: Sequence[OnEvaluation] = ()
     on_checkpoint: Sequence[OnCheckpoint] = ()
+    own_on_step: Sequence[OnStep] = ()
+    """Of jaxdl itself, called after those of the user: their time is not that of hooks."""
+
+    @property
+    def has_users(self) -> bool:
+        """Whether there is one of the user's."""
+        return any((self.on_step, self.on_evaluation, self.on_checkpoint))
 
     @classmethod
     def of(cls, **given: Any) -> Callbacks:
@@ -157,7 +164,7 @@ class Hooks:
         self._stop = stop
         self.raised: Exception | None = None
         """What a hook has raised."""
-        self._noted = not any(callbacks)
+        self._noted = not callbacks.has_users
         self._num_steps = 0
         self._begin: tuple[float, float] | None = None
 
@@ -165,9 +172,11 @@ class Hooks:
         """A step has been handed to the devices."""
         if self._begin is None and not self._noted:
             self._begin = self._spent()
+        info = StepInfo(step, state, skipped, metrics, self._reporter.fetched, self._stop)
         if self._callbacks.on_step:
-            info = StepInfo(step, state, skipped, metrics, self._reporter.fetched, self._stop)
             self._call(self._callbacks.on_step, info)
+        for function in self._callbacks.own_on_step:
+            function(info)
         self.saved()
         self._num_steps += 1
         if not self._noted and self._num_steps % self._reporter.every_steps == 0:

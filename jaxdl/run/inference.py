@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jaxdl.evaluation import EvalStep, make_eval_step, total_sums
 from jaxdl.mesh import batch_sharding, batch_ways
 from jaxdl.phases import Phase
 from jaxdl.precision import cast_weights
+from jaxdl.report import metrics_of
 from jaxdl.sharding import Params
 from jaxdl.state import ModelState
 from jaxdl.step import Batch, Parts, apply_network
@@ -142,11 +144,20 @@ def evaluate_once(
     batch_size: int,
     *,
     poll: Callable[[], None] = lambda: None,
+    empty: Callable[[str], None] | None = None,
 ) -> dict[str, float]:
     """The metrics of the task over a source; `batch_size` is one that the mesh divides, `poll` that of `total_sums`.
 
-    Of a mixture also the loss and the best metric of each of its sources, such as `loss/NAME`.
+    Of a mixture also the loss and the best metric of each of its sources, such as `loss/NAME`. Raises ConfigError if
+    nothing of it (or of one of its sources) counts; or calls `empty` with the source's name, and metrics are NaN.
     """
+
+    def metrics(sums: Mapping[str, Any], spec: DataSpec, name: str) -> dict[str, float]:
+        if empty is None or sums["weight"]:
+            return task.metrics(sums, spec)
+        empty(name)
+        return {task.best_metric: math.nan} | metrics_of(task, sums, spec)
+
     sharding, task = batch_sharding(parts.layout.mesh), parts.task
     found: dict[str, float] = {}
     totals: Counter[str] = Counter()
@@ -158,10 +169,10 @@ def evaluate_once(
         for what, x in of_each.items():
             every.setdefault(what, []).append(x)
         if name:
-            own = task.metrics(sums | of_each, one.spec)
+            own = metrics(sums | of_each, one.spec, name)
             found |= {f"{metric}/{name}": own[metric] for metric in dict.fromkeys(("loss", task.best_metric))}
     joined: dict[str, Any] = {what: np.concatenate(x) for what, x in every.items()}
-    return task.metrics({**totals, **joined}, parts.data_spec) | found
+    return metrics({**totals, **joined}, parts.data_spec, "") | found
 
 
 @contextlib.contextmanager

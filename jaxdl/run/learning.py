@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +47,7 @@ def as_learner(plan: Plan, stop: StopSignals, callbacks: Callbacks) -> Iterator[
         yield callbacks
         return
     with contextlib.closing(learning), shared_programs(learning.programs(programs())):
-        yield callbacks._replace(on_step=(*callbacks.on_step, learning.stepped))
+        yield callbacks._replace(own_on_step=(*callbacks.own_on_step, learning.stepped))
 
 
 def _find_learning(plan: Plan, stop: StopSignals) -> Learning | None:
@@ -96,15 +97,14 @@ class Since(NamedTuple):
     weight: float
     """Examples or tokens in good steps; at least a tiny number."""
     loss: float
-    """The mean loss of these."""
+    """The mean loss of these; NaN without any."""
 
 
 def as_delta(parts: Parts, flat: Flat, anchor: Vector, state: TrainState) -> tuple[Vector, Since]:
     """What the syncer is sent: the anchor less the learner's parameters. Waits for the devices."""
     mine, since = jax.device_get((by_name(state.own.params), state.own.since))
-    sums = since["sums"]
-    weight = max(float(sums["weight"][0]), 1e-9)
-    return anchor - flat.row(mine), Since(weight, float(sums["loss"][0]) / weight)
+    weight, loss = (float(since["sums"][name][0]) for name in ("weight", "loss"))
+    return anchor - flat.row(mine), Since(max(weight, 1e-9), loss / weight if weight else math.nan)
 
 
 def make_adopt(parts: Parts) -> jax.stages.Wrapped:

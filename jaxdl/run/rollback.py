@@ -8,35 +8,33 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypedDict
+from typing import Any, NoReturn, NotRequired, TypedDict
 
 import jax
 import numpy as np
 
 from jaxdl.checkpoint import Checkpoints
-from jaxdl.cluster.agree import all_processes, from_first_process
+from jaxdl.checkpoint.agree import on_first
+from jaxdl.checkpoint.errors import read_refused, unreadable
+from jaxdl.cluster.agree import all_processes
 from jaxdl.config import ConfigError
 from jaxdl.errors import as_typed
 from jaxdl.experiment import Experiment
 from jaxdl.files import REPORT_FILE, SKIPPED_FILE
-from jaxdl.guard import skipped
-from jaxdl.report import OWN, Diverged, Event, History, Report, joined, metric_here, replace_file
+from jaxdl.guard import Skip, skipped
+from jaxdl.mesh import Axis
+from jaxdl.report import OWN, Diverged, Event, EventKind, History, Report, Reporter, joined, reasons, replace_file
+from jaxdl.run.bad_steps import BadStep, advice, bad_step, in_words, listed, reason_of, table, what_is_bad
+from jaxdl.run.build import Plan
 from jaxdl.state import TrainState
-
-
-@dataclass(frozen=True)
-class BadStep:
-    """A step that was bad."""
-
-    step: int
-    loss: float
-    learning_rate: float
+from jaxdl.step import gradient_names
 
 
 class RollbackRow(TypedDict):
@@ -46,6 +44,7 @@ class RollbackRow(TypedDict):
     to_step: int
     passed_over: Sequence[int]
     done: bool
+    why: NotRequired[str]
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,8 @@ class Rollback:
     """The first and the last step whose batch is skipped from then on."""
     done: bool
     """False while checkpoints from after `to_step` may not be quarantined yet."""
+    why: str = ""
+    """Why the steps were bad, in words; empty if that is not known."""
 
     @property
     def text(self) -> str:
@@ -68,34 +69,65 @@ class Rollback:
         to = f"the checkpoint of step {self.to_step}" if self.to_step else "the start"
         return (
             f"rolled back from step {last} to {to}: steps {first} to {last} were bad; the batches of steps {begin} to "
-            f"{end} are skipped"
+            f"{end} are skipped{f' ({self.why})' if self.why else ''}"
         )
 
     def to_json(self) -> RollbackRow:
         """The rollback as it stands in skipped.json."""
-        return {"row": self.streak, "to_step": self.to_step, "passed_over": self.skipped, "done": self.done}
+        return {
+            "row": self.streak,
+            "to_step": self.to_step,
+            "passed_over": self.skipped,
+            "done": self.done,
+            "why": self.why,
+        }
 
     @classmethod
     def from_json(cls, row: RollbackRow) -> Rollback:
         """The rollback that a row of skipped.json records. Raises KeyError, TypeError or ValueError if it is none."""
         (first, last), (begin, end) = row["row"], row["passed_over"]
-        return cls((first, last), row["to_step"], (begin, end), row["done"])
+        return cls((first, last), row["to_step"], (begin, end), row["done"], row.get("why", ""))
 
 
 class Rollbacks:
-    """The rollbacks of one run, and the streak of bad steps at its present step; `note` shows a message."""
+    """The rollbacks of one run, and the streak of bad steps at its present step.
+
+    Args:
+      experiment: of the run.
+      workdir: its folder; None for a run without.
+      note: shows a message.
+      num_replicas: those of the run.
+      event: shows what happened up to a step, and records it.
+      names: the parameters that have gradients: `jaxdl.step.gradient_names`.
+    """
 
     def __init__(
-        self, experiment: Experiment, workdir: Path | None, note: Callable[[str], None], num_replicas: int = 1
+        self,
+        experiment: Experiment,
+        workdir: Path | None,
+        note: Callable[[str], None],
+        num_replicas: int = 1,
+        *,
+        event: Callable[[EventKind, str, int], None] = lambda kind, text, step: None,
+        names: Sequence[str] = (),
     ) -> None:
         self._config, self._workdir, self._note = experiment.guard, workdir, note
-        self._num_replicas = num_replicas
+        self._num_replicas, self._event, self._names = num_replicas, event, names
+        self._told_empty = False
+        self.skipped_text = ""
+        """The last bad steps, in words."""
         self._keeps_replicas = experiment.agreement.keeps_replicas
         self._lowest_scale = experiment.precision.lowest_scale
         self._streak: list[BadStep] = []
         self._unjoined: list[BadStep] = []
         """Steps since the last merge, of which it is not known yet whether all replicas skipped them."""
         self.past: list[Rollback] = []
+
+    @classmethod
+    def of(cls, plan: Plan, workdir: Path | None, reporter: Reporter) -> Rollbacks:
+        """Those of a run that is planned."""
+        names, num_replicas = gradient_names(plan.parts), plan.mesh_sizes[Axis.REPLICA]
+        return cls(plan.experiment, workdir, reporter.warn, num_replicas, event=reporter.event, names=names)
 
     @property
     def in_streak(self) -> bool:
@@ -127,47 +159,83 @@ class Rollbacks:
             return None
         found: list[BadStep] = []
         for step, metrics in enumerate(report.metrics, report.first_step):
-            if not metrics["bad_in_row"]:
+            if self._is_empty(step, metrics):
+                continue
+            if not reason_of(metrics).is_bad:
                 self._streak = []
                 continue
-            self._streak.append(_bad_step(step, metrics))
+            self._streak.append(self._bad_step(step, metrics))
             found.append(self._streak[-1])
             if len(self._streak) == self._config.rollback_after:
+                self.skipped_text = listed(found)
                 return self._streak
-        if found:
-            what = "; ".join(f"step {one.step}: loss {one.loss:.4g}" for one in found[:4])
-            more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-            self._note(f"bad numbers, skipped: {what}{more}")
+        self._tell(found)
         return None
+
+    def _is_empty(self, step: int, metrics: Mapping[str, Any]) -> bool:
+        """Whether nothing counted in the batch of any replica that is seen here; the first such step is told."""
+        empty = reasons(metrics) & Skip.EMPTY != 0
+        if np.any(empty) and not self._told_empty:
+            self._told_empty = True
+            whose = "of its batch" if np.all(empty) else "of a replica's part of its batch"
+            self._show(
+                f"step {step}: nothing {whose} counts (the weight is 0), so it makes no update. Further such steps are "
+                "not mentioned; train/empty_steps counts them",
+                step,
+            )
+        return bool(np.all(empty))
+
+    def _tell(self, found: Sequence[BadStep]) -> None:
+        if found:
+            self.skipped_text = listed(found)
+            self._show(f"bad numbers, skipped: {self.skipped_text}", found[-1].step)
+
+    def _show(self, text: str, step: int) -> None:
+        self._event("skipped", text, step)
+        if self._keeps_replicas and jax.process_index() > 0:  # The others do not see the replicas of this process.
+            self._note(text)
+
+    def _bad_step(self, step: int, metrics: Mapping[str, Any]) -> BadStep:
+        return bad_step(step, metrics, self._names)
 
     def _judge_merges(self, report: Report) -> None:
         """Replicas that have parameters of their own are not rolled back: a merge hands the anchor to the bad ones."""
+        told: list[BadStep] = []
         for step, metrics in enumerate(report.metrics, report.first_step):
+            is_empty, reason = self._is_empty(step, metrics), reason_of(metrics)
+            told += [self._bad_step(step, metrics)] if reason.is_bad and self._config.skip_nonfinite else []
             bad = metrics.get("agreement/bad_replicas", 0)
             if bad and bad == self._num_replicas:
-                reason = "it is so in all replicas since the last merge, so there is no good one to go on with"
-                self._give_up([_bad_step(step, metrics)], reason)
+                why = "it is so in all replicas since the last merge, so there is no good one to go on with"
+                self._give_up([self._bad_step(step, metrics)], why)
             if bad:
                 what = f"{bad:g} replica{'s' if bad > 1 else ''} had bad numbers up to step {step}"
                 self._note(f"{what}: left out of the merge, given the anchor")
             if not any(name.startswith(OWN) for name in metrics):
-                all_bad = bool(np.all(metrics.get("bad_in_row", 0)))
+                if is_empty:
+                    continue
+                # A replica for which nothing counts in a step says nothing.
+                all_bad = all(Skip(int(one)).is_bad or one & Skip.EMPTY for one in reasons(metrics))
             # Other processes have replicas too, and all have to decide alike: by what the last merge has joined.
             elif totals := joined([metrics]):
-                all_bad = bool(totals["seen"]) and not totals["sums/weight"]
+                if not totals["seen"]:
+                    self._unjoined = []
+                    continue
+                all_bad = not totals["sums/weight"]
             else:
-                self._unjoined = [*self._unjoined[-self._config.rollback_after :], _bad_step(step, metrics)]
+                self._unjoined = [*self._unjoined[-self._config.rollback_after :], self._bad_step(step, metrics)]
                 continue
-            self._streak = [*self._streak, *self._unjoined, _bad_step(step, metrics)] if all_bad else []
+            self._streak = [*self._streak, *self._unjoined, self._bad_step(step, metrics)] if all_bad else []
             self._unjoined = []
             if len(self._streak) >= self._config.rollback_after:
                 self._give_up(self._streak, "all replicas skipped them, and with this agreement none is rolled back")
+        self._tell(told)
 
     def _judge_unguarded(self, report: Report) -> None:
         bad = [
-            _bad_step(step, one)
+            self._bad_step(step, one)
             for step, one in enumerate(report.metrics, report.first_step)
-            if not (math.isfinite(one["sums/loss"]) and math.isfinite(one["grad_norm"]))
+            if not self._is_empty(step, one) and reason_of(one)
         ]
         lowest, last = self._lowest_scale, report.metrics[-1]
         if bad and (lowest is None or (len(bad) == len(report.metrics) and last["loss_scale"] <= lowest)):
@@ -189,7 +257,7 @@ class Rollbacks:
         """Reads the rollbacks of earlier processes, and completes one that was interrupted. Raises ConfigError."""
         assert self._workdir is not None
         path = self._workdir / SKIPPED_FILE
-        content = from_first_process(lambda: path.read_bytes() if path.exists() else b"")
+        content = on_first(lambda: _content(path))
         if not content:
             return
         try:
@@ -233,7 +301,7 @@ class Rollbacks:
             begin = max(wanted, to_step + 1)
         else:
             to_step = max(before)
-        self.past.append(Rollback((first, last), to_step, (begin, last), done=False))
+        self.past.append(Rollback((first, last), to_step, (begin, last), done=False, why=in_words(streak)))
         if not self._write():
             self.past.pop()
             self._give_up(streak, f"{SKIPPED_FILE} could not be written, without which a restart would go astray")
@@ -270,13 +338,11 @@ class Rollbacks:
     def _give_up(self, steps: Sequence[BadStep], reason: str) -> NoReturn:
         """Writes the report and raises Diverged."""
         last = steps[-1]
-        spike = all(math.isfinite(one.loss) for one in steps) and self._config.spike_deviations is not None
-        what = "is far above its running mean, " * spike + "or its gradient is not finite"
         rate = f"learning rate {last.learning_rate:.3g}, " if math.isfinite(last.learning_rate) else ""
         message = (
-            f"the training loss {what} at step {last.step} ({_count(len(steps), 'bad step')} from step "
+            f"{what_is_bad(steps)} at step {last.step} ({_count(len(steps), 'bad step')} from step "
             f"{steps[0].step} on, {rate}{_count(len(self.past), 'rollback')} "
-            f"before; {reason}). {_advice(steps)}"
+            f"before; {reason}). {advice(steps, self._lowest_scale)}"
         )
         if self._workdir is not None and jax.process_index() == 0:
             try:
@@ -288,14 +354,12 @@ class Rollbacks:
 
     def _report(self, steps: Sequence[BadStep], message: str) -> str:
         lines = ["# The run diverged", "", message[0].upper() + message[1:], "", "## The bad steps", ""]
-        lines += ["| step | loss | learning rate |", "|---:|---:|---:|"]
-        lines += [f"| {one.step} | {one.loss:.6g} | {one.learning_rate:.4g} |" for one in steps]
+        lines += table(steps)
         lines += ["", "## What was tried", ""]
         lines += [f"- {one.text}" for one in self.past] or ["- There was no rollback."]
         lines += [
             "", "## What to do", "",
-            "- Start again in another --workdir with a lower --optimizer.learning-rate, a longer warm-up, or "
-            "--step.clip-norm 1.",
+            f"- {advice(steps, self._lowest_scale)}",
             "- Look at the batches of these steps: without phases, step s reads the examples from (s - 1) * batch_size "
             "on of the shuffled stream, whatever the devices.",
             "- If the numbers are bad only now and then, and the loss recovers, allow more: the same command with a "
@@ -318,18 +382,14 @@ def _next_counters(sharding: jax.sharding.Sharding) -> Callable[..., Any]:
     return jax.jit(lambda step, guard: (step + 1, skipped(guard)), out_shardings=sharding)
 
 
-def _bad_step(step: int, metrics: Mapping[str, Any]) -> BadStep:
-    loss, weight = float(np.sum(metric_here(metrics, "sums/loss"))), float(np.sum(metric_here(metrics, "sums/weight")))
-    return BadStep(step, loss / weight if weight else math.nan, float(np.mean(metric_here(metrics, "learning_rate"))))
-
-
-def _advice(steps: Sequence[BadStep]) -> str:
-    first = steps[0]
-    if not math.isfinite(first.learning_rate):
-        return "The learning rate is not a number: mend the schedule."
-    if first.step == 1 and not math.isfinite(first.loss):
-        return "The loss was so before any update: look for such numbers in the data, the model and the loss."
-    return "A lower --optimizer.learning-rate, a longer warm-up or --step.clip-norm 1 usually help."
+def _content(path: Path) -> str:
+    """That of a file, empty without one. Raises Unreadable."""
+    try:
+        return path.read_bytes().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise unreadable(path, read_refused(error) or errno.EIO) from None
 
 
 def _count(number: int, noun: str) -> str:

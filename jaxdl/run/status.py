@@ -23,6 +23,7 @@ from jaxdl.files import HALT_FILE
 from jaxdl.lease import this_process
 from jaxdl.report import Diverged, Start, StepCounter
 from jaxdl.run.result import Interrupted, code_of
+from jaxdl.run.rollback import Rollbacks
 from jaxdl.run.signals import HALT, Stop, StopSignals
 from jaxdl.run.trainer import Trainer
 from jaxdl.run.workdir import is_of_this_run, make_lease, take_lease
@@ -88,6 +89,7 @@ class RunStatus:
         self._end_step: int | None = None
         self._total_steps: int | None = None
         self._counter: StepCounter | None = None
+        self._rollbacks: Rollbacks | None = None
         self._ended: Record | None = None
         self._halt_text = ""
         self._halt_ignored: int | None = None
@@ -133,7 +135,7 @@ class RunStatus:
     def follow(self, trainer: Trainer) -> None:
         """The loop whose steps are reported."""
         self._total_steps, self._end_step = trainer.plan.total_steps, trainer.end
-        self._counter = trainer.counter
+        self._counter, self._rollbacks = trainer.counter, trainer.rollbacks
 
     def ended(self, trainer: Trainer) -> None:
         """The run has come to the end that it was given."""
@@ -196,6 +198,7 @@ class RunStatus:
             version=__version__,
             best_metric=self._experiment.task.best_metric,
             best_mode=self._experiment.task.best_mode,
+            skipped=self._rollbacks.skipped_text if self._rollbacks else "",
         )
 
     def _final(self, state: State, step: int, reason: Reason | None, action: Action, text: str) -> Record:

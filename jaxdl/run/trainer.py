@@ -17,7 +17,6 @@ from jaxdl.data import TrainLoader
 from jaxdl.errors import as_typed
 from jaxdl.evaluation import max_in_flight
 from jaxdl.lease import Lease
-from jaxdl.mesh import Axis
 from jaxdl.phases import Segment
 from jaxdl.report import Report, Reporter, Start, Status, StepCounter, Stopwatch, Subject
 from jaxdl.run.build import Plan, make_exchange_state, make_initial_state
@@ -69,7 +68,7 @@ class Trainer:
         self.evaluation = Evaluation(plan, self.reporter, watch, stop.poll)
         plan.open(self.reporter.warn, stack)
         start.plan(plan, end)
-        self.rollbacks = Rollbacks(self.experiment, workdir, self.reporter.warn, plan.mesh_sizes[Axis.REPLICA])
+        self.rollbacks = Rollbacks.of(plan, workdir, self.reporter)
         self.saver = Saver(plan, workdir, self.reporter) if workdir is not None else None
         if self.saver is not None:
             stack.callback(self.saver.close)
@@ -295,7 +294,7 @@ class Trainer:
         self.metrics = self.evaluation.metrics(self.state, self.step, self.segment, self.steps)
         self.evaluated_step = self.step
         self.reporter.evaluated(self.metrics)
-        if self.step == self.plan.total_steps:
+        if self.step == self.plan.total_steps and not self.evaluation.is_empty:
             self.rollbacks.check_end(self.metrics["loss"])
         self.hooks.evaluated(self.step, self.state, self.metrics)
 

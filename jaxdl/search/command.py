@@ -268,7 +268,9 @@ def _finish(given: Given, request: Request, journal: Journal, shown: Shown) -> N
 
 def _lines(given: Given, found: Mapping[str, Any]) -> list[str]:
     """The result in a few lines."""
-    lines = [f"trials  {found['num_trials']} ({found['num_failed']} failed), {found['trained_steps']:,} steps in all"]
+    diverged = f", {found['num_diverged']} of them diverged" if found["num_diverged"] else ""
+    failed, steps = f"{found['num_failed']} failed{diverged}", f"{found['trained_steps']:,} steps in all"
+    lines = [f"trials  {found['num_trials']} ({failed}), {steps}"]
     if waiting := sum(one["state"] == RESUMABLE for one in found["trials"]):
         lines.append(f"waiting {waiting} trial{'s' * (waiting > 1)}, to be resumed by the same command")
     if found["best"] is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -19,6 +20,7 @@ from jaxdl.cluster.exits import stop_signals
 from jaxdl.errors import ConfigError
 from jaxdl.files import TRIALS_FOLDER
 from jaxdl.launch.attempt import format_sec
+from jaxdl.report.divergence import divergence, first_loss, losses
 from jaxdl.search.attempts import Attempts
 from jaxdl.search.engines import Job, Workers
 from jaxdl.search.journal import Journal
@@ -31,7 +33,8 @@ from jaxdl.search.workdirs import copy_workdir, is_free, metrics_of, rows, value
 LOGS_FOLDER, PROGRAMS_FOLDER = "logs", "programs"
 PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
 POLL_SEC = 0.1
-_DIVERGED = "diverged: "
+DIVERGED_REASON = "diverged: "
+"""How the reason of a trial begins whose training diverged."""
 
 
 class Shows(Protocol):
@@ -121,6 +124,7 @@ class Search:
         self.signum: int | None = None
         self._attempts = Attempts(request.retries)
         self._waited: set[int] = set()
+        self._first_losses: dict[int, float] = {}
         self._handlers: dict[int, Any] = {}
 
     def run(self) -> int | None:
@@ -129,6 +133,7 @@ class Search:
             self._handlers = {one: signal.signal(one, self._note) for one in stop_signals()}
         try:
             for trial in self.journal.trials():
+                self.journal.rest(trial.number)  # It did not if the search was killed.
                 self._repair(trial)
             while self.signum is None and self._step():
                 self.shows.refresh(self.journal.trials(), sorted(self.running))
@@ -137,6 +142,8 @@ class Search:
                 self.shows.event("stopping: the trials save their state")
                 self.workers.stop()
                 self._collect(stopping=True)
+                for number in self.running:
+                    self.journal.rest(number)
         except Exception:
             self.workers.stop()  # They save before they are killed.
             raise
@@ -249,6 +256,7 @@ class Search:
             return
         if trial.reason:
             self.journal.note(number, "")
+        self.journal.start(number)
         self.workers.start(Job(number, request.train(trial), request.log(number), request.environment()))
         self._attempts.started(number)
         self.running.add(number)
@@ -262,6 +270,7 @@ class Search:
                 self._reached(trials[number])
             elif not stopping:
                 self._broke_off(trials[number], code)
+            self.journal.rest(number)
 
     def _reached(self, trial: Trial) -> None:
         workdir, metric = self.request.workdir(trial.number), self.request.metric
@@ -276,11 +285,23 @@ class Search:
                 )
             self._fail(trial, reason)
             return
+        if why := self._divergence(trial):
+            self._fail(trial, f"{DIVERGED_REASON}{why}; {metric} was {value:.6g} by chance")
+            return
         self._attempts.reached(trial.number)
         self.journal.report(trial.number, trial.target, value)
         self.shows.event(f"trial {trial.number} at step {trial.target}: {self.request.metric} {value:.6g}")
         if trial.target >= self.request.length(dict(trial.settings)):
             self.journal.finish(trial.number, value)
+
+    def _divergence(self, trial: Trial) -> str:
+        """How the loss of a trial left the point at which it, or the best of the others, has started; empty if not."""
+        for one in self.journal.trials():
+            if self._first_losses.get(one.number, math.inf) == math.inf:
+                self._first_losses[one.number] = first_loss(losses(rows(self.request.workdir(one.number))))
+        upto = [report for report in losses(rows(self.request.workdir(trial.number))) if report[0] <= trial.target]
+        found = divergence(upto, min(self._first_losses.values(), default=math.inf))
+        return "" if found is None else found.why
 
     def _broke_off(self, trial: Trial, code: int) -> None:
         """Fails a trial that diverged or cannot be run, lets one rest that was halted; any other end is tried again."""
@@ -291,7 +312,7 @@ class Search:
             self.shows.event(f"trial {number}: {self.journal.trials()[number].reason}; the same command resumes it")
             return
         if code in (DIVERGED, MISTAKE) and not (code == MISTAKE and _is_passing(reason)):
-            self._fail(trial, reason if code == MISTAKE else f"{_DIVERGED}{reason}")
+            self._fail(trial, reason if code == MISTAKE else f"{DIVERGED_REASON}{reason}")
             return
         pause_sec = self._attempts.again(number)
         if pause_sec is None:
@@ -320,6 +341,6 @@ def check_any(trials: Sequence[Trial]) -> None:
         advice = "The folder logs has what the trials printed"
         if any(one.given_up for one in trials):
             advice += "; the same command tries those again that may yet train"
-        elif all(one.reason.startswith(_DIVERGED) for one in trials):
+        elif all(one.reason.startswith(DIVERGED_REASON) for one in trials):
             advice = "Change the ranges of --vary; the folder logs has what the trials printed"
         raise ConfigError(f"all {len(trials)} trials failed, the last one: {last}. {advice}.")

@@ -1,8 +1,9 @@
 """The journal of a search: Optuna's file journal, from which everything is known after a kill.
 
-An Optuna trial stays RUNNING while a trial trains or waits at a rung, since Optuna's finished ones cannot resume, and
-when it failed and may yet train; its intermediate values are the metric at the steps where it stopped. The search holds
-a lease of its folder and is the one writer, so the file needs no lock; others, such as optuna-dashboard, may read it.
+An Optuna trial is RUNNING while a process trains it. One that waits at a rung, or has failed and may yet train, is
+WAITING, as those that Optuna has enqueued: its finished ones cannot resume. Intermediate values are the metric at the
+steps where it stopped. The search holds a lease of its folder and is the one writer, so the file needs no lock; others,
+such as optuna-dashboard, may read it. What Optuna's tools make of a whole search is in another file, see `copies`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jaxdl.search.space import Setting
 from jaxdl.search.trial import Direction, State, Trial
 
 if TYPE_CHECKING:
+    from optuna.storages import JournalStorage
     from optuna.trial import FrozenTrial
 
 STUDY = "jaxdl"
@@ -44,6 +46,14 @@ class _NoLock:
         return None
 
 
+def storage_at(path: Path) -> JournalStorage:
+    """Optuna's storage in a file of one writer."""
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    return JournalStorage(JournalFileBackend(str(path), _NoLock()))  # pyright: ignore[reportArgumentType]
+
+
 class Journal:
     """The trials of a search on disk; every method returns when its record is.
 
@@ -53,18 +63,16 @@ class Journal:
     def __init__(self, path: Path, settings: list[Setting], direction: Direction) -> None:
         check_optuna()
         import optuna
-        from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend
 
         _cut_torn_line(path)
         self._distributions = {one.name: one.distribution() for one in settings}
         try:
-            self._storage = JournalStorage(JournalFileBackend(str(path), _NoLock()))  # pyright: ignore[reportArgumentType]
+            self._storage = storage_at(path)
             study = optuna.create_study(
                 storage=self._storage, study_name=STUDY, direction=direction, load_if_exists=True
             )
             self._study, self._id = study, self._storage.get_study_id_from_name(STUDY)
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path}: it is no journal of a search ({error}). Restore it, or choose another --workdir."
             ) from None
@@ -82,7 +90,7 @@ class Journal:
         values: Mapping[int, float] | None = None,
         **origin: Any,
     ) -> int:
-        """Records a trial that trains to a step, all in one line of the journal; returns its number.
+        """Records a trial that is to train to a step, all in one line of the journal; returns its number.
 
         `origin` has `parent`, `from_step` and `replaces` of a copy, `attributes` what the sampler keeps with it.
         """
@@ -90,7 +98,7 @@ class Journal:
 
         self._study.add_trial(
             create_trial(
-                state=TrialState.RUNNING,
+                state=TrialState.WAITING,
                 params=dict(settings),
                 distributions=self._distributions,
                 user_attrs={"target": target, **origin},
@@ -99,6 +107,21 @@ class Journal:
             )
         )
         return len(self._storage.get_all_trials(self._id, deepcopy=False)) - 1
+
+    def start(self, number: int) -> None:
+        """Records that a process trains a trial from now on."""
+        self._turn(number, "WAITING", "RUNNING")
+
+    def rest(self, number: int) -> None:
+        """Records that none does; of a trial that has ended nothing."""
+        self._turn(number, "RUNNING", "WAITING")
+
+    def _turn(self, number: int, before: str, after: str) -> None:
+        from optuna.trial import TrialState
+
+        trial_id = self._at(number)
+        if self._storage.get_trial(trial_id).state == TrialState[before]:
+            self._storage.set_trial_state_values(trial_id, TrialState[after])
 
     def send(self, number: int, target: int) -> None:
         """Records that a trial trains on to a step."""
@@ -159,16 +182,13 @@ class Journal:
 def has_values(path: Path) -> bool:
     """Whether a trial of the journal has a value. False where there is no journal, or it cannot be read."""
     check_optuna()
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
-
     if not path.exists():
         return False
     _cut_torn_line(path)
     try:
-        storage = JournalStorage(JournalFileBackend(str(path), _NoLock()))  # pyright: ignore[reportArgumentType]
+        storage = storage_at(path)
         trials = storage.get_all_trials(storage.get_study_id_from_name(STUDY), deepcopy=False)
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError):
         return False
     return any(one.intermediate_values for one in trials)
 
@@ -183,7 +203,7 @@ def _trial(found: FrozenTrial) -> Trial:
         values=dict(found.intermediate_values),
         state=state,
         attributes=found.system_attrs,
-        **{"target": 0, **own, "given_up": state == "failed" and found.state.name == "RUNNING"},
+        **{"target": 0, **own, "given_up": state == "failed" and found.state.name != "FAIL"},
     )
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from jaxdl.report import replace_file
 from jaxdl.search import plots
-from jaxdl.search.driver import Request
+from jaxdl.search.copies import OPTUNA_FILE, first_stop, write_copies
+from jaxdl.search.driver import DIVERGED_REASON, Request
 from jaxdl.search.samplers import as_study
 from jaxdl.search.show import Shown, state_of
 from jaxdl.search.space import short
@@ -37,6 +38,7 @@ def result(request: Request, trials: Sequence[Trial], shown: Shown) -> dict[str,
         "stops": shown.stops,
         "num_trials": len(trials),
         "num_failed": sum(one.state == "failed" for one in trials),
+        "num_diverged": sum(one.state == "failed" and one.reason.startswith(DIVERGED_REASON) for one in trials),
         "trained_steps": sum(max(0, _trained(request, one) - one.from_step) for one in trials),
         "best": None if top is None else {
             "number": top.number,
@@ -76,7 +78,8 @@ def lineage(trials: Sequence[Trial], trial: Trial) -> list[dict[str, Any]]:
 def write_report(
     folder: Path, request: Request, trials: Sequence[Trial], found: Mapping[str, Any], shown: Shown
 ) -> None:
-    """Writes result.json, report.md and its plots."""
+    """Writes result.json, report.md with its plots, and the trials as Optuna's tools understand them."""
+    write_copies(folder / OPTUNA_FILE, trials, request.settings, request.direction)
     replace_file(folder / RESULT_FILE, (json.dumps(found, indent=2, allow_nan=False) + "\n").encode())
     curves = {one.number: curve(request.workdir(one.number), request.metric) for one in trials}
     pictures = {
@@ -104,7 +107,7 @@ def importances(trials: Sequence[Trial], request: Request) -> dict[str, float]:
 
     import optuna
 
-    first = min((min(one.values) for one in trials if one.values), default=0)
+    first = first_stop(trials)
     reached = [one for one in trials if first in one.values and one.parent is None]
     if len(reached) < _MIN_FOR_IMPORTANCES or len({one.values[first] for one in reached}) < 2:
         return {}
@@ -125,10 +128,12 @@ def _trained(request: Request, trial: Trial) -> int:
 def _page(request: Request, trials: Sequence[Trial], found: Mapping[str, Any], pictures: Sequence[str]) -> str:
     """The text of report.md."""
     names = [one.name for one in request.settings]
+    diverged = f", {found['num_diverged']} of them diverged" if found["num_diverged"] else ""
     lines = [
         f"# Search over {', '.join(map(short, names))}",
         "",
-        f"{found['num_trials']} trials, {found['num_failed']} failed; {found['trained_steps']:,} steps trained in all. "
+        f"{found['num_trials']} trials, {found['num_failed']} failed{diverged}; "
+        f"{found['trained_steps']:,} steps trained in all. "
         f"Compared by `{request.metric}` ({request.direction}); scheduler `{found['scheduler']}`"
         + (f", stops at steps {', '.join(map(str, found['stops']))}." if found["stops"] else "."),
     ]

@@ -64,7 +64,7 @@ def value_at(workdir: Path, metric: str, step: int) -> tuple[float | None, str]:
         there = f"its metrics are {', '.join(known)}" if known else "it has measured nothing"
         return None, f"no {metric} at step {step}: {there}"
     value = found[0][1]
-    return (None, f"{metric} at step {step} is not finite") if value is None else (float(value), "")
+    return (float(value), "") if isinstance(value, int | float) else (None, f"{metric} at step {step} is not finite")
 
 
 def metrics_of(workdir: Path) -> list[str]:

@@ -109,6 +109,8 @@ class Record:
     """The metric of an evaluation by which the run's task says which is best; empty if it is not known."""
     best_mode: str = ""
     """"max" or "min": whether a higher or a lower one is better."""
+    skipped: str = ""
+    """The last bad steps, which made no update, and why they were bad; empty while there are none."""
 
     def to_bytes(self) -> bytes:
         """The content of the file."""

@@ -3,8 +3,8 @@
 from jaxdl.step.gradients import local_gradients, one_replica_params, own_param_specs, split
 from jaxdl.step.network import apply_network, run_network
 from jaxdl.step.parts import Batch, Metrics, Parts, StepConfig, Sums, TrainStep
-from jaxdl.step.program import make_ahead_step, make_train_step, make_update
-from jaxdl.step.update import ema_decay, guarded, updated
+from jaxdl.step.program import gradient_names, make_ahead_step, make_train_step, make_update
+from jaxdl.step.update import ema_decay, guarded, nonzero, updated
 
 __all__ = [
     "Batch",
@@ -15,11 +15,13 @@ __all__ = [
     "TrainStep",
     "apply_network",
     "ema_decay",
+    "gradient_names",
     "guarded",
     "local_gradients",
     "make_ahead_step",
     "make_train_step",
     "make_update",
+    "nonzero",
     "one_replica_params",
     "own_param_specs",
     "run_network",

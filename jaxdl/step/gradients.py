@@ -16,6 +16,7 @@ from jaxdl.sharding import Grads, Layout, Params, is_spec
 from jaxdl.state import ModelState
 from jaxdl.step.network import apply_network
 from jaxdl.step.parts import VECTORS, Batch, Parts, Sums
+from jaxdl.step.update import nonzero
 
 Found = tuple[Grads, Sums, ModelState, jax.Array | None]
 """What `local_gradients` returns, of all replicas or of one."""
@@ -97,7 +98,7 @@ def _own_gradients(
     """One replica's, at its own parameters."""
     model_state, factor = jax.tree.map(lambda x: x[0], (model_state, factor))
     params = one_replica_params(parts, params)
-    factor = factor / parts.task.weight(batch)
+    factor = factor / nonzero(parts.task.weight(batch))
     found = _replica_gradients(parts, params, model_state, batch, factor, random)
     return jax.tree.map(lambda x: x[None], found)
 

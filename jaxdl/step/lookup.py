@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxdl.embedding import ROWS, LocatedIds, TableState
 from jaxdl.mesh import Axis
@@ -55,14 +54,15 @@ def touched_rows(
     return parts.tables.gradients(located, grads, jax.random.fold_in(key, _BACKWARD))
 
 
-def updated_tables(parts: Parts, tables: TableState, touched: Any, state: TrainState, metrics: Metrics) -> TableState:
-    """The tables after the update of the touched rows; `metrics` are those of the step, and `state` the one before it.
+def updated_tables(
+    parts: Parts, tables: TableState, touched: Any, state: TrainState, metrics: Metrics, kept: jax.Array
+) -> TableState:
+    """The tables after the update of the touched rows; `metrics` are those of the update, `state` the one before it.
 
-    A step whose `grad_norm` is NaN is skipped, if such steps are. A choice between old and new tables would copy them.
+    A step that is not `kept` changes nothing. A choice between old and new tables would copy them.
     """
     if parts.tables is None:
         return tables
-    kept = jnp.isfinite(metrics["grad_norm"]) if state.loss_scale or state.guard else jnp.bool_(True)
     return parts.tables.updated(
         tables,
         touched,

@@ -23,7 +23,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdl.collectives.halves import all_reduce_sent_bytes
 from jaxdl.embedding import LocatedIds
-from jaxdl.exchange import by_name, exchanged_on_mesh
+from jaxdl.exchange import by_name, exchanged_on_mesh, leaf_names
+from jaxdl.guard import NONFINITE
 from jaxdl.mesh import Axis, batch_sharding
 from jaxdl.sharding import Grads, named, spec_axes
 from jaxdl.state import TrainState, replicated
@@ -31,7 +32,7 @@ from jaxdl.step.gradients import local_gradients
 from jaxdl.step.lookup import located_ids, looked_up, touched_rows, updated_tables
 from jaxdl.step.parts import NEXT, Batch, Metrics, Parts, Sums
 from jaxdl.step.stale import drawn_staleness, remedied, remembered, stale_params
-from jaxdl.step.update import guarded, updated
+from jaxdl.step.update import guarded, nonzero, updated
 
 
 def make_train_step(parts: Parts) -> jax.stages.Wrapped:
@@ -39,9 +40,10 @@ def make_train_step(parts: Parts) -> jax.stages.Wrapped:
 
     The state is donated and comes back in the same shardings; `batch` leaves are `[global batch, ...]`, sharded over
     `(replica, fsdp)`. Metrics are float32 scalars: the task's sums as `sums/...`, `grad_norm`, `learning_rate`,
-    `momentum` where it changes, `exchange/...`, with float16 `loss_scale` and `skipped_steps`, and with the guard
-    `bad_steps` (so far) and `bad_in_row`; `grad_norm` and `exchange/...` are NaN in a skipped step. With emulated
-    staleness `agreement/staleness` is its mean over the replicas.
+    `momentum` where it changes, `exchange/...`, `skip_reason` (see `guarded`), with float16 `loss_scale` and
+    `skipped_steps`, and with the guard `bad_steps` (so far) and `bad_in_row`; `grad_norm` and `exchange/...` are NaN in
+    a skipped step. With emulated staleness `agreement/staleness` is its mean over the replicas. With the guard or
+    float16 there is `NONFINITE`, `[gradients]` as `gradient_names`: not 0 where one of some replica is not finite.
     """
     shardings = parts.state_spec.shardings
 
@@ -88,7 +90,8 @@ def _step(parts: Parts, state: TrainState, batch: Batch, located: LocatedIds | N
     scale = state.loss_scale["scale"] if state.loss_scale else jnp.float32(1)
     # Folded with 2: a split into two folds with 0 and 1.
     model_key = jax.random.fold_in(key, 2) if parts.network.is_random else None
-    factor = scale / parts.task.weight(batch)
+    weight = parts.task.weight(batch)
+    factor = scale / nonzero(weight)
     staleness, params, rate_factor = drawn_staleness(parts, state, key), state.params, None
     if staleness is not None:
         params = stale_params(parts, state, staleness)
@@ -100,7 +103,7 @@ def _step(parts: Parts, state: TrainState, batch: Batch, located: LocatedIds | N
     if staleness is not None:
         unscaled, rate_factor = remedied(parts, state, unscaled, params, staleness)
     mean, exchange_state, of_exchange = _exchange(parts, unscaled, sums, state, exchange_key)
-    finite = of_exchange.pop("nonfinite", jnp.float32(0)) == 0
+    flags = of_exchange.pop("nonfinite", None)
     metrics = {f"sums/{name}": of_exchange.pop(f"sums/{name}") for name in sums}
     if staleness is not None:
         metrics["agreement/staleness"] = staleness.astype(jnp.float32).mean()
@@ -108,13 +111,36 @@ def _step(parts: Parts, state: TrainState, batch: Batch, located: LocatedIds | N
     changed, more = updated(parts, state, mean, parts.layout, rate_factor, squares)
     changed = changed.replace(model_state=model_state, exchange_state=exchange_state)
     more |= {f"exchange/{name}": value for name, value in of_exchange.items()}
-    if state.loss_scale or state.guard:
-        loss = metrics["sums/loss"] / metrics["sums/weight"]
-        changed, more = guarded(parts, state, changed, more, loss, finite)
-    tables = updated_tables(parts, tables, touched, state, more)
+    finite = jnp.bool_(True) if flags is None else jnp.all(flags == 0)
+    if flags is not None:
+        metrics[NONFINITE] = _flags(parts, flags, more["grad_norm"], squares)
+    loss = metrics["sums/loss"] / nonzero(metrics["sums/weight"])
+    changed, of_choice, kept = guarded(parts, state, changed, more, loss=loss, weight=weight, finite=finite)
+    tables = updated_tables(parts, tables, touched, state, more, kept)
     # Also after a skipped step: a version's age is the number of steps since.
     changed = changed.replace(step=state.step + 1, agreement_state=remembered(parts, state), tables=tables)
-    return changed, metrics | more
+    return changed, metrics | of_choice
+
+
+def gradient_names(parts: Parts) -> list[str]:
+    """The parameters that the entries of the metric `NONFINITE` belong to, in this order; the tables, if any, last."""
+    names = leaf_names(parts.trainable.of(parts.network.param_shapes))
+    return names if parts.tables is None else [*names, "embedding tables"]
+
+
+def _flags(parts: Parts, flags: jax.Array, norm: jax.Array, squares: jax.Array | None) -> jax.Array:
+    """The metric `NONFINITE`, from the flags of the gradients that were exchanged, `squares` those of the tables.
+
+    Gradients that the backward pass has summed already have no flag of their own: if none of the others explains a
+    norm that is not finite, all of them get one.
+    """
+    of_tables = [] if squares is None else [jnp.where(jnp.isfinite(squares), 0.0, 1.0)]
+    if parts.sum_dtype is not None:
+        explained = jnp.any(flags > 0) | jnp.isfinite(norm) | (of_tables[0] > 0 if of_tables else False)
+        summed = by_name(parts.trainable.of(parts.summed))
+        left = dict(zip(sorted(name for name, done in summed.items() if not done), flags, strict=True))
+        flags = jnp.stack([left.get(name, jnp.where(explained, 0.0, 1.0)) for name in summed])
+    return jnp.concatenate([flags, *(x[None] for x in of_tables)])
 
 
 def make_update(parts: Parts) -> jax.stages.Wrapped:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxdl.guard import choose
+from jaxdl.guard import REASON, Skip, choose
 from jaxdl.optim import averaged, num_updates
 from jaxdl.optim.norms import global_norm
 from jaxdl.sharding import Grads, Layout, Specs, is_spec
@@ -80,27 +80,51 @@ def _resharded(parts: Parts, layout: Layout, params: optax.Params, specs: Specs)
     return jax.tree.map(lambda spec, x: layout.constrained(x, spec), specs, params, is_leaf=is_spec)
 
 
+def nonzero(weight: jax.Array) -> jax.Array:
+    """The weight of a batch to divide by: 1 where nothing in the batch counts."""
+    return jnp.where(weight == 0, 1, weight)
+
+
 def guarded(
-    parts: Parts, state: TrainState, changed: TrainState, more: Metrics, loss: jax.Array, finite: jax.Array
-) -> tuple[TrainState, Metrics]:
-    """Part 4: the changed state, or the old one if the step is skipped; either with new counters and loss scale."""
-    loss_fine = jnp.isfinite(loss) & ~parts.guard.is_spike(state.guard, loss)
+    parts: Parts,
+    state: TrainState,
+    changed: TrainState,
+    more: Metrics,
+    *,
+    loss: jax.Array,
+    weight: jax.Array,
+    finite: jax.Array,
+) -> tuple[TrainState, Metrics, jax.Array]:
+    """Part 4: `(state, metrics, kept)`, the changed state, or the old one if the step is skipped, with new counters.
+
+    `loss` is the mean over the batch, whose `weight` is 0 if nothing in it counts: then there is no update, whatever
+    the guard, and neither a bad step nor another loss scale. The metrics have `skip_reason` (`jaxdl.guard.Skip`).
+    """
+    empty, spike = weight == 0, parts.guard.is_spike(state.guard, loss)
+    loss_fine = jnp.isfinite(loss) & ~spike
     # A gradient may also leave the range of float32 on its way to the update; then its norm does.
-    kept = loss_fine & finite & jnp.isfinite(more["grad_norm"])
+    finite = finite & jnp.isfinite(more["grad_norm"])
+    kept = loss_fine & finite & ~empty
     overflow = jnp.bool_(False)
     if state.loss_scale:
         overflow = loss_fine & ~finite & (state.loss_scale["scale"] > (parts.precision.lowest_scale or 0))
         if not state.guard:
             overflow = ~kept
-    bad = ~kept & ~overflow
+    elif not state.guard:
+        kept = ~empty
+    overflow = overflow & ~empty
+    bad = ~kept & ~overflow & ~empty
+    bits = {Skip.LOSS: ~jnp.isfinite(loss), Skip.SPIKE: spike, Skip.GRADIENT: ~finite & ~overflow}
+    bits = {bit: on & ~empty for bit, on in bits.items()} | {Skip.OVERFLOW: overflow, Skip.EMPTY: empty}
+    reason = sum((jnp.where(on, jnp.float32(bit), 0) for bit, on in bits.items()), jnp.float32(0))
     planned = {name: more[name] for name in ("learning_rate", "momentum") if name in more}
     more = jax.tree.map(lambda x: jnp.where(kept, x.astype(jnp.float32), jnp.nan), more) | planned
     changed = choose(kept, changed, state)
-    guard = parts.guard.next_guard(state.guard, loss, kept=kept, bad=bad)
+    guard = parts.guard.next_guard(state.guard, loss, kept=kept, bad=bad, empty=empty)
     more |= {name: guard[name].astype(jnp.float32) for name in ("bad_steps", "bad_in_row") if guard}
     scale = state.loss_scale
     if scale:
         # A bad loss says nothing about the loss scale: leave it unchanged.
-        scale = choose(bad, scale, parts.precision.next_loss_scale(scale, kept))
+        scale = choose(bad | empty, scale, parts.precision.next_loss_scale(scale, kept))
         more |= {name: scale[name].astype(jnp.float32) for name in ("skipped_steps",)} | {"loss_scale": scale["scale"]}
-    return changed.replace(guard=guard, loss_scale=scale), more
+    return changed.replace(guard=guard, loss_scale=scale), more | {REASON: reason}, kept

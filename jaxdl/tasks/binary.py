@@ -45,9 +45,8 @@ class Binary(Task, kind="binary"):
         blank: Any = spec.blank()
         shapes = [x.shape for x in jax.tree.leaves(outputs(blank))]
         if shapes != [(1,)]:
-            raise ConfigError(
-                f"task binary: the network's outputs are {shapes} for one example, not one logit, [(1,)]."
-            )
+            given = ", ".join(str(list(shape)) for shape in shapes)
+            raise ConfigError(f"task binary: the network's outputs are {given} for one example, not one logit, [1].")
         return found
 
     def sums(self, outputs: Any, batch: Mapping[str, jax.Array], *, train: bool) -> dict[str, jax.Array]:

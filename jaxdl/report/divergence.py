@@ -1,0 +1,58 @@
+"""Whether a training loss has left its starting point by orders of magnitude, although it is finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+LOSS = "train/loss"
+FACTOR = 1000.0
+"""A run has diverged whose loss is so many times that of its first report."""
+_LEAST = 0.01
+"""A first loss below this counts as this: what is nearly 0 is a bad unit."""
+_REPORTS = 3
+"""So many reports in a row, up to the last one, must say so: a spike is none. Of runs with fewer, all but the first."""
+
+
+class Divergence(NamedTuple):
+    """Where a run went."""
+
+    step: int
+    """That of the first report of those, up to the last one, that have such a loss."""
+    why: str
+
+
+def losses(rows: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """(step, training loss) of each report, in the order of the rows; infinity where it is not finite."""
+    found = []
+    for row in rows:
+        if LOSS in row:
+            value = row[LOSS]
+            finite = isinstance(value, int | float) and math.isfinite(value)
+            found.append((row["step"], float(value) if finite else math.inf))
+    return found
+
+
+def first_loss(reports: Sequence[tuple[int, float]]) -> float:
+    """The size of the first finite loss; infinity without one."""
+    return next((abs(loss) for _, loss in reports if math.isfinite(loss)), math.inf)
+
+
+def divergence(reports: Sequence[tuple[int, float]], others: float = math.inf) -> Divergence | None:
+    """Whether the losses of a run have left its starting point, and stayed away up to its end; None if not.
+
+    `others` is the least first loss of runs like it: its own first report may come after it diverged.
+    """
+    start = min(first_loss(reports), others)
+    if not reports or not math.isfinite(start):
+        return None
+    bound = FACTOR * max(start, _LEAST)
+    away = 0
+    while away < len(reports) and reports[-1 - away][1] > bound:
+        away += 1
+    least = min(_REPORTS, len(reports) - (reports[0][1] <= bound))
+    if not away or away < least:
+        return None
+    step, last = reports[-away][0], reports[-1][1]
+    return Divergence(step, f"the training loss is {last:.3g} at step {reports[-1][0]}, and was {start:.3g} at first")

@@ -1,0 +1,232 @@
+"""A fleet whose files are damaged, whose runs are removed, and that has had many runs."""
+
+import json
+import shutil
+import sys
+
+import pytest
+from fleet_engine import fleet, states, submit
+
+from jaxdl.fleet.__main__ import main
+from jaxdl.fleet.journal import Journal
+
+DAMAGE = [
+    b"",
+    b"{",
+    b"[]",
+    b"7",
+    b"\xff\xfe{",
+    b'{"asked": "later", "number": 1}',
+    b'{"name": "0001"}',
+    b'"node0"',
+    b"null",
+]
+
+
+@pytest.mark.parametrize("content", DAMAGE)
+@pytest.mark.parametrize(
+    "file", ["asked.json", "submission.json", "lost.json", "fleet.json", "ended.json", "last.json"]
+)
+def test_a_damaged_file_of_one_run_does_not_end_the_service_of_the_others(tmp_path, capsys, file, content):
+    store, engine, make = fleet(tmp_path / "fleet", 8, work=1000)
+    hurt, other = submit(store, (1,)), submit(store, (1,))
+    store.ask(hurt, "hold")
+    store.set_lost_nodes(["node3"])
+    make().turn()
+    path = store.folder / file if (store.folder / file).exists() else store.run_folder(hurt) / file
+    path.write_bytes(content)
+    server = make()  # Also one that begins anew.
+    late = []
+    for _ in range(3):
+        late.append(submit(store, (1,)))
+        server.turn()
+        engine.tick()
+    assert set(engine.live) == {other, *late}, "all others run, this one does not"
+    assert {run["run"] for run in store.view()["runs"]} == {hurt, other, *late}
+    of_users = file in ("asked.json", "submission.json", "lost.json")
+    readable = (file, content) == ("lost.json", b"[]")
+    assert readable or "node3" not in {node for _, nodes in engine.live.values() for node in nodes}
+    assert [str(path) in one for one in server.known.problems] == [True] * (of_users and not readable)
+    if of_users and not readable:
+        main(["status", "--state", str(store.folder)])
+        assert f"{file}: " in "".join(capsys.readouterr().out.split("\n"))
+    # What the messages say to do works.
+    if file == "lost.json":
+        main(["nodes", "--state", str(store.folder), "--lost", "node3", "--back", "node2"])
+        assert json.loads(path.read_text()) == ["node3"]
+    main(["cancel", "--state", str(store.folder), hurt])
+    server.turn()
+    assert states(server)[hurt] == "cancelled"
+    assert file == "submission.json" or not server.known.problems
+
+
+def test_a_damaged_submission_of_a_run_that_runs(tmp_path):
+    store, engine, make = fleet(tmp_path / "fleet", work=1000)
+    hurt, other = submit(store, (1,)), submit(store, (1,))
+    make().turn()
+    path = store.run_folder(hurt) / "submission.json"
+    whole = path.read_bytes()
+    path.write_bytes(b"")
+    server = make()
+    for _ in range(3):
+        server.turn()
+    assert set(engine.live) == {other}, "nobody knows how to start it again, so it saves and waits"
+    assert states(server)[hurt] == "held"
+    path.write_bytes(whole)
+    for _ in range(2):
+        server.turn()
+    assert set(engine.live) == {hurt, other}
+    assert not server.known.problems
+
+
+@pytest.mark.parametrize(
+    "line", [b"{", b"\xff", b"[1]", b"{}", b'{"what": "started", "run": "0001", "at": 1.0, "attempt": 1}']
+)
+def test_a_bad_line_anywhere_in_the_journal_is_passed_over(tmp_path, line):
+    """Whichever event is lost: no run is started twice, all end, and the next server begins too."""
+    store, engine, make = fleet(tmp_path / "fleet", 2)
+    names = [submit(store, (1,)), submit(store, (1, 2))]
+    server = make()
+    for _ in range(3):
+        server.turn()
+    store.ask(names[0], "hold")
+    for _ in range(3):
+        server.turn()
+        engine.tick()
+    path = store.folder / "journal.jsonl"
+    whole, live = path.read_bytes(), dict(engine.live)
+    for name, attempt, _ in engine.starts:
+        (store.run_folder(name) / "attempts" / str(attempt)).mkdir(parents=True, exist_ok=True)
+    lines = whole.splitlines()
+    assert len(lines) >= 5
+    for number in range(len(lines)):
+        path.write_bytes(b"\n".join([*lines[:number], line, *lines[number + 1 :], b""]))
+        engine.live, engine.done = dict(live), {}
+        store.ask(names[0], "hold")
+        again = make()
+        assert f"line {number + 1} " in again.known.problems[0]
+        again.turn()
+        store.ask(names[0], "run")
+        for _ in range(30):  # MadeUp.start asserts that there is room.
+            again.turn()
+            engine.tick()
+        assert again.idle, number
+        make()
+
+
+def test_a_journal_that_is_lost_starts_nothing_twice(tmp_path):
+    store, engine, make = fleet(tmp_path / "fleet", 2)
+    names = [submit(store, (1,)), submit(store, (1,))]
+    make().turn()
+    for name in names:
+        (store.run_folder(name) / "attempts" / "1").mkdir(parents=True)
+    engine.tick()
+    (store.folder / "journal.jsonl").unlink()
+    server = make()
+    assert states(server) == dict.fromkeys(names, "stopping")
+    for _ in range(12):
+        server.turn()
+        engine.tick()
+    assert server.idle
+    assert [start[1] for start in engine.starts] == [1, 1, 2, 2]
+
+
+def test_runs_that_have_ended_are_removed_while_the_server_runs(tmp_path, capsys):
+    store, engine, make = fleet(tmp_path / "fleet", 2, work=2)
+    folder, server = ["--state", str(store.folder)], make()
+    first, second, _ = (submit(store, (1,)) for _ in range(3))
+    server.turn()
+    for line, message in (
+        (["remove", *folder, first], f"run {first}: it is running. Only a run that has ended is removed"),
+        (["remove", *folder, "9"], "run 9: there is no such run"),
+    ):
+        with pytest.raises(SystemExit):
+            main(line)
+        assert message in capsys.readouterr().err
+    engine.work = 4
+    submit(store, (1,))
+    while states(server)[first] != "completed" or states(server)[second] != "completed":
+        engine.tick()
+        server.turn()
+    main(["remove", *folder, first])
+    server.turn()
+    assert first not in server.members
+    assert not store.path_of(first).exists()
+    assert next(run["run"] for run in store.view()["runs"]) == second
+    while not server.idle:
+        engine.tick()
+        server.turn()
+    main(["remove", *folder, "--ended"])
+    server = make()  # The next one does it too.
+    server.turn()
+    assert not server.members
+    assert not store.view()["runs"]
+    assert not (store.folder / "removed").exists()
+    again = submit(store, (1,))
+    assert again == "0005", "the journal speaks of the others"
+    assert states(make())[again] == "waiting"
+    (store.folder / "last.json").unlink()  # Of an earlier version, or removed by hand.
+    shutil.rmtree(store.path_of(again))
+    server.turn()
+    assert not server.members
+    journal = Journal(store.folder)
+    journal.write("ended", run="0031", state="completed", reason="finished")
+    assert submit(store, (1,)) == "0032"
+
+
+def test_a_run_that_is_asked_to_be_removed_and_runs_again_ends_first(tmp_path):
+    store, engine, make = fleet(tmp_path / "fleet", 1, work=3)
+    name, server = submit(store, (1,)), make()
+    engine.ends_at[name] = 2
+    while not server.idle or not server.members:
+        server.turn()
+        engine.tick()
+    assert states(server) == {name: "failed"}
+    store.ask(name, "run")
+    server.turn()
+    server.turn()
+    assert states(server) == {name: "running"}
+    store.ask(name, "remove")  # By somebody who saw it failed.
+    server.turn()
+    assert states(server) == {name: "running"}
+    for _ in range(5):
+        engine.tick()
+        server.turn()
+    assert not server.members
+
+
+def test_an_idle_turn_opens_as_many_files_for_any_number_of_ended_runs(tmp_path):
+    """Counted, not timed: what a turn opens, and how much it writes."""
+    counts = []
+    for number in (3, 60):
+        store, _, make = fleet(tmp_path / f"fleet{number}", 2)
+        names = [submit(store, (1,)) for _ in range(number)]
+        for name in names:
+            store.ask(name, "cancel")
+        held = submit(store, (1,))
+        store.ask(held, "hold")
+        server = make()
+        for _ in range(2):
+            server.turn()
+        assert sum(state == "cancelled" for state in states(server).values()) == number
+        opened = []
+        sys.addaudithook(lambda event, args, opened=opened: opened.append(args[0]) if event in OPENING else None)
+        server.turn()
+        counts.append((len(opened), (store.folder / "fleet.json").stat().st_size))
+        opened.append(None)
+        assert {run["run"] for run in store.view()["runs"]} == {*names, held}
+    assert counts[0][0] == counts[1][0]
+    assert abs(counts[0][1] - counts[1][1]) < 10
+
+
+OPENING = ("open", "os.listdir", "os.scandir", "glob.glob")
+
+
+def test_a_node_is_in_service_or_not(tmp_path, capsys):
+    store, _, make = fleet(tmp_path / "fleet")
+    make().turn()
+    with pytest.raises(SystemExit) as raised:
+        main(["nodes", "--state", str(store.folder), "--lost", "node1", "--back", "node0", "node1"])
+    assert raised.value.code == 2
+    assert "--lost node1 --back node1: give either" in capsys.readouterr().err
+    assert not store.lost_nodes()

@@ -1,0 +1,154 @@
+"""Trials that diverge cannot win; what Optuna's own tools make of a search."""
+
+import dataclasses
+import math
+import random
+
+import optuna
+import pytest
+from search_made_up import RATE, MadeUp, Said, course, request_in, searched
+
+from jaxdl.files import step_dir
+from jaxdl.report.divergence import divergence
+from jaxdl.search.copies import write_copies
+from jaxdl.search.driver import Search
+from jaxdl.search.journal import STUDY, Journal, storage_at
+from jaxdl.search.report import result, write_report
+from jaxdl.search.samplers import Random
+from jaxdl.search.schedulers import PBT, Full, Halving
+from jaxdl.search.show import Shown
+from jaxdl.search.space import Choices
+from jaxdl.search.trial import Trial, best
+
+GONE = [2.3, 4e9, 8.6e21, 8.6e21, 8.6e21]
+
+
+@pytest.mark.parametrize(
+    "policy", [Full().policy(course(4)), Halving([3, 9], 2, 4, "minimize"), PBT(interval=3).policy(course(4))]
+)
+def test_a_trial_whose_loss_left_its_start_cannot_win(tmp_path, policy):
+    """Its metric is the best one, by chance: it counts as failed, is not promoted, and nobody copies it."""
+    request = request_in(tmp_path)
+    workers = MadeUp(request, lambda number, start: 0)
+
+    def end(number, start):
+        if start == 1 and number < 4:  # A copy begins with the history of another.
+            for step, loss in enumerate(GONE if number == 0 else [2.3, 2.0, 90.0, 1.0], start=1):
+                workers.write(number, {"step": min(step, 3), "train/loss": loss})
+        for step in (3, 6):
+            step_dir(request.workdir(number), step).mkdir(parents=True, exist_ok=True)
+        return 0
+
+    workers.end = end
+    journal, said = Journal(tmp_path / "journal.log", list(request.settings), request.direction), Said()
+    Search(request, journal, Random(), policy, workers, said).run()
+    trials = journal.trials()
+    assert trials[0].state == "failed"
+    assert trials[0].reason == (
+        "diverged: the training loss is 8.6e+21 at step 3, and was 2.3 at first; eval/loss was 1 by chance"
+    )
+    assert workers.started.count(0) == 1
+    assert 0 not in {one.parent for one in trials}
+    assert best(trials, "minimize").number == 1
+    shown = Shown(request, course(4), Full())
+    found = result(request, trials, shown)
+    assert (found["num_failed"], found["num_diverged"]) == (1, 1)
+    write_report(tmp_path, request, trials, found, shown)
+    page = (tmp_path / "report.md").read_text()
+    assert "1 failed, 1 of them diverged;" in page
+    assert "failed: diverged: the training loss is 8.6e+21 at step 3" in page
+
+
+@pytest.mark.parametrize(
+    ("losses", "others", "step"),
+    [
+        (GONE, math.inf, 2),
+        (GONE[:2], math.inf, 2),
+        ([1e12, 1e13, 1e14], 2.3, 1),  # It diverged before its first report.
+        ([1e12], 2.3, 1),
+        ([2.3, math.inf, math.inf, math.inf], math.inf, 2),
+        ([-5.0, 6000.0, 7000.0, 8000.0], math.inf, 2),
+        ([1e12, 1e13, 1e14], math.inf, None),  # In this unit it only grew.
+        ([2.3, 1.0, 1e9], math.inf, None),  # A spike, as it may be any report.
+        ([2.3, 1e9, 1e9, 1e9, 1.0], math.inf, None),  # It came back.
+        ([2.3, 1e-7, 0.1, 0.1, 0.1], math.inf, None),
+        ([1e-5, 0.5, 0.5, 0.5], math.inf, None),
+        ([2.3], math.inf, None),
+        ([math.inf], math.inf, None),
+        ([], 1.0, None),
+    ],
+)
+def test_what_counts_as_divergence(losses, others, step):
+    found = divergence(list(enumerate(losses, start=1)), others)
+    assert (None if found is None else found.step) == step
+
+
+def names_of(study):
+    return [one.state.name for one in study.get_trials(deepcopy=False)]
+
+
+def opened(path, name=STUDY):
+    return optuna.load_study(storage=storage_at(path), study_name=name)
+
+
+def test_a_trial_that_waits_is_waiting_for_optuna_too(tmp_path):
+    """Only what a process trains is RUNNING; the trials that were stopped resume under their own numbers."""
+    request, journal = request_in(tmp_path), tmp_path / "journal.log"
+    seen = []
+
+    def end(number, start):
+        seen.append((number, names_of(opened(journal))[number], names_of(opened(journal)).count("RUNNING")))
+        return 75 if (number, start) == (1, 1) else 143 if number == 3 else 0
+
+    halving = Halving([3, 9], 4, 4, "minimize")
+    trials, *_ = searched(request, halving, end)
+    assert {(state, count) for _, state, count in seen} == {("RUNNING", 1)}
+    assert names_of(opened(journal)) == ["COMPLETE", "WAITING", "WAITING", "WAITING"]
+    assert [one.state for one in trials] == ["finished", "open", "open", "failed"]
+    assert trials[3].given_up
+    more = Halving([3, 9], 2, 6, "minimize")
+    trials, again, _ = searched(request, more)
+    assert len(trials) == 6, "and no copies"
+    assert 1 in again.started, "the second best of the first rung trains on"
+    assert names_of(opened(journal)) == ["COMPLETE" if one.state == "finished" else "WAITING" for one in trials]
+    assert [one.number for one in trials] == list(range(6))
+
+
+def test_trials_that_run_in_a_journal_of_a_killed_search_do_not_run(tmp_path):
+    request = request_in(tmp_path)
+    journal = Journal(tmp_path / "journal.log", [RATE], "minimize")
+    journal.start(journal.add({RATE.name: 0.1}, 3))
+    journal.start(journal.add({RATE.name: 0.2}, 3))
+    journal.report(0, 3, 1.0)  # As every trial that waited did, in a journal of an earlier version.
+    assert names_of(opened(tmp_path / "journal.log")) == ["RUNNING", "RUNNING"]
+    trials, workers, _ = searched(request, Halving([3, 9], 9, 2, "minimize"))
+    assert names_of(opened(tmp_path / "journal.log")) == ["COMPLETE", "WAITING"]
+    assert workers.started == [1, 0]
+    assert [one.state for one in trials] == ["finished", "open"]
+
+
+def test_optunas_tools_understand_the_copies(tmp_path):
+    """Importances of the study at the first stop are those of a study of complete trials, and all has ended."""
+    draw = random.Random(0)
+    rates = [draw.choice((0.1, 0.2, 0.4, 0.8)) for _ in range(12)]
+    other = Choices("optimizer.momentum", (0.5, 0.9))
+    trials = [
+        Trial(n, {RATE.name: rate, other.name: draw.choice((0.5, 0.9))}, 3, {3: rate + n / 1000})
+        for n, rate in enumerate(rates)
+    ]
+    trials[0] = dataclasses.replace(trials[0], values={3: 0.1, 9: 0.05}, target=9, state="finished")
+    trials[1] = dataclasses.replace(trials[1], values={}, state="failed", reason="diverged: it did")
+    trials[2] = dataclasses.replace(trials[2], values={})
+    path = tmp_path / "optuna.log"
+    write_copies(path, trials, [RATE, other], "minimize")
+    write_copies(path, trials, [RATE, other], "minimize")
+    study = opened(path)
+    assert names_of(study) == ["COMPLETE", "FAIL", "WAITING", *["PRUNED"] * 9]
+    assert study.best_trial.number == 0
+    assert [dict(one.intermediate_values) for one in study.trials] == [dict(one.values) for one in trials]
+    at_3 = opened(path, f"{STUDY} at step 3")
+    assert set(names_of(at_3)) == {"COMPLETE"}
+    assert [one.user_attrs["number"] for one in at_3.trials] == [0, *range(3, 12)]
+    found = optuna.importance.get_param_importances(at_3, evaluator=optuna.importance.PedAnovaImportanceEvaluator())
+    assert list(found) == [RATE.name, other.name]
+    assert [path.name for path in tmp_path.iterdir()] == ["optuna.log"]
