@@ -154,5 +154,9 @@ def test_gpus_visible(environment, has_gpus, has_plugin, visible, monkeypatch):
 def test_devices_that_are_asked_for_are_not_replaced_by_cpus(platforms, chosen, monkeypatch):
     """A mesh for machines without GPUs would set JAX to CPUs; without it JAX refuses what is not there."""
     monkeypatch.setattr("jaxdl.mesh.glob.glob", lambda _: [])
-    monkeypatch.setattr(jax.config, "jax_platforms", platforms, raising=False)
-    assert gpus_chosen() is chosen
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", platforms)
+    try:
+        assert gpus_chosen() is chosen
+    finally:
+        jax.config.update("jax_platforms", before)
