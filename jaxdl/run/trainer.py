@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import signal as signals
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from jaxdl.run.hooks import Callbacks, Hooks
 from jaxdl.run.length import check_not_past, early_end_note
 from jaxdl.run.result import Interrupted, Run
 from jaxdl.run.rollback import BadStep, Rollbacks, skip
-from jaxdl.run.saver import Saver, report_start_events
+from jaxdl.run.saver import Saver, report_start_events, unsaved
 from jaxdl.run.signals import Stop, StopSignals
 from jaxdl.state import TrainState
 from jaxdl.step import Batch
@@ -87,10 +86,8 @@ class Trainer:
         except Stop as signal:
             if self.state is None:
                 raise Interrupted(signal.signum, f"{signal}: stopped before the run began; nothing changed.") from None
-            try:
+            with unsaved(signal, self.saver, self.counter):
                 saved, lost = self._save_for_resume()
-            except KeyboardInterrupt:
-                raise Interrupted(signals.SIGINT, self._ended_twice(signal), unsaved=True) from None
             run, signum = self._finish("interrupted"), None if lost else signal.signum
             self.hooks.saved()
             raise Interrupted(signum, f"{signal}: stopped at step {self.step}; {saved}", run) from None
@@ -328,11 +325,6 @@ class Trainer:
         if not self.rollbacks.in_streak:
             self._save()
         return self.saver.after_signal(self.step, bad=self.rollbacks.in_streak)
-
-    def _ended_twice(self, first: Stop) -> str:
-        """What a second Ctrl-C leaves, while the run saves after the first."""
-        kept = self.saver.newest() if self.saver is not None else "the run has no --workdir"
-        return f"{first}, then SIGINT: ended at step {self.step} before it was saved; {kept}."
 
     def _finish_at_end(self, *, changed: bool = True) -> Run:
         """`_finish` at the full length of the run, or at the earlier end that was asked for."""
