@@ -53,7 +53,7 @@ def command_line() -> Iterator[None]:
     before, _options = _options, True
     make_writable()
     try:
-        with _until_unread():
+        with outliving_terminal(), _until_unread():
             yield
     except ConfigError as error:
         fail(str(error))
@@ -195,6 +195,41 @@ def _until_unread() -> Iterator[None]:
             raise
         os.dup2(os.pipe()[1], sys.stdout.fileno())  # Python flushes it again at its end.
         raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+class _Terminal(io.FileIO):
+    """A terminal; when it is closed, what is written is lost, and the program goes on."""
+
+    def write(self, data: typing.Any) -> int:
+        """See `io.FileIO`."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return len(data)
+
+
+@contextlib.contextmanager
+def outliving_terminal() -> Iterator[None]:
+    """Context in which a terminal that is closed fails no print: a run that ignores SIGHUP, or saves after it, goes on.
+
+    Standard output and error are other objects meanwhile if they are terminals.
+    """
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (_outliving(one) for one in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def _outliving(stream: typing.TextIO) -> typing.TextIO:
+    if type(stream) is not io.TextIOWrapper or not stream.isatty():
+        return stream
+    stream.flush()
+    written = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(written, stream.encoding, stream.errors, line_buffering=True)
 
 
 def _is_unread(stream: typing.TextIO) -> bool:

@@ -24,7 +24,7 @@ from jaxdl.fields import SOURCE
 from jaxdl.files import CONFIG_FILE
 from jaxdl.guard import GuardConfig
 from jaxdl.kinds import Choice, import_object, kinds, source_of, without_source
-from jaxdl.mesh import MeshConfig, gpus_visible
+from jaxdl.mesh import MeshConfig, gpus_chosen
 from jaxdl.models import Model, ResNet
 from jaxdl.models.loop import remat_named
 from jaxdl.modules import load_file
@@ -256,7 +256,7 @@ def _with_mesh(experiment: Experiment, gpus: bool | None = None) -> Experiment:
     """The experiment with its mesh for machines with or without GPUs; None looks for GPUs on this one."""
     if experiment.mesh.without_gpus is None:
         return experiment
-    return experiment.replaced({"mesh": experiment.mesh.resolved(gpus=gpus_visible() if gpus is None else gpus)})
+    return experiment.replaced({"mesh": experiment.mesh.resolved(gpus=gpus_chosen() if gpus is None else gpus)})
 
 
 def read_experiment(workdir: Path) -> Experiment:

@@ -40,6 +40,7 @@ from jaxdl.status import (
     utc_now,
 )
 from jaxdl.status.failures import error_file
+from jaxdl.status.rows import has_checkpoint
 from jaxdl.status.writer import LAST_WORD_SEC
 
 _WORDS = {
@@ -56,6 +57,7 @@ _NO_STORING = ("train", "data", "eval", "compile", "hooks")
 """Phases in which a run at its last step is not saving yet."""
 _HALT_CHARACTERS = 200
 _RESUMES = "the same command resumes from the newest checkpoint"
+_BEGINS = "the same command begins at step 0: there is no checkpoint"
 
 
 class RunStatus:
@@ -73,7 +75,7 @@ class RunStatus:
 
     def __init__(self, workdir: Path | None, experiment: Experiment, stop: StopSignals, start: Start) -> None:
         self._workdir, self._experiment, self._stop, self._start = workdir, experiment, stop, start
-        self.lease = make_lease(workdir, self._disown) if workdir else None
+        self.lease = make_lease(workdir, self._disown, self._follow_folder) if workdir else None
         self._writer: StatusWriter | None = None
         self._lock = threading.Lock()  # The thread of the set-up may be abandoned while it begins.
         self._over = False
@@ -208,7 +210,7 @@ class RunStatus:
         """The last record of the run, after what is kept of a failure."""
         record = self._ended if error is None else self._of_error(error)
         if record is None:
-            record = self._final(State.HALTED, self._step(), None, Action.RESUME, _RESUMES)
+            record = self._final(State.HALTED, self._step(), None, Action.RESUME, self._resumes())
         if record.state != State.FAILED:
             with contextlib.suppress(OSError):  # The wish is fulfilled; after a failure it stands.
                 self._halt_path.unlink(missing_ok=True)
@@ -222,10 +224,20 @@ class RunStatus:
                 step = error.run.summary["steps"] if error.run is not None else self._step()
                 text = f"{Stop(error.signum)}: stopped at step {step}"
                 text += f" ({self._halt_text})" if self._halt_text and error.signum == HALT else ""
-                if error.run is None and self._earlier is not None and self._earlier.state.is_final:
+                if (
+                    error.run is None
+                    and not error.unsaved
+                    and self._earlier is not None
+                    and self._earlier.state.is_final
+                ):
                     return self._earlier  # Nothing has changed.
                 then = f"the same command resumes from step {step}" if error.run is not None else "the same command"
+                if error.unsaved:
+                    text, then = error.message, self._resumes()
                 return self._final(State.HALTED, step, Reason(text, code, utc_now()), Action.RESUME, then)
+        elif isinstance(error, KeyboardInterrupt):  # A second Ctrl-C.
+            reason = Reason(f"SIGINT: ended at step {self._step()} before it was saved", code, utc_now())
+            return self._final(State.HALTED, self._step(), reason, Action.RESUME, self._resumes())
         else:
             text = f"{error}" if code in (MISTAKE, DIVERGED, BROKEN) else f"{type(error).__name__}: {error}"
             if code == 1 and current() is not None and from_the_network(error):
@@ -252,7 +264,7 @@ class RunStatus:
             config = (self._experiment.to_json() + "\n").encode()
         keep_failure(self._workdir, self._failure, facts, config)
         fix = "correct what the reason says, then give the command again"
-        action, then = (Action.FIX, fix) if code in (MISTAKE, DIVERGED) else (Action.RESUME, _RESUMES)
+        action, then = (Action.FIX, fix) if code in (MISTAKE, DIVERGED) else (Action.RESUME, self._resumes())
         return self._final(State.FAILED, self._step(), reason, action, then)
 
     def _add_error(self, error: BaseException) -> None:
@@ -260,6 +272,11 @@ class RunStatus:
         assert self._workdir is not None
         text = "".join(traceback.format_exception(error))
         add_failure(self._workdir, self._failure, error_file(jax.process_index()), text)
+
+    def _resumes(self) -> str:
+        """What the same command does next; it begins again where there is no checkpoint."""
+        assert self._workdir is not None
+        return _RESUMES if has_checkpoint(self._workdir) else _BEGINS
 
     def _step(self) -> int:
         """Steps completed; before the first one of this start, those of the run before it."""
@@ -305,6 +322,15 @@ class RunStatus:
             self._over, self._failure = True, 0
         if self._writer is not None:
             self._writer.stop()
+
+    def _follow_folder(self, moved: Path | None) -> None:
+        """The workdir is no longer under its name: the last word goes to where it is now, if that is known."""
+        if moved is None:
+            self._disown()
+            return
+        self._workdir = moved
+        if self._writer is not None:
+            self._writer.move(moved)
 
     def _end_by_others(self, reason: str, code: int) -> None:
         """The process ends because of another one, or a hang."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdl.cluster import BROKEN, current, exits
+from jaxdl.cluster import BROKEN, MISTAKE, current, exits
 from jaxdl.cluster.agree import of_first_process
 from jaxdl.cluster.consistency import flat
 from jaxdl.config import Config, ConfigError
@@ -70,20 +70,32 @@ def check_trackers(trackers: Sequence[Tracker], workdir: Path | None) -> None:
         of_first_process(check, slow=True)
 
 
-def make_lease(workdir: Path, on_loss: Callable[[], None] = lambda: None) -> Lease:
+def make_lease(
+    workdir: Path,
+    on_loss: Callable[[], None] = lambda: None,
+    on_move: Callable[[Path | None], None] = lambda moved: None,
+) -> Lease:
     """The lease of a workdir, which ends the process (code 75), with the reason, when another run takes it over.
 
-    `on_loss` is called first.
+    It does so with 2 when the folder itself is renamed or removed: a restart would begin at step 0 in a new one.
+    `on_loss` or `on_move` is called first, this with the new place of the folder.
     """
 
-    def end(reason: str) -> None:
-        on_loss()
+    def end(reason: str, code: int = BROKEN) -> None:
         member = current()
         if member is not None:
-            member.report_failure(reason, BROKEN)
-        exits.end_process(reason, BROKEN)
+            member.report_failure(reason, code)
+        exits.end_process(reason, code)
 
-    return Lease(workdir, end, lambda text: print(as_typed(text), flush=True))
+    def lost(reason: str) -> None:
+        on_loss()
+        end(reason)
+
+    def moved(reason: str, place: Path | None) -> None:
+        on_move(place)
+        end(reason, MISTAKE)
+
+    return Lease(workdir, lost, lambda text: print(as_typed(text), flush=True), on_move=moved)
 
 
 def take_lease(lease: Lease, then: Callable[[], bytes] = lambda: b"") -> bytes:

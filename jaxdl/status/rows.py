@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -15,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from jaxdl.errors import ConfigError
-from jaxdl.files import CONFIG_FILE, LEASE_FILE, METRICS_FILE, REPORT_FILE, STATUS_FILE, SUMMARY_FILE
+from jaxdl.files import (
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    LEASE_FILE,
+    METRICS_FILE,
+    REPORT_FILE,
+    STATUS_FILE,
+    SUMMARY_FILE,
+)
 from jaxdl.lease import Holder, is_alive
 from jaxdl.paths import matching
 from jaxdl.status.parsing import parse_json
@@ -159,8 +168,18 @@ def _lost(row: Row, process: Holder | None) -> Row:
         reason=reason,
         exit_code=None,
         next_action=Action.RESUME,
-        next_text="the same command resumes from the newest checkpoint",
+        next_text="the same command "
+        + ("resumes from the newest checkpoint" if has_checkpoint(Path(row.workdir)) else "begins at step 0"),
     )
+
+
+def has_checkpoint(workdir: Path) -> bool:
+    """Whether a workdir has a checkpoint that looks complete."""
+    try:
+        with os.scandir(workdir / CHECKPOINTS_FOLDER) as entries:
+            return any(re.fullmatch(r"step_\d+", entry.name) for entry in entries)
+    except OSError:
+        return False
 
 
 def _with_metrics(row: Row, rows: Sequence[Mapping[str, Any]], problem: str = "") -> Row:
