@@ -321,14 +321,14 @@ def test_a_refused_conversion_leaves_what_was_there(tmp_path, capsys):
 @pytest.mark.parametrize("line", ["--length 8 HF RUN", "HF --length=8 RUN", "HF RUN --length 8"])
 def test_options_may_stand_anywhere(tmp_path, capsys, line):
     folder, run = write_checkpoint(tmp_path / "hf", "qwen3"), tmp_path / "run"
-    main([{"HF": str(folder), "RUN": str(run)}.get(word, word) for word in line.split()])
+    main(["from-hf", *({"HF": str(folder), "RUN": str(run)}.get(word, word) for word in line.split())])
     assert json.loads((run / "data.json").read_text())["length"] == 8
 
 
 @pytest.mark.parametrize(
     ("args", "problem"),
     [
-        (["from-hf", "--length", "HF", "NEW"], "two folders are needed"),
+        (["from-hf", "--length", "HF", "NEW"], "not a whole number"),
         (["from-hf", "--size", "8", "HF", "NEW"], "--size"),
         (["from-hf", "HF", "NEW", "OTHER"], "other"),
         (["to-hf", "--dtype", "int4", "RUN", "NEW"], "--dtype"),

@@ -25,6 +25,8 @@ class Model(Choice):
 
     modality: ClassVar[str | None] = None
     """What the network reads, "images" or "text"; the task and the data must have the same. None reads anything."""
+    position_fields: ClassVar[tuple[str, ...]] = ()
+    """The fields that decide how positions are known, and how far; none where the model does not say."""
 
     @classmethod
     def instead_of(cls, value: Any) -> str:
@@ -67,8 +69,8 @@ class Model(Choice):
 
         Then it reads texts as long as that one did.
         """
-        del other
-        return False
+        same = type(self) is type(other) and bool(self.position_fields)
+        return same and all(getattr(self, name) == getattr(other, name) for name in self.position_fields)
 
     def remarks(self, mesh: Mesh, dtype: DTypeLike) -> tuple[str, ...]:
         """Lines for the user about how the network is computed on this mesh in this dtype: none."""

@@ -31,8 +31,7 @@ from jaxdl.models.products import add_bias
 from jaxdl.models.rotary import Angles, RopeScaling, positions_of, rotary_angles
 from jaxdl.sharding import Params
 
-_TABLE_STDDEV = 0.02
-_POSITIONS_STDDEV = 0.01
+_TABLE_STDDEV, _POSITIONS_STDDEV = 0.02, 0.01
 """As in OpenAI's code of GPT-2."""
 
 
@@ -40,6 +39,7 @@ class Transformer(Model, kind="transformer"):
     """A decoder-only transformer."""
 
     modality: ClassVar[str] = "text"
+    position_fields: ClassVar[tuple[str, ...]] = ("positions", "max_length", "rope_theta", "rope_scaling", "window")
     num_layers: int = pydantic.Field(default=4, ge=1)
     """Number of blocks (attention and MLP)."""
     embed_dim: int = pydantic.Field(default=256, ge=1)
@@ -159,11 +159,6 @@ class Transformer(Model, kind="transformer"):
         """See `Model.context`: any number where a window limits what each token sees, wherever it is."""
         limited = self.positions == "learned" or self.window is None or self.window > length
         return super().context(length) if limited else None
-
-    def reads_as(self, other: Model) -> bool:
-        """See `Model.reads_as`: with equal positions, scaling and window, and a table of positions that is as long."""
-        fields = ("positions", "max_length", "rope_theta", "rope_scaling", "window")
-        return isinstance(other, Transformer) and all(getattr(self, name) == getattr(other, name) for name in fields)
 
     @property
     def trained(self) -> tuple[str, ...]:
