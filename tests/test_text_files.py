@@ -77,7 +77,11 @@ def test_text_that_is_no_utf_8_by_its_mark_is_refused_by_every_reader(tmp_path, 
             read(written(name, FORMS.get(name, ("a\tb\n" * 9, ""))[0]))
 
 
-@pytest.mark.parametrize("content", [gzip.compress(b"a,label\n" + b"1,0\n" * 999)[:-20], b"a,label\n1,0\n"])
+@pytest.mark.parametrize(
+    "content",
+    [gzip.compress(b"a,label\n" + b"1,0\n" * 999)[:-20], b"a,label\n1,0\n"],
+    ids=["cut short", "not compressed"],
+)
 def test_damaged_compressions_are_told(tmp_path, content):
     for name in ("a.csv.gz", "a.jsonl.xz", "a.csv.bz2", "a.txt.xz"):
         path = tmp_path / name
