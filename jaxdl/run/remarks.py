@@ -9,8 +9,9 @@ import jax
 from jaxdl.experiment import Experiment
 from jaxdl.models import Network
 from jaxdl.models.norm_rows import row_norms
+from jaxdl.optim import decay_mask
 from jaxdl.report.directions import mode_of
-from jaxdl.run.exchanged import with_vectors
+from jaxdl.run.exchanged import trained_of, with_vectors
 from jaxdl.run.validate import task_inputs
 from jaxdl.step import Parts
 from jaxdl.tasks import Task
@@ -20,7 +21,8 @@ _NAMED = 3
 
 def settings_remarks(experiment: Experiment, parts: Parts, num_replicas: int) -> tuple[str, ...]:
     """The lines about an experiment and what was made of it, on a mesh of so many replicas."""
-    return unusual_mode(parts.task) + norms_of_rows(experiment, parts, num_replicas)
+    decayed = decayed_biases(experiment, parts.network)
+    return unusual_mode(parts.task) + norms_of_rows(experiment, parts, num_replicas) + decayed
 
 
 def unusual_mode(task: Task) -> tuple[str, ...]:
@@ -62,6 +64,30 @@ def norms_of_rows(experiment: Experiment, parts: Parts, num_replicas: int) -> tu
         + (", or --mesh.fsdp in place of --mesh.replica" if num_replicas > 1 else "")
         + _span(parts.network, num_replicas)
         + ", or a norm over features, such as nnx.LayerNorm or nnx.GroupNorm.",
+    )
+
+
+def decayed_biases(experiment: Experiment, network: Network) -> tuple[str, ...]:
+    """A line when weight decay takes parameters of a user's network that are called bias or scale.
+
+    jaxdl's own optimizers know them by their dimensions; of others nothing is known.
+    """
+    optimizer = experiment.optimizer
+    if (
+        network.what is None
+        or not getattr(optimizer, "weight_decay", 0)
+        or not getattr(optimizer, "exclude_vectors", True)
+    ):
+        return ()
+    flat = jax.tree_util.tree_flatten_with_path(decay_mask(trained_of(experiment, network)[0]))[0]
+    paths = [tuple(str(getattr(part, "key", part)) for part in path) for path, decayed in flat if decayed]
+    names = ["/".join(path) for path in paths if path[-1] in ("bias", "scale")]
+    if not names:
+        return ()
+    return (
+        f"weight decay takes {_listed(names)}: by their dimensions they are no biases or scales (--explain shows all "
+        "that is decayed). To exclude them, give them one dimension in the network, or leave them out (use_bias=False "
+        "of the layer), or set --optimizer.weight-decay 0.",
     )
 
 
