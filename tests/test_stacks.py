@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
-from jaxdl import FromModule
-from jaxdl.optim import decay_mask, num_stacked_dims
+from jaxdl import Experiment, FromModule
+from jaxdl.models import Network
+from jaxdl.optim import AdamW, decay_mask, num_stacked_dims
 from jaxdl.optim.muon import matrix_dims
 from jaxdl.precision import cast_weights
+from jaxdl.run.remarks import decayed_biases
 from jaxdl.sharding import is_names
 
 X = jax.ShapeDtypeStruct((2, 6), jnp.float32)
@@ -88,6 +90,24 @@ def test_stacked_parameters_are_those_of_their_layers(model):
 def test_attention_is_not_taken_for_a_stack():
     network = FromModule(Net).network([X], **SIZES)
     assert set(jax.tree.leaves(num_stacked_dims(network.axes["attention"]))) == {0}
+
+
+class Attended(nnx.Module):
+    def __init__(self, num_classes, channels, dtype, *, rngs):
+        self.attention = nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
+        self.last = nnx.Linear(4, num_classes, rngs=rngs)
+
+    def __call__(self, image):
+        x = image.reshape(len(image), -1, 4)
+        return self.last(self.attention(x).mean(1))
+
+
+def test_decayed_biases_are_named():
+    experiment = Experiment(model=FromModule(Attended), optimizer=AdamW(weight_decay=0.1))
+    network = Network(lambda rngs: Attended(4, 1, jnp.float32, rngs=rngs), "mine")
+    (line,) = decayed_biases(experiment, network)
+    assert "takes attention/key/bias, attention/query/bias, attention/value/bias: by" in line
+    assert not decayed_biases(experiment.replaced({"optimizer.weight_decay": 0.0}), network)
 
 
 def test_a_stack_does_not_change_what_is_computed():

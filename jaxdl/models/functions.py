@@ -65,6 +65,11 @@ class FunctionNetwork(Network):
             params, state = self._init(key)
         return self._param_names.named(params), self._state_names.named(state)
 
+    def changed(self, change: Callable[[Any], None]) -> Network:
+        """Itself: functions have no module to change."""
+        del change
+        return self
+
     @property
     def called(self) -> Callable[..., Any]:
         """See `Network.called`."""

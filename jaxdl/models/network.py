@@ -133,6 +133,16 @@ class Network:
             after = keep(lambda path, new, old: new if _names(path) in self.norms else old, after, model_state)
         return projected(outputs) if whole else outputs, after
 
+    def changed(self, change: Callable[[nnx.Module], None]) -> Network:
+        """A network of the same parameters whose module `change` has changed after it was made."""
+
+        def make(rngs: nnx.Rngs) -> nnx.Module:
+            module = self._make(rngs)
+            change(module)
+            return module
+
+        return Network(make, self.what, self.given)
+
     @property
     def called(self) -> Callable[..., Any]:
         """The user's function that is the network, or the method `__call__` of its module."""

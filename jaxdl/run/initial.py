@@ -313,7 +313,7 @@ def _described(workdir: str | Path, which: Which) -> tuple[int, dict[str, tuple[
     if isinstance(which, int):
         steps = [which]
     elif which == "best":
-        steps = Best(folder / CHECKPOINTS_FOLDER, 1, read_experiment(folder).task.best_mode).order(steps)
+        steps = Best(folder / CHECKPOINTS_FOLDER, 1, read_experiment(folder).task.resolved_mode).order(steps)
         if not steps:
             raise ConfigError(f"{OPTION} {folder}: no checkpoint has an evaluation. Choose another --init-step.")
     return steps[0], stored_model(step_dir(folder, steps[0]))

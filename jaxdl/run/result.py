@@ -75,7 +75,7 @@ class Run:
     def plot(self) -> Figure:
         """The run's curves as a matplotlib figure."""
         task = self.plan.parts.task
-        return plot_history(self.history, objective=task.objective, best=(task.best_metric, task.best_mode))
+        return plot_history(self.history, objective=task.objective, best=(task.best_metric, task.resolved_mode))
 
 
 class Interrupted(BaseException):

@@ -90,7 +90,7 @@ class Saver:
             self._workdir,
             config,
             best_metric=task.best_metric,
-            best_mode=task.best_mode,
+            best_mode=task.resolved_mode,
             table_layout=layout if caches is None else caches.store.layout,
             form=caches,
         )

@@ -22,6 +22,7 @@ from jaxdl.experiment import Experiment, identity
 from jaxdl.files import HALT_FILE
 from jaxdl.lease import this_process
 from jaxdl.report import Diverged, Start, StepCounter
+from jaxdl.report.directions import mode_of
 from jaxdl.run.result import Interrupted, code_of
 from jaxdl.run.rollback import Rollbacks
 from jaxdl.run.signals import HALT, Stop, StopSignals
@@ -184,6 +185,7 @@ class RunStatus:
         )
 
     def _base(self) -> Record:
+        task = self._experiment.task
         return Record(
             State.DEPLOY,
             "",
@@ -196,8 +198,8 @@ class RunStatus:
             failure=self._failure,
             process=self._process,
             version=__version__,
-            best_metric=self._experiment.task.best_metric,
-            best_mode=self._experiment.task.best_mode,
+            best_metric=task.best_metric,
+            best_mode=task.best_mode or mode_of(task.best_metric) or "",
             skipped=self._rollbacks.skipped_text if self._rollbacks else "",
         )
 

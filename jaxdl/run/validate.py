@@ -95,6 +95,7 @@ def fitted_task(task: Task, spec: DataSpec, outputs: Callable[[Any], Any]) -> Ta
     """
     with user_code(task.users_name):
         fitted = task.fitted(spec, outputs)
+    assert fitted.resolved_mode, "raises where it is not known"
     if fitted.users_name is not None:
         check_task(fitted, spec, outputs)
     return fitted
