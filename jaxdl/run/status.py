@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 import threading
 import traceback
 from pathlib import Path
@@ -27,6 +28,7 @@ from jaxdl.run.rollback import Rollbacks
 from jaxdl.run.signals import HALT, Stop, StopSignals
 from jaxdl.run.trainer import Trainer
 from jaxdl.run.workdir import is_of_this_run, make_lease, take_lease
+from jaxdl.runs import newest_step
 from jaxdl.status import (
     Action,
     Reason,
@@ -40,7 +42,6 @@ from jaxdl.status import (
     utc_now,
 )
 from jaxdl.status.failures import error_file
-from jaxdl.status.rows import has_checkpoint
 from jaxdl.status.writer import LAST_WORD_SEC
 
 _WORDS = {
@@ -224,26 +225,27 @@ class RunStatus:
                 step = error.run.summary["steps"] if error.run is not None else self._step()
                 text = f"{Stop(error.signum)}: stopped at step {step}"
                 text += f" ({self._halt_text})" if self._halt_text and error.signum == HALT else ""
-                if (
-                    error.run is None
-                    and not error.unsaved
-                    and self._earlier is not None
-                    and self._earlier.state.is_final
-                ):
+                if error.run is None and self._earlier is not None and self._earlier.state.is_final:
                     return self._earlier  # Nothing has changed.
                 then = f"the same command resumes from step {step}" if error.run is not None else "the same command"
-                if error.unsaved:
-                    text, then = error.message, self._resumes()
                 return self._final(State.HALTED, step, Reason(text, code, utc_now()), Action.RESUME, then)
-        elif isinstance(error, KeyboardInterrupt):  # A second Ctrl-C.
-            reason = Reason(f"SIGINT: ended at step {self._step()} before it was saved", code, utc_now())
-            return self._final(State.HALTED, self._step(), reason, Action.RESUME, self._resumes())
+        elif isinstance(error, KeyboardInterrupt):  # A second Ctrl-C, while the run saved.
+            return self._ended_twice(code)
         else:
             text = f"{error}" if code in (MISTAKE, DIVERGED, BROKEN) else f"{type(error).__name__}: {error}"
             if code == 1 and current() is not None and from_the_network(error):
                 code = BROKEN
         self._add_error(error)
         return self._failed(text, code)
+
+    def _ended_twice(self, code: int) -> Record:
+        """After a second Ctrl-C, which is answered here with what is on disk: everything that writes is closed."""
+        assert self._workdir is not None
+        step, saved = self._step(), newest_step(self._workdir)
+        kept = "there is no checkpoint" if saved is None else f"the newest checkpoint is of step {saved}"
+        text = f"SIGINT twice: ended at step {step}; {kept}"
+        print(f"{text}. In {self._workdir} {self._resumes()}.", file=sys.stderr, flush=True)
+        return self._final(State.HALTED, step, Reason(text, code, utc_now()), Action.RESUME, self._resumes())
 
     def _failed(self, text: str, code: int) -> Record:
         """The record of a failure, of which `failures/N` is written."""
@@ -276,7 +278,7 @@ class RunStatus:
     def _resumes(self) -> str:
         """What the same command does next; it begins again where there is no checkpoint."""
         assert self._workdir is not None
-        return _RESUMES if has_checkpoint(self._workdir) else _BEGINS
+        return _BEGINS if newest_step(self._workdir) is None else _RESUMES
 
     def _step(self) -> int:
         """Steps completed; before the first one of this start, those of the run before it."""

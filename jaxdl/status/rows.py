@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import glob
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,7 +17,6 @@ from typing import Any
 
 from jaxdl.errors import ConfigError
 from jaxdl.files import (
-    CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     LEASE_FILE,
     METRICS_FILE,
@@ -27,6 +25,7 @@ from jaxdl.files import (
     SUMMARY_FILE,
 )
 from jaxdl.lease import Holder, is_alive
+from jaxdl.runs import has_checkpoint
 from jaxdl.status.parsing import parse_json
 from jaxdl.status.record import Action, Reason, Record, State, read_record, seconds_since
 
@@ -171,15 +170,6 @@ def _lost(row: Row, process: Holder | None) -> Row:
         next_text="the same command "
         + ("resumes from the newest checkpoint" if has_checkpoint(Path(row.workdir)) else "begins at step 0"),
     )
-
-
-def has_checkpoint(workdir: Path) -> bool:
-    """Whether a workdir has a checkpoint that looks complete."""
-    try:
-        with os.scandir(workdir / CHECKPOINTS_FOLDER) as entries:
-            return any(re.fullmatch(r"step_\d+", entry.name) for entry in entries)
-    except OSError:
-        return False
 
 
 def _with_metrics(row: Row, rows: Sequence[Mapping[str, Any]], problem: str = "") -> Row:
