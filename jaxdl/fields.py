@@ -88,7 +88,7 @@ def _classes() -> tuple[dict[str, list[str]], dict[str, list[tuple[str, str]]], 
     bases: dict[str, list[str]] = {}
     declared: dict[str, list[tuple[str, str]]] = {}
     for path in _PACKAGE.rglob("*.py"):
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         found_here = list(_CLASS.finditer(text))
         for one, following in itertools.zip_longest(found_here, found_here[1:]):
             body = re.split(r"^(?=\S)", text[one.end() : following.start() if following else None], flags=re.MULTILINE)[

@@ -27,9 +27,10 @@ from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.phases import make_timeline
 from jaxdl.run.build import make_parts
 from jaxdl.run.cached import without_caches
-from jaxdl.run.codec import check_codec, check_data
+from jaxdl.run.codec import check_data, codec_of_run
 from jaxdl.run.generation import Decoder, Sampling, Writing
 from jaxdl.run.inference import Inference, held_out, of_phase
+from jaxdl.run.initial import reading_spec
 from jaxdl.run.translation import Translator
 from jaxdl.runs import Which, check_run, check_which
 from jaxdl.sharding import Params
@@ -88,13 +89,21 @@ class Predictor(Inference):
         if isinstance(data, Data):
             check_data(self.workdir, data)
         with held_out(data, self.parts.data_spec) as source:
-            yield source
+            yield source.begun_by(self._mark) if isinstance(data, Data) and self._mark is not None else source
+
+    @functools.cached_property
+    def _mark(self) -> int | None:
+        """The token that begins a document in the training; None where that is not known."""
+        try:
+            return self.codec.beginning[-1] if isinstance(self.parts.data_spec, TextSpec) else None
+        except ConfigError:  # The files of the tokenizer are not here, and evaluation does without.
+            return None
 
     def _as_in_the_run(self, source: Source) -> Source:
         """The source with images of the size that the run's phase evaluated at this step."""
         if not self.experiment.phases:
             return source
-        counts = json.loads((self.workdir / EXAMPLES_FILE).read_text())
+        counts = json.loads((self.workdir / EXAMPLES_FILE).read_text(encoding="utf-8"))
         timeline = make_timeline(
             counts["train"]["examples"],
             self.experiment.batch_size,
@@ -170,7 +179,8 @@ class Predictor(Inference):
           top_k: draw from the k likeliest tokens alone.
           top_p: draw from the likeliest tokens that together have this probability.
           stop: texts at which a continuation ends; they are left out.
-          stop_at_end: end at the tokenizer's end of text (byte 0, for bytes).
+          stop_at_end: end at the tokenizer's end of text (byte 0, for bytes); a converted network ends where its
+            checkpoint says, which may be at several tokens.
           stop_tokens: further tokens that end it.
           seed: of the draws. A prompt's text depends on it and on its number, not on the others in its batch.
           batch_size: prompts side by side, over all devices.
@@ -194,10 +204,8 @@ class Predictor(Inference):
 
     @functools.cached_property
     def codec(self) -> Codec:
-        """Between text and tokens. Raises ConfigError when the tokenizer was replaced after the training."""
-        codec = self.experiment.data.codec()
-        check_codec(self.workdir, codec)
-        return codec
+        """Between text and tokens, texts beginning as in the training. Raises ConfigError for a replaced tokenizer."""
+        return codec_of_run(self.workdir, self.experiment.data)
 
     def _ending(self, how: Sampling, stop: Sequence[str], stop_at_end: bool) -> Sampling:
         self.check_text("generate")
@@ -206,7 +214,7 @@ class Predictor(Inference):
         if wrong := [token for token in how.stop_tokens if not 0 <= token < self.codec.vocab_size]:
             last = self.codec.vocab_size - 1
             raise ConfigError(f"--stop-tokens {wrong[0]}: there is no such token; they are numbered from 0 to {last}.")
-        ends = (self.codec.end,) if stop_at_end and self.codec.end is not None else ()
+        ends = self.codec.ends if stop_at_end else ()
         return dataclasses.replace(how, stop_tokens=(*how.stop_tokens, *ends))
 
     def check_text(self, what: str) -> TextSpec:
@@ -279,7 +287,7 @@ def restore(
     # No gradients are exchanged in prediction, so what they would be exchanged by plays no part.
     experiment = read_experiment(folder).replaced({"exchange": Dense()})
     experiment = without_caches(experiment)
-    spec = trained_on(folder)
+    spec = reading_spec(folder)
     with contextlib.suppress(ConfigError):  # JAX may run on other devices already, and those will do.
         start_devices(mesh or experiment.mesh)
     found = make_mesh(mesh) if mesh is not None else make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
@@ -308,7 +316,7 @@ def restore(
 
 def trained_on(workdir: Path) -> DataSpec:
     """What the examples of the run in a workdir are like; no device is started to read it. Raises OSError."""
-    return spec_from_json((workdir / DATA_FILE).read_text())
+    return spec_from_json((workdir / DATA_FILE).read_text(encoding="utf-8"))
 
 
 def _parts(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> Parts:

@@ -33,7 +33,7 @@ class Draw:
 def measured(workdir: Path) -> list[tuple[float, float]]:
     """(minutes of the run, BLEU) of each checkpoint that was evaluated."""
     steps = check_checkpoint(check_run(workdir, "--workdir"), option="--workdir")
-    rows = [json.loads(line) for line in (workdir / METRICS_FILE).read_text().splitlines()]
+    rows = [json.loads(line) for line in (workdir / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
     evaluated = {row["step"]: row for row in rows if "eval/loss" in row}
     found = []
     for step in [step for step in steps if step in evaluated]:

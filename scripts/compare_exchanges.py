@@ -135,7 +135,7 @@ def _numbers(history: dict[str, list[Any]], name: str) -> list[tuple[int, float]
 
 def _report(found: dict[str, Any], workdir: Path) -> None:
     metric, runs = found["metric"], found["runs"]
-    (workdir / "comparison.json").write_text(json.dumps(found, indent=2) + "\n")
+    (workdir / "comparison.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     table = Table(title=f"{found['config']} {' '.join(found['changes'])}")
     headings = ("exchange", f"{metric}: mean", "lowest", "highest", "to the first", "fewer bytes", "learning rate")
     for heading in headings if found["tried"] else headings[:-1]:

@@ -81,7 +81,7 @@ def write_entry(folder: Path, name: str, record: Mapping[str, Any], rows: Sequen
 def check_entry(path: Path) -> list[Epoch]:
     """The epochs of an entry, `path` its .json file. Raises ConfigError for what the benchmark would refuse."""
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: no JSON can be read: {error}") from None
     check_record(record, path)
@@ -106,7 +106,7 @@ def check_record(record: Any, path: Path) -> None:
 
 def _check_rows(path: Path) -> list[Epoch]:
     try:
-        lines = list(csv.reader(path.read_text().splitlines(), delimiter="\t"))
+        lines = list(csv.reader(path.read_text(encoding="utf-8").splitlines(), delimiter="\t"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: the table of epochs cannot be read: {error}") from None
     if not lines or sorted(lines[0]) != sorted(COLUMNS):

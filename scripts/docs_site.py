@@ -41,7 +41,9 @@ def on_files(files: Any, config: Any) -> Any:
 def pages() -> dict[str, str]:
     """The generated pages: path inside the site -> Markdown."""
     found = {f"{REFERENCE}/{name}.md": "\n".join(lines) + "\n" for name, lines in config_pages().items()}
-    return found | {f"{name.lower()}.md": for_site((ROOT / f"{name}.md").read_text()) for name in FROM_ROOT}
+    return found | {
+        f"{name.lower()}.md": for_site((ROOT / f"{name}.md").read_text(encoding="utf-8")) for name in FROM_ROOT
+    }
 
 
 def for_site(text: str) -> str:

@@ -26,7 +26,7 @@ def layout() -> dict[str, Any]:
     """What tests/test_floors.py enforces: the floors, from the ground up, and who may do what."""
     wanted = {"FLOORS": "floors", "MENTION_SHARD_MAP": "shard_map", "TOUCH_THE_DISK": "disk"}
     found: dict[str, Any] = {}
-    for node in ast.parse(LAYOUT_FILE.read_text()).body:
+    for node in ast.parse(LAYOUT_FILE.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in wanted:
             value = ast.literal_eval(node.value)
             key = wanted[node.targets[0].id]

@@ -59,7 +59,7 @@ DRAWINGS: Mapping[str, Callable[[], bytes]] = {"floors": draw_architecture.floor
 
 def read(name: str) -> dict[str, Any]:
     """The data of a figure."""
-    return json.loads((DOCS / "data" / f"{name}.json").read_text())
+    return json.loads((DOCS / "data" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, changes: list[str], workdir: Path, hosts: list
     """Trains on each number of hosts in turn, for an equal share of the steps; returns losses, evaluation and stops."""
     same_request(workdir, {"config": str(args.config), "hosts": hosts, "seed": seed, "changes": changes})
     marks = workdir / "stops.json"
-    stops: list[int] = json.loads(marks.read_text()) if marks.exists() else []
+    stops: list[int] = json.loads(marks.read_text(encoding="utf-8")) if marks.exists() else []
     for index, number in enumerate(hosts[len(stops) :], len(stops)):
         limit = args.steps * (index + 1) // len(hosts)
         launch = ["local", "--hosts", str(number), "--devices-per-host", "1"]
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace, changes: list[str], workdir: Path, hosts: list
             until=lambda rows, limit=limit: limit < args.steps and steps_done(rows) >= limit,
         )
         stops.append(steps_done(read_rows(workdir)))
-        marks.write_text(json.dumps(stops))
+        marks.write_text(json.dumps(stops), encoding="utf-8")
     rows = read_rows(workdir)
     accuracy = [value for row in rows for name, value in row.items() if name == "eval/accuracy"]
     losses = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
@@ -124,7 +124,7 @@ def report(args: argparse.Namespace, elastic: dict[str, Any], whole: list[dict[s
         "most_relative_distance_to_same_seed": float(np.max(np.abs(mine - curves[0]) / curves[0])),
         "most_relative_spread_of_seeds": float(np.max((curves.max(0) - curves.min(0)) / curves.mean(0))),
     }
-    (args.workdir / "elastic.json").write_text(json.dumps(found, indent=2) + "\n")
+    (args.workdir / "elastic.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     (args.workdir / "elastic.png").write_bytes(figure(found))
     console = Console()
     console.print({name: value for name, value in found.items() if name != "curves"})

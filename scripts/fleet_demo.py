@@ -170,7 +170,7 @@ class Played:
     def _attempts(self) -> list[tuple[str, list[str], dict[str, Any]]]:
         """Runs, nodes and process ids of the attempts that run now, as the journal says, and have made steps."""
         found = {}
-        for event in map(json.loads, (self.store.folder / "journal.jsonl").read_text().splitlines()):
+        for event in map(json.loads, (self.store.folder / "journal.jsonl").read_text(encoding="utf-8").splitlines()):
             folder = self.store.folder / "runs" / event["run"] / "attempts" / str(event.get("attempt"))
             if event["what"] == "started":
                 found[event["run"]] = (event["nodes"], folder / PIDS_FILE)
@@ -180,7 +180,7 @@ class Played:
         for run, (nodes, path) in sorted(found.items()):
             log = self.folder / "steps" / f"{self.names[run]}.jsonl"
             if path.exists() and log.exists() and log.stat().st_mtime > path.stat().st_mtime + 5:
-                ready.append((run, nodes, json.loads(path.read_text())))
+                ready.append((run, nodes, json.loads(path.read_text(encoding="utf-8"))))
         return ready
 
 

@@ -103,7 +103,7 @@ def names_of(asked: Sequence[Asked], folder: Path) -> dict[str, str]:
     names = {one.name for one in asked}
     found = {}
     for path in sorted((folder / "fleet" / "runs").glob("*/submission.json")):
-        command = json.loads(path.read_text())["command"]
+        command = json.loads(path.read_text(encoding="utf-8"))["command"]
         workdir = Path(command[command.index("--workdir") + 1]).name
         found[path.parent.name] = workdir if workdir in names else ""
     return found
@@ -111,7 +111,7 @@ def names_of(asked: Sequence[Asked], folder: Path) -> dict[str, str]:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a file of JSON."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def check(out: Path, asked: Sequence[Asked], plays: Sequence[str]) -> tuple[list[str], list[dict[str, Any]]]:

@@ -138,7 +138,7 @@ def main() -> None:
     console.print(
         f"seconds from a resize to the next step: {content.get('resize_sec')}; {content['took_sec']:.0f} s in all"
     )
-    (out / "fleet_on_ray.json").write_text(json.dumps(content, indent=1))
+    (out / "fleet_on_ray.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     sys.exit(1 if problems else 0)
 
 

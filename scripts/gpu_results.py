@@ -25,10 +25,10 @@ class Results:
         self.folder, self._names = folder, names
         self._toy = toy
         path = folder / RESULTS
-        text = path.read_text() if path.exists() else ""
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
         if text and not text.endswith("\n"):  # A kill has cut off the last line.
             text = text[: text.rfind("\n") + 1]
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
         rows = map(json.loads, text.splitlines())
         self._last: dict[str, dict[str, Any]] = {one["name"]: one for one in rows if one["toy"] == toy}
 
@@ -45,12 +45,12 @@ class Results:
         """Writes a measurement down, and all tables anew."""
         row |= {"toy": self._toy, "time": time.strftime("%Y-%m-%d %H:%M:%S %z")}
         self._last[row["name"]] = row
-        with (self.folder / RESULTS).open("a") as file:
+        with (self.folder / RESULTS).open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(row)}\n")
             file.flush()
             os.fsync(file.fileno())
         written = self.folder / f"{TABLES}.new"
-        written.write_text("\n".join(self._tables()) + "\n")
+        written.write_text("\n".join(self._tables()) + "\n", encoding="utf-8")
         written.replace(self.folder / TABLES)
 
     def _tables(self) -> Iterator[str]:
@@ -151,7 +151,7 @@ def machine() -> str:
     """The GPU, its driver and the versions of what was measured."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
-        gpu = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+        gpu = subprocess.run(query, capture_output=True, encoding="utf-8", timeout=30, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         gpu = "no GPU"
     versions = []

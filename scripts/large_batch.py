@@ -143,12 +143,12 @@ def tune(args: argparse.Namespace, base: Experiment, variant: Variant) -> dict[f
     folder = args.workdir / f"{variant.folder}_tuning"
     config = folder / "experiment.json"
     folder.mkdir(parents=True, exist_ok=True)
-    config.write_text(experiment.to_json() + "\n")
+    config.write_text(experiment.to_json() + "\n", encoding="utf-8")
     words = ["--config", str(config), "--workdir", str(folder), "--parallel", str(args.parallel)]
     words += ["--vary", f"optimizer.learning-rate={','.join(map(str, rates.values()))}", "--metric", "eval/accuracy"]
     if (signum := search([*words, "--sampler", "grid", "--scheduler", "none"], "large_batch.py")) is not None:
         raise SystemExit(128 + signum)
-    trials = json.loads((folder / "result.json").read_text())["trials"]
+    trials = json.loads((folder / "result.json").read_text(encoding="utf-8"))["trials"]
     return {factor: outcome(folder, one) for factor, one in zip(rates, trials, strict=True)}
 
 
@@ -169,11 +169,11 @@ def accuracy(workdir: Path, experiment: Experiment) -> dict[str, Any]:
     diverged = workdir / "diverged.txt"
     try:
         if diverged.exists():
-            raise Diverged(diverged.read_text())
+            raise Diverged(diverged.read_text(encoding="utf-8"))
         history = jaxdl.train(experiment, workdir, quiet=True).history
     except Diverged as error:
         print(error)
-        diverged.write_text(str(error))
+        diverged.write_text(str(error), encoding="utf-8")
         return {"final": 0.0, "course": []}
     rows = zip(history["epoch"], history["eval/accuracy"], strict=True)
     course = [(epoch, value) for epoch, value in rows if value is not None and value == value]
@@ -182,7 +182,7 @@ def accuracy(workdir: Path, experiment: Experiment) -> dict[str, Any]:
 
 def report(args: argparse.Namespace, found: dict[str, Any]) -> None:
     """Prints the table and writes both files."""
-    (args.workdir / "large_batch.json").write_text(json.dumps(found, indent=2) + "\n")
+    (args.workdir / "large_batch.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     columns = ("optimizer, batch", *(f"x {factor:g}" for factor in args.factors), "rate", "mean", "lowest", "highest")
     table = Table(*columns, "difference", title=f"{args.config}: tuning (held out), then test accuracy")
     first = None

@@ -108,7 +108,7 @@ def learn(learner: int, out: Path, faster: float) -> None:
 
     def stepped(info: Any) -> None:
         if not began(out, learner).exists():
-            began(out, learner).write_text(str(time.time()))
+            began(out, learner).write_text(str(time.time()), encoding="utf-8")
         while not all(began(out, other).exists() for other in range(NUM_LEARNERS)):
             time.sleep(0.02)
         time.sleep((SLOW_SEC if learner == SLOW else FAST_SEC) / faster)
@@ -118,7 +118,7 @@ def learn(learner: int, out: Path, faster: float) -> None:
 
     jaxdl.train(experiment_of(learner), quiet=True, on_step=stepped, on_evaluation=evaluated)
     if learner == 0:
-        (out / "losses.json").write_text(json.dumps(losses))
+        (out / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
 
 
 def began(out: Path, learner: int) -> Path:
@@ -148,14 +148,14 @@ def run(options: Sequence[str], out: Path, faster: float, disturb: Callable[[Cal
     command += ["--", "python", __file__, "--out", str(out), "--faster", str(faster), "--learner", "{learner}"]
 
     def kill(name: str) -> bool:
-        pid = json.loads(pids.read_text())["processes"].get(name) if pids.exists() else None
+        pid = json.loads(pids.read_text(encoding="utf-8"))["processes"].get(name) if pids.exists() else None
         with_options = Path(f"/proc/{pid}/cmdline")
-        if pid is None or not with_options.exists() or str(out) not in with_options.read_text():
+        if pid is None or not with_options.exists() or str(out) not in with_options.read_text(encoding="utf-8"):
             return False
         os.kill(pid, signal.SIGKILL)
         return True
 
-    with open(out / "output.txt", "w") as output:
+    with open(out / "output.txt", "w", encoding="utf-8") as output:
         line = subprocess.Popen(command, stdout=output, stderr=output)
         try:
             disturb(lambda name: line.poll() is None and kill(name))
@@ -176,14 +176,19 @@ def measure(name: str, out: Path, total_steps: int, target: float) -> Run:
     def disturb(kill: Callable[[str], bool]) -> None:
         nonlocal zero, killed
         wait_for_first_steps(out)
-        zero = max(float(began(out, learner).read_text() or time.time()) for learner in range(NUM_LEARNERS))
+        zero = max(
+            float(began(out, learner).read_text(encoding="utf-8") or time.time()) for learner in range(NUM_LEARNERS)
+        )
         time.sleep(max(0.0, zero + KILLED_AFTER_SEC - time.time()))
         killed = time.time()
         if not kill(f"learner{KILLED}"):
             sys.exit(f"{out}: learner {KILLED} was not there to be killed; see output.txt")
 
     run([*SETTINGS[name], "--total-steps", str(total_steps), "--restarts", "1"], out, 1.0, disturb)
-    losses = [(round(at - zero, 3), round(loss, 5)) for at, loss in json.loads((out / "losses.json").read_text())]
+    losses = [
+        (round(at - zero, 3), round(loss, 5))
+        for at, loss in json.loads((out / "losses.json").read_text(encoding="utf-8"))
+    ]
     records = read_tape(out / "syncer" / TAPE_FILE)
     lost = next(one["at_us"] for one in records if one["kind"] == "leave" and one["learner"] == KILLED)
     found = merges_of(records, lambda at_us: round(killed - zero + (at_us - lost) / 1e6, 3))
@@ -329,7 +334,7 @@ def compare(args: argparse.Namespace) -> None:
             "target": args.target,
             "runs": runs,
         }
-        (args.out / "async.json").write_text(json.dumps(data) + "\n")
+        (args.out / "async.json").write_text(json.dumps(data) + "\n", encoding="utf-8")
         (args.out / "async.png").write_bytes(figure(data))
     print(f"\n{'':38} {'median s to ' + format(args.target, 'g'):>20} {'each':>22} {'faster':>7}")
     first = None
@@ -370,7 +375,7 @@ def main() -> None:
         one = kill_at_random(number, args.out / str(number))
         runs.append(one)
         print(f"{number}: {one['seconds']} s, killed {', '.join(one['killed'])}; {shown(one)}", flush=True)
-    (args.out / "kills.json").write_text(json.dumps(runs) + "\n")
+    (args.out / "kills.json").write_text(json.dumps(runs) + "\n", encoding="utf-8")
     if any(one["replay"] for one in runs):
         sys.exit("a tape was not replayed")
 

@@ -232,13 +232,13 @@ def attempt(
     env = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     if not args.toy:  # A measurement that is tried again need not compile again.
         env.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "measure_gpu_programs"))
-    with log.open("w") as file:
+    with log.open("w", encoding="utf-8") as file:
         file.write(f"{' '.join(command)}\n")
         file.flush()
         code = run(command, env, file, limit, name, console)
     row: dict[str, Any] = {"name": name, "command": " ".join(["python", *command[1:]]), "toy": args.toy}
     if code == 0:
-        found = training_run(workdir) if words[0] == "train" else json.loads(figures.read_text())
+        found = training_run(workdir) if words[0] == "train" else json.loads(figures.read_text(encoding="utf-8"))
         return row | {"status": "measured", "result": found}
     why = f"{ENDED} ({limit / 60:.1f} minutes)" if code is None else f"exit code {code}: {last_line(log)}"
     return row | {"status": "failed", "why": why}
@@ -281,13 +281,13 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def last_line(log: Path) -> str:
     """The last line of a log that says something: the message of an error."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return (lines[-1] if lines else "it printed nothing")[:300]
 
 
 def training_run(workdir: Path) -> dict[str, Any]:
     """What a training run wrote down at its end."""
-    return json.loads((workdir / "summary.json").read_text())
+    return json.loads((workdir / "summary.json").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

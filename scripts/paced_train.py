@@ -37,7 +37,7 @@ class Pace:
         self._last = time.monotonic()
         if jax.process_index() == 0:
             line = {"step": info.step, "nodes": nodes, "pid": os.getpid(), "at": time.time()}
-            with self._log.open("a") as file:
+            with self._log.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
 

@@ -31,7 +31,7 @@ def main() -> None:
             logits = model(torch.tensor(TOKENS)).logits.double().numpy()
         found[name] = {"shapes": shapes, "logits": [[[round(x, 6) for x in row] for row in text] for text in logits]}
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(one)}" for name, one in found.items())
-    RECORDED.write_text(f"{{\n{lines}\n}}\n")
+    RECORDED.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

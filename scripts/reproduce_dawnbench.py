@@ -284,7 +284,7 @@ def _write_digits(folder: Path) -> None:
             path = folder / name / str(digit) / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image[..., 0]).convert("RGB").resize((64, 64), Image.Resampling.BICUBIC).save(path)
-    (folder / "done").write_text("")
+    (folder / "done").write_text("", encoding="utf-8")
 
 
 def _chosen(workdir: Path) -> Any:
@@ -318,7 +318,7 @@ def _first_start(workdir: Path, before_sec: float) -> tuple[float, str] | None:
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}. Make room there, or choose another --workdir.") from None
     try:
-        noted = json.loads(path.read_text())
+        noted = json.loads(path.read_text(encoding="utf-8"))
         return float(noted["before_sec"]), str(noted["day"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -99,7 +99,7 @@ def reached(
 def trained(rows: list[dict[str, Any]], workdir: Path) -> tuple[float, int]:
     """Seconds of training in these rows, and the steps."""
     seconds, step = 0.0, 0
-    examples = json.loads((workdir / CONFIG_FILE).read_text())["batch_size"] if rows else 0
+    examples = json.loads((workdir / CONFIG_FILE).read_text(encoding="utf-8"))["batch_size"] if rows else 0
     for row in rows:
         if "examples_per_sec" in row:
             seconds += (row["step"] - step) * examples / row["examples_per_sec"]
@@ -139,7 +139,7 @@ def report(args: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
             )
     Console(width=140).print(table)
     found = {"target": args.target, "runs": runs, "summary": summary}
-    (args.workdir / "times.json").write_text(json.dumps(found, indent=2) + "\n")
+    (args.workdir / "times.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     (args.workdir / "times.png").write_bytes(figure(runs, args.target))
     print(f"written: {args.workdir / 'times.json'}, {args.workdir / 'times.png'}")
 

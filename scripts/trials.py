@@ -57,12 +57,13 @@ def folder_name(side: str) -> str:
 def same_request(workdir: Path, request: Mapping[str, Any]) -> None:
     """Writes the settings of a run beside its folder. Raises ConfigError when they differ from those written before."""
     path, text = workdir.with_name(f"{workdir.name}.request.json"), json.dumps(request, sort_keys=True)
-    if path.exists() and path.read_text() != text:
+    if path.exists() and path.read_text(encoding="utf-8") != text:
         raise ConfigError(
-            f"{workdir}: it holds a run with other settings ({path.read_text()}). Give another --workdir."
+            f"{workdir}: it holds a run with other settings ({path.read_text(encoding='utf-8')}). Give another "
+            "--workdir."
         )
     workdir.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
 
 
 def train_on_hosts(
@@ -101,11 +102,11 @@ def train_on_hosts(
 def read_rows(workdir: Path) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl so far."""
     path = workdir / METRICS_FILE
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def finished(workdir: Path) -> bool:
     """Whether the run in a workdir has come to its end; one that was stopped has a summary, too."""
     path = workdir / SUMMARY_FILE
-    return path.exists() and json.loads(path.read_text())["status"] == "finished"
+    return path.exists() and json.loads(path.read_text(encoding="utf-8"))["status"] == "finished"

@@ -243,9 +243,95 @@ def test_what_cannot_be_converted(tmp_path, capsys, name, settings, problem):
     assert not (tmp_path / "run" / "config.json").exists()
 
 
+BAD = (None, [1], [], {}, {"a": 1}, "x", "1", -1, -1.5, 0, 0.5, True, float("nan"), float("inf"))
+"""Values that settings of a config.json have been seen with, or could have."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_any_value_of_any_setting_is_read_or_told(tmp_path, name):
+    """Each setting of the file and of the layout, and of its rotary positions, with each value."""
+    folder = write_checkpoint(tmp_path / "hf", name)
+    path, given = folder / "config.json", CONFIGS[name]
+    scaling = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8, "partial_rotary_factor": 1}  # fmt: skip
+    layout = layout_of(given, "")
+    tried = [{**given, setting: value} for setting in {*given, *layout.forms} for value in BAD]
+    if name == "llama3":
+        tried += [{**given, "rope_parameters": {**scaling, setting: value}} for setting in scaling for value in BAD]
+    refused = 0
+    for config in tried:
+        path.write_text(json.dumps(config))
+        try:
+            found = Checkpoint(folder)
+        except jaxdl.ConfigError:
+            refused += 1
+        else:
+            assert (type(found.length), type(found.vocab_size)) == (int, int)
+            assert found.length >= 1
+    assert refused > len(tried) / 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"max_position_embeddings": None}, "max_position_embeddings = null must be a whole number, 1 or more"),
+        ({"rope_parameters": [1]}, "rope_parameters = [1] must be an object"),
+        ({"rope_parameters": {FULL: {"rope_theta": 1e6}}}, f"each kind of layer, {FULL}, are not converted"),
+        ({"vocab_size": "32"}, 'vocab_size = "32" must be a whole number'),
+    ],
+)
+def test_a_setting_of_another_type_is_told(tmp_path, capsys, settings, problem):
+    folder = write_checkpoint(tmp_path / "hf", "llama3", **settings)
+    assert problem in refusal(capsys, "from-hf", folder, tmp_path / "new" / "run", run=main)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2"])
+def test_a_tokenizer_with_more_tokens_than_rows_gets_rows(tmp_path, capsys, name):
+    """Of networks with and without an output layer of their own."""
+    folder = write_checkpoint(tmp_path / "hf", name)
+    more = {"<eos>": 0, **{f"w{n}": n for n in range(1, 34)}}
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER | {"model": WORDS | {"vocab": more}}))
+    main(["from-hf", str(folder), str(tmp_path / "run")])
+    assert "its tokenizer has 34 tokens, and its table 32 rows: 2 rows are added" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    predictor = jaxdl.restore(tmp_path / "run")
+    logits = predictor.logits(TOKENS)
+    np.testing.assert_allclose(logits[..., :32], recorded()[name]["logits"], atol=1e-4)
+    # The mean of the rows has the mean of the logits.
+    np.testing.assert_allclose(logits[..., 32:], logits[..., :32].mean(-1, keepdims=True).repeat(2, -1), atol=1e-4)
+    main(["to-hf", str(tmp_path / "run"), str(tmp_path / "back")])
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["vocab_size"] == 34
+    assert {x[1] for key, x in bits(tmp_path / "back").items() if "embed_tokens" in key or "lm_head" in key} == {
+        (34, 16)
+    }
+
+
+def test_a_refused_conversion_leaves_what_was_there(tmp_path, capsys):
+    folder = write_checkpoint(tmp_path / "hf", "llama3", num_hidden_layers=3)
+    (tmp_path / "run" / "notes").mkdir(parents=True)
+    (tmp_path / "run" / "notes" / "a.txt").touch()
+    assert "missing: model.layers.2." in refusal(capsys, "from-hf", folder, tmp_path / "run", run=main)
+    assert [path.name for path in (tmp_path / "run").rglob("*")] == ["notes", "a.txt"]
+    assert "missing: model.layers.2." in refusal(capsys, "from-hf", folder, tmp_path / "a" / "b", run=main)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("line", ["--length 8 HF RUN", "HF --length=8 RUN", "HF RUN --length 8"])
+def test_options_may_stand_anywhere(tmp_path, capsys, line):
+    folder, run = write_checkpoint(tmp_path / "hf", "qwen3"), tmp_path / "run"
+    main(["from-hf", *({"HF": str(folder), "RUN": str(run)}.get(word, word) for word in line.split())])
+    assert json.loads((run / "data.json").read_text())["length"] == 8
+
+
 @pytest.mark.parametrize(
     ("args", "problem"),
     [
+        (["from-hf", "--length", "HF", "NEW"], "not a whole number"),
+        (["from-hf", "--size", "8", "HF", "NEW"], "--size"),
+        (["from-hf", "HF", "NEW", "OTHER"], "other"),
+        (["to-hf", "--dtype", "int4", "RUN", "NEW"], "--dtype"),
         (["from-hf", "HF"], "two folders are needed: python -m jaxdl.convert from-hf FOLDER WORKDIR"),
         (["from-hf", "HF", "RUN"], "there is a run in this folder already"),
         (["from-hf", "HF", "NEW", "--length", "65"], "--length 65: the network reads 1 to 64 tokens"),

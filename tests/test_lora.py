@@ -1,6 +1,7 @@
 """Low-rank adapters: what is trained, what it computes, and what becomes of it when it is merged."""
 
 import functools
+import json
 import shutil
 from pathlib import Path
 
@@ -21,11 +22,12 @@ from jaxdl.export.__main__ import main as export
 from jaxdl.files import INIT_FILE
 from jaxdl.kinds import choices
 from jaxdl.mesh import MeshConfig
-from jaxdl.models import LoRA
+from jaxdl.models import LoRA, Transformer
 from jaxdl.optim import AdamW
 from jaxdl.report.facts import plan_facts
 from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.initial import InitFrom, beginning
+from jaxdl.run.initial import InitFrom, beginning, reading_spec
+from jaxdl.run.scoring import Scorer
 from jaxdl.tasks import LanguageModelling
 
 FINETUNE = Path(__file__).parent.parent / "configs" / "lm_finetune.py"
@@ -156,6 +158,43 @@ def test_merged_it_computes_the_same(tuned, tmp_path, capsys):
     np.testing.assert_allclose(found, jax.nn.softmax(predictor.logits(tokens)), atol=1e-5)
     with safe_open(tmp_path / "export" / "params.safetensors", framework="numpy") as file:
         assert not [name for name in file.keys() if "lora" in name]  # noqa: SIM118
+
+
+def test_tuned_with_shorter_texts_the_network_reads_as_many_tokens(base, tuned, tmp_path):
+    """The converted network reads 64 tokens; the rows of its tuning have 12."""
+    predictor = jaxdl.restore(tuned.workdir)
+    assert (predictor.parts.data_spec.length, Scorer(predictor).context) == (64, 64)
+    assert json.loads((tuned.workdir / "data.json").read_text())["length"] == 12
+    main(["to-hf", str(tuned.workdir), str(tmp_path / "back")])
+    before, after = (
+        json.loads((folder / "config.json").read_text()) for folder in (base.parent / "hf", tmp_path / "back")
+    )
+    assert after["max_position_embeddings"] == before["max_position_embeddings"] == 64
+
+
+def test_the_context_goes_on_from_run_to_run_where_positions_mean_the_same(base, tuned, tmp_path):
+    def context(workdir, names=(), **changes):
+        plan = make_plan(experiment(base, **changes), None)
+        found, _ = beginning(
+            None, InitFrom(workdir, names), False, plan.parts.state_spec.abstract(), model=plan.experiment.model
+        )
+        return found.context
+
+    assert context(tuned.workdir) == 64, "and not 12"
+    assert context(base, **{"model.lora": LoRA()}) == 64
+    assert context(base, names=("layers",), **{"model.lora": LoRA()}) is None
+    assert context(base, **{"model.lora": LoRA(), "model.rope_theta": 5e5}) is None
+    kinds = [Transformer(positions="learned", max_length=size) for size in (16, 16, 32)]
+    assert [kinds[0].reads_as(other) for other in (*kinds, Transformer())] == [True, True, False, False]
+    longer = json.loads((tuned.workdir / "data.json").read_text()) | {"length": 128}
+    (tmp_path / "data.json").write_text(json.dumps(longer))
+    (tmp_path / "init.json").write_text((tuned.workdir / "init.json").read_text())
+    assert reading_spec(tmp_path).length == 128, "the larger of both"
+    older = json.loads((tuned.workdir / "init.json").read_text())
+    del older["context"]
+    (tmp_path / "init.json").write_text(json.dumps(older))
+    (tmp_path / "data.json").write_text((tuned.workdir / "data.json").read_text())
+    assert reading_spec(tmp_path).length == 12, "of an older run it is not known"
 
 
 def test_adapters_beside_random_values_are_a_mistake(base, tuned, tmp_path):

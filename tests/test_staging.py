@@ -206,6 +206,9 @@ def test_the_tokens_of_documents_are_what_is_copied(tmp_path, source, capsys):
     copied = data.staged(stage)
     assert copied.shards.startswith(str(tmp_path / "disk"))
     assert copied.build().content() == before
+    for file in source.rglob("*"):
+        os.utime(file, (1e9, 1e9))
+    assert data.staged(stage).build().content() == before
     assert Mixture(sources={"x": data}).staged(stage).sources["x"].shards == copied.shards
     shutil.copytree(source, other := tmp_path / "more")
     (other / "d.txt").write_text("five " * 50)

@@ -65,7 +65,7 @@ class Workers:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                text=True,
+                encoding="utf-8",
                 errors="replace",
                 env=os.environ | self._shared | {"JAX_PROCESS_ID": str(number), "JAXDL_HOST": host.name},
                 start_new_session=True,  # The parent handles Ctrl-C and ends them.

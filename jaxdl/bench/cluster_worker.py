@@ -246,7 +246,7 @@ def _with_replicas(parts: Parts, state: TrainState) -> TrainState:
 
 def serve(worker: Any) -> None:
     """Answers requests for methods of a worker until stdin closes."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin:
         method, arguments = json.loads(line)

@@ -185,10 +185,10 @@ class _Side:
     """Context: a process that measures one side."""
 
     def __init__(self, name: str, log: Path) -> None:
-        self._log = log.open("w+")  # Libraries print a lot.
+        self._log = log.open("w+", encoding="utf-8")  # Libraries print a lot.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "jaxdl.bench.input_sides", name],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, encoding="utf-8",
             start_new_session=True,
         )  # fmt: skip
 

@@ -299,7 +299,7 @@ SIDES: dict[str, tuple[str | None, Rounds]] = {
 
 def main() -> None:
     """Serves one side until its input ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)  # Output of libraries must not be mistaken for an answer.
     package, make = SIDES[sys.argv[1]]
     job = Job(**json.loads(sys.stdin.readline()))

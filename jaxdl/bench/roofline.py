@@ -42,7 +42,7 @@ def read(path: Path | None) -> dict[str, Any] | None:
     if path is None:
         return None
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
         assert {"kernels", "bytes", "product_sec", "least_sec"} <= found["kernels"]["all"].keys()
     except (OSError, ValueError, LookupError, TypeError, AssertionError):
         raise OptionError(f"--before {path}: not a file that --h100 --json wrote.") from None

@@ -63,7 +63,11 @@ def cpu_sec(line: list[str], *, until_first: bool) -> float:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     process.stdout.readline()
-    ticks = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13] if until_first else []
+    ticks = (
+        Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[11:13]
+        if until_first
+        else []
+    )
     if until_first:
         process.kill()
     process.communicate()

@@ -56,7 +56,7 @@ def main(args: list[str]) -> None:
         texts = list(_texts(command.megabytes * 1_000_000))
         parts = [texts[number :: command.num_parts] for number in range(command.num_parts)]
         for number, part in enumerate(parts):
-            with (folder / f"{number}.jsonl").open("w") as file:
+            with (folder / f"{number}.jsonl").open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps({"text": text}) + "\n" for text in part)
         tokenizer = folder / "tokenizer.json"
         train = Train(out=tokenizer, vocab_size=command.vocab_size, max_bytes=10_000_000)

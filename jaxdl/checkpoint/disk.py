@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from jaxdl.checkpoint.errors import read_refused, unreadable
+from jaxdl.checkpoint.errors import Incomplete, read_refused, unreadable
 from jaxdl.checkpoint.fingerprint import Stale
 from jaxdl.config import ConfigError
 
@@ -18,13 +18,15 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPER
 
 
 def disk_reason(error: BaseException | None) -> str | None:
-    """The reason, in words, if an error or one of its causes is a refused write (or `Stale`); None otherwise.
+    """The reason, in words, if an error or one of its causes is a refused, incomplete or stale write; else None.
 
     Libraries written in other languages raise other types of errors, with the system's message in their text.
     """
     while error is not None:
         if isinstance(error, Stale):
             return error.strerror
+        if isinstance(error, Incomplete):
+            return str(error)
         if isinstance(error, OSError) and error.errno is not None:
             return os.strerror(error.errno) if error.errno in DISK_ERRORS else None
         for number in DISK_ERRORS:

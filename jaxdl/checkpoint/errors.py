@@ -33,6 +33,10 @@ class Damaged(Exception):
     """The bytes of a checkpoint were read and differ from those written; the message has the file or array."""
 
 
+class Incomplete(Exception):
+    """A checkpoint that was written lacks something that a restore needs; the message says what."""
+
+
 class Unusable(ConfigError):
     """This run cannot use the existing checkpoints."""
 

@@ -10,6 +10,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxdl.checkpoint.differential import CHANGED, ChangedHandler
+from jaxdl.checkpoint.literal import literal
 from jaxdl.checkpoint.written_rows import RowsHandler, chunk_bytes
 from jaxdl.config import ConfigError
 from jaxdl.state import TABLES, TrainState
@@ -81,6 +82,7 @@ def read_items(folder: Path, wanted: dict[str, Any], *, partial: bool = False) -
 
     `partial`: the structs are of some of the stored arrays.
     """
+    folder = literal(folder)
     if partial:
         with _reader(ocp.PyTreeCheckpointHandler) as reader:
             return {name: reader.restore(folder / name, args=_some_of(x)) for name, x in wanted.items()}
@@ -91,7 +93,7 @@ def read_items(folder: Path, wanted: dict[str, Any], *, partial: bool = False) -
 def stored_arrays(folder: Path, item: str) -> dict[str, tuple[tuple[int, ...], str]]:
     """(shape, dtype) of each array of an item, as TensorStore reports them."""
     with _reader() as reader:
-        tree = reader.metadata(folder / item)
+        tree = reader.metadata(literal(folder) / item)
     flat = getattr(tree, "item_metadata", tree)
     return {name: (tuple(one.shape), str(one.dtype)) for name, one in dict(getattr(flat, "tree", flat)).items()}
 

@@ -17,11 +17,13 @@ import jax
 import orbax.checkpoint as ocp
 import pydantic
 
+from jaxdl.checkpoint.complete import check_complete
 from jaxdl.checkpoint.differential import CHANGED, Differences, SaveChanged, WrittenTables, whole_bytes
 from jaxdl.checkpoint.disk import check_folder, check_room, disk_reason
 from jaxdl.checkpoint.errors import Damaged, NoneLeft, Unreadable
 from jaxdl.checkpoint.form import Form
 from jaxdl.checkpoint.items import ITEMS, fresh_exchange, handlers, save_arguments, to_items, to_state
+from jaxdl.checkpoint.literal import literal
 from jaxdl.checkpoint.manifest import write_manifest
 from jaxdl.checkpoint.meta import Meta, Stored
 from jaxdl.checkpoint.quiet import hush_orbax
@@ -115,7 +117,7 @@ class Checkpoints:
             async_options=ocp.AsyncOptions(post_finalization_callback=self._list_files),
         )
         try:
-            self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers())
+            self._manager = ocp.CheckpointManager(literal(self.folder), options=options, item_handlers=handlers())
         except OSError as error:
             raise ConfigError(f"{self.folder}: {error.strerror}. Choose a writable folder.") from None
 
@@ -172,8 +174,9 @@ class Checkpoints:
         return made[0] if self._settled(step, lambda: made.append(form.stored(state))) else None
 
     def _list_files(self) -> None:
-        """Writes the manifest. Orbax calls this on the first process before the folder gets its final name."""
+        """Looks at what was written, and lists it. Orbax calls this on the first process before the final name."""
         for half in self.folder.glob(f"{step_folder(self._writing)}{HALF}*"):
+            check_complete(half)
             write_manifest(half)
 
     def completed(self) -> list[tuple[int, Path]]:

@@ -34,7 +34,7 @@ def write_manifest(folder: Path) -> None:
         crc = f"{zlib.crc32(path.read_bytes()):08x}" if size <= SMALL_BYTES else None
         files[path.relative_to(folder).as_posix()] = [size, crc]
     content = {"format": 1, "files": files}
-    with (folder / MANIFEST_FILE).open("w") as file:
+    with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as file:
         file.write(json.dumps(content | {"checksum": checksum(content)}))
         file.flush()
         os.fsync(file.fileno())

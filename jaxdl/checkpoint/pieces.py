@@ -12,6 +12,7 @@ import numpy as np
 import tensorstore
 
 from jaxdl.checkpoint.fingerprint import PIECE_BYTES, part_fingerprint
+from jaxdl.checkpoint.literal import literal
 
 
 class StoredRows:
@@ -19,7 +20,8 @@ class StoredRows:
 
     def __init__(self, folder: Path, item: str, name: str) -> None:
         """Raises what TensorStore raises for files that are damaged or cannot be read."""
-        files = {"driver": "file", "path": f"{(folder / item).absolute()}/"}  # A URL would not have all names.
+        # A URL would not have all names.
+        files = {"driver": "file", "path": f"{literal(folder) / item}/"}
         database = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
         self._stored: Any = tensorstore.open({"driver": "zarr", "kvstore": database}, open=True, read=True).result()
         self.shape: tuple[int, ...] = tuple(self._stored.shape)

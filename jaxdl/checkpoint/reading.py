@@ -22,6 +22,7 @@ from jaxdl.checkpoint.differential import with_changed
 from jaxdl.checkpoint.errors import Damaged, Unreadable, Unusable, read_refused, unreadable
 from jaxdl.checkpoint.fingerprint import Stale, first_sums, host_fingerprints, tagged, tagged_texts, text
 from jaxdl.checkpoint.items import read_items, stored_arrays
+from jaxdl.checkpoint.literal import with_names
 from jaxdl.checkpoint.manifest import check_files, read_everything
 from jaxdl.checkpoint.meta import Meta, Stored, read_meta
 from jaxdl.checkpoint.stored_tables import (
@@ -220,7 +221,7 @@ def _diagnosed(folder: Path, error: Exception, last: bool) -> Exception:
         return error
     if (number := read_refused(error)) is not None:
         return unreadable(folder, number)
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    reason = (with_names(str(error)).strip() or type(error).__name__).splitlines()[0][:200]
     if vouched:
         return Unreadable(
             f"{folder}: its files are intact, but it cannot be restored: {reason}. Nothing was moved; the same command "

@@ -112,7 +112,7 @@ def host_memory_bytes() -> int:
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         try:
-            limits.append(int(path.read_text()))
+            limits.append(int(path.read_text(encoding="utf-8")))
         except (OSError, ValueError):
             continue  # No such limit: the file is missing, or says "max".
     return min(limits)

@@ -5,6 +5,7 @@ The command line is checked before JAX is imported.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ used with jaxdl.restore, python -m jaxdl.generate and --init-from. to-hf writes 
   {PROG} to-hf runs/tuned tuned --dtype bfloat16
 
 With from-hf --help or to-hf --help: the options."""
+_NUM_FOLDERS = 2
+"""Folders that each command is given."""
 _WRITTEN = (HF_CONFIG, "*.safetensors*", "generation_config.json", "tokenizer*", "special_tokens_map.json")
 """Patterns of the files that `to-hf` writes; it replaces none."""
 
@@ -70,8 +73,9 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _from_hf(line: Sequence[str]) -> None:
-    command = parse_options(FromHF, _options(line), prog=f"{PROG} from-hf")
-    source, workdir = _folders(line, "from-hf FOLDER WORKDIR")
+    folders, options = _split(line)
+    command = parse_options(FromHF, options, prog=f"{PROG} from-hf")
+    source, workdir = _folders(folders, "from-hf FOLDER WORKDIR")
     if not (source / HF_CONFIG).is_file():
         raise ConfigError(f"{source}: there is no {HF_CONFIG} in it. Give the folder of a checkpoint of Hugging Face.")
     from jaxdl.convert.from_hf import from_hf
@@ -80,8 +84,9 @@ def _from_hf(line: Sequence[str]) -> None:
 
 
 def _to_hf(line: Sequence[str]) -> None:
-    command = parse_options(ToHF, _options(line), prog=f"{PROG} to-hf")
-    workdir, folder = _folders(line, "to-hf WORKDIR FOLDER")
+    folders, options = _split(line)
+    command = parse_options(ToHF, options, prog=f"{PROG} to-hf")
+    workdir, folder = _folders(folders, "to-hf WORKDIR FOLDER")
     check_checkpoint(check_run(workdir), command.step)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}: a file, not a folder. Choose another folder.")
@@ -98,15 +103,22 @@ def _to_hf(line: Sequence[str]) -> None:
     _run("writing", lambda progress: to_hf(workdir, folder, **chosen, progress=progress))
 
 
-def _options(line: Sequence[str]) -> list[str]:
-    """What follows the two folders."""
-    first = next((number for number, word in enumerate(line) if word.startswith("--")), len(line))
-    return list(line[min(first, 2) :])
+def _split(line: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(the folders, the options) of a command line; each option has one value, and may stand anywhere."""
+    folders, options = list[str](), list[str]()
+    words = iter(line)
+    for word in words:
+        if not word.startswith("--") and word != "-h":
+            (folders if len(folders) < _NUM_FOLDERS else options).append(word)
+        else:
+            options.append(word)
+            if "=" not in word and word not in ("-h", "--help"):
+                options += itertools.islice(words, 1)
+    return folders, options
 
 
-def _folders(line: Sequence[str], usage: str) -> tuple[Path, Path]:
-    given = [word for word in line[:2] if not word.startswith("--")]
-    if len(given) < 2:
+def _folders(given: Sequence[str], usage: str) -> tuple[Path, Path]:
+    if len(given) < _NUM_FOLDERS:
         raise ConfigError(f"two folders are needed: {PROG} {usage}.")
     return Path(given[0]), Path(given[1])
 

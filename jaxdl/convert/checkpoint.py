@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxdl.config import one_message
@@ -22,6 +23,8 @@ _SHOWN = 3
 """How many names a message has."""
 _HEAD = "lm_head.weight"
 """The matrix of the output layer, in every layout."""
+_TABLES = {"embedding": 0, "head": 1}
+"""The parameters with a vector for each token, and in which dimension its tokens are."""
 _ROWS = 4096
 """Rows of a table that are compared at a time."""
 Progress = Callable[[int, int], None]
@@ -90,6 +93,7 @@ class Checkpoint:
         where = str(folder / HF_CONFIG)
         self.layout = layout_of(self.config, where)
         try:
+            self.layout.check(self.config)
             with one_message():
                 self.model = self.layout.model(self.config)
             self.vocab_size, self.length = int(self.config["vocab_size"]), self.layout.length(self.config)
@@ -99,15 +103,38 @@ class Checkpoint:
             raise ConfigError(f"{where}: {error}") from None
         self._stored = stored_tensors(folder)
 
+    def grow(self, vocab_size: int) -> int:
+        """Gives the network as many rows of tokens as the tokenizer has tokens; returns how many are added.
+
+        The matrices of the embedding and the output layer get them: each the mean of the rows that are there, as
+        `resize_token_embeddings` of transformers draws them around it (`mean_resizing`). Such a token means nothing
+        before it is trained.
+        """
+        added = max(0, vocab_size - self.vocab_size)
+        if added:
+            self.model = self.model.replaced({"vocab_size": vocab_size})
+        return added
+
     def params(self, shapes: Mapping[str, Any], progress: Progress = lambda done, every: None) -> dict[str, Any]:
         """The parameters, float32, of the network whose parameters have these shapes; one array at a time is copied.
 
         Raises ConfigError, with all names, for tensors that are missing, unexpected or of another shape; and for a
         matrix of the output layer that is not the embedding table although the config says so.
         """
-        found = list(places(self.layout, self.model, shapes))
+        there = {
+            **shapes,
+            **{name: self._as_stored(shapes[name], dim) for name, dim in _TABLES.items() if name in shapes},
+        }
+        found = list(places(self.layout, self.model, there))
         stored = _matched(self.folder, found, self._stored, self.layout)
-        return _params(shapes, found, stored, progress)
+        params = _params(there, found, stored, progress)
+        return params | {name: _grown(params[name], shapes[name].shape[dim], dim) for name, dim in _TABLES.items()
+                         if name in params}  # fmt: skip
+
+    def _as_stored(self, shape: Any, dim: int) -> Any:
+        """The shape of a matrix with a row, or column, for each token of the config."""
+        size = tuple(self.vocab_size if number == dim else x for number, x in enumerate(shape.shape))
+        return jax.ShapeDtypeStruct(size, shape.dtype)
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -167,6 +194,14 @@ def _check_tied(folder: Path, head: Stored, name: str, table: Stored) -> None:
             f'{_HEAD} {why}. Write "tie_word_embeddings": false there if the network was trained with its own output '
             f"layer, as transformers reads it; or save the checkpoint again without {_HEAD}."
         )
+
+
+def _grown(table: jax.Array, size: int, dim: int) -> jax.Array:
+    """A table with means of its vectors added, until there are `size`."""
+    if table.shape[dim] == size:
+        return table
+    mean = jnp.mean(table, axis=dim, keepdims=True)
+    return jnp.concatenate([table, jnp.repeat(mean, size - table.shape[dim], axis=dim)], axis=dim)
 
 
 def _rows(table: np.ndarray) -> Iterator[np.ndarray]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +42,33 @@ def from_hf(folder: Path, workdir: Path, *, length: int | None, progress: Progre
     found = Checkpoint(folder)
     if length is not None and not 0 < length <= found.length:
         raise ConfigError(f"--length {length}: the network reads 1 to {found.length} tokens.")
-    check_tokenizer(folder, byte_bpe=found.layout.byte_bpe)  # Before anything is written.
+    tokens = check_tokenizer(folder, found.config, byte_bpe=found.layout.byte_bpe)  # Before anything is written.
     if check_workdir(workdir) and has_checkpoint(workdir):
         raise ConfigError(f"{workdir}: there is a run in this folder already. Choose another one.")
+    added = found.grow(tokens or 0)
     with contextlib.suppress(ConfigError):  # In a program that runs on other devices these will do.
         start_devices(MeshConfig(cpu_devices=1))
+    with _whole(workdir):
+        parts = _written(found, workdir, length or found.length, progress)
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(parts.network.param_shapes))
+    lines = [f"{folder} is now the run {workdir}: {found.layout.model_type}, {count:,} parameters"]
+    lines += found.layout.remarks(found.config)
+    if added:
+        lines.append(
+            f"its tokenizer has {tokens:,} tokens, and its table {found.vocab_size:,} rows: {added:,} rows are added, "
+            "each the mean of the others. Their tokens mean nothing before they are trained"
+        )
+    return "\n".join((*lines, *(() if tokens else (_without_tokenizer(folder),))))
+
+
+def _written(found: Checkpoint, workdir: Path, length: int, progress: Progress) -> Parts:
+    """Writes the run of a checkpoint; returns what its network is made of. Raises ConfigError."""
     lease = make_lease(workdir)
     take_lease(lease)
     try:
-        tokenizer = keep_tokenizer(folder, found.config, workdir, byte_bpe=found.layout.byte_bpe)
+        tokenizer = keep_tokenizer(found.folder, found.config, workdir, byte_bpe=found.layout.byte_bpe)
         vocab_size = found.vocab_size if tokenizer is None else Codec(str(workdir / tokenizer)).vocab_size
-        spec = TextSpec(vocab_size=vocab_size, length=length or found.length, bytes_per_token=1.0)
+        spec = TextSpec(vocab_size=vocab_size, length=length, bytes_per_token=1.0)
         experiment = _experiment(found.model, tokenizer)
         mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
         parts = make_parts(experiment, spec, mesh, make_timeline(1, 1, epochs=None, steps=1))
@@ -63,9 +81,26 @@ def from_hf(folder: Path, workdir: Path, *, length: int | None, progress: Progre
         raise ConfigError(f"{workdir}: {error.strerror}. Choose a folder with room that can be written.") from None
     finally:
         lease.release()
-    count = sum(math.prod(x.shape) for x in jax.tree.leaves(parts.network.param_shapes))
-    text = f"{folder} is now the run {workdir}: {found.layout.model_type}, {count:,} parameters"
-    return "\n".join((text, *found.layout.remarks(found.config), *(() if tokenizer else (_without_tokenizer(folder),))))
+    return parts
+
+
+@contextlib.contextmanager
+def _whole(workdir: Path) -> Iterator[None]:
+    """Context that makes a run in a workdir: when it fails, nothing of it is left; what was there before stays."""
+    before = {path.name for path in workdir.iterdir()} if workdir.is_dir() else set[str]()
+    missing = [path for path in (workdir, *workdir.parents) if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        for path in [path for path in workdir.iterdir() if path.name not in before] if workdir.is_dir() else ():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # A folder that another program has put something into stays.
+            for path in missing:
+                path.rmdir()
+        raise
 
 
 def _without_tokenizer(folder: Path) -> str:

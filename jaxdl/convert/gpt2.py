@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxdl.convert.layouts import HFLayout, Tensor
-from jaxdl.convert.settings import Settings
+from jaxdl.convert.settings import COUNT, FLAG, POSITIVE, SHARE, Form, Settings
 from jaxdl.models import Transformer
 
 _GELU = ("gelu_new", "gelu_pytorch_tanh")
@@ -23,6 +23,11 @@ class GPT2(HFLayout):
     prefix = "transformer."
     ignored = (".attn.bias", ".attn.masked_bias")
     byte_bpe = True
+    forms: ClassVar[Mapping[str, Form]] = {
+        **dict.fromkeys(("n_layer", "n_embd", "n_head", "n_positions"), COUNT), "n_inner": COUNT.or_null,
+        "layer_norm_epsilon": POSITIVE, "tie_word_embeddings": FLAG,
+        **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), SHARE),
+    }  # fmt: skip
 
     def model(self, config: Mapping[str, Any]) -> Transformer:
         """See `HFLayout.model`."""

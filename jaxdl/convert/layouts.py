@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from jaxdl.convert.settings import COUNT, Form
 from jaxdl.errors import ConfigError
 from jaxdl.models import Transformer
 
@@ -77,6 +78,8 @@ class HFLayout(abc.ABC):
     """Ends of the names of tensors that hold no parameters."""
     prefix: ClassVar[str] = ""
     """What all names but that of the output layer begin with; older files lack it."""
+    forms: ClassVar[Mapping[str, Form]]
+    """What the settings of a config.json must be that are read."""
     byte_bpe: ClassVar[bool] = False
     """Whether a vocab.json and a merges.txt without a tokenizer.json are a tokenizer of GPT-2's kind."""
 
@@ -100,6 +103,12 @@ class HFLayout(abc.ABC):
     @abc.abstractmethod
     def length(self, config: Mapping[str, Any]) -> int:
         """How many tokens a model of this config reads."""
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Raises ConfigError for a setting of config.json of another type, or out of range."""
+        for name, form in {"vocab_size": COUNT, **self.forms}.items():
+            if name in config:
+                form.check(name, config[name])
 
     def remarks(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """What a user should know of a config.json whose settings have no exact equivalent."""
@@ -132,7 +141,7 @@ def layouts() -> tuple[str, ...]:
 def layout_of(config: Mapping[str, Any], where: str) -> HFLayout:
     """The layout of a config.json. Raises ConfigError for an unknown one."""
     found = config.get("model_type")
-    if found not in _layouts:
+    if not isinstance(found, str) or found not in _layouts:
         raise ConfigError(f"{where}: its model_type is {found}; jaxdl converts {', '.join(_layouts)}.")
     return _layouts[found]
 

@@ -6,7 +6,22 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from jaxdl.convert.layouts import HFLayout, Tensor
-from jaxdl.convert.settings import FULL, SLIDING, Settings, one_window, rope_fields, rope_scaling
+from jaxdl.convert.settings import (
+    COUNT,
+    FLAG,
+    FULL,
+    LAYERS,
+    OBJECT,
+    POSITIVE,
+    SHARE,
+    SLIDING,
+    TEXTS,
+    Form,
+    Settings,
+    one_window,
+    rope_fields,
+    rope_scaling,
+)
 from jaxdl.models import Transformer
 
 
@@ -17,6 +32,15 @@ class Llama(HFLayout):
     architecture = "LlamaForCausalLM"
     prefix = "model."
     ignored = (".rotary_emb.inv_freq",)
+    forms: ClassVar[Mapping[str, Form]] = {
+        **dict.fromkeys(("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size",
+                         "max_position_embeddings"), COUNT),
+        **dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window"), COUNT.or_null),
+        "rms_norm_eps": POSITIVE, "rope_theta": POSITIVE.or_null, "attention_dropout": SHARE.or_null,
+        "tie_word_embeddings": FLAG, "use_sliding_window": FLAG, "max_window_layers": LAYERS,
+        "layer_types": TEXTS.or_null, "rope_parameters": OBJECT.or_null, "rope_scaling": OBJECT.or_null,
+        "partial_rotary_factor": POSITIVE.or_null,
+    }  # fmt: skip
     biases: ClassVar[str] = "none"
     qk_norm: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {"max_position_embeddings": 2048}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,44 @@ _FORMS = {"linear": "linear", "llama3": "llama3"}
 """The kinds of rope scaling that jaxdl computes, by their names there."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 """What the attention of a layer is, in `layer_types`: to all tokens before, or to those of a window."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the value of a setting must be."""
+
+    words: str
+    holds: Callable[[Any], bool]
+    nullable: bool = False
+    """Whether null stands for the value of a config without it."""
+
+    @property
+    def or_null(self) -> Form:
+        """The same, or null."""
+        return Form(self.words, self.holds, nullable=True)
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises ConfigError unless a setting has such a value."""
+        if not (self.holds(value) or (self.nullable and value is None)):
+            raise ConfigError(f"{name} = {json.dumps(value)} must be {self.words}. Fetch the file again.")
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+COUNT = Form("a whole number, 1 or more", lambda x: type(x) is int and x >= 1)
+LAYERS = Form("a whole number, 0 or more", lambda x: type(x) is int and x >= 0)
+POSITIVE = Form("a number above 0", lambda x: _number(x) and x > 0)
+SHARE = Form("a number from 0 to below 1", lambda x: _number(x) and 0 <= x < 1)
+FLAG = Form("true or false", lambda x: type(x) is bool)
+TEXTS = Form("a list of texts", lambda x: isinstance(x, list) and all(isinstance(one, str) for one in x))
+OBJECT = Form("an object", lambda x: isinstance(x, dict))
+TEXT = Form("a text", lambda x: isinstance(x, str))
+_ROPE = {"rope_type": TEXT, "type": TEXT, "rope_theta": POSITIVE, "factor": POSITIVE, "low_freq_factor": POSITIVE,
+         "high_freq_factor": POSITIVE, "original_max_position_embeddings": COUNT,
+         "partial_rotary_factor": POSITIVE.or_null}  # fmt: skip
+"""The settings of rotary positions."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +105,14 @@ def rope_scaling(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """(theta, how wavelengths are stretched) of a config.json. Raises ConfigError for what jaxdl does not compute."""
     old = config.get("rope_scaling")
     found = config.get("rope_parameters") or old or {}
-    theta = found.get("rope_theta", config.get("rope_theta", 10_000.0))
+    if several := [name for name, value in found.items() if isinstance(value, Mapping)]:
+        raise ConfigError(f"rope_parameters of each kind of layer, {', '.join(several)}, are not converted.")
+    for name, form in _ROPE.items():
+        if name in found:
+            form.check(name, found[name])
+    theta = found.get("rope_theta") or config.get("rope_theta") or 10_000.0
     kind = found.get("rope_type", found.get("type", "default"))
-    if found.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1:
+    if found.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1):
         raise ConfigError("partial_rotary_factor is not converted: jaxdl rotates whole heads.")
     if kind == "default":
         return theta, None

@@ -136,7 +136,9 @@ def write_tensors(folder: Path, tensors: Sequence[ToWrite], dtype: str, max_byte
     if len(files) > 1:
         places = {one.name: name for name, inside in zip(names, files, strict=True) for one in inside}
         total = {"total_size": sum(_num_bytes(one, dtype) for one in tensors)}
-        (folder / INDEX).write_text(json.dumps({"metadata": total, "weight_map": places}, indent=2) + "\n")
+        (folder / INDEX).write_text(
+            json.dumps({"metadata": total, "weight_map": places}, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def _write_file(path: Path, tensors: Sequence[ToWrite], dtype: str) -> Iterable[tuple[str, int]]:

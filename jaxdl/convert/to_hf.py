@@ -101,7 +101,7 @@ def _lost(model: Transformer, there: Transformer, model_type: str) -> list[str]:
 def _tokenizer(predictor: Predictor, folder: Path) -> tuple[dict[str, Any], str]:
     """Writes the tokenizer, if the run has one; (the numbers of the special tokens, what a user should know of it)."""
     try:
-        codec = predictor.experiment.data.codec()
+        codec = predictor.codec
     except ConfigError as error:
         why = str(error).removesuffix(".")
         return kept_numbers(predictor.workdir / FOLDER), (

@@ -1,7 +1,7 @@
 """Prepares data before training: `python -m jaxdl.data prepare --config configs/....py`, and trains tokenizers.
 
-`tokenizer FILES... --out FILE --vocab-size N` trains a tokenizer on text files (.txt, .jsonl, .parquet, .tsv, also .gz
-and .zst, and folders of them); `tokenizer --help` has its options.
+`tokenizer FILES... --out FILE --vocab-size N` trains a tokenizer on text files (.txt, .jsonl, .csv, .parquet, .tsv,
+also compressed, and folders of them); `tokenizer --help` has its options.
 
 `prepare` tokenizes documents and pairs of texts (data of the kinds documents, mixture, pairs and tfds_pairs) into
 shards on disk (`--data.shards`). Of photographs it reads every image once into the disk cache
@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import Counter, deque
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from jaxdl.data.tokenizer import Train, train_tokenizer
 from jaxdl.errors import ConfigError, command_line, print_out
 from jaxdl.modules import load_file
 from jaxdl.options import parse, parse_options
+from jaxdl.paths import expanded
 from jaxdl.startup import no_config, own_options
 
 _PIECE = 64
@@ -98,7 +98,7 @@ def prepare(data: Any, file: str) -> None:
         tiers = _fill(pipeline, console)
     finally:
         pipeline.close()
-    folder = Path(config.cache.disk or "").expanduser() / pipeline.cache_key()
+    folder = expanded(config.cache.disk or "") / pipeline.cache_key()
     size = sum(path.stat().st_size for path in folder.glob("*/segment-*"))
     console.print(f"{tiers['origin']:,} images read, {tiers['disk']:,} already cached; {size / 1e9:.2f} GB in {folder}")
     seen, kept = tiers["origin"] + tiers["disk"], sum(map(num_records, folder.glob("*/index")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 import hashlib
 import importlib
 import inspect
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxdl.config import ConfigError
+from jaxdl.paths import expanded
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Ends of documents: the first one that a tokenizer has is used, unless its folder names another."""
@@ -22,6 +24,8 @@ PADDING = ("<pad>", "<|pad|>", "[PAD]")
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 """The files of a tokenizer's folder in the form of Hugging Face."""
+SENTENCEPIECE_FILE, GENERATION_FILE = "tokenizer.model", "generation_config.json"
+"""The same: the older form of a tokenizer, and what says where texts end."""
 
 _ADVICE = (
     "Give a tokenizer.json, a folder that has one, or a .model file of sentencepiece; python -m jaxdl.data tokenizer "
@@ -42,8 +46,10 @@ class Encoder(abc.ABC):
     pad: int | None = None
     start: int | None = None
     end: int | None = None
-    opening: tuple[int, ...] = ()
-    """What it puts before every text itself when it is asked for special tokens."""
+    opening: tuple[int, ...] | None = None
+    """What it puts before every text itself when it is asked for special tokens; None where its files do not say."""
+    ends: tuple[int, ...] = ()
+    """The tokens at which a text ends, where the folder of the tokenizer says so."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -70,6 +76,10 @@ class Encoder(abc.ABC):
     @abc.abstractmethod
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens."""
+
+    @abc.abstractmethod
+    def name(self, token: int) -> str:
+        """What the tokenizer calls a token, `</s>`."""
 
     @abc.abstractmethod
     def files(self) -> list[Path]:
@@ -99,6 +109,9 @@ class _Bytes(Encoder):
     def decode(self, tokens: list[int]) -> str:
         return bytes(tokens).decode(errors="replace")
 
+    def name(self, token: int) -> str:
+        return chr(token)
+
     def files(self) -> list[Path]:
         return []
 
@@ -109,7 +122,7 @@ class _SentencePiece(Encoder):
     kind = "sentencepiece"
 
     def __init__(self, path: str) -> None:
-        self._path = Path(path).expanduser()
+        self._path = expanded(path)
         if not self._path.is_file():
             raise ConfigError(f"tokenizer {path}: no such file. {_ADVICE}")
         sentencepiece = import_text("sentencepiece", f"tokenizer {path}")
@@ -119,6 +132,11 @@ class _SentencePiece(Encoder):
             raise ConfigError(f"tokenizer {path}: not a model of sentencepiece ({error}). {_ADVICE}") from None
         numbers = (self._processor.pad_id(), self._processor.bos_id(), self._processor.eos_id())
         self.pad, self.start, self.end = (None if number < 0 else number for number in numbers)
+        if self._path.name == SENTENCEPIECE_FILE:  # The files beside it are those of the same checkpoint.
+            adds = _json_object(self._path.with_name(TOKENIZER_CONFIG_FILE), path).get("add_bos_token")
+            if isinstance(adds, bool):
+                self.opening = (self.start,) if adds and self.start is not None else ()
+            self.ends = end_tokens(self._path.with_name(GENERATION_FILE))
 
     @classmethod
     def reads(cls, path: str | None) -> bool:
@@ -134,6 +152,14 @@ class _SentencePiece(Encoder):
     def decode(self, tokens: list[int]) -> str:
         return self._processor.decode(tokens)
 
+    def name(self, token: int) -> str:
+        return self._processor.id_to_piece(token)
+
+    @property
+    def merges_pairs(self) -> bool:
+        pieces = range(self._processor.get_piece_size())
+        return all(self._processor.get_score(piece).is_integer() for piece in pieces)  # Ranks, not logarithms.
+
     def files(self) -> list[Path]:
         return [self._path]
 
@@ -144,7 +170,7 @@ class _Tokenizers(Encoder):
     kind = "tokenizers"
 
     def __init__(self, path: str) -> None:
-        given = Path(path).expanduser()
+        given = expanded(path)
         self._file = given / TOKENIZER_FILE if given.is_dir() else given
         self._config = given / TOKENIZER_CONFIG_FILE
         if not self._file.is_file():
@@ -167,17 +193,16 @@ class _Tokenizers(Encoder):
         bare, framed = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
         starts = (at for at in range(len(framed)) if bare and framed[at : at + len(bare)] == bare)
         self.opening = tuple(framed[: next(starts, 0)])
+        self.ends = end_tokens(given / GENERATION_FILE)
 
     def _named(self, path: str) -> dict[str, str | None]:
         """The special tokens that the folder names: "pad_token" and the like."""
-        if not self._config.is_file():
-            return {}
-        try:
-            config = json.loads(self._config.read_text(encoding="utf-8"))
-            names = {name: value for name, value in config.items() if name in ("pad_token", "bos_token", "eos_token")}
-        except (OSError, ValueError, AttributeError) as error:
-            raise ConfigError(f"tokenizer {path}: {TOKENIZER_CONFIG_FILE} cannot be read ({error}).") from None
-        return {name: value["content"] if isinstance(value, dict) else value for name, value in names.items()}
+        config = _json_object(self._config, path)
+        names = {name: config[name] for name in ("pad_token", "bos_token", "eos_token") if name in config}
+        contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in names.items()}
+        if wrong := [name for name, value in contents.items() if not isinstance(value, str | None)]:
+            raise ConfigError(f"tokenizer {path}: {wrong[0]} in {TOKENIZER_CONFIG_FILE} is no token. Correct it there.")
+        return contents
 
     def _number(self, named: str | None, usual: Sequence[str]) -> int | None:
         found = (self._tokenizer.token_to_id(token) for token in ((named,) if named else usual))
@@ -196,6 +221,9 @@ class _Tokenizers(Encoder):
 
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def name(self, token: int) -> str:
+        return self._tokenizer.id_to_token(token)
 
     def files(self) -> list[Path]:
         return [path for path in (self._file, self._config) if path.is_file()]
@@ -223,8 +251,14 @@ class Codec:
         """The number of the token before a text, or None."""
         self.end: int | None = self._encoder.end
         """The number of the token after a text, or None."""
-        self.opening: tuple[int, ...] = self._encoder.opening
-        """The tokens that its own file puts before every text, such as Llama's start of text; mostly none."""
+        self.opening: tuple[int, ...] = self._encoder.opening or ()
+        """The tokens that every text begins with: by default what its own file puts there, such as Llama's start of
+        text, mostly none; of the data of a run those that its training documents begin with, see `trained`."""
+        self.says_opening: bool = self._encoder.opening is not None
+        """Whether the files of the tokenizer say what it puts before every text."""
+        self.ends: tuple[int, ...] = self._encoder.ends or (() if self.end is None else (self.end,))
+        """The tokens at which a text that is written ends: as the checkpoint says that the tokenizer came with, else
+        its end of text."""
         self.separator = [self.end] if self.end is not None else self.encode("\n")
         """The tokens between two documents: byte 0, the tokenizer's end of text, or without one a newline."""
         if not self.separator:
@@ -238,16 +272,49 @@ class Codec:
         """The largest token plus 1."""
         return self._encoder.vocab_size
 
+    @property
+    def merges_pairs(self) -> bool:
+        """Of a model of sentencepiece: whether it is BPE, as Llama's is; the other kind is unigram."""
+        return self._encoder.merges_pairs
+
+    @property
+    def packed_mark(self) -> int:
+        """The token that begins each document in packed rows: the start, or where there is none the separator."""
+        return self.separator[-1] if self.start is None else self.start
+
+    @property
+    def beginning(self) -> list[int]:
+        """The tokens before the first one of a document: the opening, or where there is none the separator."""
+        return list(self.opening) or list(self.separator)
+
+    def trained(self, opening: Sequence[int]) -> Codec:
+        """The codec of data whose documents begin with `opening` and end with the tokenizer's end of text.
+
+        In windows of one stream, where `opening` is empty, a document follows the separator, and a window may begin
+        anywhere.
+        """
+        ends = self.ends if self.end is None else tuple(dict.fromkeys((*self.ends, self.end)))
+        return self._with(opening=tuple(opening), ends=ends)
+
+    def opened_by(self, opening: Sequence[int]) -> Codec:
+        """The same codec, with other tokens before every text."""
+        return self._with(opening=tuple(opening))
+
+    def _with(self, **changes: Any) -> Codec:
+        changed = copy.copy(self)
+        vars(changed).update(changes)
+        return changed
+
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without special tokens around it."""
         return self._encoder.encode([text])[0]
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens of a text that a model continues: after what the tokenizer itself puts before every text.
+        """The tokens of a text that a model continues: after those that every text begins with.
 
         Those of an empty text are the tokens before a new document.
         """
-        return [*self.opening, *self.encode(text)] or self.separator
+        return [*self.opening, *self.encode(text)] or self.beginning
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text; faster than one by one."""
@@ -257,12 +324,42 @@ class Codec:
         """The text of tokens; bytes that are not UTF-8, such as half a character, become U+FFFD."""
         return self._encoder.decode(tokens)
 
+    def name(self, token: int) -> str:
+        """What the tokenizer calls a token, `</s>`."""
+        return self._encoder.name(token)
+
     def fingerprint(self) -> str:
         """Identifies the tokenizer by its content, wherever its files are."""
         digest = hashlib.sha256(self.kind.encode())
         for path in self._encoder.files():
             digest.update(hashlib.sha256(path.read_bytes()).digest())
         return digest.hexdigest()[:16]
+
+
+def end_tokens(path: Path) -> tuple[int, ...]:
+    """The tokens at which texts end by a generation_config.json: its `eos_token_id`, one or a list; none without it.
+
+    Raises ConfigError for what is no number of a token.
+    """
+    given = _json_object(path, str(path.parent)).get("eos_token_id")
+    numbers = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(number) is int for number in numbers):
+        raise ConfigError(
+            f"{path}: eos_token_id = {json.dumps(given)} must be the number of a token, or a list of such. Correct it "
+            "there, or leave it out."
+        )
+    return tuple(dict.fromkeys(number for number in numbers if number >= 0))  # Older files have -1 for none.
+
+
+def _json_object(path: Path, tokenizer: str) -> dict[str, Any]:
+    """The content of a JSON file beside a tokenizer; nothing where there is none. Raises ConfigError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"tokenizer {tokenizer}: {path.name} cannot be read ({error}).") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"tokenizer {tokenizer}: {path.name} cannot be read (it is no JSON object).")
+    return content
 
 
 def import_text(name: str, what: str) -> Any:

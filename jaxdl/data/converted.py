@@ -26,8 +26,14 @@ class Converted(Data, kind="converted"):
         return self.replaced({"tokenizer": str(folder.absolute() / self.tokenizer)})
 
     def codec(self) -> Codec:
-        """Between text and tokens. Raises ConfigError where the checkpoint had no tokenizer."""
+        """Between text and tokens. Raises ConfigError where the checkpoint had no tokenizer.
+
+        A model of sentencepiece whose files do not say so puts its start before every text: it is that of a Llama or
+        Mistral, whose class in transformers does (`add_bos_token` of LlamaTokenizer).
+        """
         if self.tokenizer is None:
             raise ConfigError("the network was converted without a tokenizer. Put its tokenizer.json beside its config "
                               "and convert it again.")  # fmt: skip
-        return Codec(self.tokenizer)
+        codec = Codec(self.tokenizer)
+        starts = codec.kind == "sentencepiece" and not codec.says_opening and codec.start is not None
+        return codec.opened_by((codec.start,)) if starts else codec

@@ -25,10 +25,10 @@ from jaxdl.data.tokenizing import prepare, prepared
 
 
 class Documents(Data, kind="documents"):
-    """Documents of text: JSON lines, Parquet, plain files, folders of the `datasets` library; also .gz and .zst.
+    """Documents of text: JSON, CSV, Parquet, plain files, folders of the `datasets` library; also .gz, .bz2, .xz, .zst.
 
     They are tokenized once, into shards on disk (`python -m jaxdl.data prepare`). The format is seen by the name of a
-    file: .jsonl, .parquet, and any other is plain text.
+    file: .jsonl and .json, .csv, .parquet, and any other is plain text.
     """
 
     paths: tuple[str, ...] = ()
@@ -79,8 +79,9 @@ class Documents(Data, kind="documents"):
         return "\n".join(prepare(plan, console) for plan in self.plans())
 
     def codec(self) -> Codec:
-        """Between text and this data's tokens."""
-        return Codec(self.tokenizer)
+        """Between text and this data's tokens; texts begin as the documents of its rows do."""
+        codec = Codec(self.tokenizer)
+        return codec.trained((codec.packed_mark,) if self.packing else ())
 
     def staged(self, stage: Stage) -> Documents:
         """See `Data.staged`: the tokens, which have been prepared."""
@@ -132,9 +133,8 @@ class Documents(Data, kind="documents"):
                 for part in (train, test)
             ]
             return Splits(*windows)
-        begin = codec.separator[-1] if codec.start is None else codec.start
-        spec = dataclasses.replace(spec, packed=True)
-        made = [PackedRows(one.store, one.documents, spec, begin=begin, seed=self.split_seed) for one in (train, test)]
+        spec, seed = dataclasses.replace(spec, packed=True), self.split_seed
+        made = [PackedRows(one.store, one.documents, spec, begin=codec.packed_mark, seed=seed) for one in (train, test)]
         mean = made[0].num_targets / len(made[0])
         for one in made:
             one.spec = dataclasses.replace(spec, mean_targets=mean)

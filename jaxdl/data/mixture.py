@@ -90,6 +90,11 @@ class MixedRows(Source):
         """The sources by their names."""
         return self._sources
 
+    def begun_by(self, token: int) -> MixedRows:
+        """See `Source.begun_by`: those of all sources."""
+        changed = {name: source.begun_by(token) for name, source in self._sources.items()}
+        return MixedRows(changed, self._weights, self.spec)
+
     def order(self, seed: int) -> MixedOrder:
         """See `Source.order`."""
         sizes = [len(source) for source in self._sources.values()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import pydantic
@@ -12,6 +11,7 @@ from jaxdl.config import ConfigError
 from jaxdl.data.source import Data, Splits
 from jaxdl.data.staging import Stage
 from jaxdl.data.tabular import Feature, TabularArrays, TabularSpec, with_statistics
+from jaxdl.paths import expanded
 
 Columns = dict[str, list[str]]
 _RECBOLE = {".inter": "ratings", ".user": "people", ".item": "films"}
@@ -93,7 +93,7 @@ class MovieLens(Data, kind="movielens"):
                 "data movielens: no folder is given. Give the one with ml-100k.inter, ml-100k.user and ml-100k.item: "
                 "--data.folder FOLDER. The package recbole has it as recbole/dataset_example/ml-100k."
             )
-        path = Path(self.folder).expanduser() / f"ml-100k{ending}"
+        path = expanded(self.folder) / f"ml-100k{ending}"
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:

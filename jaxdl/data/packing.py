@@ -7,6 +7,7 @@ further part begins with the last token of the part before it.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections import defaultdict
 from typing import NamedTuple, Protocol
@@ -130,6 +131,12 @@ class PackedRows(Source):
     def efficiency(self) -> float:
         """The share of the places of all rows that is not padding."""
         return float((self._packing.num_targets + 1).sum() / max(1, len(self) * (self.spec.length + 1)))
+
+    def begun_by(self, token: int) -> PackedRows:
+        """See `Source.begun_by`: the same rows."""
+        changed = copy.copy(self)
+        changed._begin = token
+        return changed
 
     def remark(self) -> str:
         """The share of padding."""

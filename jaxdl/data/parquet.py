@@ -22,6 +22,7 @@ from jaxdl.data.row_groups import CACHE_BYTES, RowGroups, found_files
 from jaxdl.data.source import Data, ImageArrays, Source, Splits, channel_statistics, check_classes
 from jaxdl.data.spec import ImageSpec
 from jaxdl.data.staging import Stage
+from jaxdl.paths import expanded
 
 _PIECE = 1024
 """Rows that are decoded at a time when all are."""
@@ -219,7 +220,7 @@ class ParquetPhotos(InParquet, kind="parquet_photos"):
     def build(self) -> Splits:
         """Training and held-out images. Raises ConfigError for what cannot be read."""
         train, test, num_classes = self.rows()
-        name = Path(self.train[0]).expanduser().absolute().parent.name
+        name = expanded(self.train[0]).absolute().parent.name
         cached = bool(self.photos.cache.memory_bytes or self.photos.cache.disk)
         first, second = (ParquetRecords(rows, _remark(rows.groups, cached=cached)) for rows in (train, test))
         return self.photos.build(first, second, num_classes, name=name)

@@ -31,6 +31,7 @@ from jaxdl.data.shm import check_shared, clear_abandoned, release, shared_folder
 from jaxdl.data.source import Activity, Source, Splits, TrainRows, check_classes
 from jaxdl.data.spec import ImageSpec
 from jaxdl.data.view import Erasing, View
+from jaxdl.paths import expanded
 
 IMAGENET_MEAN, IMAGENET_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 _VERSION = 3
@@ -185,7 +186,7 @@ class ImagePipeline:
                 folder = shared_path(self.cache_key()) / str(split)
                 tiers.append(TierPlan("memory", folder, self._share(cache.memory_bytes, split), verify=False))
             if cache.disk:
-                folder = Path(cache.disk).expanduser() / self.cache_key() / str(split)
+                folder = expanded(cache.disk) / self.cache_key() / str(split)
                 tiers.append(TierPlan("disk", folder, self._share(cache.disk_bytes, split), verify=True))
             splits.append(SplitPlan(records, tuple(tiers)))
         cached = cache.memory_bytes or cache.disk
@@ -381,7 +382,7 @@ def num_cpus() -> int:
 def _quota() -> int:
     """CPU limit of the container."""
     try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
         return math.ceil(int(limit) / int(period))
     except (OSError, ValueError):  # No such file, or "max": no limit.
         return os.cpu_count() or 1

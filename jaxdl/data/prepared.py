@@ -26,6 +26,7 @@ from jaxdl.config import ConfigError
 from jaxdl.data import remote
 from jaxdl.data.records import BadRecord
 from jaxdl.data.staging import Stage
+from jaxdl.paths import expanded
 
 _READERS = 16
 """Record files checked concurrently, because the checks wait for disks and networks, not for the CPU."""
@@ -94,7 +95,7 @@ def staged_folder(stage: Stage, name: str, data_dir: str | None) -> str:
 
 
 def _check_root(name: str, data_dir: str) -> None:
-    root = Path(data_dir).expanduser()
+    root = expanded(data_dir)
     try:
         remote.patiently(lambda: data_dir, lambda: os.stat(f"{root}/."))
     except (FileNotFoundError, NotADirectoryError):
@@ -299,7 +300,7 @@ def _find_folder(name: str, data_dir: str | None) -> str | None:
     if data_dir is not None and remote.is_remote(data_dir):
         return None
     base, _, version = name.partition(":")
-    root = Path(data_dir or "~/tensorflow_datasets").expanduser() / base
+    root = expanded(data_dir or "~/tensorflow_datasets") / base
     try:
         found = [path for path in (*root.glob("*"), *root.glob("*/*")) if re.fullmatch(r"\d+\.\d+\.\d+", path.name)]
     except OSError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fnmatch
 import glob
 import os
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from jaxdl.config import ConfigError
+from jaxdl.paths import expanded, matching
 
 PAUSES_SEC = (0.2, 1.0, 4.0, 16.0)
 """Pauses before retries of a read: network errors are often short."""
@@ -28,6 +28,8 @@ _PASSING_TEXTS = tuple(
 """The same in a library's error message: array_record raises RuntimeError for everything."""
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ConfigError, MemoryError)
 """Permanent errors."""
+
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 _T = TypeVar("_T")
 
@@ -81,7 +83,7 @@ def find(address: str, suffixes: tuple[str, ...], others: list[str] | None = Non
                 others.append(below)
         return sorted(found, key=lambda one: one.name)
     with reading(address):
-        return sorted(_find_local(Path(address).expanduser(), suffixes, others), key=lambda one: one.name)
+        return sorted(_find_local(expanded(address), suffixes, others), key=lambda one: one.name)
 
 
 def _find_local(folder: Path, suffixes: tuple[str, ...], others: list[str]) -> Iterator[Found]:
@@ -113,7 +115,7 @@ def empty_folders(address: str, filled: Collection[str]) -> list[str]:
     """The folders directly in a local folder that are not among `filled`; hidden ones do not count."""
     if is_remote(address):
         return []  # In object stores a folder is part of a file's name.
-    with reading(address), os.scandir(Path(address).expanduser()) as entries:
+    with reading(address), os.scandir(expanded(address)) as entries:
         found = [entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name)]
     return sorted(set(found) - set(filled))
 
@@ -134,8 +136,11 @@ def reading(address: str) -> Iterator[None]:
 
 
 def expand(pattern: str) -> list[Found]:
-    """The files of a pattern: `train-{000..146}.tar`, `train-*.tar`, or one name. Raises ConfigError for none."""
-    braces = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
+    """The files of a pattern: `train-{000..146}.tar`, `train-*.tar`, or one name. Raises ConfigError for none.
+
+    What exists by the letter is no pattern.
+    """
+    braces = None if (whole := _exists(pattern)) else _RANGE.search(pattern, _folder_end(pattern))
     if braces is not None:
         first, last = braces.groups()
         if int(last) < int(first):
@@ -149,33 +154,62 @@ def expand(pattern: str) -> list[Found]:
         system, path = _filesystem(pattern)
         scheme = pattern.partition("://")[0]
         with _listing(pattern):
-            names = sorted(filter(_shown_by(path), system.glob(path))) if "*" in path else [path]
+            several = "*" in path and not whole
+            shown = filter(_shown_by(path), system.glob(_literal_folders(system, path)) if several else [path])
+            names = sorted(shown)
             rows = [system.info(name) for name in names]
         found = [
             Found(f"{scheme}://{one['name']}", os.path.basename(one["name"]), one["size"], _version(one))
             for one in rows
         ]
     else:
-        path = Path(pattern).expanduser()
-        several = glob.has_magic(str(path.parent)) and not path.parent.is_dir()
+        path = expanded(pattern)
         with reading(str(path.parent)):
-            paths = map(Path, glob.glob(str(path))) if several else _matching(path.parent, path.name)
-            paths = filter(_shown_by(str(path)), paths)
-            rows = [(one, one.stat()) for one in sorted(paths, key=str)]  # As remote ones.
+            if not glob.has_magic(str(path.parent)):
+                os.listdir(path.parent)  # It raises with the reason.
+            rows = [(one, _status(one)) for one in matching(path)]
         found = [Found(str(one), one.name, status.st_size, str(status.st_mtime_ns)) for one, status in rows]
     if not found:
         raise ConfigError(f"{pattern}: no such file.")
     return found
 
 
-def _shown_by(pattern: str) -> Callable[[str | Path], bool]:
+def _shown_by(pattern: str) -> Callable[[str], bool]:
     """Whether a pattern is for a file: `*` is for no hidden one, such as `._train-0.tar` of macOS."""
     name = pattern.rsplit("/", 1)[-1]
-    return lambda path: is_hidden(name) or not is_hidden(str(path).rsplit("/", 1)[-1])
+    return lambda path: is_hidden(name) or not is_hidden(path.rsplit("/", 1)[-1])
 
 
-def _matching(folder: Path, pattern: str) -> list[Path]:
-    return [folder / name for name in os.listdir(folder) if fnmatch.fnmatch(name, pattern)]
+def _exists(address: str) -> bool:
+    if not is_remote(address):
+        return os.path.lexists(expanded(address))
+    if not _RANGE.search(address) and "*" not in address:
+        return False  # Nobody asks: it is no pattern.
+    system, path = _filesystem(address)
+    with _listing(address):
+        return system.exists(path)
+
+
+def _folder_end(pattern: str) -> int:
+    """Where the leading folders of a pattern end of which the name has a range, and exists by the letter."""
+    folder, *_ = pattern.rpartition("/")
+    while _RANGE.search(folder) and not _exists(folder):
+        folder, *_ = folder.rpartition("/")
+    return len(folder)
+
+
+def _literal_folders(system: Any, path: str) -> str:
+    """The pattern with those of its leading folders escaped that exist by the letter."""
+    folder, *_ = path.rpartition("/")
+    while glob.has_magic(folder) and not system.isdir(folder):
+        folder, *_ = folder.rpartition("/")
+    return glob.escape(folder) + path[len(folder) :]
+
+
+def _status(path: Path) -> os.stat_result:
+    if not path.exists():
+        raise ConfigError(f"{path}: this link points to a missing file. Remove it.")
+    return path.stat()
 
 
 def read(address: str, start: int = 0, length: int | None = None) -> bytes:

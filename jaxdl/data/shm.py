@@ -145,7 +145,7 @@ def _is_at(file: int, path: Path) -> bool:
 def available_bytes() -> int:
     """Free and reclaimable memory of this host; all of its memory if the system does not report that."""
     try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
         return 1024 * int(fields["MemAvailable"].split()[0])
     except (OSError, KeyError, ValueError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

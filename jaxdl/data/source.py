@@ -129,6 +129,14 @@ class Source(abc.ABC):
             rows[name][valid] = values[: valid.sum()]
         return rows | {"mask": self._mask(indices, valid)}
 
+    def begun_by(self, token: int) -> Source:
+        """The same examples, in which each document begins with another token: for packed rows of documents alone.
+
+        The network that is evaluated was trained so.
+        """
+        del token
+        return self
+
     def order(self, seed: int) -> Order:
         """The order in which training sees the examples: one shuffled epoch after the other."""
         return EpochShuffle(len(self), seed)
@@ -150,6 +158,10 @@ class Source(abc.ABC):
     def content(self) -> str:
         """Identifies the examples and their order where the config alone does not: files may change."""
         return ""
+
+    def former_contents(self) -> tuple[str, ...]:
+        """What `content` was of the same examples in earlier versions: a run that recorded one of these goes on."""
+        return ()
 
     def read_as(self, spec: DataSpec) -> Source | None:
         """These examples with `spec`, as a run recorded it; None where they cannot be read so."""
@@ -210,6 +222,10 @@ class Splits:
         """Number and identity of the examples of each split."""
         splits = {"train": self.train, "test": self.test}
         return {name: {"examples": len(source), "content": source.content()} for name, source in splits.items()}
+
+    def former_contents(self) -> dict[str, tuple[str, ...]]:
+        """See `Source.former_contents`, of each split."""
+        return {"train": self.train.former_contents(), "test": self.test.former_contents()}
 
 
 def check_classes(num_classes: int, name: str) -> None:

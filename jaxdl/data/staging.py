@@ -23,6 +23,7 @@ from typing import IO
 from jaxdl.config import ConfigError
 from jaxdl.data import remote
 from jaxdl.data.locks import locked
+from jaxdl.paths import expanded
 
 JOURNAL = "copied.jsonl"
 LOCK = ".lock"
@@ -46,7 +47,7 @@ class Stage:
     def __init__(self, folder: str | Path, say: Callable[[str], None] = lambda text: None) -> None:
         if not str(folder).strip():
             raise ConfigError("--stage-data '': empty. Give a folder on the disk of each node, or leave it out.")
-        self._root, self._say = Path(folder).expanduser().absolute(), say
+        self._root, self._say = expanded(folder).absolute(), say
         self.taken = False
 
     def folder(
@@ -79,7 +80,7 @@ class Stage:
         """The folder with copies of these files below `root`; `what` names them, if they are taken together."""
         self.taken = True
         if not remote.is_remote(what):
-            what = os.path.abspath(os.path.expanduser(what))
+            what = os.path.abspath(expanded(what))
         home = self._root / hashlib.sha256(what.encode(*_NAMES)).hexdigest()[:16]
         target = home / (root.rsplit("/", 1)[-1].strip(".") or "data")
         try:
@@ -196,8 +197,9 @@ def write_line(journal: IO[bytes], one: remote.Found, checksum: str) -> None:
 
 def _local(path: str, name: str) -> remote.Found:
     """A file of this machine."""
-    status = os.stat(os.path.expanduser(path))
-    return remote.Found(os.path.expanduser(path), name, status.st_size, str(status.st_mtime_ns))
+    file = expanded(path)
+    status = file.stat()
+    return remote.Found(str(file), name, status.st_size, str(status.st_mtime_ns))
 
 
 def _is_there(path: Path, one: remote.Found, line: Mapping[str, object] | None) -> bool:

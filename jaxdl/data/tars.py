@@ -23,6 +23,7 @@ from jaxdl.data.records import BadRecord, LeftOut, Records, left_out_remark
 from jaxdl.data.source import Data, Splits
 from jaxdl.data.staging import Stage
 from jaxdl.data.tar_members import find_images
+from jaxdl.paths import expanded
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _VERSION = 2
@@ -64,7 +65,7 @@ class ImageTars(Data, kind="image_tars"):
         identity = hashlib.sha256(marks.encode()).hexdigest()
         disk = self.photos.cache.disk
         name = hashlib.sha256(f"{_VERSION} {identity}".encode()).hexdigest()[:16]
-        kept = Path(disk).expanduser() / f"tars-{name}.table" if disk else None
+        kept = expanded(disk) / f"tars-{name}.table" if disk else None
         if kept is not None and (scan := _kept(kept)) is not None:
             return TarRecords([one.address for one in found], scan, identity)
         with ThreadPoolExecutor(_READERS) as threads:

@@ -13,10 +13,13 @@ import pydantic
 
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
+from jaxdl.data.lines import opened
 from jaxdl.data.remote import is_hidden, reading
 from jaxdl.data.source import Data, Source, Splits
 from jaxdl.data.spec import TextSpec
 from jaxdl.data.staging import Stage
+from jaxdl.data.text_files import is_compressed
+from jaxdl.paths import expanded
 
 STANDARD_LIBRARY = "python:stdlib"
 """In `TextFiles.paths`: the source of the running Python's standard library."""
@@ -73,7 +76,7 @@ class TextFiles(Data, kind="text"):
         def copy(path: str) -> str:
             if path == STANDARD_LIBRARY:
                 return path
-            folder = Path(path).expanduser()
+            folder = expanded(path)
             if not folder.is_dir():
                 return stage.files(path)
             names = [file.relative_to(folder).as_posix() for file in _matching(folder, self.glob)]
@@ -83,7 +86,7 @@ class TextFiles(Data, kind="text"):
 
     def codec(self) -> Codec:
         """Between text and this data's tokens."""
-        return Codec(self.tokenizer)
+        return Codec(self.tokenizer).trained(())  # Windows of one stream.
 
 
 class TextFile(NamedTuple):
@@ -99,7 +102,7 @@ def find_files(paths: Sequence[str], glob: str = _DEFAULT_GLOB) -> list[TextFile
     found: dict[Path, str] = {}
     folders = False
     for text in paths:
-        path = Path(text).expanduser()
+        path = expanded(text)
         with reading(text):
             if text != STANDARD_LIBRARY:
                 path.is_dir()  # Raises when a parent folder may not be entered.
@@ -170,10 +173,10 @@ def _limit(files: Sequence[TextFile], max_bytes: int, seed: int) -> list[TextFil
 
 
 def _read(file: TextFile) -> bytes:
-    try:
-        content = file.path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{file.path}: it cannot be read ({error.strerror}).") from None
+    if is_compressed(file.path):
+        raise ConfigError(f"{file.path}: it is compressed. Decompress it, or choose --data documents, which reads it.")
+    with opened(file.path) as stream:
+        content = stream.read()
     return content[: _boundary(content, file.num_bytes)]
 
 

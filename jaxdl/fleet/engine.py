@@ -96,7 +96,7 @@ def make_engine(name: str, store: Store, num_nodes: int, **given: Any) -> Engine
 def exit_code(path: Path) -> int:
     """The exit code in the file of an attempt; `LOST` if there is none, or it is damaged."""
     try:
-        return int(json.loads(path.read_text())["code"])
+        return int(json.loads(path.read_text(encoding="utf-8"))["code"])
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return LOST
 
@@ -215,7 +215,7 @@ class Local(Engine):
     def _keeper(self, run: Submission, attempt: int) -> int | None:
         folder = self.folder(run, attempt)
         try:
-            return int(json.loads((folder / KEEPER_FILE).read_text())["pid"])
+            return int(json.loads((folder / KEEPER_FILE).read_text(encoding="utf-8"))["pid"])
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError):  # It is damaged.

@@ -207,7 +207,7 @@ class Keeper:
             code, said = 1, repr(error)
         try:
             if said:
-                with (self._folder / OUTPUT_FILE).open("a") as output:
+                with (self._folder / OUTPUT_FILE).open("a", encoding="utf-8", errors="backslashreplace") as output:
                     output.write(f"fleet: {said}\n")
             replace_file(self._folder / EXIT_FILE, json.dumps({"code": code, "at": time.time()}).encode())
         finally:  # Without its file the attempt counts as lost.

@@ -86,7 +86,7 @@ class Submission:
 def _submission(path: Path) -> Submission:
     """What a file says. Raises DamagedFile, and FileNotFoundError if the run was removed."""
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8"))
         lists = {name: tuple(values[name]) for name in ("command", "sizes")}
         made = Submission(**(values | lists | {"exchange": _exchange(values.get("exchange"))}))
         right = (
@@ -200,7 +200,7 @@ class Store:
         names = [path.name for path in (self.folder / RUNS).iterdir()]
         there = max((int(name) for name in names if name.isdecimal()), default=0)
         try:
-            return max(there, int(json.loads((self.folder / _LAST).read_text())))
+            return max(there, int(json.loads((self.folder / _LAST).read_text(encoding="utf-8"))))
         except (OSError, ValueError, TypeError):  # None of this version was submitted yet, or the file is damaged.
             with contextlib.suppress(FileNotFoundError):
                 told = re.findall(rb'"run": "(\d+)"', (self.folder / JOURNAL_FILE).read_bytes())
@@ -280,7 +280,7 @@ class Store:
     def _asked(self, name: str) -> tuple[Asked, int]:
         path = self.folder / RUNS / name / _ASKED
         try:
-            values = json.loads(path.read_text())
+            values = json.loads(path.read_text(encoding="utf-8"))
             asked, number = values["asked"], values.get("number", 0)
             if asked not in ("run", "hold", "cancel", "remove") or type(number) is not int:
                 raise ValueError
@@ -337,7 +337,7 @@ class Store:
     def _lost_nodes(self) -> set[str]:
         path = self.folder / LOST_FILE
         try:
-            names = json.loads(path.read_text())
+            names = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 raise ValueError
         except FileNotFoundError:
@@ -361,7 +361,7 @@ class Store:
         """What the server wrote last. Raises ConfigError if there is nothing yet, and for a damaged file."""
         path = self.folder / FLEET_FILE
         try:
-            view = json.loads(path.read_text())
+            view = json.loads(path.read_text(encoding="utf-8"))
             runs = {run["run"]: run for run in view["runs"]}
             if not {"at", "nodes"} <= view.keys():
                 raise ValueError
@@ -374,7 +374,7 @@ class Store:
                 f"{path}: it is damaged. A server writes it again: python -m jaxdl.fleet serve --state {self.folder}"
             ) from None
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
-            ended = {run["run"]: run for run in json.loads((self.folder / ENDED_FILE).read_text())}
+            ended = {run["run"]: run for run in json.loads((self.folder / ENDED_FILE).read_text(encoding="utf-8"))}
             runs = ended | runs
         return view | {"runs": [runs[name] for name in sorted(runs, key=lambda name: (len(name), name))]}
 

@@ -51,7 +51,8 @@ class Generate(OfRun):
     stop_tokens: tuple[int, ...] = ()
     """Numbers of tokens at which a continuation ends."""
     stop_at_end: bool = True
-    """End at the tokenizer's end of text (byte 0, for a model of bytes)."""
+    """End at the tokenizer's end of text (byte 0, for a model of bytes); a converted network ends where its checkpoint
+    says."""
     seed: int = 0
     """Seed of the random draws."""
     batch_size: int = 8

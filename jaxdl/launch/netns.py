@@ -165,7 +165,7 @@ class Network:
             namespace = self._namespace(index)
             folder = HOSTS_FOLDER / namespace
             folder.mkdir(parents=True)
-            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}", encoding="utf-8")
             _ip("netns", "add", namespace)
             _ip_batch(
                 self._bridge,
@@ -257,7 +257,7 @@ def _lock(pid: int, *, wait: bool = True) -> IO[str] | None:
     LOCK_FOLDER.mkdir(parents=True, exist_ok=True)
     path = LOCK_FOLDER / f"{pid}.lock"
     while True:
-        file = path.open("w")
+        file = path.open("w", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
@@ -312,7 +312,8 @@ def _run(*words: str, stdin: str | None = None) -> str:
         input=stdin,
         stdin=subprocess.DEVNULL if stdin is None else None,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         check=False,
         start_new_session=True,  # Ctrl-C in a terminal must reach the launcher only.
         env=os.environ | {"PATH": _PATH},

@@ -64,12 +64,12 @@ def set_quota(name: str, cores: float | None) -> None:
     for folder in (root / name for root in _ROOTS if (root / name).is_dir()):
         try:
             if (folder / _BOTH).exists():
-                (folder / _BOTH).write_text(f"{'max' if quota is None else quota} {period}")
+                (folder / _BOTH).write_text(f"{'max' if quota is None else quota} {period}", encoding="utf-8")
             else:
                 # Without a quota any period will do: the kernel refuses one whose quota would be too large a part.
-                (folder / _QUOTA).write_text("-1")
-                (folder / _PERIOD).write_text(str(period))
-                (folder / _QUOTA).write_text(str(-1 if quota is None else quota))
+                (folder / _QUOTA).write_text("-1", encoding="utf-8")
+                (folder / _PERIOD).write_text(str(period), encoding="utf-8")
+                (folder / _QUOTA).write_text(str(-1 if quota is None else quota), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{folder}: the quota cannot be set: {error.strerror}. Leave --cores out.") from None
 

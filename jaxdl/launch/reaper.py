@@ -34,7 +34,9 @@ def session_members(session: int) -> list[int]:
         if entry.isdecimal():
             with contextlib.suppress(OSError, ValueError, IndexError):
                 # After the name in brackets, which may hold anything: state, parent, group, session.
-                fields = (_PROC / entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                fields = (
+                    (_PROC / entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+                )
                 if int(fields[3]) == session and fields[0] not in "ZX":
                     members.append(int(entry))
     return members

@@ -70,7 +70,7 @@ def _place() -> str | None:
     try:
         if os.readlink("/proc/self") != str(os.getpid()):  # /proc is of another namespace.
             return None
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return None
@@ -79,7 +79,7 @@ def _place() -> str | None:
 def _started(pid: int) -> int | None:
     """The start time of a process in ticks; 0 for a zombie; None if unknown."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return 0 if fields[0] in "ZX" else int(fields[19])
     except (OSError, ValueError, IndexError):
         return None

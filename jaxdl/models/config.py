@@ -25,6 +25,8 @@ class Model(Choice):
 
     modality: ClassVar[str | None] = None
     """What the network reads, "images" or "text"; the task and the data must have the same. None reads anything."""
+    position_fields: ClassVar[tuple[str, ...]] = ()
+    """The fields that decide how positions are known, and how far; none where the model does not say."""
 
     @classmethod
     def instead_of(cls, value: Any) -> str:
@@ -61,6 +63,14 @@ class Model(Choice):
     def context(self, length: int) -> int | None:
         """How many tokens a network that was trained on texts of `length` reads at a time: those; None: any number."""
         return length
+
+    def reads_as(self, other: Model) -> bool:
+        """Whether a network of this model knows positions as one of the other, whose parameters it begins with.
+
+        Then it reads texts as long as that one did.
+        """
+        same = type(self) is type(other) and bool(self.position_fields)
+        return same and all(getattr(self, name) == getattr(other, name) for name in self.position_fields)
 
     def remarks(self, mesh: Mesh, dtype: DTypeLike) -> tuple[str, ...]:
         """Lines for the user about how the network is computed on this mesh in this dtype: none."""

@@ -31,8 +31,7 @@ from jaxdl.models.products import add_bias
 from jaxdl.models.rotary import Angles, RopeScaling, positions_of, rotary_angles
 from jaxdl.sharding import Params
 
-_TABLE_STDDEV = 0.02
-_POSITIONS_STDDEV = 0.01
+_TABLE_STDDEV, _POSITIONS_STDDEV = 0.02, 0.01
 """As in OpenAI's code of GPT-2."""
 
 
@@ -40,6 +39,7 @@ class Transformer(Model, kind="transformer"):
     """A decoder-only transformer."""
 
     modality: ClassVar[str] = "text"
+    position_fields: ClassVar[tuple[str, ...]] = ("positions", "max_length", "rope_theta", "rope_scaling", "window")
     num_layers: int = pydantic.Field(default=4, ge=1)
     """Number of blocks (attention and MLP)."""
     embed_dim: int = pydantic.Field(default=256, ge=1)

@@ -104,7 +104,7 @@ def write_summary(path: Path, summary: Summary) -> None:
 def read_summary(path: Path) -> Summary | None:
     """The summary that an earlier process wrote there; None when there is none that can be read."""
     try:
-        summary = json.loads(path.read_text())
+        summary = json.loads(path.read_text(encoding="utf-8"))
         return summary if {"status", "seconds", "metrics"} <= summary.keys() else None
     except (OSError, ValueError, AttributeError):
         return None

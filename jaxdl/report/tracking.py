@@ -199,7 +199,8 @@ def git_commit() -> dict[str, str]:
 
 
 def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], capture_output=True, text=True, timeout=GIT_SEC, check=True).stdout.strip()
+    done = subprocess.run(["git", *words], capture_output=True, timeout=GIT_SEC, check=True)
+    return done.stdout.decode(errors="replace").strip()
 
 
 def _flat(config: Config) -> dict[str, Any]:

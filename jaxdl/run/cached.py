@@ -28,6 +28,7 @@ from jaxdl.embedding.cache import CacheConfig, Swap, Window
 from jaxdl.embedding.store import Store
 from jaxdl.evaluation import EvalStep
 from jaxdl.experiment import Experiment
+from jaxdl.paths import expanded
 from jaxdl.run.whole import check_here, evaluation_batches, ids_of, training_batches
 from jaxdl.state import TABLES, TrainState
 from jaxdl.step.parts import IDS
@@ -127,14 +128,14 @@ class Caches:
         try:
             return self._made(name, ending, shape)
         except (OSError, RuntimeError) as error:  # The latter for a `~` without a home.
-            reason = error.strerror if isinstance(error, OSError) else str(error)
+            reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
             raise ConfigError(
                 f"--embedding.cache.folder {self._parent}: {reason}. Give a writable folder with room for the tables."
             ) from error
 
     def _made(self, name: str, ending: str, shape: tuple[int, ...]) -> np.ndarray:
         if self._folder is None:
-            self._folder = tempfile.mkdtemp(prefix="tables-", dir=Path(self._parent or "").expanduser())
+            self._folder = tempfile.mkdtemp(prefix="tables-", dir=expanded(self._parent or ""))
         path = Path(self._folder) / f"{urllib.parse.quote(name, safe='')}{ending}"  # One file for each name.
         path.unlink(missing_ok=True)  # Whoever still reads the one before keeps its bytes.
         with path.open("wb") as file:  # Without room, writing to its pages would kill the process.

@@ -1,12 +1,14 @@
 """The tokenizer of a run: recorded in its workdir when it begins, and compared wherever its text is encoded later.
 
-The config names the file alone, which another may replace: its tokens would mean nothing to the network.
+The config names the file alone, which another may replace: its tokens would mean nothing to the network. Recorded too
+is what the documents of the training begin with, so that all that reads or writes text later begins alike.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from jaxdl.cluster.agree import of_first_process
 from jaxdl.config import ConfigError
@@ -16,7 +18,7 @@ from jaxdl.report import replace_file
 
 
 def keep_codec(workdir: Path, data: Data) -> None:
-    """Records in `codec.json` which tokenizer the data of a run have, unless that is there. Bytes have none.
+    """Records in `codec.json` which tokenizer the data of a run have, and how documents begin, unless it is there.
 
     Raises ConfigError, on all processes, when it cannot be written.
     """
@@ -25,8 +27,8 @@ def keep_codec(workdir: Path, data: Data) -> None:
         path, codec = workdir / CODEC_FILE, _tokenizer(data)
         try:
             if codec is not None and not path.exists():
-                content = json.dumps({"kind": codec.kind, "fingerprint": codec.fingerprint()}, indent=2)
-                replace_file(path, (content + "\n").encode())
+                content = {"kind": codec.kind, "fingerprint": codec.fingerprint(), "opening": list(codec.opening)}
+                replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
         except OSError as error:
             raise ConfigError(f"--workdir {workdir}: {error.strerror}. Choose a writable folder.") from None
         return b""
@@ -55,24 +57,42 @@ def check_codec(workdir: Path, codec: Codec) -> None:
 
     Older runs recorded none, and bytes are always the same: there is nothing to compare.
     """
-    path = workdir / CODEC_FILE
-    if codec.is_bytes or not path.exists():
+    if codec.is_bytes or not (workdir / CODEC_FILE).exists():
         return
-    try:
-        recorded = json.loads(path.read_bytes())["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"{path}: it cannot be read. Restore it, or choose another --workdir.") from None
-    if codec.fingerprint() != recorded:
+    if codec.fingerprint() != _recorded(workdir)["fingerprint"]:
         raise ConfigError(
             f"tokenizer {codec.tokenizer}: it is not the one that the network in {workdir} was trained with: its "
             "content differs, so its tokens may mean other texts. Put the old file back."
         )
 
 
-def _tokenizer(data: Data) -> Codec | None:
-    """The tokenizer of data; None for bytes, for what is not text, and where its file is missing."""
+def codec_of_run(workdir: Path, data: Data) -> Codec:
+    """The codec of the run in a workdir, whose data these are: texts begin as the documents of its training did.
+
+    An older run recorded no beginning: it follows from the config of its data. Raises ConfigError for another tokenizer
+    than the run began with.
+    """
+    codec = data.codec()
+    check_codec(workdir, codec)
+    opening = _recorded(workdir).get("opening") if (workdir / CODEC_FILE).exists() else None
+    return codec if opening is None else codec.opened_by(opening)
+
+
+def _recorded(workdir: Path) -> dict[str, Any]:
+    """The content of `codec.json`. Raises ConfigError when it cannot be read."""
+    path = workdir / CODEC_FILE
     try:
-        codec = data.codec()
+        found = json.loads(path.read_bytes())
+        assert isinstance(found["fingerprint"], str)
+        assert all(type(token) is int and token >= 0 for token in found.get("opening", ()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
+        raise ConfigError(f"{path}: it cannot be read. Restore it, or choose another --workdir.") from None
+    return found
+
+
+def _tokenizer(data: Data) -> Codec | None:
+    """The tokenizer of data; None for what is not text, and where its file is missing."""
+    try:
+        return data.codec()
     except ConfigError:
         return None
-    return None if codec.is_bytes else codec

@@ -102,7 +102,7 @@ def _trained(
     """The run of a plan, watched."""
     if jax.process_count() > 1:
         stop.share(every_polls=plan.experiment.report.every_steps)
-    log = functools.partial(open, workdir / hang_file(jax.process_index()), "a") if workdir else None
+    log = functools.partial(open, workdir / hang_file(jax.process_index()), "a", encoding="utf-8") if workdir else None
     stack.enter_context(Watchdog(plan.experiment.cluster.hang_timeout_sec, log))
     end = plan.parts.agreement.boundary(end_step(plan.timeline, max_steps), plan.total_steps)
     hooks = stack.enter_context(as_learner(plan, stop, callbacks))

@@ -11,7 +11,7 @@ import difflib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from jaxdl.checkpoint.agree import on_first
 from jaxdl.checkpoint.retention import Best
 from jaxdl.cluster.agree import of_first_process, processes_without
 from jaxdl.config import ConfigError
+from jaxdl.data import DataSpec, TextSpec, spec_from_json
 from jaxdl.experiment import read_experiment
-from jaxdl.files import CHECKPOINTS_FOLDER, INIT_FILE, step_dir
+from jaxdl.files import CHECKPOINTS_FOLDER, DATA_FILE, INIT_FILE, step_dir
 from jaxdl.models import Model
 from jaxdl.patterns import check_patterns, matches
 from jaxdl.report import replace_file
@@ -70,6 +71,8 @@ class Initial:
     """Arrays of the checkpoint that this network does not have."""
     averaged: bool
     """Whether the parameters are the moving average of the other run."""
+    context: int | None = None
+    """How many tokens the network of the other run reads, if this one goes on with its positions."""
 
     @property
     def text(self) -> str:
@@ -145,7 +148,7 @@ def beginning(
     not what is asked for now, what `find_initial` raises, and when the `model` would train adapters beside random
     values.
     """
-    found, note = _begun(workdir, asked, start_over, abstract)
+    found, note = _begun(workdir, asked, start_over, abstract, model)
     if model is not None and model.needs_base:
         names = [name for name, (path, _) in _arrays(abstract).items() if path.startswith("params.")]
         _check_base(model, names, found, workdir)
@@ -153,7 +156,7 @@ def beginning(
 
 
 def _begun(
-    workdir: Path | None, asked: InitFrom | None, start_over: bool, abstract: TrainState
+    workdir: Path | None, asked: InitFrom | None, start_over: bool, abstract: TrainState, model: Model | None
 ) -> tuple[Initial | None, str]:
     recorded = read_initial(workdir) if workdir is not None else None
     if asked is None or (recorded is not None and recorded.same_as(asked)):
@@ -166,7 +169,36 @@ def _begun(
     if not start_over and workdir is not None and of_first_process(lambda: b"1" if has_checkpoint(workdir) else b""):
         return None, no_effect(asked.workdir)
     found = find_initial(asked, abstract)
+    if model is not None:
+        found = replace(found, context=_context(found, model))
     return found, "" if workdir is not None else found.text
+
+
+def _context(found: Initial, model: Model) -> int | None:
+    """How many tokens the network there reads, if all that knows positions is taken from it; all processes call it."""
+    tables = ("embedding", "head")  # They know tokens alone, and may have other rows.
+    left = [name for name in found.left if name.partition("/")[0] not in tables]
+    if found.names or any(not any(matches(name, pattern) for pattern in model.trained) for name in left):
+        return None
+
+    def there() -> bytes:
+        spec = reading_spec(found.workdir)
+        same = model.reads_as(read_experiment(found.workdir).model) and isinstance(spec, TextSpec)
+        return json.dumps(spec.length if same else None).encode()
+
+    return json.loads(of_first_process(there))
+
+
+def reading_spec(workdir: Path) -> DataSpec:
+    """What the network of the run in a workdir reads: its training examples, of texts perhaps longer ones.
+
+    A network that began with the parameters of another reads as many tokens as that one did, although it was tuned with
+    shorter texts. Raises OSError, and ConfigError.
+    """
+    spec, path = spec_from_json((workdir / DATA_FILE).read_text()), workdir / INIT_FILE
+    if not isinstance(spec, TextSpec) or not path.is_file():
+        return spec
+    return replace(spec, length=max(spec.length, _parsed(path, path.read_bytes()).context or 0))
 
 
 def _check_base(model: Model, names: Sequence[str], found: Initial | None, workdir: Path | None) -> None:
@@ -255,14 +287,18 @@ def read_initial(workdir: Path) -> Initial | None:
     """What the run in a workdir began with, from `init.json`; None without one. Raises ConfigError."""
     path = workdir / INIT_FILE
     content = read_file(path)
-    if not content:
-        return None
+    return _parsed(path, content) if content else None
+
+
+def _parsed(path: Path, content: bytes) -> Initial:
+    """The content of an `init.json`. Raises ConfigError."""
     try:
         values: dict[str, Any] = json.loads(content)
         for name, type_ in (("workdir", Path), ("names", tuple), ("taken", tuple), ("unused", tuple)):
             values[name] = type_(values[name])
+        assert type(values.get("context")) in (int, type(None))
         return Initial(**values)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
         raise ConfigError(f"{path}: it cannot be read. Restore it, or choose another --workdir.") from None
 
 

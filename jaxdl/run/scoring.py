@@ -84,14 +84,14 @@ class Scorer:
         return jnp.sum(jnp.where(scored, log_likelihoods(outputs, tokens[:, 1:], most), 0), axis=1)
 
 
-def windows(num_tokens: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """`(begin, first, end)`: tokens[begin:end] are read to score tokens[first:end]; each but token 0 is scored once.
+def windows(num_tokens: int, context: int, stride: int, before: int = 1) -> Iterator[tuple[int, int, int]]:
+    """`(begin, first, end)`: tokens[begin:end] are read to score tokens[first:end]; all from `before` on, once each.
 
     A window has at most `context` tokens before its last one. Each after the first scores the next `stride` tokens.
     """
-    end = min(context + 1, num_tokens)
-    if end > 1:
-        yield 0, 1, end
+    end = max(min(context + 1, num_tokens), before)
+    if end > before:
+        yield 0, before, end
     while end < num_tokens:
         first, end = end, min(end + stride, num_tokens)
         yield max(0, end - context - 1), first, end
@@ -102,16 +102,16 @@ def score_documents(
 ) -> dict[str, float]:
     """The mean loss of every token of the documents, each read by itself, as perplexity and in bits per byte.
 
-    A document begins after what the tokenizer puts before every text, or else after its end of text, so that the first
-    token is scored too. Where it is longer than
-    the context, a window slides over it by `stride` tokens, and each token is scored with at least context - stride
-    before it.
+    A document begins as in the training: after the mark that begins packed documents, in a converted network after what
+    its tokenizer puts before every text, or else after what separates two documents; so its first token is scored too.
+    Where it is longer than the context, a window slides over it by `stride` tokens, and each token is scored with at
+    least context - stride before it.
     """
     texts: list[Scored] = []
-    before = codec.prompt("")[-1:]
+    before = codec.beginning[-scorer.context :]
     for tokens in codec.encode_many(list(documents)):
         tokens = [*before, *tokens]
-        for begin, first, end in windows(len(tokens), scorer.context, stride):
+        for begin, first, end in windows(len(tokens), scorer.context, stride, len(before)):
             texts.append(Scored(tokens[begin:end], first - begin))
     nats = -float(np.sum(scorer.log_likelihoods(texts, advance=advance)))
     num_tokens = sum(len(one.tokens) - one.start for one in texts)
@@ -140,10 +140,10 @@ def choice_tokens(codec: Codec, context: str, continuation: str) -> Scored:
     """The tokens of a context and what follows; the latter are scored.
 
     As lm-evaluation-harness has it: spaces at the end of the context belong to the continuation, both are encoded as
-    one text, and the context's own tokens are counted off. Before them is what the tokenizer puts before every text; an
-    empty context is the tokenizer's end of text.
+    one text, and the context's own tokens are counted off. Before them is what every text begins with; where that is
+    nothing, an empty context is what separates two documents.
     """
-    before = codec.prompt("")[-1:] if codec.opening or not context.rstrip() else []
+    before = list(codec.opening) if context.rstrip() else codec.beginning
     whole = [*before, *codec.encode(context + continuation)]
     start = len(before) + len(codec.encode(context.rstrip()))
     return Scored(whole, max(1, min(start, len(whole) - 1)))

@@ -41,6 +41,11 @@ def check_workdir(workdir: str | Path | None) -> Path | None:
         for folder in (path := Path(text).absolute(), *path.parents):
             if folder.exists() and not folder.is_dir():
                 raise ConfigError(f"--workdir {text}: {folder} is a file, not a folder. Choose another --workdir.")
+            if folder.is_symlink() and not folder.exists():
+                raise ConfigError(
+                    f"--workdir {text}: {folder} is a link to {os.readlink(folder)}, which is not there. Make that "
+                    "folder, or choose another --workdir."
+                )
     except OSError as error:
         raise _refused(Path(text), error) from None
     except UnicodeError:
@@ -207,19 +212,25 @@ def _refused(workdir: Path, error: OSError) -> ConfigError:
     return ConfigError(f"--workdir {workdir}: {error.strerror}. Choose a writable folder.")
 
 
-def keep_examples(workdir: Path, content: Mapping[str, Any]) -> None:
+def keep_examples(workdir: Path, content: Mapping[str, Any], former: Mapping[str, Sequence[str]] | None = None) -> None:
     """Records in `examples.json` which examples a run sees, or checks that a resumed run sees the same.
 
+    `former` are other contents of the same examples, as earlier versions recorded them: the file is written again then.
     Other examples would change the shuffled stream: some would be seen twice and some never. Raises ConfigError, on all
     processes, when they changed or the file cannot be read or written.
     """
-    path = workdir / EXAMPLES_FILE
+    path, written = workdir / EXAMPLES_FILE, (json.dumps(content, indent=2) + "\n").encode()
 
     def keep() -> bytes:
         try:
             if not path.exists():
-                replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
+                replace_file(path, written)
             before = json.loads(path.read_bytes())
+            known = [split for split, names in (former or {}).items() if before[split]["content"] in names]
+            for split in known:
+                before[split]["content"] = content[split]["content"]
+            if known and before == content:
+                replace_file(path, written)
             counts = [before[split]["examples"] for split in content]
         except OSError as error:
             raise _refused(workdir, error) from None

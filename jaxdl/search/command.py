@@ -213,7 +213,7 @@ def _claim(given: Given) -> None:
     path = given.workdir / SEARCH_FILE
     if path.exists():
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text(encoding="utf-8"))
             before, experiment = SearchConfig.model_validate(content["search"]), content["experiment"]
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise ConfigError(

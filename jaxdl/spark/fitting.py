@@ -89,7 +89,9 @@ def check_workdir(workdir: Path, experiment: Experiment, *, with_data: bool) -> 
     try:
         if not path.exists():
             return
-        there, here = (_fields(text, with_data=with_data) for text in (path.read_text(), experiment.to_json()))
+        there, here = (
+            _fields(text, with_data=with_data) for text in (path.read_text(encoding="utf-8"), experiment.to_json())
+        )
     except OSError as error:
         raise ConfigError(f"workdir {workdir}: {error.strerror}. Choose a readable folder.") from None
     except (ValueError, AttributeError, TypeError):
@@ -130,6 +132,6 @@ def metrics_of(workdir: str | Path) -> dict[str, Any]:
     """The last evaluation of the run in a workdir; empty when it has none yet. Raises ConfigError."""
     path = Path(workdir) / SUMMARY_FILE
     try:
-        return json.loads(path.read_text())["metrics"] if path.exists() else {}
+        return json.loads(path.read_text(encoding="utf-8"))["metrics"] if path.exists() else {}
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{path}: it cannot be read ({error}).") from None

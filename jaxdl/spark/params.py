@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Self
 
 from pyspark.ml.param import Param, Params, TypeConverters
@@ -19,6 +18,8 @@ from pyspark.ml.param.shared import (
 )
 
 from jaxdl.config import ConfigError
+from jaxdl.paths import expanded
+from jaxdl.spark.invalid import checked_handling
 
 __all__ = [
     "ClassifierParams",
@@ -72,7 +73,15 @@ class HasFeatures(Params):
 
 
 class HasWorkdir(Params):
-    """The parameters `workdir` and `batchSize`."""
+    """The parameters `workdir` and `batchSize`, and `handleInvalid` of what scores."""
+
+    handleInvalid: Param[str] = Param(
+        Params._dummy(),
+        "handleInvalid",
+        "what transform does with a row whose features have null, NaN or infinity: error ends the job, skip leaves the "
+        "row out, keep gives NaN for it",
+        typeConverter=TypeConverters.toString,
+    )
 
     workdir: Param[str] = Param(
         Params._dummy(),
@@ -88,6 +97,14 @@ class HasWorkdir(Params):
         """Sets `workdir`; itself."""
         return self._set(workdir=value)
 
+    def setHandleInvalid(self, value: str) -> Self:
+        """Sets `handleInvalid`; itself."""
+        return self._set(handleInvalid=value)
+
+    def getHandleInvalid(self) -> str:
+        """What is done with invalid rows. Raises ConfigError for what is none of error, skip and keep."""
+        return checked_handling(self.getOrDefault(self.handleInvalid))
+
     def setBatchSize(self, value: int) -> Self:
         """Sets `batchSize`; itself."""
         return self._set(batchSize=value)
@@ -96,7 +113,7 @@ class HasWorkdir(Params):
         """The folder of the run, absolute: executors have another working directory. Raises ConfigError without one."""
         if not self.isSet(self.workdir) or not self.getOrDefault(self.workdir).strip():
             raise ConfigError("workdir is not set. Give a folder that the driver and all executors share.")
-        return str(Path(self.getOrDefault(self.workdir)).expanduser().absolute())
+        return str(expanded(self.getOrDefault(self.workdir)).absolute())
 
     def getBatchSize(self) -> int:
         """Rows that the network gets at a time."""

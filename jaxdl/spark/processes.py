@@ -127,7 +127,7 @@ def run_process(job: Job, place: Place) -> Outcome:
         subprocess.run(command, env=environment_of(job, place, os.environ), stdin=subprocess.DEVNULL,
                        start_new_session=True, check=False)  # fmt: skip
         try:
-            found = json.loads((folder / _REPORT_FILE).read_text())
+            found = json.loads((folder / _REPORT_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return Outcome(place.process, 1, False, ("its supervisor ended before it",))
         result = folder / RESULT_FILE

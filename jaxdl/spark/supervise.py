@@ -164,7 +164,7 @@ def main(args: Sequence[str] | None = None) -> None:
     outcome = {"code": code, "told": told, "end": [*supervised.ends]}
     driver.send({"ended": code, "told": told, "end": outcome["end"]})
     with contextlib.suppress(OSError):  # The task that would read it may be gone, with its folder.
-        given.report.write_text(json.dumps(outcome))
+        given.report.write_text(json.dumps(outcome), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ made it, also what else says how it stands.
 from __future__ import annotations
 
 import dataclasses
-import glob
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from jaxdl.files import (
     SUMMARY_FILE,
 )
 from jaxdl.lease import Holder, is_alive
+from jaxdl.paths import matching
 from jaxdl.runs import has_checkpoint
 from jaxdl.status.parsing import parse_json
 from jaxdl.status.record import Action, Reason, Record, State, read_record, seconds_since
@@ -78,7 +78,7 @@ def find_workdirs(given: Sequence[str], *, closed: bool = True) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for name in given:
-        paths = [Path(name)] if os.path.exists(name) else [Path(one) for one in glob.glob(name)]
+        paths = [Path(name)] if os.path.exists(name) else matching(name)
         if not name.strip() or not paths:
             raise ConfigError(f"{name or repr('')}: there is no such folder. Give workdirs, or folders of workdirs.")
         inside = [one for path in sorted(paths) for one in _inside(path, DEPTH, closed)]
