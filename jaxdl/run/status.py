@@ -149,7 +149,7 @@ class RunStatus:
             self._ended = self._final(State.COMPLETED, step, None, Action.NONE, "")
             return
         reason = Reason(f"stopped at step {step} of {total}: asked by {trainer.end_asked_by}", 0, utc_now())
-        self._ended = self._final(State.HALTED, step, reason, Action.RESUME, f"resumes from step {step}")
+        self._ended = self._final(State.STOPPED, step, reason, Action.RESUME, f"resumes from step {step}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -212,7 +212,7 @@ class RunStatus:
         record = self._ended if error is None else self._of_error(error)
         if record is None:
             record = self._final(State.HALTED, self._step(), None, Action.RESUME, self._resumes())
-        if record.state != State.FAILED:
+        if record.state not in (State.FAILED, State.REFUSED):
             with contextlib.suppress(OSError):  # The wish is fulfilled; after a failure it stands.
                 self._halt_path.unlink(missing_ok=True)
         return record
@@ -248,7 +248,7 @@ class RunStatus:
         return self._final(State.HALTED, step, Reason(text, code, utc_now()), Action.RESUME, self._resumes())
 
     def _failed(self, text: str, code: int) -> Record:
-        """The record of a failure, of which `failures/N` is written."""
+        """The record of a failure, or of a command that was refused, of which `failures/N` is written."""
         assert self._workdir is not None
         reason = Reason(" ".join(text.split()), code, utc_now())
         facts = {
@@ -267,6 +267,10 @@ class RunStatus:
         keep_failure(self._workdir, self._failure, facts, config)
         fix = "correct what the reason says, then give the command again"
         action, then = (Action.FIX, fix) if code in (MISTAKE, DIVERGED) else (Action.RESUME, self._resumes())
+        if code == MISTAKE and not self._has_stepped():
+            if self._earlier is not None and self._earlier.state == State.COMPLETED:
+                return self._earlier  # It is complete, whatever was asked of it since.
+            return self._final(State.REFUSED, self._step(), reason, action, then)
         return self._final(State.FAILED, self._step(), reason, action, then)
 
     def _add_error(self, error: BaseException) -> None:
@@ -280,9 +284,13 @@ class RunStatus:
         assert self._workdir is not None
         return _BEGINS if newest_step(self._workdir) is None else _RESUMES
 
+    def _has_stepped(self) -> bool:
+        """Whether this start has made a step."""
+        return self._counter is not None and heartbeat.step is not None
+
     def _step(self) -> int:
         """Steps completed; before the first one of this start, those of the run before it."""
-        if self._counter is not None and heartbeat.step is not None:
+        if self._counter is not None and self._has_stepped():
             return self._counter.step
         return 0 if self._earlier is None else self._earlier.step
 

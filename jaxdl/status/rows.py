@@ -37,7 +37,7 @@ DEPTH = 3
 """Workdirs are looked for so many folders deep."""
 MARKS = (STATUS_FILE, CONFIG_FILE, SUMMARY_FILE, METRICS_FILE)
 """A folder with one of these is a workdir."""
-_ENDED = {"finished": State.COMPLETED, "stopped": State.HALTED, "interrupted": State.HALTED}
+_ENDED = {"finished": State.COMPLETED, "stopped": State.STOPPED, "interrupted": State.HALTED}
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,8 @@ def _lost(row: Row, process: Holder | None) -> Row:
     """The row of a run that its files take for live, and that is not."""
     gone = process is not None and is_alive(process) is False
     reason = "ended without a word: killed, or its machine was lost" if gone else "it has been silent since"
+    if row.state in (State.DEPLOY, State.DOWNLOADING):
+        reason += ", before this start made a step" if gone else " (this start had made no step)"
     return dataclasses.replace(
         row,
         reason=reason,
