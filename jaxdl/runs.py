@@ -76,6 +76,11 @@ def has_checkpoint(workdir: Path) -> bool:
     return bool(_steps(workdir))
 
 
+def newest_step(workdir: Path) -> int | None:
+    """The step of the newest checkpoint in a workdir; None without one."""
+    return max(_steps(workdir), default=None)
+
+
 def _steps(workdir: Path) -> list[int]:
     """The steps of the checkpoints, in order; a folder that is being written has another name."""
     names = [path.name for path in (workdir / CHECKPOINTS_FOLDER).glob(step_folder(0)[:-1] + "*")]

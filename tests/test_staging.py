@@ -244,4 +244,4 @@ def test_a_run_reads_copies_and_resumes_from_the_originals(tmp_path, source):
     with pytest.raises(jaxdl.ConfigError, match="reads no files"):
         jaxdl.train(experiment.replaced({"data": "digits"}), tmp_path / "other", stage_data=tmp_path, **options)
     status = read_record(tmp_path / "other")
-    assert (status.state, status.reason.exit_code, status.next_action) == (State.FAILED, 2, "fix")
+    assert (status.state, status.reason.exit_code, status.next_action) == (State.REFUSED, 2, "fix")

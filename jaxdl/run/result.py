@@ -86,20 +86,19 @@ class Interrupted(BaseException):
       code: the exit code: 128 + the signal's number, as a shell has it (SIGHUP as SIGTERM), 4 after the halt file, or 1
         when the end is not saved.
       message: what happened, and how the run goes on.
-      unsaved: whether a second signal ended it while it saved.
       run: the run so far; None when it was stopped before its first step.
     """
 
     code: Any
 
-    def __new__(cls, *args: Any, **given: Any) -> Interrupted:
+    def __new__(cls, *args: Any) -> Interrupted:
         """A SystemExit too, unless in IPython, which shows these with words about leaving IPython."""
         return super().__new__(cls if in_ipython() else _Exit, *args)  # pyright: ignore[reportArgumentType]
 
-    def __init__(self, signum: int | None, message: str, run: Run | None = None, *, unsaved: bool = False) -> None:
+    def __init__(self, signum: int | None, message: str, run: Run | None = None) -> None:
         self.code = 1 if signum is None else HALTED if signum == HALT else stop_code(signum)
         super().__init__(self.code)
-        self.signum, self.message, self.run, self.unsaved = signum, as_typed(message), run, unsaved
+        self.signum, self.message, self.run = signum, as_typed(message), run
 
     def __str__(self) -> str:
         return str(self.code)

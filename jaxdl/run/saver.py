@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,15 +13,13 @@ from jaxdl.cluster.agree import from_first_process
 from jaxdl.experiment import LENGTH, identity
 from jaxdl.files import PLAN_FILE
 from jaxdl.mesh import Axis
-from jaxdl.report import EventKind, Reporter, StepCounter, in_ipython
+from jaxdl.report import EventKind, Reporter, in_ipython
 from jaxdl.run.build import Plan, make_exchange_state
 from jaxdl.run.changes import change_of_settings, parts_of, without
 from jaxdl.run.codec import check_kept_codec, keep_codec
 from jaxdl.run.initial import keep_initial, no_effect, read_initial
 from jaxdl.run.length import change_of_length
-from jaxdl.run.result import Interrupted
 from jaxdl.run.rollback import Rollbacks
-from jaxdl.run.signals import Stop
 from jaxdl.run.workdir import choice_file, claim_workdir, keep_examples, keep_spec, write_config
 from jaxdl.state import TrainState
 
@@ -197,17 +193,6 @@ class Saver:
     def _report_notes(self) -> None:
         for text in self.checkpoints.take_notes():
             self._reporter.event("checkpoint", text)
-
-
-@contextlib.contextmanager
-def unsaved(first: Stop, saver: Saver | None, counter: StepCounter) -> Iterator[None]:
-    """Context of the save after the `first` signal: a second Ctrl-C ends it, and says which checkpoint there is."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        kept = saver.newest() if saver is not None else "the run has no --workdir"
-        text = f"{first}, then SIGINT: ended at step {counter.step} before it was saved; {kept}."
-        raise Interrupted(signal.SIGINT, text, unsaved=True) from None
 
 
 def report_start_events(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 import threading
 import traceback
 from pathlib import Path
@@ -28,6 +29,7 @@ from jaxdl.run.rollback import Rollbacks
 from jaxdl.run.signals import HALT, Stop, StopSignals
 from jaxdl.run.trainer import Trainer
 from jaxdl.run.workdir import is_of_this_run, make_lease, take_lease
+from jaxdl.runs import newest_step
 from jaxdl.status import (
     Action,
     Reason,
@@ -41,7 +43,6 @@ from jaxdl.status import (
     utc_now,
 )
 from jaxdl.status.failures import error_file
-from jaxdl.status.rows import has_checkpoint
 from jaxdl.status.writer import LAST_WORD_SEC
 
 _WORDS = {
@@ -149,7 +150,7 @@ class RunStatus:
             self._ended = self._final(State.COMPLETED, step, None, Action.NONE, "")
             return
         reason = Reason(f"stopped at step {step} of {total}: asked by {trainer.end_asked_by}", 0, utc_now())
-        self._ended = self._final(State.HALTED, step, reason, Action.RESUME, f"resumes from step {step}")
+        self._ended = self._final(State.STOPPED, step, reason, Action.RESUME, f"resumes from step {step}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -213,7 +214,7 @@ class RunStatus:
         record = self._ended if error is None else self._of_error(error)
         if record is None:
             record = self._final(State.HALTED, self._step(), None, Action.RESUME, self._resumes())
-        if record.state != State.FAILED:
+        if record.state not in (State.FAILED, State.REFUSED):
             with contextlib.suppress(OSError):  # The wish is fulfilled; after a failure it stands.
                 self._halt_path.unlink(missing_ok=True)
         return record
@@ -226,20 +227,12 @@ class RunStatus:
                 step = error.run.summary["steps"] if error.run is not None else self._step()
                 text = f"{Stop(error.signum)}: stopped at step {step}"
                 text += f" ({self._halt_text})" if self._halt_text and error.signum == HALT else ""
-                if (
-                    error.run is None
-                    and not error.unsaved
-                    and self._earlier is not None
-                    and self._earlier.state.is_final
-                ):
+                if error.run is None and self._earlier is not None and self._earlier.state.is_final:
                     return self._earlier  # Nothing has changed.
                 then = f"the same command resumes from step {step}" if error.run is not None else "the same command"
-                if error.unsaved:
-                    text, then = error.message, self._resumes()
                 return self._final(State.HALTED, step, Reason(text, code, utc_now()), Action.RESUME, then)
-        elif isinstance(error, KeyboardInterrupt):  # A second Ctrl-C.
-            reason = Reason(f"SIGINT: ended at step {self._step()} before it was saved", code, utc_now())
-            return self._final(State.HALTED, self._step(), reason, Action.RESUME, self._resumes())
+        elif isinstance(error, KeyboardInterrupt):  # A second Ctrl-C, while the run saved.
+            return self._ended_twice(code)
         else:
             text = f"{error}" if code in (MISTAKE, DIVERGED, BROKEN) else f"{type(error).__name__}: {error}"
             if code == 1 and current() is not None and from_the_network(error):
@@ -247,8 +240,17 @@ class RunStatus:
         self._add_error(error)
         return self._failed(text, code)
 
+    def _ended_twice(self, code: int) -> Record:
+        """After a second Ctrl-C, which is answered here with what is on disk: everything that writes is closed."""
+        assert self._workdir is not None
+        step, saved = self._step(), newest_step(self._workdir)
+        kept = "there is no checkpoint" if saved is None else f"the newest checkpoint is of step {saved}"
+        text = f"SIGINT twice: ended at step {step}; {kept}"
+        print(f"{text}. In {self._workdir} {self._resumes()}.", file=sys.stderr, flush=True)
+        return self._final(State.HALTED, step, Reason(text, code, utc_now()), Action.RESUME, self._resumes())
+
     def _failed(self, text: str, code: int) -> Record:
-        """The record of a failure, of which `failures/N` is written."""
+        """The record of a failure, or of a command that was refused, of which `failures/N` is written."""
         assert self._workdir is not None
         reason = Reason(" ".join(text.split()), code, utc_now())
         facts = {
@@ -267,6 +269,10 @@ class RunStatus:
         keep_failure(self._workdir, self._failure, facts, config)
         fix = "correct what the reason says, then give the command again"
         action, then = (Action.FIX, fix) if code in (MISTAKE, DIVERGED) else (Action.RESUME, self._resumes())
+        if code == MISTAKE and not self._has_stepped():
+            if self._earlier is not None and self._earlier.state == State.COMPLETED:
+                return self._earlier  # It is complete, whatever was asked of it since.
+            return self._final(State.REFUSED, self._step(), reason, action, then)
         return self._final(State.FAILED, self._step(), reason, action, then)
 
     def _add_error(self, error: BaseException) -> None:
@@ -278,11 +284,15 @@ class RunStatus:
     def _resumes(self) -> str:
         """What the same command does next; it begins again where there is no checkpoint."""
         assert self._workdir is not None
-        return _RESUMES if has_checkpoint(self._workdir) else _BEGINS
+        return _BEGINS if newest_step(self._workdir) is None else _RESUMES
+
+    def _has_stepped(self) -> bool:
+        """Whether this start has made a step."""
+        return self._counter is not None and heartbeat.step is not None
 
     def _step(self) -> int:
         """Steps completed; before the first one of this start, those of the run before it."""
-        if self._counter is not None and heartbeat.step is not None:
+        if self._counter is not None and self._has_stepped():
             return self._counter.step
         return 0 if self._earlier is None else self._earlier.step
 

@@ -25,7 +25,7 @@ from jaxdl.run.hooks import Callbacks, Hooks
 from jaxdl.run.length import check_not_past, early_end_note
 from jaxdl.run.result import Interrupted, Run
 from jaxdl.run.rollback import BadStep, Rollbacks, skip
-from jaxdl.run.saver import Saver, report_start_events, unsaved
+from jaxdl.run.saver import Saver, report_start_events
 from jaxdl.run.signals import Stop, StopSignals
 from jaxdl.state import TrainState
 from jaxdl.step import Batch
@@ -86,8 +86,7 @@ class Trainer:
         except Stop as signal:
             if self.state is None:
                 raise Interrupted(signal.signum, f"{signal}: stopped before the run began; nothing changed.") from None
-            with unsaved(signal, self.saver, self.counter):
-                saved, lost = self._save_for_resume()
+            saved, lost = self._save_for_resume()
             run, signum = self._finish("interrupted"), None if lost else signal.signum
             self.hooks.saved()
             raise Interrupted(signum, f"{signal}: stopped at step {self.step}; {saved}", run) from None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -17,7 +16,6 @@ from typing import Any
 
 from jaxdl.errors import ConfigError
 from jaxdl.files import (
-    CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     LEASE_FILE,
     METRICS_FILE,
@@ -27,6 +25,7 @@ from jaxdl.files import (
 )
 from jaxdl.lease import Holder, is_alive
 from jaxdl.paths import matching
+from jaxdl.runs import has_checkpoint
 from jaxdl.status.parsing import parse_json
 from jaxdl.status.record import Action, Reason, Record, State, read_record, seconds_since
 
@@ -38,7 +37,7 @@ DEPTH = 3
 """Workdirs are looked for so many folders deep."""
 MARKS = (STATUS_FILE, CONFIG_FILE, SUMMARY_FILE, METRICS_FILE)
 """A folder with one of these is a workdir."""
-_ENDED = {"finished": State.COMPLETED, "stopped": State.HALTED, "interrupted": State.HALTED}
+_ENDED = {"finished": State.COMPLETED, "stopped": State.STOPPED, "interrupted": State.HALTED}
 
 
 @dataclass(frozen=True)
@@ -163,6 +162,8 @@ def _lost(row: Row, process: Holder | None) -> Row:
     """The row of a run that its files take for live, and that is not."""
     gone = process is not None and is_alive(process) is False
     reason = "ended without a word: killed, or its machine was lost" if gone else "it has been silent since"
+    if row.state in (State.DEPLOY, State.DOWNLOADING):
+        reason += ", before this start made a step" if gone else " (this start had made no step)"
     return dataclasses.replace(
         row,
         reason=reason,
@@ -171,15 +172,6 @@ def _lost(row: Row, process: Holder | None) -> Row:
         next_text="the same command "
         + ("resumes from the newest checkpoint" if has_checkpoint(Path(row.workdir)) else "begins at step 0"),
     )
-
-
-def has_checkpoint(workdir: Path) -> bool:
-    """Whether a workdir has a checkpoint that looks complete."""
-    try:
-        with os.scandir(workdir / CHECKPOINTS_FOLDER) as entries:
-            return any(re.fullmatch(r"step_\d+", entry.name) for entry in entries)
-    except OSError:
-        return False
 
 
 def _with_metrics(row: Row, rows: Sequence[Mapping[str, Any]], problem: str = "") -> Row:
