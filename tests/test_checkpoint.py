@@ -36,7 +36,9 @@ TEXT = tiny_experiment(
 def restored_plan(experiment, workdir, mesh, num_devices):
     plan = make_plan(experiment.replaced({"mesh": mesh}), jax.devices()[:num_devices])
     task = plan.parts.task
-    checkpoints = Checkpoints(workdir, experiment.checkpoint, best_metric=task.best_metric, best_mode=task.resolved_mode)
+    checkpoints = Checkpoints(
+        workdir, experiment.checkpoint, best_metric=task.best_metric, best_mode=task.resolved_mode
+    )
     restored = checkpoints.restore(plan.parts.state_spec.abstract())
     checkpoints.close()
     return plan, restored
