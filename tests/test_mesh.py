@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxdl.cluster.machine import open_devices
 from jaxdl.config import ConfigError
 from jaxdl.mesh import Axis, MeshConfig, batch_sharding, batch_ways, gpus_chosen, gpus_visible, make_mesh
 
@@ -158,5 +159,16 @@ def test_devices_that_are_asked_for_are_not_replaced_by_cpus(platforms, chosen, 
     jax.config.update("jax_platforms", platforms)
     try:
         assert gpus_chosen() is chosen
+    finally:
+        jax.config.update("jax_platforms", before)
+
+
+def test_cpus_in_the_place_of_what_comes_first_are_refused():
+    before = jax.config.jax_platforms
+    jax.devices()  # JAX has left out what it has no plugin for.
+    jax.config.update("jax_platforms", "cuda,cpu")
+    try:
+        with pytest.raises(ConfigError, match="JAX_PLATFORMS=cuda,cpu: there is no device of cuda here"):
+            open_devices()
     finally:
         jax.config.update("jax_platforms", before)

@@ -174,6 +174,8 @@ def test_runs_of_older_versions(tmp_path, gone):
     summary = {"status": "interrupted", "steps": 7, "total_steps": 9, "time": ago(60)}
     make_run(tmp_path / "stopped", rows=[{"step": 7, "train/loss": 1.0}])
     (tmp_path / "stopped" / SUMMARY_FILE).write_text(json.dumps(summary))
+    make_run(tmp_path / "trial")
+    (tmp_path / "trial" / SUMMARY_FILE).write_text(json.dumps(summary | {"status": "stopped"}))
     make_run(tmp_path / "done")
     (tmp_path / "done" / SUMMARY_FILE).write_text(json.dumps(summary | {"status": "finished", "steps": 9}))
     for name, holder in (("live", HERE), ("killed", gone)):
@@ -187,6 +189,7 @@ def test_runs_of_older_versions(tmp_path, gone):
     states = {name: (row.state, row.alive, row.step) for name, row in found.items()}
     assert states == {
         "stopped": ("HALTED", False, 7),
+        "trial": ("STOPPED", False, 7),
         "done": ("COMPLETED", False, 9),
         "live": ("PROCESSING", True, 3),
         "killed": ("PROCESSING", False, 3),

@@ -84,7 +84,7 @@ def open_devices() -> None:
     """Starts JAX's backend; in a run of several processes, together with theirs.
 
     Raises:
-      ConfigError: the requested platform does not exist.
+      ConfigError: the requested platform does not exist, or JAX runs on CPUs though another comes first.
       ClusterError: another attempt may succeed, as in one of several processes.
       RuntimeError: JAX's own, if another process was unreachable (`shutdown.from_the_network`).
     """
@@ -105,6 +105,13 @@ def open_devices() -> None:
         raise ConfigError(
             f"{named}{why}. {unset} --devices N for N virtual CPU devices; for NVIDIA GPUs install jaxdl[cuda13]."
         ) from None
+    # Of cuda,cpu JAX leaves out without a word what it has no plugin for.
+    first = (wanted or "").split(",")[0].strip()
+    if first not in ("", "cpu") and jax.default_backend() == "cpu":
+        raise ConfigError(
+            f"JAX_PLATFORMS={wanted}: there is no device of {first} here, and JAX would run on the CPU. Unset the "
+            "variable, or give --devices N for N virtual CPU devices; for NVIDIA GPUs install jaxdl[cuda13]."
+        )
 
 
 def host_memory_bytes() -> int:
