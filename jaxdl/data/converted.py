@@ -35,5 +35,6 @@ class Converted(Data, kind="converted"):
             raise ConfigError("the network was converted without a tokenizer. Put its tokenizer.json beside its config "
                               "and convert it again.")  # fmt: skip
         codec = Codec(self.tokenizer)
-        starts = codec.kind == "sentencepiece" and not codec.says_opening and codec.start is not None
-        return codec.opened_by((codec.start,)) if starts else codec
+        if codec.kind != "sentencepiece" or codec.says_opening or codec.start is None:
+            return codec
+        return codec.opened_by((codec.start,))

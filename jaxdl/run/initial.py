@@ -183,8 +183,8 @@ def _context(found: Initial, model: Model) -> int | None:
 
     def there() -> bytes:
         spec = reading_spec(found.workdir)
-        same = model.reads_as(read_experiment(found.workdir).model) and isinstance(spec, TextSpec)
-        return json.dumps(spec.length if same else None).encode()
+        same = model.reads_as(read_experiment(found.workdir).model)
+        return json.dumps(spec.length if same and isinstance(spec, TextSpec) else None).encode()
 
     return json.loads(of_first_process(there))
 
