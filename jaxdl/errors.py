@@ -6,12 +6,16 @@ Only the standard library is imported here.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
+import io
 import os
 import re
+import resource
 import select
 import signal
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Iterator
 
@@ -41,20 +45,76 @@ _options = False
 def command_line() -> Iterator[None]:
     """Context of a program with a command line: messages name settings as its options.
 
-    A ConfigError ends the program with its message and exit code 2, Ctrl-C with one line and 130. If nobody reads
+    A ConfigError ends the program with its message and exit code 2, and so do a variable of JAX with a value that JAX
+    refuses, and a limit of this shell that is too low; Ctrl-C ends it with one line and 130. If nobody reads
     stdout any more, as after `| head`, it ends without a word.
     """
     global _options
     before, _options = _options, True
+    make_writable()
     try:
-        with _until_unread():
+        with outliving_terminal(), _until_unread():
             yield
     except ConfigError as error:
         fail(str(error))
     except KeyboardInterrupt:
         end_interrupted()
+    except Exception as error:
+        reason = _of_machine(error)
+        if reason is None:
+            raise
+        fail(reason)
     finally:
         _options = before
+
+
+def make_writable() -> None:
+    """Makes stdout and stderr take every text, so that nothing that is printed can end the program.
+
+    A stream that is closed (`>&-`, daemons) writes to nowhere: its file descriptor is taken, since the next file that
+    the program opens would get what libraries print. A letter that its encoding lacks is escaped, as in `\\u65e5`.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # It gets the lowest number that is free: this one.
+            os.set_inheritable(nowhere, True)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is None or stream.closed:
+            setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", errors="backslashreplace", closefd=False))
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _of_machine(error: BaseException) -> str | None:
+    """The message for an error that is of the environment of this process, and would come again; None for others."""
+    text, seen = str(error), error
+    raised_in = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        raised_in = frame.f_code.co_filename
+    if "/jax/" in raised_in.replace(os.sep, "/"):
+        given = {name: value for name, value in os.environ.items() if name.startswith("JAX_") and value}
+        named = [name for name in given if re.search(rf"\b{name}\b", text.replace(".", "_"), re.IGNORECASE)]
+        for name in (*named, *(one for one, value in given.items() if f"'{value}'" in text)):
+            said = text.splitlines()[0]
+            return f"{name}={given[name]}: JAX refuses it ({said}). Set another value, or unset the variable."
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in (errno.EMFILE, errno.ENFILE):
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            return f"too many open files: {limit} are allowed. Allow more: ulimit -n 4096."
+        if isinstance(seen, RuntimeError) and "start new thread" in str(seen):
+            return "no new thread can be started. Allow more processes (ulimit -u) and more memory (ulimit -v)."
+        memory = isinstance(seen, MemoryError) or getattr(seen, "errno", None) == errno.ENOMEM
+        if memory or "failed to map segment" in str(seen) or "Cannot allocate memory" in str(seen):
+            limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+            if limit != resource.RLIM_INFINITY:
+                return (
+                    f"there is no memory left: ulimit -v allows {limit // 1024:,} kB. Allow more, or do not limit it."
+                )
+        seen = seen.__cause__ or seen.__context__
+    return None
 
 
 def as_typed(text: str) -> str:
@@ -135,6 +195,41 @@ def _until_unread() -> Iterator[None]:
             raise
         os.dup2(os.pipe()[1], sys.stdout.fileno())  # Python flushes it again at its end.
         raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+class _Terminal(io.FileIO):
+    """A terminal; when it is closed, what is written is lost, and the program goes on."""
+
+    def write(self, data: typing.Any) -> int:
+        """See `io.FileIO`."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return len(data)
+
+
+@contextlib.contextmanager
+def outliving_terminal() -> Iterator[None]:
+    """Context in which a terminal that is closed fails no print: a run that ignores SIGHUP, or saves after it, goes on.
+
+    Standard output and error are other objects meanwhile if they are terminals.
+    """
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (_outliving(one) for one in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def _outliving(stream: typing.TextIO) -> typing.TextIO:
+    if type(stream) is not io.TextIOWrapper or not stream.isatty():
+        return stream
+    stream.flush()
+    written = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(written, stream.encoding, stream.errors, line_buffering=True)
 
 
 def _is_unread(stream: typing.TextIO) -> bool:

@@ -13,6 +13,7 @@ import pydantic
 from jaxdl.cluster import wait_for_all
 from jaxdl.config import Periodic
 from jaxdl.mesh import batch_sharding
+from jaxdl.models.mode_check import Allowed
 from jaxdl.sharding import Params
 from jaxdl.state import ModelState, TrainState, replicated
 from jaxdl.step import Batch, Parts, apply_network, split
@@ -44,6 +45,10 @@ class EvaluationConfig(Periodic):
     """Before each evaluation, replace batch norm's running statistics by the means over so many training batches, at
     the parameters that are evaluated (Wu and Johnson, arXiv 2105.07576: precise batch norm). They are saved with them.
     Other state of a network stays as it is. None keeps the running ones, which lag behind when a run has few steps."""
+    allows: tuple[Allowed, ...] = ()
+    """What a network of your own may do in evaluation though it looks like training: `random`, draw random numbers, as
+    a sampled model does, the same ones for each batch; `state`, change what it keeps, which is then dropped. Otherwise
+    such a network is refused, since it would be evaluated with dropout on, or by the statistics of the batch."""
 
 
 def make_eval_step(parts: Parts) -> jax.stages.Wrapped:

@@ -24,7 +24,7 @@ from jaxdl.fields import SOURCE
 from jaxdl.files import CONFIG_FILE
 from jaxdl.guard import GuardConfig
 from jaxdl.kinds import Choice, import_object, kinds, source_of, without_source
-from jaxdl.mesh import MeshConfig, gpus_visible
+from jaxdl.mesh import MeshConfig, gpus_chosen
 from jaxdl.models import Model, ResNet
 from jaxdl.models.loop import remat_named
 from jaxdl.modules import load_file
@@ -34,6 +34,7 @@ from jaxdl.phases import Phase
 from jaxdl.plans import AsGiven, Plan
 from jaxdl.precision import Float32, Precision
 from jaxdl.report import ReportConfig
+from jaxdl.report.directions import mode_of
 from jaxdl.sharding import ShardingConfig
 from jaxdl.startup import find_config, given_config, no_config
 from jaxdl.step import StepConfig
@@ -175,6 +176,9 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
     if "guard" in found:
         found["guard"] = {name: value for name, value in found["guard"].items() if name != "max_rollbacks"}
     found = {name: _with_defaults(name, value) for name, value in found.items()}
+    task = found.get("task") or {}
+    if task.get("best_mode", "") is None:  # Once "min" whatever the metric.
+        found["task"] = {**task, "best_mode": mode_of(task.get("best_metric", "loss"))}
     if "embedding" in found:  # Tables are restored on any mesh, under any scheme.
         spread = ("scheme", "schemes", "places", "cache")
         found["embedding"] = {name: value for name, value in found["embedding"].items() if name not in spread}
@@ -256,7 +260,7 @@ def _with_mesh(experiment: Experiment, gpus: bool | None = None) -> Experiment:
     """The experiment with its mesh for machines with or without GPUs; None looks for GPUs on this one."""
     if experiment.mesh.without_gpus is None:
         return experiment
-    return experiment.replaced({"mesh": experiment.mesh.resolved(gpus=gpus_visible() if gpus is None else gpus)})
+    return experiment.replaced({"mesh": experiment.mesh.resolved(gpus=gpus_chosen() if gpus is None else gpus)})
 
 
 def read_experiment(workdir: Path) -> Experiment:

@@ -42,18 +42,34 @@ def experiment_fields() -> dict[str, str]:
     return found
 
 
+def part_types() -> dict[str, str]:
+    """Part of the experiment -> the type of its field in the source."""
+    source = ast.parse((_PACKAGE / "experiment.py").read_bytes())
+    [body] = [one.body for one in source.body if isinstance(one, ast.ClassDef) and one.name == "Experiment"]
+    return {
+        node.target.id.replace("_", "-"): ast.unparse(node.annotation)
+        for node in body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+
+
+def fields_of_part(annotation: str) -> set[str]:
+    """The options in a part of the experiment, by the type of its field: of its class, of those above and below it."""
+    bases, every, ambiguous = _classes()
+    declared = {name: fields for name, fields in every.items() if name not in ambiguous}
+    names = {name for name in re.findall(r"\w+", annotation) if name in declared}
+
+    def above(name: str) -> set[str]:
+        return {name}.union(*(above(base) for base in bases.get(name, ()) if base in declared))
+
+    below = {name for name in declared if above(name) & names}
+    return {field.replace("_", "-") for name in below for one in above(name) for field, _ in declared[one]}
+
+
 @functools.cache
 def inner_fields() -> dict[str, set[str]]:
     """Last part of an option -> the types of all fields of that name in the configs of the package."""
-    bases: dict[str, list[str]] = {}
-    declared: dict[str, list[tuple[str, str]]] = {}
-    for path in _PACKAGE.rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        found_here = list(_CLASS.finditer(text))
-        for one, following in itertools.zip_longest(found_here, found_here[1:]):
-            body = text[one.end() : following.start() if following else None]
-            bases.setdefault(one[1], []).extend(base.strip() for base in (one[2] or "").split(","))
-            declared.setdefault(one[1], []).extend(_FIELD.findall(body))
+    bases, declared, _ = _classes()
 
     def is_config(name: str) -> bool:
         return name == "Config" or any(map(is_config, bases.get(name, ())))
@@ -63,6 +79,25 @@ def inner_fields() -> dict[str, set[str]]:
         for field, type_ in fields if is_config(name) else ():
             found.setdefault(field.replace("_", "-"), set()).add(type_)
     return found
+
+
+@functools.cache
+def _classes() -> tuple[dict[str, list[str]], dict[str, list[tuple[str, str]]], set[str]]:
+    """The base classes, and the fields with their types, of the classes of the package; names of several classes."""
+    ambiguous: set[str] = set()
+    bases: dict[str, list[str]] = {}
+    declared: dict[str, list[tuple[str, str]]] = {}
+    for path in _PACKAGE.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        found_here = list(_CLASS.finditer(text))
+        for one, following in itertools.zip_longest(found_here, found_here[1:]):
+            body = re.split(r"^(?=\S)", text[one.end() : following.start() if following else None], flags=re.MULTILINE)[
+                0
+            ]
+            ambiguous |= {one[1]} & bases.keys()
+            bases.setdefault(one[1], []).extend(base.strip() for base in (one[2] or "").split(","))
+            declared.setdefault(one[1], []).extend(_FIELD.findall(body))
+    return bases, declared, ambiguous
 
 
 def not_of_type(types: Collection[str], value: str) -> str | None:

@@ -199,3 +199,18 @@ def gpus_visible() -> bool:
     # Without JAX's CUDA plugin this process cannot use the GPUs.
     usable = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
     return wanted and not hidden and usable and bool(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def gpus_chosen() -> bool:
+    """Whether a program shall run on GPUs, or other devices than CPUs: there are some, or the user asks for them.
+
+    Who asks in vain (`JAX_PLATFORMS=cuda` on a machine without) hears so when JAX starts.
+    """
+    return gpus_visible() or asked_platforms() is not None
+
+
+def asked_platforms() -> str | None:
+    """The user's JAX_PLATFORMS, or JAX's setting of that name, if its first choice is no CPU; None otherwise."""
+    platforms = getattr(jax.config, "jax_platforms", None) or ""
+    first = platforms.split(",")[0].strip()
+    return platforms if first not in ("", "cpu") else None

@@ -186,6 +186,6 @@ def cast_weights(params: Any, axes: Any, dtype: DTypeLike) -> Any:
     """Weights (two dimensions or more, not counting stacked layers) in `dtype`; biases and norm scales unchanged."""
 
     def one(names: tuple[str, ...], x: jax.Array) -> jax.Array:
-        return x.astype(dtype) if sum(name != "layers" for name in names) > 1 else x
+        return x.astype(dtype) if sum(name not in ("layers", "stack") for name in names) > 1 else x
 
     return jax.tree.map(one, axes, params, is_leaf=lambda node: isinstance(node, tuple))

@@ -296,7 +296,7 @@ def restore(
         folder,
         experiment.checkpoint,
         best_metric=parts.task.best_metric,
-        best_mode=parts.task.best_mode,
+        best_mode=parts.task.resolved_mode,
         read_only=True,
         table_layout=() if parts.tables is None else parts.tables.layout,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import sys
@@ -73,6 +74,11 @@ def averaged_steps(steps: Sequence[int], which: Which, average: int) -> list[int
 def has_checkpoint(workdir: Path) -> bool:
     """Whether there is a checkpoint in a workdir."""
     return bool(_steps(workdir))
+
+
+def newest_step(workdir: Path) -> int | None:
+    """The step of the newest checkpoint in a workdir; None without one."""
+    return max(_steps(workdir), default=None)
 
 
 def _steps(workdir: Path) -> list[int]:
@@ -162,7 +168,10 @@ def check_writable(path: Path, option: str) -> None:
 def read_lines(path: Path, option: str) -> list[str]:
     """The lines of a file that `option` names, in UTF-8. Raises ConfigError for one that cannot be read."""
     try:
-        return split_lines(path.read_bytes().decode())
+        content = path.read_bytes()
+        if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # Of UTF-32 too.
+            raise ConfigError(f"{option} {path}: UTF-16 by its byte order mark. Give a text file in UTF-8.")
+        return split_lines(content.removeprefix(codecs.BOM_UTF8).decode())
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 ({error.reason})"
         raise ConfigError(f"{option} {path}: {reason}. Give a text file in UTF-8.") from None

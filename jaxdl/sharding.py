@@ -47,6 +47,10 @@ STACKED = "layers"
 """The logical name of the leading dimension of parameters that are stacked over layers."""
 UNNAMED = ""
 """The logical name of a dimension that the model does not name."""
+UNNAMED_STACK = "stack"
+"""The logical name of a leading dimension that counts layers, in a user's stack which has no names."""
+LAYER_DIMS = (STACKED, UNNAMED_STACK)
+"""The logical names of dimensions that count layers."""
 
 
 class ShardingConfig(Config):
@@ -92,7 +96,7 @@ class Layout:
         """The PartitionSpec of a parameter with these logical axes and this shape."""
         assert len(axes) == len(shape), (axes, shape)
         tensor, fsdp = self.mesh.shape[Axis.TENSOR], self.mesh.shape[Axis.FSDP]
-        dims = [dim for dim, name in enumerate(axes) if name != STACKED]
+        dims = [dim for dim, name in enumerate(axes) if name not in LAYER_DIMS]
         placed: dict[int, tuple[str, ...]] = {}
         # Gathering biases and norm scales for every use would cost more in messages than keeping them whole in memory.
         if len(dims) < 2 or math.prod(shape[dim] for dim in dims) < self.config.min_shard_elements:
@@ -375,7 +379,9 @@ def _named_sizes(axes: LogicalAxes, shapes: Params) -> Iterator[tuple[str, int]]
 
 def has_names(axes: LogicalAxes) -> bool:
     """Whether any dimension of any parameter has a logical name."""
-    return any(name != UNNAMED for names in jax.tree.leaves(axes, is_leaf=is_names) for name in names)
+    return any(
+        name not in (UNNAMED, UNNAMED_STACK) for names in jax.tree.leaves(axes, is_leaf=is_names) for name in names
+    )
 
 
 def is_names(node: Any) -> bool:

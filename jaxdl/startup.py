@@ -15,7 +15,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxdl.errors import ConfigError
-from jaxdl.fields import ENTRY_POINTS, experiment_fields, inner_fields, is_stock, not_of_type
+from jaxdl.fields import (
+    ENTRY_POINTS,
+    experiment_fields,
+    fields_of_part,
+    inner_fields,
+    is_stock,
+    not_of_type,
+    part_types,
+)
 from jaxdl.files import CONFIG_FILE
 from jaxdl.runs import check_checkpoint, check_run, parsed_which
 
@@ -338,8 +346,10 @@ def _check_field(flag: str, name: str, fields: Mapping[str, str], value: str | N
         if wanted:
             raise ConfigError(f"{flag} {value or repr('')}: not {wanted}.")
         return
+    # What has fields of its own inside, or no similar one here, is for the parser to say, which knows the kinds.
+    known = set() if before else fields_of_part(part_types()[group])
     usual = USUAL_NAMES.get(last, "").removeprefix(f"{group}.")
-    near = [usual] if usual in inner_fields() else difflib.get_close_matches(last, inner_fields(), n=1)
+    near = [usual] if usual in known else difflib.get_close_matches(last, sorted(known), n=1)
     if near and last != "kind":
         raise ConfigError(f"{flag}: there is no such option. Did you mean --{group}.{before}{inner_dot}{near[0]}?")
 

@@ -1,16 +1,18 @@
-"""Functions and classes of users that jaxdl calls: which arguments they take, and what they raise, in one message."""
+"""Functions and classes of users that jaxdl calls: their arguments, what they raise, on what their results depend."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
 import difflib
+import functools
 import inspect
+import operator
 import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,10 +184,96 @@ def check_given(
         raise ConfigError(f"{what} needs {', '.join(missing)}{others}. Give {one}: {example}(..., {missing[0]}=...).")
 
 
-def depends_on(jaxpr: Any, variable: Any) -> bool:
-    """Whether a result of a jaxpr depends on one of its variables, so far as its own equations tell."""
-    needed = {id(one) for one in jaxpr.outvars}
-    for equation in reversed(jaxpr.eqns):
-        if needed.intersection(map(id, equation.outvars)):
-            needed.update(map(id, equation.invars))
-    return id(variable) in needed
+def depends_on(closed: Any, variable: int) -> bool:
+    """Whether a result of a closed jaxpr depends on the variable of this number among its inputs."""
+    marks = [0] * len(closed.jaxpr.invars)
+    marks[variable] = 1
+    return any(sources(closed, marks))
+
+
+def sources(closed: Any, marks: Sequence[int]) -> list[int]:
+    """For each result of a closed jaxpr, the union of the marks, sets of bits, of the inputs that it depends on.
+
+    Loops, branches and inner functions are looked into. A choice by a constant, as of `jnp.where(True, x, y)`, depends
+    on what it chooses alone.
+    """
+    return _flow(closed, list(marks), [None] * len(marks))[0]
+
+
+_SAME_VALUE = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "copy", "copy_p"}
+"""Primitives whose result has one value where their operand has it."""
+_Flow = tuple[list[int], list[Any]]
+"""(marks, the value that all elements of a variable have, or None where that is not known), of each variable."""
+
+
+def _flow(closed: Any, marks: list[int], values: list[Any]) -> _Flow:
+    jaxpr = getattr(closed, "jaxpr", closed)
+    seen: dict[int, tuple[int, Any]] = {}
+    for variable, value in zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=False):
+        seen[id(variable)] = 0, _scalar(value)
+    for variable, mark, value in zip(jaxpr.invars, marks, values, strict=True):
+        seen[id(variable)] = mark, value
+
+    def of(variables: Sequence[Any]) -> _Flow:
+        pairs = [(0, _scalar(x.val)) if hasattr(x, "val") else seen.get(id(x), (0, None)) for x in variables]
+        return [mark for mark, _ in pairs], [value for _, value in pairs]
+
+    for equation in jaxpr.eqns:
+        after = _through(equation, *of(equation.invars))
+        for variable, mark, value in zip(equation.outvars, *after, strict=True):
+            seen[id(variable)] = mark, value
+    return of(jaxpr.outvars)
+
+
+def _through(equation: Any, marks: list[int], values: list[Any]) -> _Flow:
+    """What an equation makes of its operands."""
+    name, params, count = equation.primitive.name, equation.params, len(equation.outvars)
+    every = functools.reduce(operator.or_, marks, 0)
+    everything: _Flow = ([every] * count, [None] * count)
+    if name == "select_n" and values[0] is not None:
+        chosen = 1 + int(values[0])
+        return [marks[chosen]], [values[chosen]]
+    if name in _SAME_VALUE and values and values[0] is not None:
+        return [marks[0]], [values[0]]
+    if name == "not" and isinstance(values[0], bool):
+        return [marks[0]], [not values[0]]
+    if name == "cond" and values[0] is not None:
+        branch = min(max(int(values[0]), 0), len(params["branches"]) - 1)
+        return _flow(params["branches"][branch], marks[1:], values[1:])
+    if name == "cond":
+        flows = [_flow(one, marks[1:], values[1:])[0] for one in params["branches"]]
+        return [functools.reduce(operator.or_, parts, marks[0]) for parts in zip(*flows, strict=True)], [None] * count
+    if name == "scan":
+        return _looped(params["jaxpr"], marks, params["num_consts"], params["num_carry"]), [None] * count
+    if name == "while":
+        first = params["cond_nconsts"]
+        outs = _looped(params["body_jaxpr"], marks[first:], params["body_nconsts"], count)
+        carried = marks[:first] + outs
+        (decides,), _ = _flow(params["cond_jaxpr"], carried, [None] * len(carried))
+        return [mark | decides for mark in outs], [None] * count
+    inner = [one for one in params.values() if hasattr(getattr(one, "jaxpr", one), "eqns")]
+    if len(inner) != 1 or not every:
+        return everything
+    jaxpr = getattr(inner[0], "jaxpr", inner[0])
+    fits = (len(jaxpr.invars), len(jaxpr.outvars)) == (len(marks), count)
+    return _flow(inner[0], marks, values) if fits else everything
+
+
+def _looped(body: Any, marks: list[int], num_constants: int, num_carried: int) -> list[int]:
+    """The marks of a loop's results: those it carries, as they are after any number of turns, and all others."""
+    marks = list(marks)
+    while True:
+        outs, _ = _flow(body, marks, [None] * len(marks))
+        places = range(num_constants, num_constants + num_carried)
+        after = [marks[place] | out for place, out in zip(places, outs, strict=False)]
+        if after == [marks[place] for place in places]:
+            return after + outs[num_carried:]
+        for place, mark in zip(places, after, strict=True):
+            marks[place] = mark
+
+
+def _scalar(value: Any) -> Any:
+    """The number of a constant with one element; None of others."""
+    if isinstance(value, bool | int | float):
+        return value
+    return value.item() if getattr(value, "size", 0) == 1 and getattr(value.dtype, "kind", "") in "biuf" else None

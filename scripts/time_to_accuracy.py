@@ -72,7 +72,7 @@ def run(
     same_request(workdir, {"launch": launch, "flags": flags})
 
     def found(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-        return reached(rows, workdir, f"eval/{task.best_metric}", args.target, rising=task.best_mode == "max")
+        return reached(rows, workdir, f"eval/{task.best_metric}", args.target, rising=task.resolved_mode == "max")
 
     def ended(rows: list[dict[str, Any]]) -> bool:
         return found(rows) is not None or trained(rows, workdir)[0] >= args.at_most_sec

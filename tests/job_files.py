@@ -24,11 +24,11 @@ NEEDED = {
 CLUSTER_VARIABLES = re.compile("JAX_|JAXDL_|SLURM|OMPI|KUBERNETES|JOB_COMPLETION|SKYPILOT|NCCL")
 
 
-def printed(cluster, *options, command=TRAIN, size=SIZE):
+def printed(cluster, *options, command=TRAIN, size=SIZE, needed=NEEDED):
     """The job file, and what was said on stderr."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        COMMANDS[cluster]([*size, *NEEDED[cluster], *options, "--", *command])
+        COMMANDS[cluster]([*size, *needed[cluster], *options, "--", *command])
     return out.getvalue(), err.getvalue()
 
 

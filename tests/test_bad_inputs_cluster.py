@@ -83,6 +83,10 @@ def test_mistakes_in_the_environment(variables, parts, only, capsys, tmp_path):
     [
         ({"JAX_NUM_PROCESSES": "1"}, False),
         ({"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, False),
+        (
+            {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "n[1-4]"},
+            False,
+        ),
         ({"JAX_NUM_PROCESSES": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "n[1-4]"}, True),
         ({"JAX_NUM_PROCESSES": "2"}, True),
         ({"JAX_PROCESS_ID": "0"}, True),

@@ -19,7 +19,7 @@ from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Transformer
 from jaxdl.optim import AdamW
 from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.workdir import claim_workdir
+from jaxdl.run.workdir import claim_workdir, keep_examples
 from jaxdl.tasks import LanguageModelling
 
 IMAGES = tiny_experiment(mesh=MeshConfig(replica=2, fsdp=2), steps=4)
@@ -36,7 +36,9 @@ TEXT = tiny_experiment(
 def restored_plan(experiment, workdir, mesh, num_devices):
     plan = make_plan(experiment.replaced({"mesh": mesh}), jax.devices()[:num_devices])
     task = plan.parts.task
-    checkpoints = Checkpoints(workdir, experiment.checkpoint, best_metric=task.best_metric, best_mode=task.best_mode)
+    checkpoints = Checkpoints(
+        workdir, experiment.checkpoint, best_metric=task.best_metric, best_mode=task.resolved_mode
+    )
     restored = checkpoints.restore(plan.parts.state_spec.abstract())
     checkpoints.close()
     return plan, restored
@@ -113,6 +115,18 @@ def test_all_checkpoints_damaged(tmp_path):
     with pytest.raises(ConfigError, match="There is no intact checkpoint"):
         jaxdl.train(IMAGES.replaced({"steps": 2}), tmp_path, quiet=True, devices=jax.devices()[:4])
     assert (tmp_path / "checkpoints" / "damaged" / step_folder(2)).is_dir()
+
+
+def test_contents_of_earlier_versions_are_written_again_as_they_are_now(tmp_path):
+    def content(name):
+        return {split: {"examples": 3, "content": f"{split} {name}"} for split in ("train", "test")}
+
+    former = {split: (f"{split} before",) for split in ("train", "test")}
+    keep_examples(tmp_path, content("before"))
+    with pytest.raises(ConfigError, match=r"the data changed since its run began.*as many, 3"):
+        keep_examples(tmp_path, content("now"))
+    keep_examples(tmp_path, content("now"), former)
+    assert json.loads((tmp_path / "examples.json").read_text()) == content("now")
 
 
 def test_workdir_that_cannot_be_made(tmp_path):

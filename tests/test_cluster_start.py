@@ -17,6 +17,7 @@ from test_processes import start_pair
 
 from jaxdl.cluster import address, start, start_devices
 from jaxdl.cluster.meeting import Meeting
+from jaxdl.cluster.missing import missing_message
 from jaxdl.command import parse_command
 from jaxdl.config import ConfigError
 from jaxdl.mesh import MeshConfig
@@ -91,7 +92,27 @@ except ConfigError as error:
         ({"SLURM_NTASKS": "4"}, False),  # Inside sbatch, before srun: one process.
         ({"SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "n[1-4]"}, True),
         ({"SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "n1"}, False),
+        # The shell of `salloc -n 4`, and a step in it: the step's number counts.
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_TASKS": "1"}, False),
+        ({"SLURM_NTASKS": "8", "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_TASKS": "4"}, True),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, False),
+        # mpirun in the shell of `salloc`.
+        (
+            {
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "SLURM_NTASKS": "4",
+                "SLURM_STEP_NODELIST": "n1",
+                "SLURM_STEP_NUM_TASKS": "1",
+            },
+            True,
+        ),
+        # Said by the user.
+        ({"OMPI_COMM_WORLD_SIZE": "2", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, False),
+        # Of starters that JAX does not know, and of Kubernetes: a process is alone.
+        ({"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}, False),
+        ({"PMI_SIZE": "4", "PMI_RANK": "1", "PMIX_RANK": "1", "MPI_LOCALNRANKS": "4"}, False),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "2", "JOB_NAME": "a"}, False),
     ],
 )
 def test_how_several_processes_are_recognised(environment, several, monkeypatch):
@@ -100,6 +121,30 @@ def test_how_several_processes_are_recognised(environment, several, monkeypatch)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert address.several_processes() is several
+    unused = address.unused_note()
+    assert (unused is not None) == bool({"WORLD_SIZE", "PMI_SIZE"} & {*environment})
+    if unused is not None:
+        assert "this process trains alone" in unused
+
+
+def test_a_step_of_slurm_that_waits_says_why_and_how_to_run_alone(monkeypatch):
+    job = {"JOB_ID": "4097", "STEP_NODELIST": "localhost", "NTASKS": "8", "PROCID": "0", "LOCALID": "0"}
+    for name, value in (job | {"STEP_NUM_TASKS": "4"}).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    spec = address.find_cluster_spec(1)
+    assert spec == address.ClusterSpec("localhost:61441", 4, 0)
+    message = missing_message(spec, {0: "a"}, 5)
+    assert "processes 1, 2, 3 did not join within 5 s" in message
+    assert "SLURM_STEP_NUM_TASKS=4 says that there are 4. To train alone, set JAX_NUM_PROCESSES=1" in message
+
+
+def test_mpi_without_an_address_is_refused_by_the_name_of_its_variable(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    with pytest.raises(
+        ConfigError, match=r"OMPI_COMM_WORLD_SIZE=4: the .* coordinator's address is not .* train alone"
+    ):
+        address.find_cluster_spec(1)
 
 
 def test_a_process_meets_the_others_before_jax_does(monkeypatch, capsys):

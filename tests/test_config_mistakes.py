@@ -7,6 +7,7 @@ import pytest
 from test_config import DIGITS, ROOT, TEXT, images, text
 
 import jaxdl
+from jaxdl import fields, startup
 from jaxdl.bench import step
 from jaxdl.config import ConfigError
 from jaxdl.data import Digits
@@ -286,3 +287,29 @@ def test_configs_are_frozen():
 
 def test_parse_gives_the_class_it_was_given():
     assert parse(MeshConfig(fsdp=2), ["--replica", "3"]) == MeshConfig(fsdp=2, replica=3)
+
+
+def test_each_suggestion_of_the_first_look_is_an_option():
+    """One letter of each field of each part with one class is changed; the fields are compared with the classes."""
+    options = fields.experiment_fields()
+    for part, type_ in fields.part_types().items():
+        if options[part] != "group":
+            continue
+        real = {
+            name.replace("_", "-") for name in Experiment.model_fields[part.replace("-", "_")].annotation.model_fields
+        }
+        known = fields.fields_of_part(type_)
+        assert known <= real
+        for name, place in [(one, place) for one in known for place in range(len(one)) if one[place] != "-"]:
+            typo = f"--{part}.{name[:place]}{'x' if name[place] != 'x' else 'y'}{name[place + 1 :]}"
+            with pytest.raises(ConfigError, match=r"no such option") as raised:
+                startup._check_field(typo, typo.removeprefix("--"), options, None)
+            suggested = re.search(r"Did you mean (?:--)?([\w-]+)\.([\w-]+)", str(raised.value))
+            assert suggested is not None
+            assert suggested[1].replace("_", "-") == part
+            assert suggested[2].replace("_", "-") in real
+
+
+def test_a_field_of_another_part_is_not_suggested():
+    """`content` is a field of data; --mesh.content is no option."""
+    startup._check_field("--mesh.context", "mesh.context", fields.experiment_fields(), "2")

@@ -3,6 +3,9 @@
 import errno
 import fcntl
 import gzip
+import hashlib
+import json
+import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +16,9 @@ import pyarrow.parquet
 import pytest
 
 from jaxdl.config import ConfigError
-from jaxdl.data import Criteo, criteo
+from jaxdl.data import Criteo, copies, criteo
 from jaxdl.data.criteo import hash_of
+from jaxdl.data.text_files import Table
 
 NUM_EXAMPLES = 40
 DRAW = np.random.default_rng(0)
@@ -101,6 +105,103 @@ def test_prepared_examples_are_read_again_only_when_files_change(tsv, tmp_path):
     again = data.build()
     assert len(again.train) + len(again.test) == 20
     assert again.train.content() != first.content()
+
+
+def not_read(*_):
+    raise AssertionError("the files are read again")
+
+
+def moved(file, to, tmp_path):
+    """The same bytes as `file` at another time, and at another place for another node."""
+    if to == "touched":
+        os.utime(file, (1e9, 1e9))
+        return file
+    (tmp_path / "node").mkdir()
+    return shutil.copy(file, tmp_path / "node" / "copy.tsv")
+
+
+@pytest.mark.parametrize("to", ["touched", "copied"])
+def test_the_same_bytes_are_the_same_examples(tsv, tmp_path, monkeypatch, to):
+    """They are not read again, and there is one copy of them."""
+    kept = tmp_path / "kept"
+    first = Criteo(train=(str(tsv),), folder=str(kept)).build().train.content()
+    other = Criteo(train=(str(moved(tsv, to, tmp_path)),), folder=str(kept))
+    monkeypatch.setattr(criteo, "_write", not_read)
+    assert other.build().train.content() == first
+    monkeypatch.setattr(copies, "sha256_of", not_read)  # Known by time and size again.
+    assert other.build().train.content() == first
+    assert len(kept_folders(kept)) == 1
+
+
+def test_copies_on_two_hosts_have_the_same_content(tsv, tmp_path):
+    other = moved(tsv, "copied", tmp_path)
+    contents = [
+        [one.content() for one in (splits.train, splits.test)]
+        for file, name in ((tsv, "a"), (other, "b"))
+        for splits in [Criteo(train=(str(file),), folder=str(tmp_path / name)).build()]
+    ]
+    assert contents[0] == contents[1]
+    assert contents[0][0] != contents[0][1]
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_the_copy_of_what_a_file_was_is_removed_unless_it_is_used(tsv, tmp_path, used):
+    """The file changes and keeps its size; its copy has no other file."""
+    data, kept = Criteo(train=(str(tsv),), folder=str(tmp_path / "kept")), tmp_path / "kept"
+    first = data.build()
+    content, rows = first.train.content(), first.train.batch(np.arange(3))
+    if not used:
+        first = None
+    tsv.write_text(lines(reversed(range(NUM_EXAMPLES))))
+    assert data.build().train.content() != content
+    assert len(kept_folders(kept)) == (2 if used else 1)
+    if first is not None:
+        np.testing.assert_array_equal(first.train.batch(np.arange(3))["ids"], rows["ids"])
+
+
+def as_before(tsv, kept):
+    """A copy as it was when paths, sizes and times named it; what `content` was then."""
+    [made] = kept_folders(kept)
+    state = [[str(tsv.resolve()), tsv.stat().st_size, tsv.stat().st_mtime_ns]]
+    name = f"train-{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]}"
+    (made / "examples.json").write_text(json.dumps({"examples": NUM_EXAMPLES}))
+    made.rename(kept / name)
+    return f"{name}:0"
+
+
+@pytest.mark.parametrize("touched", [False, True])
+def test_copies_and_contents_of_earlier_versions_are_taken_over(tsv, tmp_path, touched):
+    data, kept = Criteo(train=(str(tsv),), folder=str(tmp_path / "kept")), tmp_path / "kept"
+    content = data.build().train.content()
+    before = as_before(tsv, kept)
+    if touched:
+        os.utime(tsv, (1e9, 1e9))
+    for _ in range(2):
+        train = data.build().train
+        assert (train.content(), before in train.former_contents()) == (content, True)
+    assert len(kept_folders(kept)) == 1
+
+
+def test_blank_lines_are_counted_and_named(tsv, tmp_path):
+    content = lines(range(3)) + "\n" + lines(range(3, NUM_EXAMPLES)).replace("\n", "\r\n") + "\r\n\n\n"
+    (tmp_path / "blank.tsv").write_text(content, newline="")
+    data = Criteo(train=(str(tmp_path / "blank.tsv"),))
+    remarks = [one.build().train.remark() for one in (data, data.replaced({"folder": str(tmp_path / "kept")}))]
+    file = tmp_path / "blank.tsv"
+    expected = f"4 blank lines were left out ({file}: line 4, {file}: line 42, {file}: line 43, ...)"
+    assert remarks == [expected, expected]
+    assert not Criteo(train=(str(tsv),)).build().train.remark()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
+def test_blank_lines_across_reads(tmp_path, size):
+    (tmp_path / "x.tsv").write_bytes(b"\xef\xbb\xbf\na\r\n\r\nb\n\n\nc\n\r\n")
+    table = Table(tmp_path / "x.tsv", hashing=True)
+    while table.read(size):
+        pass
+    assert table.counted()[1:] == (5, [1, 3, 5])
+    assert table.sha256() == hashlib.sha256((tmp_path / "x.tsv").read_bytes()).hexdigest()
+    table.close()
 
 
 def test_what_a_killed_process_left_is_removed(tsv, tmp_path, monkeypatch):

@@ -150,7 +150,7 @@ def test_nulls_are_left_out_and_counted(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
 def test_a_large_plain_file_is_not_one_document(tmp_path, name, monkeypatch):
-    monkeypatch.setattr("jaxdl.data.documents._LARGEST_DOCUMENT", 1000)
+    monkeypatch.setattr("jaxdl.data.documents.LARGEST_DOCUMENT", 1000)
     content = b"x\n" * 501
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     with pytest.raises(ConfigError, match=rf"{name}: .*of plain text would be one document.* set document to line"):

@@ -56,6 +56,29 @@ def test_help_that_nobody_reads_ends_without_a_word(buffered):
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-", ">&- <&-"])
+def test_a_stream_that_is_closed_ends_no_program(tmp_path, closed):
+    """And no file that is opened later gets what is printed."""
+    program = (
+        "import os, sys; from jaxdl.errors import command_line\n"
+        "with command_line():\n"
+        f"    file = open({str(tmp_path / 'kept')!r}, 'w')\n"
+        "    print('a'); print('b', file=sys.stderr); os.write(1, b'c'); os.write(2, b'd'); sys.stdout.flush()\n"
+        "    file.write(f'{sys.stdout.encoding} {file.fileno() > 2}')\n"
+    )
+    done = subprocess.run(["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, program], check=False)
+    assert (done.returncode, (tmp_path / "kept").read_text()) == (0, "utf-8 True")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_letters_that_stdout_lacks_are_escaped(encoding):
+    program = "from jaxdl.errors import command_line\nwith command_line(): print('l\\xe4ufe/\\u65e5 \\udcff')"
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode(encoding) == "läufe/日 \\udcff\n".encode(encoding, "backslashreplace").decode(encoding)
+
+
 def test_a_broken_pipe_of_another_program_is_an_error():
     with pytest.raises(BrokenPipeError), command_line():
         raise BrokenPipeError

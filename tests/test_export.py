@@ -8,11 +8,20 @@ import jax
 import numpy as np
 import pytest
 from mistakes import refusal
+from runs import ONE_DEVICE, tiny_experiment
 from safetensors import safe_open
 
 import jaxdl
+from jaxdl.data import Clicks, ImageSpec, Tabular, TextSpec
+from jaxdl.data.columns import NumbersSpec
+from jaxdl.data.spec import ArrayInfo, ArraySpec
+from jaxdl.data.tabular import Feature, TabularSpec
 from jaxdl.experiment import Experiment
 from jaxdl.export.__main__ import main
+from jaxdl.models import DLRM, Perceptron
+from jaxdl.optim import AdamW
+from jaxdl.step import StepConfig
+from jaxdl.tasks import Binary, Classification
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +85,61 @@ def test_the_metadata_of_the_parameters(run, exported):
     assert metadata["step"] == "4"
     assert json.loads(metadata["data"])["num_classes"] == 4
     assert metadata["jaxdl"] == jaxdl.__version__
+
+
+SPECS = {
+    "images": ImageSpec(height=8, width=9, channels=3, num_classes=2, mean=(0.0,) * 3, std=(1.0,) * 3),
+    "text": TextSpec(vocab_size=9, length=7, bytes_per_token=1.0),
+    "arrays": ArraySpec((ArrayInfo("x", (3, 2), "float32"), ArrayInfo("y", (), "int32", num_classes=3))),
+    "columns": NumbersSpec(("a", "b.c"), 2, (0.0, 1.0), (1.0, 2.0)),
+    "table": TabularSpec(("n", "m"), (Feature("user", 5), Feature("genres", 4, 3)), 0.5),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_kind_of_data_has_an_example_that_its_networks_read(name):
+    spec = SPECS[name]
+    found, blank = spec.to_predict(spec.example(), "export", ("x",) if name == "arrays" else ()), spec.blank()
+    assert found.keys() <= blank.keys() - {"label", "y"}
+    assert found
+    for key, array in found.items():
+        assert (array.shape, array.dtype) == (blank[key].shape, blank[key].dtype)
+
+
+def of_numbers(tmp_path):
+    """(a run on columns of numbers, inputs of its network, what the README says of them)."""
+    rows = np.random.default_rng(0).normal(size=(40, 2)) * 100
+    text = "".join(f"{a:.5},{b:.5},{int(a > b)}\n" for a, b in rows)
+    (tmp_path / "x.csv").write_text(f"mass,charge,label\n{text}")
+    data = Tabular(train=(str(tmp_path / "x.csv"),))
+    run = {"data": data, "model": Perceptron(units=()), "task": Classification(), "optimizer": AdamW()}
+    return (
+        run,
+        rows[:5].astype(np.float32),
+        "float32 [batch, 2], as they are in the data, not normalized, in the order ",
+    )
+
+
+def of_clicks(tmp_path):
+    """The same of numbers and ids."""
+    del tmp_path
+    data = Clicks(train_examples=64, test_examples=32, rows=(7, 5), num_ids=(1, 2))
+    run = {"data": data, "model": DLRM(columns=4, bottom=(4,), top=(4,)), "task": Binary(), "optimizer": AdamW()}
+    batch = data.build().test.batch(np.arange(5))
+    inputs = {name: batch[name] for name in ("numbers", "ids")}
+    return run, inputs, "a dictionary of numbers float32 [batch, 13], ids int32 [batch, 3], numbers in the order "
+
+
+@pytest.mark.parametrize("made", [of_numbers, of_clicks])
+def test_tables(made, tmp_path):
+    values, inputs, told = made(tmp_path)
+    experiment = tiny_experiment(**values, steps=2, mesh=ONE_DEVICE, step=StepConfig(), checkpoint={}, evaluation={})
+    jaxdl.train(experiment, tmp_path / "run", quiet=True, devices=jax.devices()[:1])
+    main(["--workdir", str(tmp_path / "run"), "--to", str(tmp_path / "to"), "--platforms", "cpu"])
+    assert told in (tmp_path / "to" / "README.md").read_text()
+    function = jax.export.deserialize(bytearray((tmp_path / "to" / "predict.stablehlo").read_bytes()))
+    expected = jaxdl.restore(tmp_path / "run").predict(inputs)
+    np.testing.assert_allclose(np.asarray(function.call(inputs)), expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,9 @@ def test_a_run_is_queued_until_it_begins(tmp_path):
     assert read_record(workdir).state == State.PROCESSING  # What the run writes is its own.
 
 
-@pytest.mark.parametrize(("code", "state", "action"), [(2, State.FAILED, Action.FIX), (4, State.HALTED, Action.RESUME)])
+@pytest.mark.parametrize(
+    ("code", "state", "action"), [(2, State.REFUSED, Action.FIX), (4, State.HALTED, Action.RESUME)]
+)
 def test_a_run_that_ends_before_it_says_anything_is_queued_no_more(tmp_path, code, state, action):
     server, engine, _, name, workdir = accepted(tmp_path)
     engine.work, engine.ends_at[name] = 1, code

@@ -70,10 +70,10 @@ def test_the_job_set_is_one(options):
     command = pod["containers"][0]["command"]
     if "--setup" in options:
         assert command[:2] == ["bash", "-c"]
-        assert command[2].splitlines()[:3] == [
+        assert command[2].splitlines()[1:4] == [
             "export A='b \"c\"'", "ulimit -l unlimited", "source /opt/venv/bin/activate"
         ]  # fmt: skip
-        assert command[2].splitlines()[3].startswith("exec python -m jaxdl.train"), "SIGTERM must reach Python"
+        assert command[2].splitlines()[4].startswith("exec python -m jaxdl.train"), "SIGTERM must reach Python"
     else:
         assert command == TRAIN
     if "--queue" in options:

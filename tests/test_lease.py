@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -144,9 +145,35 @@ def test_a_lease_that_is_removed_or_replaced_is_lost_once(tmp_path):
     held.check()
     held.check()
     assert len(reasons) == 1
-    assert "it was removed" in reasons[0]
+    assert f"{LEASE_FILE} was removed from it" in reasons[0]
     held.release()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("then", ["renamed", "removed", "replaced"])
+def test_a_folder_that_is_renamed_or_removed_is_no_loss_to_another_run(tmp_path, then):
+    workdir, moves, losses = tmp_path / "run", [], []
+    held = quick(workdir, on_loss=losses.append, on_move=lambda *told: moves.append(told), beat_sec=100)
+    held.acquire()
+    if then == "removed":
+        shutil.rmtree(workdir)
+    else:
+        workdir.rename(tmp_path / "moved")
+    if then == "replaced":
+        other = quick(workdir)
+        other.acquire()
+    held._seen_sec -= 1000
+    held.check()
+    held.check()
+    held.release()
+    [(reason, place)] = moves
+    assert not losses
+    assert place == (None if then == "removed" else tmp_path / "moved")
+    assert ("was removed, or moved to another place" if then == "removed" else f"was renamed to {place}") in reason
+    assert ("trains in what has the old name now" in reason) == (then == "replaced")
+    assert "what it did since its last checkpoint is not saved" in reason
+    if then == "replaced":
+        other.release()
 
 
 def test_a_full_disk_is_noted_and_the_lease_taken_when_there_is_room(tmp_path, monkeypatch):

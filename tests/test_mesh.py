@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxdl.config import ConfigError
-from jaxdl.mesh import Axis, MeshConfig, batch_sharding, batch_ways, gpus_visible, make_mesh
+from jaxdl.mesh import Axis, MeshConfig, batch_sharding, batch_ways, gpus_chosen, gpus_visible, make_mesh
 
 
 @pytest.mark.parametrize(
@@ -137,3 +137,26 @@ def test_gpus_visible(environment, has_gpus, has_plugin, visible, monkeypatch):
     monkeypatch.setattr(glob, "glob", lambda pattern: ["/dev/nvidia0"] if has_gpus else [])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if has_plugin else None)
     assert gpus_visible() is visible
+
+
+@pytest.mark.parametrize(
+    ("platforms", "chosen"),
+    [
+        (None, False),
+        ("", False),
+        ("cpu", False),
+        ("cpu,cuda", False),
+        ("cuda", True),
+        ("cuda,cpu", True),
+        ("tpu", True),
+    ],
+)
+def test_devices_that_are_asked_for_are_not_replaced_by_cpus(platforms, chosen, monkeypatch):
+    """A mesh for machines without GPUs would set JAX to CPUs; without it JAX refuses what is not there."""
+    monkeypatch.setattr("jaxdl.mesh.glob.glob", lambda _: [])
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", platforms)
+    try:
+        assert gpus_chosen() is chosen
+    finally:
+        jax.config.update("jax_platforms", before)

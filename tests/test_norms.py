@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
 from runs import TinyResNet, assert_bit_equal, measured, saved_state, tiny_experiment
 from test_parity import IMAGES, losses_and_params
 
@@ -16,6 +17,8 @@ from jaxdl.data import SyntheticImages, TrainLoader
 from jaxdl.evaluation import EvaluationConfig
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Network, ResNet, ViT
+from jaxdl.models.functions import linen_network
+from jaxdl.models.norm_rows import row_norms
 from jaxdl.run.build import make_plan
 from jaxdl.step import StepConfig
 from jaxdl.tasks import Classification
@@ -80,6 +83,59 @@ def test_batches_that_cannot_be_divided_into_groups_are_refused(span, replica, m
     else:
         with pytest.raises(ConfigError, match=message):
             make_plan(experiment, FOUR)
+
+
+class Widened(nnx.BatchNorm):
+    """A batch norm of a user's own."""
+
+    def __call__(self, x, train):
+        return 2 * super().__call__(x=x, use_running_average=not train)
+
+
+class Norms(nnx.Module):
+    """Batch norms of a user's network over one value, over six, and over none."""
+
+    def __init__(self, num_classes, channels, dtype, *, rngs):
+        self.first, self.frozen = Widened(4, rngs=rngs), nnx.BatchNorm(4, use_running_average=True, rngs=rngs)
+        self.image, self.last = nnx.BatchNorm(1, rngs=rngs), nnx.Linear(4, num_classes, rngs=rngs)
+
+    def __call__(self, image, train):
+        x = self.image(image, use_running_average=not train)
+        return self.last(self.frozen(self.first(x.reshape(len(x), -1)[:, :4], train), use_running_average=True))
+
+
+class LinenNorm(linen.Module):
+    @linen.compact
+    def __call__(self, x, train):
+        return linen.BatchNorm()(x, use_running_average=not train)
+
+
+def test_norms_over_one_row_are_known_with_the_values_they_have():
+    image = jax.ShapeDtypeStruct((1, 3, 2, 1), jnp.float32)
+    of_user = Network(lambda rngs: Norms(4, 1, jnp.float32, rngs=rngs), "mine")
+    assert row_norms(of_user, (image,), num_replicas=2) == {"first": 1, "image": 6}
+    flat = jax.ShapeDtypeStruct((1, 4), jnp.float32)
+    assert row_norms(linen_network(LinenNorm(), (flat,), "mine"), (flat,), num_replicas=1) == {"BatchNorm_0": 1}
+    found = row_norms(network("replica"), (jax.ShapeDtypeStruct((1, 8, 8, 1), jnp.float32),), num_replicas=2)
+    assert {found["stem_norm"], found["stage3_block1/norm2"]} == {64, 4}
+    for span, num_replicas in (("mesh", 2), (4, 1)):
+        assert not row_norms(
+            network(span), (jax.ShapeDtypeStruct((1, 8, 8, 1), jnp.float32),), num_replicas=num_replicas
+        )
+
+
+@pytest.mark.parametrize(
+    ("replica", "microbatches", "advice"),
+    [(1, 16, "fewer --step.microbatches"), (4, 4, "--mesh.fsdp in place of --mesh.replica"), (1, 8, None)],
+)
+def test_a_run_says_that_batch_norm_has_one_row(replica, microbatches, advice):
+    experiment = tiny_experiment(
+        model=jaxdl.FromModule(Norms),
+        mesh=MeshConfig(replica=replica, fsdp=1, tensor=1),
+        step=StepConfig(microbatches=microbatches),
+    )
+    lines = [one for one in make_plan(experiment, FOUR[:replica]).reasons if "batch norm over one row" in one]
+    assert [("in first: each value" in one, advice in one) for one in lines] == ([(True, True)] if advice else [])
 
 
 def test_group_norm_has_no_span():

@@ -1,5 +1,7 @@
 """A loss of the user's own: its two forms, padding, weights, metrics, meshes, and what it can do wrong."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ import jaxdl
 from jaxdl.data import ArraySpec, TrainLoader
 from jaxdl.data.spec import ArrayInfo
 from jaxdl.errors import ConfigError
+from jaxdl.experiment import Experiment, identity
 from jaxdl.kinds import forgotten
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Model
@@ -18,8 +21,9 @@ from jaxdl.optim import AdamW, Constant
 from jaxdl.report import ReportConfig
 from jaxdl.run.build import make_initial_state, make_plan
 from jaxdl.run.compile import compile_train_step
+from jaxdl.run.validate import fitted_task
 from jaxdl.sharding import ShardingConfig
-from jaxdl.tasks import Loss
+from jaxdl.tasks import Classification, Loss
 
 random = np.random.default_rng(0)
 X = random.normal(size=(37, 4)).astype(np.float32)
@@ -68,8 +72,12 @@ def rows(count, mask=None):
     return batch if mask is None else batch | {"mask": mask}
 
 
+def outputs_of(count):
+    return lambda batch: jax.ShapeDtypeStruct((len(batch["x"]), count), jnp.float32)
+
+
 def fitted(task, outputs=2, spec=SPEC):
-    return task.fitted(spec, lambda batch: jax.ShapeDtypeStruct((len(batch["x"]), outputs), jnp.float32))
+    return task.fitted(spec, outputs_of(outputs))
 
 
 # Forms
@@ -96,7 +104,41 @@ def test_sums_have_a_weight_of_their_own():
     assert sums["weight"] == task.weight(rows(6)) == counts.sum()
     metrics = task.metrics({name: float(value) for name, value in sums.items()}, SPEC)
     assert metrics["error"] == pytest.approx((counts * errors).sum() / counts.sum(), rel=1e-6)
-    assert (task.best_metric, task.best_mode) == ("error", "min")
+    assert (task.best_metric, task.resolved_mode) == ("error", "min")
+
+
+def test_the_best_value_is_the_highest_or_the_lowest_as_is_known_or_said():
+    def mode(metric, **given):
+        return Loss(squared, best_metric=metric, **given).resolved_mode
+
+    names = ("loss", "perplexity", "error", "accuracy", "accuracy_top5", "auc", "bleu")
+    assert [mode(name) for name in names] == ["min"] * 3 + ["max"] * 4
+    assert mode("accuracy", best_mode="min") == "min"
+    with pytest.raises(ConfigError, match="best_metric = 'close': whether a higher or a lower value is better"):
+        fitted_task(Loss(squared, metrics=close, best_metric="close"), SPEC, outputs_of(2))
+    experiment = Experiment(task=Loss(squared)).replaced({"task.best_metric": "accuracy"})
+    assert experiment.task.resolved_mode == "max"
+
+
+def test_a_task_class_has_the_mode_of_its_own_metric():
+    def own(**members):
+        with forgotten():
+            return type("Own", (Classification,), members)()
+
+    assert own(best_metric="loss").resolved_mode == "min"
+    assert own().resolved_mode == "max"
+    assert own(best_metric="mine", best_mode="max").resolved_mode == "max"
+    with pytest.raises(ConfigError, match="Give best_mode too"):
+        _ = own(best_metric="mine").resolved_mode
+
+
+def test_a_run_from_before_its_mode_was_known_of_the_name_resumes_with_it_given():
+    def stored(**changes):
+        return identity({"task": json.loads(Loss(squared, **changes).to_json())})["task"]
+
+    assert stored() == stored(best_mode="min")
+    assert stored(best_metric="accuracy") == stored(best_metric="accuracy", best_mode="max")
+    assert stored(best_metric="accuracy") != stored(best_metric="accuracy", best_mode="min")
 
 
 def test_inputs_are_named():

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import os
 import pickle
 import re
 
@@ -17,6 +18,7 @@ from jaxdl.data import Codec, Pairs, PairSpec, TFDSPairs
 from jaxdl.data.__main__ import main
 from jaxdl.data.pair_files import pair_files
 from jaxdl.data.pair_rows import first_fit
+from jaxdl.data.shards import SOURCES
 
 WORDS = [f"w{number}" for number in range(40)]
 
@@ -169,12 +171,21 @@ def test_a_second_start_tokenizes_nothing_and_changes_make_new_shards(folder, tm
     with monkeypatch.context() as patched:
         patched.setattr(Codec, "encode_many", fails)
         again = config.build()
+        elsewhere = tmp_path / "node" / "train.tsv"
+        elsewhere.parent.mkdir()
+        for path in (source, elsewhere):  # Touched, and copied: the same bytes.
+            elsewhere.write_bytes(source.read_bytes())
+            os.utime(path, (1e9, 1e9))
+            assert config.replaced({"train": (str(path),)}).build().content() == first.content()
     assert again.content() == first.content()
     every = np.arange(len(first.train))
     for name, values in first.train.batch(every).items():
         np.testing.assert_array_equal(again.train.batch(every)[name], values)
-    assert {path: path.read_bytes() for path in shards.glob("*/*")} == before
-    source.write_text(source.read_text() + "w1\tw2\n")
+    after = {path: path.read_bytes() for path in shards.glob("*/*")}
+    assert {path: one for path, one in after.items() if path.name != SOURCES} == {
+        path: one for path, one in before.items() if path.name != SOURCES
+    }
+    source.write_text(source.read_text().replace("w1", "w2"))  # Of the same size.
     assert config.build().content()["train"] != first.content()["train"]
     config.replaced({"tokenizer": None, "source_length": 200, "target_length": 200}).build()
     assert len(list(shards.iterdir())) == 5  # The training pairs again, and both splits in bytes.

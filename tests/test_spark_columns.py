@@ -13,10 +13,12 @@ pytest.importorskip("pyspark", reason="needs pyspark and Java: pip install 'jaxd
 
 from pyspark.errors import PythonException
 from pyspark.ml.feature import VectorAssembler
+from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import functions as F
+from pyspark.sql.types import DoubleType, IntegerType, StructField, StructType
 from spark_session import points_of, session
 
-from jaxdl.spark import JaxdlClassifier, JaxdlClassifierModel, JaxdlFeaturizer
+from jaxdl.spark import JaxdlClassifier, JaxdlClassifierModel, JaxdlFeaturizer, predictor_udf
 
 pytestmark = [pytest.mark.slow, pytest.mark.long("each Python stage of Spark starts processes")]
 
@@ -86,6 +88,59 @@ def test_a_mistake_names_the_columns_of_the_user(place, points, features, change
     frame = points.withColumns({name: F.lit(None).cast(types.get(kind, kind)) for name, kind in columns.items()})
     with pytest.raises(ConfigError, match=problem):
         classifier(place / "mistakes", features, **changes).fit(frame)
+
+
+@pytest.fixture(scope="module")
+def some_invalid(points):
+    """Rows of `v`, `c.x` and both in one vector `all`; of six rows every second one has null, NaN or infinity."""
+    a, b, x = points.select("a", "b", "c").first()
+    vectors = [Vectors.dense(a, b), None, Vectors.sparse(2, {0: a}), Vectors.dense(float("nan"), b),
+               Vectors.dense(a, b), Vectors.dense(a, b)]  # fmt: skip
+    numbers = [x, x, x, x, x, float("inf")]
+    whole = [None if v is None else Vectors.dense(*v.toArray(), n) for v, n in zip(vectors, numbers, strict=True)]
+    whole[2] = Vectors.sparse(3, {0: a, 2: x})
+    rows = [(i, v, n, w) for i, (v, n, w) in enumerate(zip(vectors, numbers, whole, strict=True))]
+    schema = StructType([StructField("i", IntegerType()), StructField("v", VectorUDT()),
+                         StructField("c.x", DoubleType()), StructField("all", VectorUDT())])  # fmt: skip
+    return points.sparkSession.createDataFrame(rows, schema).coalesce(1)
+
+
+def test_rows_that_cannot_be_scored(fitted, place, some_invalid):
+    """As `handleInvalid` says, in a Model and a featurizer, alike for a vector and for columns."""
+    wanted = {row.i: list(row.probability) for row in fitted.transform(some_invalid.filter("i % 2 = 0")).collect()}
+    with pytest.raises(PythonException, match=r"is (null|not finite) in a row"):
+        fitted.transform(some_invalid).collect()
+    for features in (["v", "c.x"], "all"):
+        model = fitted.copy({fitted.featuresCol: features})
+        skipped = model.setHandleInvalid("skip").transform(some_invalid).collect()
+        assert {row.i: list(row.probability) for row in skipped} == wanted
+        kept = {row.i: row for row in model.setHandleInvalid("keep").transform(some_invalid).collect()}
+        assert {i: list(kept[i].probability) for i in (0, 2, 4)} == wanted
+        for i in (1, 3, 5):
+            assert np.isnan([*kept[i].probability, *kept[i].rawPrediction, kept[i].prediction]).all()
+    featurizer = JaxdlFeaturizer(workdir=str(place / "run"), layer="head", featuresCol="all", handleInvalid="keep")
+    found = featurizer.transform(some_invalid).orderBy("i").collect()
+    assert [bool(np.isnan(row.features.toArray()).all()) for row in found] == [False, True] * 3
+    with pytest.raises(ConfigError, match=r"handleInvalid='drop': give one of 'error', 'skip', 'keep'"):
+        model.setHandleInvalid("drop").transform(some_invalid)
+
+
+def test_a_udf_of_the_vector_that_the_network_was_trained_on(fitted, place, some_invalid):
+    wanted = {row.i: list(row.probability) for row in fitted.transform(some_invalid.filter("i % 2 = 0")).collect()}
+    run = place / "run"
+
+    def found(columns, **options):
+        rows = some_invalid.withColumn("y", predictor_udf(run, **options)(*columns)).collect()
+        return {row.i: row.y for row in rows}
+
+    for columns in (["all"], ["v", "`c.x`"]):
+        skipped, kept = (found(columns, handleInvalid=how) for how in ("skip", "keep"))
+        for i, probabilities in wanted.items():
+            np.testing.assert_allclose([skipped[i], kept[i]], [probabilities] * 2, rtol=1e-6)
+        assert [skipped[i] for i in (1, 3, 5)] == [None] * 3
+        assert np.isnan([kept[i] for i in (1, 3, 5)]).all()
+    with pytest.raises(PythonException, match=r"is (null|not finite) in a row"):
+        found(["all"])
 
 
 def test_no_column_is_overwritten(fitted, place, points):

@@ -16,6 +16,7 @@ def test_every_parameter_has_a_setter_and_a_getter():
         "workdirPerFit": True,
         "pool": False,
         "workdir": "/runs/a",
+        "handleInvalid": "skip",
     }
     for made in (JaxdlClassifier(), JaxdlClassifierModel(), JaxdlFeaturizer()):
         for param in made.params:

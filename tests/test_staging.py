@@ -206,6 +206,9 @@ def test_the_tokens_of_documents_are_what_is_copied(tmp_path, source, capsys):
     copied = data.staged(stage)
     assert copied.shards.startswith(str(tmp_path / "disk"))
     assert copied.build().content() == before
+    for file in source.rglob("*"):
+        os.utime(file, (1e9, 1e9))
+    assert data.staged(stage).build().content() == before
     assert Mixture(sources={"x": data}).staged(stage).sources["x"].shards == copied.shards
     shutil.copytree(source, other := tmp_path / "more")
     (other / "d.txt").write_text("five " * 50)
@@ -241,4 +244,4 @@ def test_a_run_reads_copies_and_resumes_from_the_originals(tmp_path, source):
     with pytest.raises(jaxdl.ConfigError, match="reads no files"):
         jaxdl.train(experiment.replaced({"data": "digits"}), tmp_path / "other", stage_data=tmp_path, **options)
     status = read_record(tmp_path / "other")
-    assert (status.state, status.reason.exit_code, status.next_action) == (State.FAILED, 2, "fix")
+    assert (status.state, status.reason.exit_code, status.next_action) == (State.REFUSED, 2, "fix")

@@ -149,7 +149,12 @@ def test_a_killed_run_is_told_from_a_live_one(tmp_path, gone):
     assert {name: row.alive for name, row in rows.items()} == {name: alive for name, (_, alive) in cases.items()}
     assert rows["killed"].next_action == "resume"
     assert "killed" in note(rows["killed"])
-    assert "PROCESSING (gone)" in plain([rows["killed"]], [])
+    assert plain([rows["killed"]], []).splitlines()[1].split()[1] == "LOST"
+    starting = read_row(make_run(tmp_path / "starting", record(State.DEPLOY, process=gone, step=0, doing="compiling")))
+    line = plain([starting], []).splitlines()[1]
+    assert line.split()[1] == "LOST"
+    assert "last seen compiling 1 s ago: ended without a word" in line or "last seen compiling 2 s ago" in line
+    assert note(starting).endswith("lost, before this start made a step; the same command begins at step 0")
     assert "last seen 11 min ago" in note(rows["silent elsewhere"])
     assert rows["complete"].reason == ""
 

@@ -12,7 +12,7 @@ from runs import Started, finish, has_step, tiny_experiment, wait_for, write_con
 import jaxdl
 from jaxdl.files import HALT_FILE
 from jaxdl.mesh import MeshConfig
-from jaxdl.status import State, read_record, read_row
+from jaxdl.status import Record, State, read_record, read_row, utc_now, write_record
 
 ONE = jax.devices()[:1]
 EXPERIMENT = tiny_experiment(mesh=MeshConfig(), steps=400, evaluation={}, checkpoint={})
@@ -69,7 +69,7 @@ def test_it_trains_when_it_is_started_again_and_an_old_halt_file_is_removed(halt
     assert "was there before this start: removed" in capsys.readouterr().out
     assert seen[0].exit_code == 4, "why the start before this one ended"
     status = read_record(workdir)
-    assert (status.state, status.step, status.end_step, status.total_steps) == (State.HALTED, steps, steps, 400)
+    assert (status.state, status.step, status.end_step, status.total_steps) == (State.STOPPED, steps, steps, 400)
     assert (status.reason.exit_code, "--max-steps" in status.reason.text) == (0, True)
 
 
@@ -90,6 +90,22 @@ def test_a_failure_is_kept_and_is_raised_as_it_is(tmp_path):
         train(tmp_path, EXPERIMENT.replaced({"seed": 7}))
     assert read_record(tmp_path) == status, "a run that is refused leaves the status of the other as it was"
     assert [path.name for path in (tmp_path / "failures").iterdir()] == ["1"]
+
+
+def refused(workdir, match, **changes):
+    """The status after a command that is refused."""
+    with pytest.raises(jaxdl.ConfigError, match=match):
+        train(workdir, EXPERIMENT.replaced(changes))
+    return read_record(workdir)
+
+
+def test_a_refused_command_is_no_failed_run(tmp_path):
+    status = refused(tmp_path, "only 96 training examples", batch_size=10**6)
+    assert (status.state, status.step, status.reason.exit_code) == (State.REFUSED, 0, 2)
+    assert status.next_action == "fix"
+    complete = Record(State.COMPLETED, utc_now(), utc_now(), step=400, total_steps=400)
+    write_record(tmp_path, complete)
+    assert refused(tmp_path, "only 96 training examples", batch_size=10**6) == complete
 
 
 @pytest.mark.long("two processes, killed, started again and halted")

@@ -17,6 +17,7 @@ from jaxdl.asynchrony.policy import Policy
 from jaxdl.asynchrony.syncer import Result, Syncer
 from jaxdl.cluster import BROKEN
 from jaxdl.cluster.address import SYNCER_VARIABLE
+from jaxdl.cluster.exits import stop_code, stop_signals
 from jaxdl.cluster.token import VARIABLE, run_token
 from jaxdl.config import ConfigError
 
@@ -98,9 +99,9 @@ def _token() -> str:
 
 
 def serve(service: Service) -> int:
-    """Runs a syncer in this process until its run is over; returns the exit code. SIGTERM and SIGINT stop it, saved.
+    """Runs a syncer in this process until its run is over; returns the exit code.
 
-    Raises ConfigError.
+    SIGTERM, SIGINT and SIGHUP stop it, saved. Raises ConfigError.
     """
     token = _token()
     try:
@@ -126,10 +127,10 @@ def serve(service: Service) -> int:
         raise ConfigError(f"--folder {service.folder}: the run in it has finished. Give another folder for a new one.")
     print(f"listening on port {listener.getsockname()[1]}", flush=True)
     stopped: list[int] = []
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in stop_signals():
         signal.signal(signum, lambda number, _: (stopped.append(number), syncer.stop()))
     result = syncer.run()
-    return 128 + stopped[0] if stopped else _report(result)
+    return stop_code(stopped[0]) if stopped else _report(result)
 
 
 def _report(result: Result) -> int:

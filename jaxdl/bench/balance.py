@@ -60,7 +60,7 @@ from jaxdl.cluster.agree import of_first_process
 from jaxdl.config import ConfigError
 from jaxdl.exchange import Dense, ExchangeConfig, Machine, kinds, predict
 from jaxdl.exchange.probe import probe_link, repeated_sum
-from jaxdl.mesh import Axis, MeshConfig, gpus_visible, make_mesh, platform
+from jaxdl.mesh import Axis, MeshConfig, gpus_chosen, make_mesh, platform
 from jaxdl.options import parse_options
 from jaxdl.report import replace_file
 from jaxdl.run.exchanged import exchanged_gradients
@@ -125,7 +125,7 @@ def main(args: list[str]) -> None:
         import_exchanges(command.imports)
         exchanges = exchanges_of(command.exchanges)
         launched = launched_cpu_devices()
-        count = command.devices or (None if launched or gpus_visible() else _DEVICES)
+        count = command.devices or (None if launched or gpus_chosen() else _DEVICES)
         patient = ClusterConfig(start_timeout_sec=PATIENCE_SEC, silence_timeout_sec=PATIENCE_SEC)
         start_devices(MeshConfig(cpu_devices=count), patient, experiment=_same(command))
         console = Console(width=130, quiet=jax.process_index() > 0)

@@ -56,6 +56,7 @@ from jaxdl.bench.cluster_variants import (
 )
 from jaxdl.bench.shared import check_options, write_json
 from jaxdl.cluster import ClusterConfig
+from jaxdl.cluster.exits import stop_code, stop_signals
 from jaxdl.config import ConfigError
 from jaxdl.data import SyntheticImages
 from jaxdl.experiment import Experiment, load_experiment
@@ -277,16 +278,17 @@ def _sent_bytes(network: Network) -> int:
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Makes SIGTERM end the program like Ctrl-C, after the hosts and their network are removed."""
+    """Makes SIGTERM and SIGHUP end the program like Ctrl-C, after the hosts and their network are removed."""
 
     def end(signum: int, _: object) -> None:
-        raise SystemExit(128 + signum)
+        raise SystemExit(stop_code(signum))
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = {signum: signal.signal(signum, end) for signum in stop_signals() if signum != signal.SIGINT}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 @contextlib.contextmanager

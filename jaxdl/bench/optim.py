@@ -22,7 +22,7 @@ from jaxdl.cluster import start_devices
 from jaxdl.data import DataSpec, ImageSpec, TextSpec
 from jaxdl.data.shm import available_bytes
 from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig, gpus_visible, make_mesh
+from jaxdl.mesh import MeshConfig, gpus_chosen, make_mesh
 from jaxdl.models import ResNet, Transformer
 from jaxdl.optim import LAMB, LARS, num_updates
 from jaxdl.options import parse_options
@@ -80,7 +80,7 @@ def main(args: list[str]) -> None:
     prog = "python -m jaxdl.bench optim"
     command = parse_options(OptimBench, args=args, prog=prog, description=str(__doc__))
     check_options(command, devices=2, num_repeats=1)
-    config = MeshConfig(fsdp=command.devices, cpu_devices=None if gpus_visible() else command.devices)
+    config = MeshConfig(fsdp=command.devices, cpu_devices=None if gpus_chosen() else command.devices)
     start_devices(config)
     mesh, console, found = make_mesh(config), Console(width=150), {}
     for name in command.models:

@@ -186,8 +186,7 @@ class Checkpoints:
             folder = self.folder / step_folder(step)
             if folder.is_dir():  # It gets this name when it is complete.
                 done.append((step, folder))
-        complete = [step for step, _ in done]
-        self._started = [step for step in self._started if step not in complete and step == under_way]
+        self._started = [step for step in self._started if step == under_way and step not in dict(done)]
         return done
 
     def wait(self) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from jaxdl.cluster.messages import MAX_NAME, MAX_PROCESSES, printable
 from jaxdl.config import ConfigError
@@ -16,6 +16,13 @@ BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
 SYNCER_VARIABLE = "JAXDL_SYNCER"
 """`host:port` of a syncer. Where it is set, a run is a learner (`jaxdl.asynchrony`): a run of one process."""
 _NUMBERS = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_UNUSED = (
+    ("WORLD_SIZE", "RANK", "torchrun"),
+    ("PMI_SIZE", "PMI_RANK", "MPI"),
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MPI"),
+)
+"""Variables of starters that JAX does not read: (number of processes, number of this one, who sets them)."""
+ALONE = "To train alone, set JAX_NUM_PROCESSES=1 JAX_PROCESS_ID=0"
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,8 @@ class ClusterSpec:
     """`host:port` of process 0, where JAX's coordinator listens after the rendezvous."""
     num_processes: int
     process: int
+    told_by: str = field(default="", compare=False)
+    """What says that there are several processes, as VARIABLE=VALUE; "" where a launcher of jaxdl does."""
 
     @property
     def host(self) -> str:
@@ -48,13 +57,48 @@ def several_processes() -> bool:
     if "JAX_COORDINATOR_ADDRESS" in os.environ or os.environ.get("JAXDL_DISTRIBUTED") == "1":
         return True
     count, process = (_process_number(name) for name in _NUMBERS)
+    if (count, process) == (1, 0):
+        return False
     if (count, process) != (None, None) and (count, process or 0) != (1, 0):
         return True
     if SYNCER_VARIABLE in os.environ:  # The tasks of a step of Slurm are learners then, not one run.
         return False
-    name = "SLURM_NTASKS" if os.environ.get("SLURM_NTASKS") else "OMPI_COMM_WORLD_SIZE"
-    tasks = _process_number(name) or 1
-    return tasks > 1 and ("SLURM_STEP_NODELIST" in os.environ or "OMPI_COMM_WORLD_SIZE" in os.environ)
+    return _tasks().count > 1
+
+
+class _Tasks(NamedTuple):
+    """Processes that a cluster has started together; `process` is None where JAX reads it."""
+
+    count: int
+    process: int | None
+    told_by: str
+
+
+def _tasks() -> _Tasks:
+    """The processes that mpirun or a step of Slurm has started.
+
+    A job of Slurm is no step: in a batch script, and in the shell of `salloc`, one process may run alone.
+    """
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:
+        name, process = "OMPI_COMM_WORLD_SIZE", _process_number("OMPI_COMM_WORLD_RANK")
+    elif "SLURM_STEP_NODELIST" in os.environ:
+        name, process = "SLURM_STEP_NUM_TASKS" if os.environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS", None
+    else:
+        return _Tasks(1, None, "")
+    count = _process_number(name) if os.environ.get(name) else 1
+    return _Tasks(count or 1, process, f"{name}={count}")
+
+
+def unused_note() -> str | None:
+    """About variables of torchrun or MPI that name several processes, which each train alone; None without any."""
+    for size, rank, starter in _UNUSED:
+        count, number = os.environ.get(size, ""), os.environ.get(rank, "")
+        if count.isdecimal() and number.isdecimal() and int(count) > 1:
+            return (
+                f"{size}={count} {rank}={number}, of {starter}: not used, this process trains alone. For one run of "
+                "all set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in each of them."
+            )
+    return None
 
 
 def find_cluster_spec(timeout_sec: float) -> ClusterSpec | None:
@@ -67,7 +111,10 @@ def find_cluster_spec(timeout_sec: float) -> ClusterSpec | None:
         _process_number(_NUMBERS[0]),
         _process_number(_NUMBERS[1]),
     )
+    told_by = "" if given[1] is None or "JAXDL_HOST" in os.environ else f"{_NUMBERS[0]}={given[1]}"
     if None in given:
+        if given[1] is None and (tasks := _tasks()).count > 1:
+            given, told_by = (given[0], tasks.count, tasks.process if given[2] is None else given[2]), tasks.told_by
         found = _detected(given, timeout_sec)
         if found is None:
             return None
@@ -76,12 +123,12 @@ def find_cluster_spec(timeout_sec: float) -> ClusterSpec | None:
     if address is None or num_processes is None or process is None:
         names = ("the coordinator's address", "the number of processes", "the number of this process")
         missing = " and ".join(name for name, value in zip(names, given, strict=True) if value is None)
-        numbers = " ".join(f"{name}={os.environ[name]}" for name in _NUMBERS if name in os.environ)
+        numbers = " ".join(f"{name}={os.environ[name]}" for name in _NUMBERS if name in os.environ) or told_by
         beginning = f"{numbers}: the" if numbers else "the"
         raise ConfigError(
             f"{beginning} processes of the run cannot find each other: {missing} is not known. Set "
             "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in each of them, or none (nor "
-            "JAXDL_DISTRIBUTED) for one process."
+            "JAXDL_DISTRIBUTED) for one process." + (f" {ALONE}." if told_by else "")
         )
     if not _is_host_and_port(address):
         shown = printable(address[:MAX_NAME])
@@ -95,7 +142,7 @@ def find_cluster_spec(timeout_sec: float) -> ClusterSpec | None:
             f"JAX_PROCESS_ID={process}: {num_processes} processes have the numbers 0 to {num_processes - 1}. Set it to "
             "one of them, or JAX_NUM_PROCESSES to their number."
         )
-    return ClusterSpec(address, num_processes, process)
+    return ClusterSpec(address, num_processes, process, told_by)
 
 
 def _detected(given: tuple[str | None, int | None, int | None], timeout_sec: float) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -23,6 +24,23 @@ DELIBERATE = (MISTAKE, DIVERGED)
 """Exit codes that all processes reach alike: a user error, a diverged run."""
 FAREWELL_SEC = 2.0
 """How long an exiting process waits until its reason is sent, and until it is printed."""
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals at which a program saves what it has, and ends.
+
+    SIGHUP says that the terminal is closed; where it is ignored (nohup), the program goes on without one. In Python a
+    signal that is ignored when it gets a handler is no longer.
+    """
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGTERM, signal.SIGINT, *(() if ignored else (signal.SIGHUP,)))
+
+
+def stop_code(signum: int) -> int:
+    """The exit code after a signal: 128 and its number, as in shells. A closed terminal ends a program as SIGTERM does:
+    launchers know it."""
+    return 128 + (signal.SIGTERM if signum == signal.SIGHUP else signum)
+
 
 _ending = threading.Lock()
 _before_end: list[Callable[[str, int], None]] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxdl.cluster.address import ClusterSpec, host_name, is_own_address, loopback, network_address, resolved
+from jaxdl.cluster.address import ALONE, ClusterSpec, host_name, is_own_address, loopback, network_address, resolved
 from jaxdl.cluster.consistency import process_names
 
 
@@ -32,6 +32,8 @@ def missing_message(spec: ClusterSpec, here: Mapping[int, str], timeout_sec: flo
     shown = ", ".join(str(process) for process in absent[:8]) + (f" and {len(absent) - 8} more" * (len(absent) > 8))
     who = f"process {shown} of {spec.num_processes}" if len(absent) == 1 else f"processes {shown}"
     message = f"{who} did not join within {timeout_sec:g} s; joined: {process_names(sorted(here), here)}."
+    if spec.told_by:
+        message += f" {spec.told_by} says that there are {spec.num_processes}. {ALONE}."
     if spec.process != 0:
         return f"{message} Check whether the missing ones were started, and how they ended."
     inner = loopback(spec.host)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pydantic
 
-from jaxdl.cluster.address import ClusterSpec, find_cluster_spec, host_name, several_processes
+from jaxdl.cluster.address import ClusterSpec, find_cluster_spec, host_name, several_processes, unused_note
 from jaxdl.cluster.consistency import describe_process, difference, unequal_counts
 from jaxdl.cluster.heartbeat import heartbeat
 from jaxdl.cluster.machine import check_xla_flags, keep_freed_memory, open_devices
@@ -73,6 +73,8 @@ def start_devices(
     check_xla_flags()
     if count is not None:
         check_cpu_devices(count, "--mesh.cpu-devices" if launched is None else "--devices-per-host")
+        if launched is None and experiment is not None:
+            _note_unused_platforms(count)
         try:
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", count)
@@ -83,12 +85,27 @@ def start_devices(
         keep_freed_memory()
     if not jax.distributed.is_initialized() and several_processes():
         _join(cluster or ClusterConfig(), describe_process(experiment, count), on_cpu=count is not None)
+    elif experiment is not None and (note := unused_note()):
+        print(f"note: {note}", file=sys.stderr)
     open_devices()
     if count is not None and (jax.default_backend(), jax.local_device_count()) != ("cpu", count):
         raise ConfigError(
             f"{count} virtual CPU devices: in this process JAX already runs on {jax.local_device_count()} "
             f"{jax.default_backend()} devices. Set the environment variable JAX_NUM_CPU_DEVICES={count} before the "
             "first use of JAX, or restart."
+        )
+
+
+def _note_unused_platforms(count: int) -> None:
+    """Says that virtual CPU devices were asked for, and other devices as well."""
+    from jaxdl.mesh import asked_platforms
+
+    if (platforms := asked_platforms()) is not None:
+        print(
+            f"WARNING: this run trains on CPUs: its config, or --devices, asks for {count} virtual CPU devices, and "
+            f"JAX_PLATFORMS={platforms} is not used. Give --mesh.cpu-devices None for {platforms.split(',')[0]}.",
+            file=sys.stderr,
+            flush=True,
         )
 
 

@@ -109,6 +109,10 @@ class CompilerConfig(Config):
         if self.cache_dir is not None:
             before = wanted
             wanted = self.cache_dir if "://" in self.cache_dir else str(expanded(self.cache_dir))
+            if not wanted.isprintable() and any("\ud800" <= one <= "\udfff" for one in wanted):
+                raise ConfigError(
+                    f"--compiler.cache-dir {wanted!r}: XLA refuses a path that is not UTF-8. Choose another."
+                )
             parent = os.path.dirname(os.path.abspath(wanted))
             writable = os.access(wanted if os.path.exists(wanted) else parent, os.W_OK | os.X_OK)
             if "://" not in wanted and not (writable and os.path.isdir(wanted if os.path.exists(wanted) else parent)):

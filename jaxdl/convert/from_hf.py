@@ -139,7 +139,7 @@ def _state(parts: Parts, params: dict[str, Any]) -> TrainState:
 
 def _save(workdir: Path, parts: Parts, state: TrainState) -> None:
     task = parts.task
-    found = Checkpoints(workdir, CheckpointConfig(), best_metric=task.best_metric, best_mode=task.best_mode)
+    found = Checkpoints(workdir, CheckpointConfig(), best_metric=task.best_metric, best_mode=task.resolved_mode)
     with contextlib.closing(found):
         found.save(state, 0, evaluated_step=-1, metrics=None)
         found.wait()

@@ -1,7 +1,7 @@
 """Prepares data before training: `python -m jaxdl.data prepare --config configs/....py`, and trains tokenizers.
 
-`tokenizer FILES... --out FILE --vocab-size N` trains a tokenizer on text files (.txt, .jsonl, .parquet, .tsv, also .gz
-and .zst, and folders of them); `tokenizer --help` has its options.
+`tokenizer FILES... --out FILE --vocab-size N` trains a tokenizer on text files (.txt, .jsonl, .csv, .parquet, .tsv,
+also compressed, and folders of them); `tokenizer --help` has its options.
 
 `prepare` tokenizes documents and pairs of texts (data of the kinds documents, mixture, pairs and tfds_pairs) into
 shards on disk (`--data.shards`). Of photographs it reads every image once into the disk cache

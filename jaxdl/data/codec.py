@@ -223,7 +223,7 @@ class _Tokenizers(Encoder):
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def name(self, token: int) -> str:
-        return str(self._tokenizer.id_to_token(token))
+        return self._tokenizer.id_to_token(token) or ""
 
     def files(self) -> list[Path]:
         return [path for path in (self._file, self._config) if path.is_file()]

@@ -16,11 +16,12 @@ from jaxdl.config import ConfigError
 from jaxdl.data.arrow_numbers import Where, check_exact, feature_numbers, label_numbers
 from jaxdl.data.codec import import_text
 from jaxdl.data.digits import stratified_split
-from jaxdl.data.row_groups import check_columns, found_files, opened, reading
+from jaxdl.data.row_groups import check_columns, check_names, found_files, opened, reading
 from jaxdl.data.source import Data, Source, Splits, check_classes
 from jaxdl.data.spec import DataSpec
 from jaxdl.data.staging import Stage
 from jaxdl.data.table_index import index_columns, suspects
+from jaxdl.data.text_files import BlankLines, Table, blank_lines, suffix_of
 
 _SMALLEST_STD = 1e-6
 """Columns that vary less than this, relative to their mean, are divided by 1."""
@@ -56,6 +57,14 @@ class NumbersSpec(DataSpec):
     def described(self) -> tuple[str, str]:
         """Columns and classes."""
         return "rows", f"{len(self.columns)} columns of numbers, {self.num_classes:,} classes"
+
+    def example(self) -> np.ndarray:
+        """See `DataSpec.example`."""
+        return self.blank()["x"]
+
+    def example_text(self) -> str:
+        """The names of the columns, in their order."""
+        return f"as they are in the data, not normalized, in the order of the columns {', '.join(self.columns)}"
 
     def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
         """Numbers [batch, column], not normalized; or a data frame or dictionary with the columns by their names.
@@ -138,12 +147,14 @@ class Tabular(Data, kind="tabular"):
         check_label_range(np.concatenate([train.labels, test.labels]), num_classes, "data tabular")
         check_classes(num_classes, "data tabular")
 
+        blank = blank_lines(train.blank if test is train else train.blank + test.blank)
+
         def sources(
             names: tuple[str, ...], x: np.ndarray, test_x: np.ndarray, warnings: Sequence[str]
         ) -> tuple[NumbersSource, NumbersSource]:
             mean, std = _statistics(x) if self.normalize else (np.zeros(len(names)), np.ones(len(names)))
             spec = NumbersSpec(names, num_classes, tuple(mean.tolist()), tuple(std.tolist()))
-            first = NumbersSource(x, train.labels[rows], spec, warnings=warnings)
+            first = NumbersSource(x, train.labels[rows], spec, blank, warnings=warnings)
             return first, NumbersSource(test_x, test.labels[held], spec)
 
         found = sources(train.names, train.x[rows], test.x[held], train.warnings())
@@ -160,9 +171,10 @@ class Tabular(Data, kind="tabular"):
 
     def _read(self, patterns: Sequence[str], split: str) -> _Table:
         """The rows of some files."""
-        names, parts, labels, starts, left = None, [], [], [0], {}
+        names, parts, labels, starts, left, blank = None, [], [], [0], {}, []
         for path in found_files(patterns, f"--data.{split}"):
-            table = _table(path, [*self.features, self.label] if self.features else None)
+            table, left_out = _table(path, [*self.features, self.label] if self.features else None)
+            blank += left_out
             check_columns(table.column_names, [*self.features, self.label], str(path))
             index = () if self.features else index_columns(table.column_names, table.schema.metadata)
             index = tuple(name for name in index if name != self.label)
@@ -190,7 +202,7 @@ class Tabular(Data, kind="tabular"):
         if len(indexed) == len(parts) and len({one[0] for one in indexed}) == 1:
             every = indexed[0][0], np.concatenate([one[1] for one in indexed])
         x = np.concatenate([one for one, _ in parts])
-        return _Table(names or (), x, np.concatenate(labels), starts[:-1], tuple(left), every)
+        return _Table(names or (), x, np.concatenate(labels), starts[:-1], tuple(left), every, blank)
 
 
 class _Table(NamedTuple):
@@ -207,6 +219,8 @@ class _Table(NamedTuple):
     """Columns that were left out, as an index of pandas."""
     indexed: tuple[tuple[str, ...], np.ndarray] | None
     """Names and numbers with those columns, if they have numbers: as earlier versions read the files."""
+    blank: list[BlankLines]
+    """The blank lines of each file."""
 
     def warnings(self) -> list[str]:
         """About columns that are left out, and those that tell the label."""
@@ -240,15 +254,32 @@ def _indexed(
     return tuple(name for found, _ in read for name in found), np.concatenate([one for _, one in read], axis=1)
 
 
-def _table(path: Path, names: Sequence[str] | None) -> Any:
-    """A file as a `pyarrow.Table`, of Parquet only the columns of these names that it has; None: all."""
-    if path.suffix.lower() != ".csv":
+def _table(path: Path, names: Sequence[str] | None) -> tuple[Any, list[BlankLines]]:
+    """(a file as a `pyarrow.Table`, of Parquet only the columns of these names that it has; its blank lines).
+
+    None: all columns.
+    """
+    if suffix_of(path) != ".csv":
         file = opened(path)
         with reading(path, ""):
-            return file.read(None if names is None else [name for name in names if name in file.schema_arrow.names])
+            check_names([name for name in file.schema_arrow.names if names is None or name in names], str(path))
+            return file.read(None if names is None else [name for name in names if name in file.schema_arrow.names]), []
     csv = import_text("pyarrow.csv", str(path))
     with reading(path, "as CSV with a line of names"):
-        return csv.read_csv(path)
+        lines = Table(path)
+        try:
+            table = csv.read_csv(lines)
+        finally:
+            lines.close()
+        try:
+            found = table.column_names
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{path}: the names of its columns, in the first line, are not UTF-8 ({error.object[:40]!r}). Convert "
+                "it, from Latin-1 for instance: iconv -f LATIN1 -t UTF-8 FILE > NEW."
+            ) from None
+    check_names(found, str(path))
+    return table, [lines.counted()]
 
 
 def _column(column: Any, name: str, path: Path) -> tuple[list[str], np.ndarray]:

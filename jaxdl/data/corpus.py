@@ -25,10 +25,10 @@ from jaxdl.data.tokenizing import prepare, prepared
 
 
 class Documents(Data, kind="documents"):
-    """Documents of text: JSON lines, Parquet, plain files, folders of the `datasets` library; also .gz and .zst.
+    """Documents of text: JSON, CSV, Parquet, plain files, folders of the `datasets` library; also .gz, .bz2, .xz, .zst.
 
     They are tokenized once, into shards on disk (`python -m jaxdl.data prepare`). The format is seen by the name of a
-    file: .jsonl, .parquet, and any other is plain text.
+    file: .jsonl and .json, .csv, .parquet, and any other is plain text.
     """
 
     paths: tuple[str, ...] = ()

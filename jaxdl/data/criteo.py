@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +16,11 @@ import pydantic
 from jaxdl.config import ConfigError
 from jaxdl.data.clicks import CRITEO_ROWS, NUM_NUMBERS
 from jaxdl.data.codec import import_text
-from jaxdl.data.locks import locked, saying
+from jaxdl.data.copies import NOTE, Copies, Held, content_from, read_note, sha256_of
 from jaxdl.data.source import Data, Splits
 from jaxdl.data.staging import Stage
 from jaxdl.data.tabular import Feature, TabularSource, TabularSpec
+from jaxdl.data.text_files import BROKEN, BlankLines, Table, blank_lines
 from jaxdl.paths import expanded, matching
 
 if TYPE_CHECKING:
@@ -35,12 +34,12 @@ _NAMES = (
 _NONE = np.uint32(2**32 - 1)
 """In place of the hash of a value that is missing."""
 _BLOCK_BYTES, _GROUP_ROWS = 2**24, 2**17
-_PREPARED = "examples.json"
 _FILES = {"number": ("numbers.f32", np.float32), "feature": ("hashes.u32", np.uint32), "label": ("labels.u8", np.uint8)}
 
 
 class Criteo(Data, kind="criteo"):
-    """Click logs of Criteo's format: a label, 13 whole numbers, 26 features; TSV (.tsv, .txt, .gz) or Parquet.
+    """Click logs of Criteo's format: a label, 13 whole numbers, 26 features; TSV (.tsv, .txt, also .gz, .bz2,
+    .xz) or Parquet.
 
     Of a number x the network gets log(x + 1), with 0 for what is missing or negative. A feature's value becomes a hash
     of 32 bits, modulo its rows, so no vocabulary is made and different values may share an id; a missing value has no
@@ -102,9 +101,10 @@ class Criteo(Data, kind="criteo"):
                 raise ConfigError(f"data criteo: {name} has the value {wrong}. Each is from 1 to {2**31 - 1:,}.")
         paths = _paths(split, getattr(self, split))
         if self.folder is None:
-            parts = list(_read(paths))
+            files = Files(paths)
+            parts = list(files.read())
             numbers, hashes, labels = (np.concatenate([part[name] for part in parts]) for name in _FILES)
-            return Examples(numbers, hashes, labels)
+            return Examples(numbers, hashes, labels, blank=files.blank())
         return _prepared(expanded(self.folder), split, paths, say)
 
 
@@ -116,6 +116,13 @@ class Examples:
     hashes: np.ndarray
     labels: np.ndarray
     content: str = ""
+    """Identifies them; empty where nobody has hashed them."""
+    former: tuple[str, ...] = ()
+    """What `content` was in earlier versions of jaxdl, when it depended on paths and times."""
+    blank: str = ""
+    """What is said of blank lines of their files."""
+    held: Held | None = None
+    """Keeps the files of the arrays on the disk."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -123,7 +130,10 @@ class Examples:
     def part(self, first: int, count: int) -> Examples:
         """Some of them."""
         some = slice(first, first + count)
-        return Examples(self.numbers[some], self.hashes[some], self.labels[some], f"{self.content}:{first}")
+        content, *former = (f"{one}:{first}" if one else "" for one in (self.content, *self.former))
+        return Examples(
+            self.numbers[some], self.hashes[some], self.labels[some], content, tuple(former), self.blank, self.held
+        )
 
 
 class CriteoSource(TabularSource):
@@ -136,14 +146,21 @@ class CriteoSource(TabularSource):
         return len(self._examples)
 
     def content(self) -> str:
-        """Of prepared files their names, sizes and times; else a hash of all examples."""
-        own = self._examples.content
-        if own and not own.startswith(":"):
-            return own
+        """A hash of all examples."""
+        if self._examples.content:
+            return self._examples.content
         arrays = (self._examples.numbers, self._examples.hashes, self._examples.labels)
         return hashlib.sha256(
             b"".join(hashlib.sha256(np.ascontiguousarray(x).data).digest() for x in arrays)
         ).hexdigest()[:16]
+
+    def former_contents(self) -> tuple[str, ...]:
+        """See `Source.former_contents`."""
+        return self._examples.former
+
+    def remark(self) -> str:
+        """What was left out of the files."""
+        return self._examples.blank
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See `Source.batch`."""
@@ -194,30 +211,59 @@ def _paths(split: str, patterns: Sequence[str]) -> list[Path]:
     return found
 
 
-def _read(paths: Sequence[Path]) -> Iterator[Mapping[str, np.ndarray]]:
-    """Blocks of examples, in order. Raises ConfigError for a file that cannot be read."""
-    for path in paths:
-        blocks = _parquet(path) if path.suffix == ".parquet" else _tsv(path)
-        count = 0
+class Files:
+    """Files of examples, which are read in order. Raises ConfigError for one that cannot be read."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self.sha256: list[str] = []
+        """Those of the files that have been read, when they were read with `hashing`."""
+        self._blank: list[BlankLines] = []
+
+    def read(self, *, hashing: bool = False) -> Iterator[Mapping[str, np.ndarray]]:
+        """Blocks of examples."""
+        for path in self._paths:
+            count = 0
+            try:
+                for block in self._blocks(path, hashing=hashing):
+                    made = _converted(block, path, count)
+                    count += len(made["label"])
+                    yield made
+            except (*BROKEN, NotImplementedError, TypeError) as error:  # Arrow's errors are some of these.
+                if isinstance(error, ConfigError):
+                    raise
+                what = " ".join(str(error).split())[:300]
+                raise ConfigError(
+                    f"{path}: after {count:,} examples it cannot be read ({what}). Get it again."
+                ) from None
+            if not count:
+                raise ConfigError(f"{path}: it has no examples. Leave it out.")
+
+    def blank(self) -> str:
+        """What is said of blank lines."""
+        return blank_lines(self._blank)
+
+    def _blocks(self, path: Path, *, hashing: bool) -> Iterator[Any]:
+        if path.suffix.lower() == ".parquet":
+            yield from _parquet(path)
+            if hashing:
+                self.sha256.append(sha256_of(path))
+            return
+        table = Table(path, hashing=hashing)
         try:
-            for block in blocks:
-                made = _converted(block, path, count)
-                count += len(made["label"])
-                yield made
-        except (OSError, ValueError, NotImplementedError, TypeError) as error:  # Arrow's errors are some of these.
-            if isinstance(error, ConfigError):
-                raise
-            what = " ".join(str(error).split())[:300]
-            raise ConfigError(f"{path}: after {count:,} examples it cannot be read ({what}). Get it again.") from None
-        if not count:
-            raise ConfigError(f"{path}: it has no examples. Leave it out.")
+            yield from _tsv(table)
+            self._blank.append(table.counted())
+            if hashing:
+                self.sha256.append(table.sha256())
+        finally:
+            table.close()
 
 
-def _tsv(path: Path) -> Iterator[Any]:
-    arrow, csv = import_text("pyarrow", str(path)), import_text("pyarrow.csv", str(path))
+def _tsv(table: Table) -> Iterator[Any]:
+    arrow, csv = import_text("pyarrow", str(table.path)), import_text("pyarrow.csv", str(table.path))
     types = {name: arrow.int64() if number <= NUM_NUMBERS else arrow.string() for number, name in enumerate(_NAMES)}
     with csv.open_csv(
-        path,
+        table,
         read_options=csv.ReadOptions(column_names=list(_NAMES), block_size=_BLOCK_BYTES),
         parse_options=csv.ParseOptions(delimiter="\t", quote_char=False),
         convert_options=csv.ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=True),
@@ -268,57 +314,42 @@ def _converted(block: Any, path: Path, first: int) -> dict[str, np.ndarray]:
 
 def _prepared(folder: Path, split: str, paths: Sequence[Path], say: Any) -> Examples:
     """The examples of the files, from `folder` if they are there, else read and written there first."""
-    files = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
-    made = folder / f"{split}-{hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]}"
     try:
-        if not made.exists():
-            _prepare(made, paths, say)
+        copies = Copies(folder, split, paths, [file for file, _ in _FILES.values()])
+        made = copies.made(lambda partial: _write(partial, paths, say))
     except OSError as error:
         raise ConfigError(
             f"--data.folder {folder}: the examples cannot be kept there ({error}). Give a folder with room that this "
             "user may write."
         ) from None
     try:
-        count = json.loads((made / _PREPARED).read_text(encoding="utf-8"))["examples"]
+        note, keeper = read_note(made), Held(made)
+        count = note["examples"]
         shapes = {"number": (count, NUM_NUMBERS), "feature": (count, len(CRITEO_ROWS)), "label": (count,)}
         arrays = {
             what: np.memmap(made / file, dtype, "r", shape=shapes[what]) for what, (file, dtype) in _FILES.items()
         }
+        content = note.get("content") or copies.content(made)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"{made}: the examples cannot be read ({error}). Remove that folder, or choose another --data.folder."
         ) from None
-    return Examples(arrays["number"], arrays["feature"], arrays["label"], made.name)
+    former = tuple(dict.fromkeys((copies.former_name, made.name)))
+    return Examples(
+        arrays["number"], arrays["feature"], arrays["label"], content, former, note.get("blank", ""), keeper
+    )
 
 
-def _prepare(made: Path, paths: Sequence[Path], say: Any) -> None:
-    """Makes the folder, which appears when it is whole; waits for another process that does so. Raises OSError."""
-    folder = made.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / f"{made.name}.lock", saying(f"reads examples into {made}")) as alone:
-        if made.exists():
-            return
-        if alone:  # What a killed process left half-written.
-            for left in folder.glob(f".{made.name}.*"):
-                shutil.rmtree(left, ignore_errors=True)
-        partial = folder / f".{made.name}.{uuid.uuid4().hex}"
-        partial.mkdir()
-        try:
-            _write(partial, paths, say)
-            partial.rename(made)
-        except OSError:  # Without locks, another process may have been faster.
-            if not made.exists():
-                raise
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def _write(folder: Path, paths: Sequence[Path], say: Any) -> None:
-    count, opened = 0, {what: (folder / file).open("wb") for what, (file, _) in _FILES.items()}
+def _write(folder: Path, paths: Sequence[Path], say: Callable[[int], None] | None) -> None:
+    """Writes the examples and a note of them into a folder."""
+    files, opened = Files(paths), {what: (folder / file).open("wb") for what, (file, _) in _FILES.items()}
+    count, digests = 0, {what: hashlib.sha256() for what in _FILES}
     try:
-        for block in _read(paths):
+        for block in files.read(hashing=True):
             for what, file in opened.items():
-                file.write(np.ascontiguousarray(block[what]).data)
+                content = np.ascontiguousarray(block[what]).data
+                file.write(content)
+                digests[what].update(content)
             count += len(block["label"])
             if say is not None:
                 say(count)
@@ -328,4 +359,6 @@ def _write(folder: Path, paths: Sequence[Path], say: Any) -> None:
     finally:
         for file in opened.values():
             file.close()
-    (folder / _PREPARED).write_text(json.dumps({"examples": count}), encoding="utf-8")
+    content = content_from([digest.digest() for digest in digests.values()])
+    note = {"examples": count, "content": content, "sha256": files.sha256, "blank": files.blank()}
+    (folder / NOTE).write_text(json.dumps(note), encoding="utf-8")

@@ -10,6 +10,7 @@ import abc
 import dataclasses
 import functools
 import inspect
+import io
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,26 +20,26 @@ from jaxdl.config import ConfigError
 from jaxdl.data.codec import import_text
 from jaxdl.data.lines import (
     JSON_LINES,
+    LARGEST_DOCUMENT,
     TABLE,
     Span,
-    json_object,
     line_spans,
     lines,
     opened,
-    place,
     reading_file,
-    suffix_of,
+    record_spans,
+    records,
     text_in,
 )
 from jaxdl.data.remote import is_hidden
+from jaxdl.data.row_groups import check_columns, check_names
 from jaxdl.data.shards import Texts, file_state
+from jaxdl.data.text_files import suffix_of
 from jaxdl.paths import expanded
 
 PlainDocument = Literal["file", "line"]
 EVERY_FILE = "**/*"
 """The pattern that all files of a folder match."""
-_LARGEST_DOCUMENT = 1 << 30
-"""Bytes of a plain file that is read as one document: it is in memory as a whole, with its tokens."""
 _formats: list[type[Format]] = []
 
 
@@ -91,13 +92,49 @@ class _Lines(Format):
         """The documents of a line; `number` is its number in the span."""
 
 
-class _JsonLines(_Lines):
+class _Json(Format):
+    """A JSON object in each line, or one array of them."""
+
     suffixes = JSON_LINES
 
-    def documents(self, line: str, span: Span, number: int, reading: Reading) -> Iterator[str | None]:
-        if line.strip():
-            where = place(span, number)
-            yield text_in(json_object(line, where), reading.column, where, "Set column.")
+    def spans(self, path: Path, reading: Reading, span_bytes: int) -> list[Span]:
+        return record_spans(path, span_bytes)
+
+    def read(self, span: Span, reading: Reading) -> Iterator[str | None]:
+        for where, record in records(span):
+            yield text_in(record, reading.column, where, "Set column.")
+
+
+class _Csv(Format):
+    """Rows below a line with the names of the columns; cells in quotes may have several lines. A file is one span."""
+
+    suffixes = (".csv",)
+
+    def spans(self, path: Path, reading: Reading, span_bytes: int) -> list[Span]:
+        return line_spans(path, path.stat().st_size + 1)
+
+    def read(self, span: Span, reading: Reading) -> Iterator[str | None]:
+        import csv
+
+        csv.field_size_limit(LARGEST_DOCUMENT)
+        # A reader of csv ends no line at a carriage return or U+2028 in quotes, so it gets the ends as they are.
+        with opened(Path(span.path)) as file, io.TextIOWrapper(file, "utf-8", newline="") as text:
+            rows = csv.reader(text, strict=True)
+            try:
+                names = next(rows, [])
+                check_columns(names, [reading.column], span.path)
+                check_names(names, span.path)
+                column = names.index(reading.column)
+                for row in rows:
+                    if row and len(row) != len(names):
+                        raise ConfigError(
+                            f"{span.path}: the row that ends in line {rows.line_num} has {len(row)} cells, and the "
+                            f"first line {len(names)} names. Correct it."
+                        )
+                    if row:
+                        yield row[column]
+            except csv.Error as error:
+                raise ConfigError(f"{span.path}: line {rows.line_num}: {error}. Correct it.") from None
 
 
 class _Table(_Lines):
@@ -123,7 +160,7 @@ class _Plain(_Lines):
         if reading.document == "line":
             return super().spans(path, reading, span_bytes)
         size = path.stat().st_size
-        if size > _LARGEST_DOCUMENT:
+        if size > LARGEST_DOCUMENT:
             raise _too_large(str(path), f"{size / 1e9:,.1f} GB")
         return [Span(str(path), 0, size, size)]
 
@@ -132,9 +169,9 @@ class _Plain(_Lines):
             yield from super().read(span, reading)
             return
         with opened(Path(span.path)) as file:
-            content = file.read(_LARGEST_DOCUMENT + 1)
-        if len(content) > _LARGEST_DOCUMENT:
-            raise _too_large(span.path, f"more than {_LARGEST_DOCUMENT / 1e9:,.1f} GB, decompressed,")
+            content = file.read(LARGEST_DOCUMENT + 1)
+        if len(content) > LARGEST_DOCUMENT:
+            raise _too_large(span.path, f"more than {LARGEST_DOCUMENT / 1e9:,.1f} GB, decompressed,")
         try:
             text = content.decode()
         except UnicodeDecodeError as error:
@@ -294,7 +331,14 @@ class DocumentTexts(Texts):
     @property
     def identity(self) -> list[Any]:
         """See `Texts.identity`."""
-        return [self.reading, self._state]
+        # CSV was plain text once: those tokens are others.
+        read_anew = ["columns of CSV"] if any(suffix_of(Path(name)) == ".csv" for name, _ in self.files) else []
+        return [self.reading, *read_anew, self._state]
+
+    @property
+    def sources(self) -> list[Path]:
+        """See `Texts.sources`."""
+        return [Path(path) for _, path in self.files]
 
     @property
     def num_bytes(self) -> int:

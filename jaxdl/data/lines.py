@@ -1,20 +1,18 @@
-"""Files of lines, also compressed with gzip or zstd: spans of them that are read alone, and texts in JSON objects."""
+"""Files of lines, also compressed: spans of them that are read alone, and texts in JSON objects."""
 
 from __future__ import annotations
 
 import contextlib
-import gzip
-import io
 import json
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from jaxdl.config import ConfigError
-from jaxdl.data.codec import import_text
+from jaxdl.data.text_files import BROKEN, is_compressed, opened_text
 
-COMPRESSED = (".gz", ".zst")
+LARGEST_DOCUMENT = 1 << 30
+"""Bytes of a file that is read as a whole: it is in memory, with its tokens."""
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 TABLE = ".tsv"
 """The ends of the names of files whose lines are JSON objects, and of those with tab-separated columns."""
@@ -29,22 +27,15 @@ class Span(NamedTuple):
     num_bytes: int
 
 
-def suffix_of(path: Path) -> str:
-    """The end of a file's name in lower case, without that of a compression."""
-    return Path(path.stem).suffix.lower() if path.suffix in COMPRESSED else path.suffix.lower()
-
-
 def opened(path: Path) -> IO[bytes]:
-    """The file, decompressed while it is read. Raises ConfigError when it cannot be opened."""
+    """The file, decompressed while it is read, behind its byte order mark. Raises ConfigError."""
     try:
-        if path.suffix == ".gz":
-            return io.BufferedReader(gzip.open(path, "rb"))  # pyright: ignore[reportArgumentType]
-        if path.suffix == ".zst":
-            pyarrow = import_text("pyarrow", str(path))
-            return io.BufferedReader(pyarrow.CompressedInputStream(str(path), "zstd"))
-        return path.open("rb")
-    except OSError as error:
-        raise ConfigError(f"{path}: it cannot be read ({error.strerror or error}).") from None
+        return opened_text(path)
+    except BROKEN as error:
+        if isinstance(error, ConfigError):
+            raise
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: it cannot be read ({why}).") from None
 
 
 @contextlib.contextmanager
@@ -54,14 +45,14 @@ def reading_file(path: str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
+    except (*BROKEN, RecursionError) as error:
         raise ConfigError(f"{path}: it cannot be read ({error}). Copy or download the file again.") from None
 
 
 def line_spans(path: Path, span_bytes: int) -> list[Span]:
     """Spans of about so many bytes, each of the lines that begin in it; a compressed file is one."""
     size = path.stat().st_size
-    if path.suffix in COMPRESSED:
+    if is_compressed(path):
         return [Span(str(path), 0, size, size)]
     starts = range(0, size, span_bytes)
     return [Span(str(path), at, min(at + span_bytes, size), min(span_bytes, size - at)) for at in starts]
@@ -79,14 +70,53 @@ def lines(span: Span) -> Iterator[str]:
 def _raw_lines(span: Span) -> Iterator[bytes]:
     path = Path(span.path)
     with opened(path) as file:
-        if path.suffix in COMPRESSED:
+        if is_compressed(path):
             yield from file
             return
-        if span.start:
+        if span.start > file.tell():  # The first line begins behind a byte order mark.
             file.seek(span.start - 1)
             file.readline()  # The end of the line that begins in the span before, or its newline.
         while file.tell() < span.stop and (line := file.readline()):
             yield line
+
+
+def record_spans(path: Path, span_bytes: int) -> list[Span]:
+    """Spans of a file of JSON, as `line_spans`; a file that is one array is one span."""
+    return line_spans(path, path.stat().st_size + 1 if _is_array(path) else span_bytes)
+
+
+def records(span: Span) -> Iterator[tuple[str, Any]]:
+    """The values of a span of JSON lines, or of a file that is one array of them; each with where it is, for messages.
+
+    Raises ConfigError for what cannot be read.
+    """
+    if span.start == 0 and _is_array(Path(span.path)):
+        with opened(Path(span.path)) as file:
+            content = file.read(LARGEST_DOCUMENT + 1)
+        if len(content) > LARGEST_DOCUMENT:
+            raise ConfigError(
+                f"{span.path}: it is one JSON array of more than {LARGEST_DOCUMENT / 1e9:,.1f} GB, which would be in "
+                "memory as a whole. Write JSON lines: one object on each line."
+            )
+        try:
+            found = json.loads(content)
+        except ValueError as error:
+            raise ConfigError(f"{span.path}: it begins as a JSON array, and is none ({error}). Correct it.") from None
+        yield from ((f"{span.path}: element {number + 1} of the array", one) for number, one in enumerate(found))
+        return
+    for number, line in enumerate(lines(span)):
+        if line.strip():
+            where = place(span, number)
+            yield where, json_object(line, where)
+
+
+def _is_array(path: Path) -> bool:
+    """Whether a file is one JSON array, by its first character."""
+    with opened(path) as file:
+        while start := file.read(64):
+            if start.strip():
+                return start.lstrip()[:1] == b"["
+    return False
 
 
 def place(span: Span, number: int) -> str:

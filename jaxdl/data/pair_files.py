@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 
 from jaxdl.config import ConfigError
 from jaxdl.data.lines import (
-    COMPRESSED,
     JSON_LINES,
     TABLE,
     Span,
-    json_object,
     line_spans,
     lines,
     opened,
     place,
     reading_file,
-    suffix_of,
+    record_spans,
+    records,
     text_in,
 )
 from jaxdl.data.remote import reading
 from jaxdl.data.shards import Texts, file_state
+from jaxdl.data.text_files import is_compressed, suffix_of
 from jaxdl.paths import expanded
 
 Pair = tuple[str, str]
@@ -83,6 +83,11 @@ class PairFiles(PairTexts):
         return [type(self).__name__, self._state]
 
     @property
+    def sources(self) -> list[Path]:
+        """See `Texts.sources`."""
+        return [Path(path) for path in self.paths]
+
+    @property
     def num_bytes(self) -> int:
         """See `Texts.num_bytes`."""
         return sum(size for _, size, _ in self._state)
@@ -123,7 +128,7 @@ class TabSeparated(PairFiles):
 
 @dataclasses.dataclass(frozen=True)
 class JsonPairs(PairFiles):
-    """A JSON object in each line, with two fields."""
+    """A JSON object in each line, or an array of them, with two fields of texts."""
 
     fields: tuple[str, str]
 
@@ -132,17 +137,20 @@ class JsonPairs(PairFiles):
         """See `Texts.identity`."""
         return [self.fields, *super().identity]
 
-    def pair(self, line: str, span: Span, number: int) -> tuple[str | None, str | None] | None:
-        """See `PairFiles.pair`."""
-        if not line.strip():
-            return None
-        where = place(span, number)
-        record = json_object(line, where)
-        source, target = (
-            text_in(record, field, where, "Name the fields with --data.source and --data.target.")
-            for field in self.fields
-        )
-        return source, target
+    def parts(self, part_bytes: int) -> list[Any]:
+        """See `Texts.parts`."""
+        return record_spans(Path(self.paths[0]), part_bytes)
+
+    def pairs(self, part: Any) -> Iterator[tuple[str | None, str | None]]:
+        """See `PairTexts.pairs`."""
+        advice = "Name the fields with --data.source and --data.target."
+        with reading_file(part.path):
+            for where, record in records(part):
+                source, target = (text_in(record, field, where, advice) for field in self.fields)
+                yield source, target
+
+    def pair(self, line: str, span: Span, number: int) -> None:
+        """Objects are not read line by line."""
 
 
 class _Beside(NamedTuple):
@@ -162,11 +170,12 @@ class TwoFiles(PairFiles):
     def parts(self, part_bytes: int) -> list[_Beside]:
         """See `Texts.parts`: the lines are counted, since those of the two files are not of one length."""
         sizes = [size for _, size, _ in self._state]
-        if any(path.endswith(COMPRESSED) for path in self.paths):
+        if any(is_compressed(Path(path)) for path in self.paths):
             part_bytes = sum(sizes)
-        cuts, at = [(0, 0)], [0, 0]
+        cuts = [(0, 0)]
         if part_bytes < sum(sizes):
             with opened(Path(self.paths[0])) as sources, opened(Path(self.paths[1])) as targets:
+                at = [sources.tell(), targets.tell()]  # Behind their byte order marks.
                 for source, target in self._beside(sources, targets):
                     at = [at[0] + len(source), at[1] + len(target)]
                     if sum(at) - sum(cuts[-1]) >= part_bytes:

@@ -116,7 +116,8 @@ class PairData(Data, kind=None):
 class Pairs(PairData, kind="pairs"):
     """Pairs in files: a TSV file (source, tab, target), JSON lines with two fields, or two files of as many lines.
 
-    Files whose names end with .jsonl, .ndjson or .json are JSON lines. All may be compressed: .gz, .zst.
+    Files whose names end with .jsonl, .ndjson or .json are JSON lines, or one JSON array. All may be
+    compressed: .gz, .bz2, .xz, .zst.
     """
 
     folder: str = ""

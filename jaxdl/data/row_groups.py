@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import import_text
+from jaxdl.data.text_files import BROKEN
 from jaxdl.paths import matching
 
 CACHE_BYTES = 1 << 28
@@ -43,6 +44,14 @@ def check_columns(known: Sequence[str], wanted: Sequence[str], what: str) -> Non
             raise ConfigError(f"{what}: it has no column {name!r}; it has {', '.join(known)}. Name one of these.")
 
 
+def check_names(names: Sequence[str], what: str) -> None:
+    """Raises ConfigError, which begins with `what`, for a table with two columns of one name."""
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ConfigError(
+            f"{what}: it has {names.count(twice[0])} columns named {twice[0]!r}. Rename them, or leave them out."
+        )
+
+
 class RowGroups:
     """The rows of some Parquet files, of some of their columns. Files are opened when they are read.
 
@@ -67,6 +76,7 @@ class RowGroups:
             with reading(path, "as a Parquet file", "Make it again."):
                 schema = file.schema_arrow
             check_columns(schema.names, [*columns, *others], str(path))
+            check_names([name for name in schema.names if name in (*columns, *others)], str(path))
             self._types.append({name: schema.field(name).type for name in columns})
             for group in range(file.metadata.num_row_groups):
                 self._places.append((number, group))
@@ -188,7 +198,9 @@ def reading(path: Path, how: str, advice: str = "") -> Iterator[None]:
 
     try:
         yield
-    except (OSError, ValueError, TypeError, pyarrow.ArrowException) as error:
+    except ConfigError:
+        raise
+    except (*BROKEN, TypeError, pyarrow.ArrowException) as error:
         why = " ".join(str(error).split())[:200]
         text = " ".join(filter(None, (f"{path}: it cannot be read", how, f"({why}).", advice)))
         raise ConfigError(text) from None

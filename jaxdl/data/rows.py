@@ -103,11 +103,11 @@ class Columns(Rows):
     def read(self, indices: np.ndarray, seeds: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """See `Rows.read`."""
         del seeds
-        return {name: np.take(array, indices, axis=0) for name, array in self.arrays.items()}
+        return {name: native(np.take(array, indices, axis=0)) for name, array in self.arrays.items()}
 
     def every(self, name: str) -> np.ndarray:
         """One array of all examples."""
-        return self.arrays[name]
+        return native(self.arrays[name])
 
     @functools.cached_property
     def checksum(self) -> str:
@@ -126,6 +126,11 @@ class Columns(Rows):
                 yield piece
 
         return checksum_of((name, pieces(name)) for name in self.arrays), missing
+
+
+def native(array: np.ndarray) -> np.ndarray:
+    """The array in the byte order of this machine, which JAX needs: FITS and IDX files have the other."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _rows_with_nan(array: np.ndarray) -> int:
@@ -243,7 +248,8 @@ def _converted(value: Any, name: str, what: str) -> np.ndarray:
             raise ConfigError(f"{what}: the values of {name} differ in shape. Pad or crop them.") from None
     if array.dtype.kind not in _NUMBERS:
         raise ConfigError(f"{what}: {_not_numbers(name, given if given.ndim > 1 else array)}")
-    return array
+    # Of a file that is larger than the memory its rows are turned when they are read.
+    return array if isinstance(array, np.memmap) else native(array)
 
 
 def _not_numbers(name: str, array: np.ndarray) -> str:

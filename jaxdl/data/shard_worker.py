@@ -17,7 +17,11 @@ from jaxdl.data.shards import Plan, write_shard
 
 def main() -> None:
     """Writes shards until the input ends."""
-    for signum in (signal.SIGINT, signal.SIGTERM):  # They reach the whole group; the parent ends this process.
+    for signum in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # They reach the whole group; the parent ends this process.
         signal.signal(signum, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # A parent that was killed takes no answer: end without a traceback.
     plan = pickle.load(sys.stdin.buffer)

@@ -3,7 +3,8 @@
 A folder has a shard for each piece of the source files. `00012.tokens` are the tokens of its documents, uint16 or
 uint32, each document with the tokens that end it; of pairs of texts, each text is a document, the source before its
 translation. `00012.npy` has a row for each document, (tokens, bytes of text), int64; `00012.json` says that both are
-whole. `manifest.json` is written last. What is in a shard follows from the files
+whole. `sources.json` has a hash of each file, so that equal files of another time are known for the same.
+`manifest.json` is written last. What is in a shard follows from the files
 and the tokenizer alone, and files appear whole, so a process that is killed and started again, or several at once,
 write the same bytes.
 """
@@ -11,6 +12,7 @@ write the same bytes.
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -20,7 +22,7 @@ import mmap
 import os
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
@@ -28,15 +30,19 @@ import numpy as np
 
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
+from jaxdl.data.copies import sha256_of
 from jaxdl.data.staging import Stage
 from jaxdl.paths import expanded
+from jaxdl.writing import replace_file
 
 MANIFEST = "manifest.json"
+SOURCES = "sources.json"
 SHARDS = "~/.cache/jaxdl/tokens"
 """Where shards are kept by default."""
 _VERSION = 1
 _PIECE_BYTES = 8 << 20
 _MOST_PIECES = 2048
+_MOST_SEEN = 16
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_DOCUMENTS = 1024
 
@@ -57,6 +63,8 @@ class Texts(abc.ABC):
     """What the texts are, for messages: documents."""
     texts_each: int = 1
     """How many of the texts are one of these."""
+    sources: Sequence[Path] = ()
+    """The files, or folders of files, whose states are the last of `identity`."""
 
     @property
     @abc.abstractmethod
@@ -110,10 +118,18 @@ class Plan:
         """For another process, which loads the tokenizer itself."""
         return {name: value for name, value in vars(self).items() if name != "codec"}
 
-    @property
+    @functools.cached_property
+    def content_key(self) -> str:
+        """As `fingerprint`, without the times of the files."""
+        *rest, states = self.texts.identity
+        parts = [_VERSION, self.codec.fingerprint(), self.codec.separator, *rest, [state[:-1] for state in states]]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+
+    @functools.cached_property
     def folder(self) -> Path:
-        """Where the shards are."""
-        return expanded(self.root) / self.fingerprint
+        """Where the shards are: also those of equal files of another time, such as copies and touched ones."""
+        made = expanded(self.root) / self.fingerprint
+        return made if (made / MANIFEST).is_file() else _of_equal_files(self) or made
 
     @property
     def num_bytes(self) -> int:
@@ -199,8 +215,49 @@ def write_manifest(plan: Plan) -> None:
         "sources": plan.texts.identity[-1],
         "shards": [shard._asdict() for shard in shards if shard],
     }
+    with contextlib.suppress(OSError):  # Of files in the cloud: without it they are known by their state alone.
+        hashes, now = _hashes(plan), [file_state("", path)[1:] for path in plan.texts.sources]
+        # Not of a file that has changed since its texts were read.
+        if now and now == [tuple(state[1:]) for state in content["sources"]]:
+            sources = {"key": plan.content_key, "sha256": hashes, "seen": [content["sources"]]}
+            replace_file(plan.folder / SOURCES, json.dumps(sources).encode())
     with _whole(plan.folder / MANIFEST) as file:
         file.write(json.dumps(content, indent=1).encode())
+
+
+def _hashes(plan: Plan) -> list[str]:
+    """A hash of each source: of a folder, that of its files."""
+    found = []
+    for source in plan.texts.sources:
+        if source.is_dir():
+            files = [one for one in sorted(source.rglob("*")) if one.is_file()]
+            parts = [f"{one.relative_to(source)} {sha256_of(one)}" for one in files]
+            found.append(hashlib.sha256("\n".join(parts).encode(errors="surrogateescape")).hexdigest())
+        else:
+            found.append(sha256_of(source))
+    return found
+
+
+def _of_equal_files(plan: Plan) -> Path | None:
+    """The folder with the tokens of files of equal names, sizes and bytes, which is then known for these as well."""
+    if not plan.texts.sources:
+        return None
+    seen, hashes = json.loads(json.dumps(plan.texts.identity[-1])), None
+    for path in sorted(expanded(plan.root).glob(f"*/{SOURCES}")):
+        with contextlib.suppress(
+            OSError, ValueError, KeyError, TypeError
+        ):  # Of damaged notes the files are read again.
+            known = json.loads(path.read_bytes())
+            if known["key"] != plan.content_key or not (path.parent / MANIFEST).is_file():
+                continue
+            if seen in known["seen"]:
+                return path.parent
+            hashes = hashes or _hashes(plan)
+            if hashes == known["sha256"]:
+                with contextlib.suppress(OSError):  # Of another user's tokens it is found out each time.
+                    replace_file(path, json.dumps({**known, "seen": [*known["seen"], seen][-_MOST_SEEN:]}).encode())
+                return path.parent
+    return None
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -159,6 +159,10 @@ class Source(abc.ABC):
         """Identifies the examples and their order where the config alone does not: files may change."""
         return ""
 
+    def former_contents(self) -> tuple[str, ...]:
+        """What `content` was of the same examples in earlier versions: a run that recorded one of these goes on."""
+        return ()
+
     def read_as(self, spec: DataSpec) -> Source | None:
         """These examples with `spec`, as a run recorded it; None where they cannot be read so."""
         return self if spec == self.spec else None
@@ -218,6 +222,10 @@ class Splits:
         """Number and identity of the examples of each split."""
         splits = {"train": self.train, "test": self.test}
         return {name: {"examples": len(source), "content": source.content()} for name, source in splits.items()}
+
+    def former_contents(self) -> dict[str, tuple[str, ...]]:
+        """See `Source.former_contents`, of each split."""
+        return {"train": self.train.former_contents(), "test": self.test.former_contents()}
 
 
 def check_classes(num_classes: int, name: str) -> None:

@@ -56,6 +56,14 @@ class DataSpec(abc.ABC):
         `names` are the arrays that the task reads, if it names them. Raises ConfigError for values that do not fit.
         """
 
+    def example(self) -> Any:
+        """One example of zeros, as `to_predict` takes it: of what the network reads, without labels."""
+        return self.blank()
+
+    def example_text(self) -> str:
+        """What else must be known to give inputs to an exported network, beside their shapes; empty for nothing."""
+        return ""
+
     def id_features(self) -> tuple[Any, ...]:
         """The features whose values are ids, for embedding tables, each with `name`, `rows` and `num_ids`: none."""
         return ()
@@ -110,6 +118,14 @@ class ImageSpec(DataSpec):
         """Size, channels and classes."""
         return "images", f"{self.height} x {self.width} x {self.channels}, {self.num_classes:,} classes"
 
+    def example(self) -> np.ndarray:
+        """See `DataSpec.example`."""
+        return self.blank()["image"]
+
+    def example_text(self) -> str:
+        """See `DataSpec.example_text`."""
+        return "grey levels from 0 to 255"
+
     def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
         """Images uint8 [batch, height, width, channel], of the size that the network was trained on."""
         del names
@@ -161,6 +177,10 @@ class TextSpec(DataSpec):
         """Length and vocabulary."""
         what = "rows of packed documents" if self.packed else "windows"
         return what, f"{self.length:,} tokens, vocabulary of {self.vocab_size:,}"
+
+    def example(self) -> np.ndarray:
+        """See `DataSpec.example`."""
+        return np.zeros((1, self.length), np.int32)
 
     def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
         """Integers [batch, length], at most `length` of them."""

@@ -70,6 +70,15 @@ class TabularSpec(DataSpec):
         rows = sum(one.rows for one in self.features)
         return "examples", f"{len(self.numbers)} numbers, {len(self.features)} features with {rows:,} ids"
 
+    def example(self) -> dict[str, np.ndarray]:
+        """See `DataSpec.example`."""
+        return {name: array for name, array in self.blank().items() if name != "label"}
+
+    def example_text(self) -> str:
+        """The names of the numbers, and of the features with how many ids each has."""
+        ids = ", ".join(name if count == 1 else f"{name} ({count} ids)" for name, count in self.num_ids.items())
+        return f"numbers in the order {', '.join(self.numbers)}; ids in the order {ids}, -1 for none"
+
     def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
         """Numbers and ids of a dictionary {"numbers": [batch, numbers], "ids": [batch, ids]}."""
         del names

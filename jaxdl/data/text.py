@@ -13,10 +13,12 @@ import pydantic
 
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
+from jaxdl.data.lines import opened
 from jaxdl.data.remote import is_hidden, reading
 from jaxdl.data.source import Data, Source, Splits
 from jaxdl.data.spec import TextSpec
 from jaxdl.data.staging import Stage
+from jaxdl.data.text_files import is_compressed
 from jaxdl.paths import expanded
 
 STANDARD_LIBRARY = "python:stdlib"
@@ -171,10 +173,10 @@ def _limit(files: Sequence[TextFile], max_bytes: int, seed: int) -> list[TextFil
 
 
 def _read(file: TextFile) -> bytes:
-    try:
-        content = file.path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{file.path}: it cannot be read ({error.strerror}).") from None
+    if is_compressed(file.path):
+        raise ConfigError(f"{file.path}: it is compressed. Decompress it, or choose --data documents, which reads it.")
+    with opened(file.path) as stream:
+        content = stream.read()
     return content[: _boundary(content, file.num_bytes)]
 
 

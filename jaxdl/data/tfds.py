@@ -156,8 +156,8 @@ class TFDSPairTexts(PairTexts):
         for field, key in zip(("source", "target"), self._keys, strict=True):
             _feature(builder, field, key, tfds.features.Text, "text")
         self._stored = open_split(builder, self._split, self._keys, check=check)
-        files = sorted(map(str, builder.info.splits[self._split].filepaths))
-        self._state = [(Path(file).name, *_size_and_time(file)) for file in files]
+        self.sources = sorted(map(Path, builder.info.splits[self._split].filepaths))
+        self._state = [(file.name, *_size_and_time(str(file))) for file in self.sources]
         self._about = f"{builder.info.full_name} {self._split}"
 
     def __getstate__(self) -> tuple[str, str | None, str, tuple[str, str]]:

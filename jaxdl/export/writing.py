@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxdl import __version__
 from jaxdl.config import ConfigError
-from jaxdl.data import ImageSpec, TextSpec, spec_to_json
+from jaxdl.data import TextSpec, spec_to_json
 from jaxdl.data.spec import with_targets
 from jaxdl.export import FILES
 from jaxdl.models.attention import portable_attention
@@ -110,16 +110,13 @@ def _function(predictor: Predictor) -> tuple[Callable[[Any], jax.Array], Any]:
     """(the function from inputs to predictions, inputs of one example)."""
     params, model_state = jax.device_get((predictor.params, predictor.model_state))  # Constants of the program.
     spec = predictor.parts.data_spec
-    if isinstance(spec, ImageSpec):
-        image = np.zeros((1, spec.height, spec.width, spec.channels), np.uint8)
-        return lambda images: predictor.probabilities(params, model_state, {"image": images}), image
     if isinstance(spec, TextSpec):
         # As long as the rows of its own training: the program has one length, and the context may be far longer.
         tokens = np.zeros((1, trained_on(predictor.workdir).blank()["tokens"].shape[1] - 1), np.int32)
         return lambda tokens: predictor.probabilities(
             params, model_state, {"tokens": with_targets(tokens, jnp)}
         ), tokens
-    rows = predictor.parts.task.to_predict(spec.blank(), spec, "export")
+    rows = predictor.parts.task.to_predict(spec.example(), spec, "export")
     if len(rows) == 1:
         ((name, array),) = rows.items()
         return lambda array: predictor.probabilities(params, model_state, {name: array}), array
@@ -130,7 +127,9 @@ def _readme(predictor: Predictor, formats: Sequence[str], platforms: Sequence[st
     """The text of the README.md that says how to load the files."""
     experiment, rows = predictor.experiment, _function(predictor)[1]
     size = "batch" if batch_size is None else str(batch_size)
-    shapes = ", ".join(f"{x.dtype} [{', '.join([size, *map(str, x.shape[1:])])}]" for x in jax.tree.leaves(rows))
+    named = rows.items() if isinstance(rows, dict) else [("", rows)]
+    shapes = [f"{name} {x.dtype} [{', '.join([size, *map(str, x.shape[1:])])}]".strip() for name, x in named]
+    shapes = f"a dictionary of {', '.join(shapes)}" if isinstance(rows, dict) else shapes[0]
     network = experiment.model.users_name or experiment.model.kind
     parts = [
         f"# {network}, trained on {experiment.data.kind} for {predictor.step:,} steps\n\n"
@@ -147,10 +146,11 @@ def _readme(predictor: Predictor, formats: Sequence[str], platforms: Sequence[st
         )
     if "stablehlo" in formats:
         name = FILES["stablehlo"]
-        levels = ", grey levels from 0 to 255" if isinstance(predictor.parts.data_spec, ImageSpec) else ""
+        text = predictor.parts.data_spec.example_text()
+        values = f", {text}," if text else ""
         parts.append(
             f"## {name}\n\nThe prediction as a function, with the parameters in it, for {' and '.join(platforms)}. It "
-            f"takes {shapes}{levels}, and returns the predictions of the task {experiment.task.kind}. JAX, "
+            f"takes {shapes}{values} and returns the predictions of the task {experiment.task.kind}. JAX, "
             "with the package flatbuffers, loads it:\n\n```python\nfrom jax import export\n\n"
             f'with open("{name}", "rb") as file:\n    predict = export.deserialize(bytearray(file.read())).call\n```\n'
         )

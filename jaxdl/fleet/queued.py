@@ -7,13 +7,16 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxdl.cluster.exits import MISTAKE
 from jaxdl.startup import training_options
 from jaxdl.status import Action, Reason, Record, State, read_record, utc_now, write_record
 from jaxdl.status.rows import MARKS
 
-_AGAIN = (State.QUEUED, State.HALTED, State.FAILED)
+_AGAIN = (State.QUEUED, State.STOPPED, State.HALTED, State.REFUSED, State.FAILED)
 """States from which a run that is accepted again waits: its step stays."""
-_NEXT = {State.COMPLETED: Action.NONE, State.HALTED: Action.RESUME, State.FAILED: Action.FIX}
+_NEXT = {
+    State.COMPLETED: Action.NONE, State.HALTED: Action.RESUME, State.REFUSED: Action.FIX, State.FAILED: Action.FIX,
+}  # fmt: skip
 
 
 def queue(command: Sequence[str], workdir: Path | None, doing: str = "") -> None:
@@ -47,6 +50,8 @@ def unqueue(workdir: Path | None, state: State, reason: str, code: int | None) -
         record, now = read_record(workdir), utc_now()
         if record is None or record.state != State.QUEUED:
             return
+        if state == State.FAILED and code == MISTAKE:
+            state = State.REFUSED  # It ended before it wrote a status, hence before a step.
         why = None if state == State.COMPLETED else Reason(f"fleet: {reason}", code, now)
         ended = dataclasses.replace(record, state=state, since=now, seen=now, reason=why, next_action=_NEXT[state])
         write_record(workdir, ended)

@@ -41,7 +41,9 @@ def keep_ends(
         record = read_record(workdir) if workdir is not None else None
         if workdir is None or record is None or not _is_about(record, pids.values()):
             return
-        if record.state in (State.COMPLETED, State.HALTED) or (attempt.code == 0 and record.state != State.FAILED):
+        if record.state in (State.COMPLETED, State.STOPPED, State.HALTED, State.REFUSED) or (
+            attempt.code == 0 and record.state != State.FAILED
+        ):
             return
         if record.state != State.FAILED or record.reason is None:
             reason = Reason(attempt.reason or "killed by the launcher", attempt.code, utc_now())

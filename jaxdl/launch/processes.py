@@ -290,15 +290,25 @@ def signals_forwarded() -> Iterator[Callable[[Stoppable], None]]:
 
 @contextlib.contextmanager
 def signals_to(stop: Callable[[int], None]) -> Iterator[None]:
-    """Context in which SIGTERM, SIGINT and SIGHUP (as SIGTERM) call `stop`; ignored signals stay ignored (nohup)."""
+    """Context in which SIGTERM, SIGINT and SIGHUP (as SIGTERM) call `stop`; ignored signals stay ignored (nohup).
+
+    SIGHUP does so only as the first of them: a terminal that is closed may send several.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     forwarded = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGHUP: signal.SIGTERM}
     before = {signum: signal.getsignal(signum) for signum in forwarded}
+    came: list[int] = []
+
+    def act(signum: int, _: object) -> None:
+        came.append(signum)
+        if signum != signal.SIGHUP or len(came) == 1:
+            stop(forwarded[signal.Signals(signum)])
+
     for signum in forwarded:
         if before[signum] is not signal.SIG_IGN:
-            signal.signal(signum, lambda number, _: stop(forwarded[signal.Signals(number)]))
+            signal.signal(signum, act)
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from jaxdl.errors import ConfigError
 from jaxdl.files import LEASE_FILE
+from jaxdl.lease.folder import beside, identity, moved_message
 from jaxdl.lease.holder import RECORD_BYTES, Holder, is_alive, this_process
 
 LEASE_SEC = 20.0
@@ -40,6 +41,8 @@ class Lease:
       on_loss: called with the reason, in the lease's thread, when another run has taken the lease over (this machine
         was suspended, or lost its connection to the disk). It should end the process and not return, since further
         writes of this run would damage the other's history.
+      on_move: called so instead when the folder itself was renamed or removed, with its new place beside the old one
+        too, or None; `on_loss` by default. Who began again under the old name would begin at step 0.
       note: shows a message.
       lease_sec, beat_sec: see `LEASE_SEC`, `BEAT_SEC`; equal in all runs of a workdir.
     """
@@ -50,10 +53,13 @@ class Lease:
         on_loss: Callable[[str], None],
         note: Callable[[str], None] = print,
         *,
+        on_move: Callable[[str, Path | None], None] | None = None,
         lease_sec: float = LEASE_SEC,
         beat_sec: float = BEAT_SEC,
     ) -> None:
         self._workdir, self._on_loss, self._note = workdir, on_loss, note
+        self._on_move = on_move or (lambda reason, _: on_loss(reason))
+        self._folder: tuple[int, int] | None = None
         self._lease_sec, self._beat_sec = lease_sec, beat_sec
         self._me = this_process()
         self._path = workdir / LEASE_FILE
@@ -92,6 +98,7 @@ class Lease:
                     self._discard()
                     raise
                 self._seen_sec = _now()
+                self._folder = identity(self._workdir)
         threading.Thread(target=self._beat_on, name="jaxdl-lease", daemon=True).start()
 
     def check(self) -> None:
@@ -242,15 +249,20 @@ class Lease:
                     self._count_on()
                     self._seen_sec = _now()
                     return
-                chain = self._chain()
+                chain, folder = self._chain(), identity(self._workdir)
             except OSError:
                 return  # A full or unresponsive disk is no loss of the lease; the next beat tries again.
             self.held = False
             self._over.set()
-        what = f"{chain[-1]} has taken it over" if chain else "it was removed"
+        if self._folder not in (None, folder):
+            moved = beside(self._workdir, self._folder)
+            self._on_move(moved_message(self._workdir, moved, chain[-1] if chain else None), moved)
+            return
+        what = f"{chain[-1]} has taken it over" if chain else f"{LEASE_FILE} was removed from it"
+        whose = "the other run's history" if chain else "the history of a run that begins there now"
         self._on_loss(
             f"this run has lost the lease of --workdir {self._workdir}: {what}. It stops now, so that it does not "
-            "write into the other run's history; its checkpoints up to here are complete."
+            f"write into {whose}; the checkpoints that it has completed stay."
         )
 
     def _count_on(self) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen
+from flax import errors, linen
 
 from jaxdl.config import ConfigError
+from jaxdl.models.modes import call_modes, in_mode
 from jaxdl.models.network import (
     ModelState,
     Names,
@@ -18,15 +21,18 @@ from jaxdl.models.network import (
     check_arrays,
     check_callable,
     like_before,
-    mode_arguments,
 )
+from jaxdl.models.stacks import linen_stacks, with_stacks
 from jaxdl.sharding import UNNAMED, Params
-from jaxdl.user_code import depends_on, parameters, user_code
+from jaxdl.user_code import depends_on, user_code
 
 Init = Callable[[jax.Array], tuple[Any, Any]]
 """`init(key) -> (params, state)`, any pytrees."""
 Apply = Callable[..., tuple[Any, Any]]
-"""`apply(params, state, inputs, train, key) -> (outputs, state)`; the key is None unless the function is random."""
+"""`apply(params, state, inputs, train, key, **switches) -> (outputs, state)`.
+
+The key is None unless the function is random; the switches are further arguments of the user's function.
+"""
 
 
 class FunctionNetwork(Network):
@@ -40,6 +46,7 @@ class FunctionNetwork(Network):
         `axes` is a tree like the parameters, of tuples of logical axes; None where they have none.
         """
         self.what, self.is_random, self._init, self._apply = what, is_random, init, apply
+        self.given, self.switches = (), {}
         self._written = written
         with user_code(what, of=written[0]):
             params, state = jax.eval_shape(init, jax.random.key(0))
@@ -57,6 +64,16 @@ class FunctionNetwork(Network):
         with user_code(self.what, of=self._written[0]):
             params, state = self._init(key)
         return self._param_names.named(params), self._state_names.named(state)
+
+    def changed(self, change: Callable[[Any], None]) -> Network:
+        """Itself: functions have no module to change."""
+        del change
+        return self
+
+    @property
+    def called(self) -> Callable[..., Any]:
+        """See `Network.called`."""
+        return self._written[1]
 
     def apply(
         self,
@@ -84,9 +101,7 @@ class FunctionNetwork(Network):
             key = jax.random.fold_in(key, rows[0])
         trees = (self._param_names.tree(params), self._state_names.tree(model_state))
         with user_code(self.what, called_on(inputs, train=train), of=self._written[1]):
-            outputs, after = self._apply(*trees, inputs, train, key if self.is_random else None)
-            if not train:
-                return outputs, model_state
+            outputs, after = self._apply(*trees, inputs, train, key if self.is_random else None, **self.switches)
             return outputs, like_before(self.what, self._state_names.named(after), model_state)
 
 
@@ -95,37 +110,43 @@ def blank(inputs: Sequence[jax.ShapeDtypeStruct]) -> tuple[jax.Array, ...]:
     return tuple(jnp.zeros(one.shape, one.dtype) for one in inputs)
 
 
-def linen_network(module: linen.Module, inputs: Sequence[jax.ShapeDtypeStruct], what: str) -> FunctionNetwork:
+def linen_network(
+    module: linen.Module, inputs: Sequence[jax.ShapeDtypeStruct], what: str, given: Collection[str] = ()
+) -> FunctionNetwork:
     """The network of a flax.linen module for inputs like these.
 
     Trained is the collection `params`; other collections of floating-point numbers, such as `batch_stats`, are state.
     All streams of random numbers, such as `dropout`, come from the key of the call. The names of
-    `linen.with_partitioning` are logical axes.
+    `linen.with_partitioning` are logical axes. `given` are the names of the fields that the user has set.
     """
     check_callable(what, module)
-    modes = parameters(type(module).__call__)
+    call: Any = type(module).__call__
+    modules = {train: in_mode(module, train=train, given=given) for train in (True, False)}
+    modes: dict[bool, Any] = {train: call_modes(call, len(inputs), train=train) for train in (True, False)}
 
     def boxed(key: jax.Array) -> dict[str, Any]:
-        options: dict[str, Any] = mode_arguments(modes, train=False)
-        return dict(module.init(_streams(key), *blank(inputs), **options))
+        return dict(modules[False].init(_streams(key), *blank(inputs), **modes[False]))
 
     def init(key: jax.Array) -> tuple[Any, Any]:
         variables = jax.tree.map(_unboxed, boxed(key), is_leaf=_is_box)
         return variables.pop("params", {}), variables
 
-    def apply(params: Any, state: Any, inputs: Sequence[jax.Array], train: bool, key: jax.Array | None) -> Any:
-        options: dict[str, Any] = mode_arguments(modes, train=train)
+    def apply(
+        params: Any, state: Any, inputs: Sequence[jax.Array], train: bool, key: jax.Array | None, **switches: Any
+    ) -> Any:
+        options: dict[str, Any] = modes[train] | switches
         if key is not None:
             options["rngs"] = _streams(key)
         variables = {"params": params, **state}
-        if train and state:
-            return module.apply(variables, *inputs, mutable=list(state), **options)
-        return module.apply(variables, *inputs, **options), state
+        if not train or not state:
+            # A state that changes in evaluation is what `jaxdl.models.mode_check` looks for.
+            with contextlib.suppress(*[] if train else [errors.ModifyScopeVariableError]):
+                return modules[train].apply(variables, *inputs, **options), state
+        return modules[train].apply(variables, *inputs, mutable=list(state), **options)
 
-    call: Any = type(module).__call__
     with user_code(what, called_on(inputs, train=False), of=call):
-        shapes = jax.eval_shape(boxed, jax.random.key(0))
-        axes = jax.tree.map(_axes, shapes.get("params", {}), is_leaf=_is_box)
+        shapes, stacks = linen_stacks(lambda: jax.eval_shape(boxed, jax.random.key(0)))
+        axes = with_stacks(jax.tree.map(_axes, shapes.get("params", {}), is_leaf=_is_box), stacks)
         is_random = _draws(init, apply, inputs)
     return FunctionNetwork(init, apply, what, is_random=is_random, written=(call, call), axes=axes)
 
@@ -136,14 +157,17 @@ def _streams(key: jax.Array) -> dict[str, jax.Array]:
 
 
 def _draws(init: Init, apply: Apply, inputs: Sequence[jax.ShapeDtypeStruct]) -> bool:
-    """Whether the key plays a part in training."""
+    """Whether the key plays a part in training, or in evaluation."""
     params, state = jax.eval_shape(init, jax.random.key(0))
 
-    def outputs(key: jax.Array, params: Any, state: Any, inputs: Sequence[jax.Array]) -> Any:
-        return apply(params, state, inputs, True, key)
+    def outputs(train: bool, key: jax.Array, params: Any, state: Any, inputs: Sequence[jax.Array]) -> Any:
+        return apply(params, state, inputs, train, key)
 
-    jaxpr = jax.make_jaxpr(outputs)(jax.random.key(0), params, state, tuple(inputs)).jaxpr
-    return depends_on(jaxpr, jaxpr.invars[0])
+    for train in (True, False):
+        closed = jax.make_jaxpr(functools.partial(outputs, train))(jax.random.key(0), params, state, tuple(inputs))
+        if depends_on(closed, 0):
+            return True
+    return False
 
 
 def _is_box(node: Any) -> bool:

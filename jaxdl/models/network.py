@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,14 +14,13 @@ from jaxdl.models.dropout import RowKeys, row_keys
 from jaxdl.models.features import layer_output
 from jaxdl.models.logits import projected
 from jaxdl.models.loop import BESIDE_LOOP
+from jaxdl.models.modes import call_modes, set_modes
+from jaxdl.models.stacks import nnx_stacks, with_stacks
 from jaxdl.sharding import STACKED, UNNAMED, LogicalAxes, Params, is_names
-from jaxdl.user_code import parameters, user_code
+from jaxdl.user_code import user_code
 
 ModelState = dict[str, Any]
 """What a network keeps besides parameters, by name, such as the running statistics of batch norm."""
-
-_TRAINING = {"train": True, "training": True, "is_training": True, "deterministic": False}
-"""Arguments that tell a network whether it is trained -> their value in training."""
 
 
 class Network:
@@ -37,6 +36,7 @@ class Network:
       is_random: whether the network draws random numbers in training, as dropout does.
       norms: the paths of the running statistics of `nnx.BatchNorm` in `state_shapes`.
       what: for a network of a user's code, its name in messages; else None.
+      switches: further arguments of each call.
     """
 
     axes: LogicalAxes
@@ -45,14 +45,20 @@ class Network:
     state_shapes: ModelState
     is_random: bool
     norms: frozenset[tuple[str, ...]] = frozenset()
+    switches: Mapping[str, Any]
 
-    def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], what: str | None = None) -> None:
+    def __init__(
+        self, make: Callable[[nnx.Rngs], nnx.Module], what: str | None = None, given: Collection[str] = ()
+    ) -> None:
         """`make` makes the module from random keys. Raises ConfigError for a module of a user that cannot be trained.
+
+        `given` are the names of the arguments that the user has given to the module: its fields of these names are not
+        changed in training.
 
         Trained is every `nnx.Param`. Other variables of floating-point numbers are state. Random keys (`nnx.Rngs`,
         `nnx.Dropout`) are new ones in each step, see `apply`.
         """
-        self.what = what
+        self.what, self.given, self.switches = what, given, {}
         if isinstance(make, nnx.Module) or not callable(make):
             raise ConfigError(
                 f"{what or 'a network'}: build() returned an object of type {type(make).__name__}. Return a function "
@@ -66,7 +72,7 @@ class Network:
         self._keys = [(path, one) for path, one in nnx.to_flat_state(keys)]
         self._param_names, self._state_names = Names(nnx.to_pure_dict(params)), Names(nnx.to_pure_dict(rest))
         axes = jax.tree.map(self._axes, params, is_leaf=lambda node: isinstance(node, nnx.Variable))
-        self.axes = self._param_names.named(nnx.to_pure_dict(axes), is_leaf=is_names)
+        self.axes = with_stacks(self._param_names.named(nnx.to_pure_dict(axes), is_leaf=is_names), nnx_stacks(abstract))
         looped = jax.tree.map(self._looped, params, is_leaf=lambda node: isinstance(node, nnx.Variable))
         self.looped = self._param_names.named(nnx.to_pure_dict(looped))
         self.param_shapes = self._param_names.named(nnx.to_pure_dict(params))
@@ -113,12 +119,10 @@ class Network:
                 if isinstance(part, nnx.BatchNorm):
                     part.momentum = 0.0
         called = getattr(type(module), method)
-        modes = mode_arguments(parameters(called), train=train)
+        modes = {**call_modes(called, len(inputs), train=train), **self.switches}
         with user_code(self.what, called_on(inputs, train=train), of=called):
-            if not train:
-                nnx.Module.eval(module)
-            elif not modes:
-                nnx.Module.train(module)
+            if not train or not modes:
+                set_modes(module, train=train, given=self.given)
             if layer is not None:
                 return layer_output(module, layer, *inputs, **modes), model_state
             outputs = called(module, *inputs, **modes)
@@ -128,6 +132,21 @@ class Network:
             keep = jax.tree_util.tree_map_with_path
             after = keep(lambda path, new, old: new if _names(path) in self.norms else old, after, model_state)
         return projected(outputs) if whole else outputs, after
+
+    def changed(self, change: Callable[[nnx.Module], None]) -> Network:
+        """A network of the same parameters whose module `change` has changed after it was made."""
+
+        def make(rngs: nnx.Rngs) -> nnx.Module:
+            module = self._make(rngs)
+            change(module)
+            return module
+
+        return Network(make, self.what, self.given)
+
+    @property
+    def called(self) -> Callable[..., Any]:
+        """The user's function that is the network, or the method `__call__` of its module."""
+        return self._type.__call__  # pyright: ignore[reportAttributeAccessIssue]
 
     def has(self, method: str) -> bool:
         """Whether the module has a method of this name."""
@@ -220,11 +239,6 @@ def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
     """The names of a path's parts; that of a tree which is a leaf itself is `value`."""
     texts = tuple(str(getattr(part, "key", getattr(part, "idx", getattr(part, "name", part)))) for part in path)
     return texts or ("value",)
-
-
-def mode_arguments(found: Mapping[str, Any], *, train: bool) -> dict[str, bool]:
-    """Those parameters of a function that tell whether the network is trained, with their values."""
-    return {name: train == value for name, value in _TRAINING.items() if name in found}
 
 
 def check_callable(what: str, module: Any) -> None:

@@ -16,7 +16,8 @@ from jaxdl.errors import ConfigError
 from jaxdl.kinds import SOURCE
 from jaxdl.models.config import Model, check_dtype
 from jaxdl.models.functions import FunctionNetwork, blank, linen_network
-from jaxdl.models.network import Network, mode_arguments
+from jaxdl.models.modes import mode_arguments
+from jaxdl.models.network import Network
 from jaxdl.reference import Reference, as_json, resolved
 from jaxdl.user_code import check_given, check_known, parameters, takes_any, user_code
 
@@ -126,7 +127,7 @@ class FromModule(OwnModel, kind="from_module"):
     of the computation, the constructor gets those arguments that it takes; `rngs` it always gets. A function that
     returns a module does as well as a class.
 
-    In `__call__(inputs, train)` the argument `train` (or `training`, `is_training`, `deterministic`) tells whether the
+    In `__call__(inputs, train)` the argument `train` (or `is_training`, `deterministic` and the like) tells whether the
     network is trained; without one, `nnx.Module.train()` and `eval()` set the layers' mode. A parameter has logical
     axes if it is made with `kernel_metadata={"axes": ("embed", "mlp")}` and the like; otherwise `fsdp` splits its
     largest dimension that it divides, and `tensor` keeps it whole. Each argument that is given here, or has a default,
@@ -183,13 +184,15 @@ class FromModule(OwnModel, kind="from_module"):
         is_nnx = isinstance(make, type) and issubclass(make, nnx.Module)
         takes_rngs = _RNGS in wanted or (is_nnx and takes_any(wanted))
         if takes_rngs or is_nnx:
-            return Network(lambda rngs: make(**arguments, **({_RNGS: rngs} if takes_rngs else {})), self.users_name)
+            return Network(
+                lambda rngs: make(**arguments, **({_RNGS: rngs} if takes_rngs else {})), self.users_name, self.arguments
+            )
         made: list[Any] = []
         with user_code(self.users_name, of=make):  # As shapes: what makes a module may make arrays.
             jax.eval_shape(lambda: made.append(make(**arguments)))
         if isinstance(made[0], linen.Module):
-            return linen_network(made[0], inputs, self.users_name)
-        return Network(lambda rngs: make(**arguments), self.users_name)
+            return linen_network(made[0], inputs, self.users_name, self.arguments)
+        return Network(lambda rngs: make(**arguments), self.users_name, self.arguments)
 
 
 class FromFunctions(OwnModel, kind="from_functions"):
@@ -267,8 +270,10 @@ class FromFunctions(OwnModel, kind="from_functions"):
                 )
             return made if has_state else (made, {})
 
-        def run(params: Any, state: Any, inputs: Sequence[jax.Array], train: bool, key: jax.Array | None) -> Any:
-            more = arguments | mode_arguments(modes, train=train) | dict.fromkeys(keys, key)
+        def run(
+            params: Any, state: Any, inputs: Sequence[jax.Array], train: bool, key: jax.Array | None, **switches: Any
+        ) -> Any:
+            more = arguments | mode_arguments(modes, train=train) | dict.fromkeys(keys, key) | switches
             if not has_state:
                 return apply(params, *inputs, **more), state
             made = apply(params, state, *inputs, **more)

@@ -97,7 +97,7 @@ def _checked(config: Optimizer, axes: LogicalAxes, shapes: Params) -> optax.Grad
         jaxpr, (updates, new_state) = trace(shapes, state, shapes, scalar)
     _check_like(f"{label}: the updates differ from the parameters", updates, shapes, dtypes=False)
     _check_like(f"{label}: update() returns another state than init()", new_state, state, dtypes=True)
-    if not depends_on(jaxpr.jaxpr, jaxpr.jaxpr.invars[-1]):
+    if not depends_on(jaxpr, len(jaxpr.jaxpr.invars) - 1):
         raise ConfigError(
             f"{label}: its updates do not depend on the learning rate, so --schedule and --optimizer.learning-rate "
             "would have no effect after the start. Choose another optimizer."

@@ -6,20 +6,25 @@ from typing import Any
 
 import jax
 
-from jaxdl.sharding import STACKED, LogicalAxes, is_names
+from jaxdl.sharding import LAYER_DIMS, LogicalAxes, is_names
 
 Mask = dict[str, Any]
 """A bool for each parameter: whether it takes part."""
 NumStacked = dict[str, Any]
-"""For each parameter, how many leading dimensions count layers: 0 or 1."""
+"""For each parameter, how many leading dimensions count layers: 0 or 1, more in a user's stack of stacks."""
+
+
+def num_layer_dims(names: tuple[str, ...]) -> int:
+    """How many leading dimensions of a parameter with these logical axes count layers."""
+    return next((dim for dim, name in enumerate(names) if name not in LAYER_DIMS), len(names))
 
 
 def num_stacked_dims(axes: LogicalAxes) -> NumStacked:
-    """How many leading dimensions of each parameter count layers: 1 for `("layers", ...)`, else 0.
+    """How many leading dimensions of each parameter count layers: 1 for `("layers", ...)`, 0 without.
 
     `axes` is a tree whose leaves are tuples of logical names, one a dimension; the result has an int for each.
     """
-    return jax.tree.map(lambda names: int(names[:1] == (STACKED,)), axes, is_leaf=is_names)
+    return jax.tree.map(num_layer_dims, axes, is_leaf=is_names)
 
 
 def decay_mask(axes: LogicalAxes) -> Mask:

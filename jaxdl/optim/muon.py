@@ -14,11 +14,11 @@ from optax.contrib import MuonDimensionNumbers
 
 from jaxdl.config import ConfigError
 from jaxdl.optim.layerwise import add_weight_decay
-from jaxdl.optim.masks import decay_mask
+from jaxdl.optim.masks import decay_mask, num_layer_dims
 from jaxdl.optim.optimizers import AdamOptimizer
 from jaxdl.optim.rates import scale_by_learning_rate
 from jaxdl.patterns import check_patterns, matches
-from jaxdl.sharding import STACKED, LogicalAxes, is_names
+from jaxdl.sharding import LogicalAxes, is_names
 
 _EDGES = frozenset({"vocab", "position", "classes"})
 """The logical dimensions that only embeddings and heads have."""
@@ -117,7 +117,7 @@ def matrix_dims(names: tuple[str, ...]) -> MuonDimensionNumbers | None:
     The last dimension, or heads and their size, are the outputs; a leading one that counts layers is neither. None for
     embeddings and heads, and for what has fewer than two dimensions in a layer.
     """
-    dims = tuple(range(int(names[:1] == (STACKED,)), len(names)))
+    dims = tuple(range(num_layer_dims(names), len(names)))
     if len(dims) < 2 or _EDGES & {*names} or {*names} >= _PATCHES:
         return None
     num_outputs = 2 if len(dims) > 2 and names[-1] == "head_dim" else 1

@@ -30,7 +30,7 @@ _SAFE = np.float32(2.0**-72), np.float32(2.0**120)
 def layer_norms(leaves: Sequence[jax.Array], num_stacked: Sequence[int]) -> list[jax.Array]:
     """The float32 2-norm of every layer of each array, shaped to broadcast against it.
 
-    The leading `num_stacked` (0 or 1) dimensions of each count layers. Right for norms from 1e-30 to 1e30, infinite or
+    The leading `num_stacked` dimensions of each count layers. Right for norms from 1e-30 to 1e30, infinite or
     NaN where an element is. All sums are joined in one vector before anything depends on them: where arrays are
     sharded, one small all-reduce of the partial sums serves all layers instead of one per layer.
     (The parallel tensor operator of Shi et al., arXiv 2010.10458, with shards of layers where that has whole layers.)

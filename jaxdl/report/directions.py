@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 LOWER = ("loss", "perplexity", "bits_per_byte", "error", "auc_error")
 HIGHER = ("accuracy", "accuracy_top5", "auc", "bleu")
 """Words of metrics of which a lower, or higher, value is better: `loss` is that of `eval/loss`, `eval/loss/NAME`."""
@@ -24,3 +26,9 @@ def is_higher_better(metric: str, best: Best | None = None) -> bool | None:
         if word in HIGHER + LOWER:
             return word in HIGHER
     return None
+
+
+def mode_of(metric: str) -> Literal["max", "min"] | None:
+    """Whether a higher, "max", or a lower value of a task's metric is better; None where its name does not say."""
+    rises = is_higher_better(f"eval/{metric}")
+    return None if rises is None else "max" if rises else "min"

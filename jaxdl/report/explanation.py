@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from rich.console import Console
 from rich.table import Table
 
-from jaxdl.sharding import UNNAMED, LogicalAxes, Params, Specs, entry_names, is_names, is_spec
+from jaxdl.optim import decay_mask
+from jaxdl.sharding import UNNAMED, UNNAMED_STACK, LogicalAxes, Params, Specs, entry_names, is_names, is_spec
 
 _BY_SIZE = "(by size)"
 
@@ -28,6 +29,8 @@ class ParamRow:
     bytes_per_device: int
     by_size: bool = False
     """Whether the parameter has no logical axes and more than one dimension, so that its sizes alone decided."""
+    decayed: bool = False
+    """Whether it is a weight, which weight decay and trust ratios are for; not a bias or a norm's scale."""
 
 
 def explain(params: Params, specs: Specs, mesh: Mesh, axes: LogicalAxes) -> list[ParamRow]:
@@ -37,13 +40,19 @@ def explain(params: Params, specs: Specs, mesh: Mesh, axes: LogicalAxes) -> list
     """
     rows = []
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
-    more = (jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(axes, is_leaf=is_names))
-    for (path, x), spec, names in zip(flat, *more, strict=True):
+    more = (
+        jax.tree.leaves(specs, is_leaf=is_spec),
+        jax.tree.leaves(axes, is_leaf=is_names),
+        jax.tree.leaves(decay_mask(axes)),
+    )
+    for (path, x), spec, names, decayed in zip(flat, *more, strict=True):
         local = NamedSharding(mesh, spec).shard_shape(x.shape)
         text = ", ".join("+".join(entry_names(entry)) or "-" for entry in spec) or "whole"
         name = "/".join(str(getattr(part, "key", part)) for part in path)
-        by_size = len(names) > 1 and set(names) == {UNNAMED}
-        rows.append(ParamRow(name, tuple(x.shape), text, math.prod(local) * np.dtype(x.dtype).itemsize, by_size))
+        by_size = len(names) > 1 and set(names) <= {UNNAMED, UNNAMED_STACK}
+        rows.append(
+            ParamRow(name, tuple(x.shape), text, math.prod(local) * np.dtype(x.dtype).itemsize, by_size, decayed)
+        )
     return rows
 
 
@@ -67,15 +76,17 @@ def print_explanation(
         ("parameter", "left"),
         ("shape", "right"),
         ("sharded over", "left"),
+        ("decayed", "left"),
         ("per device", "right"),
     ):
         table.add_column(column, justify=justify)  # pyright: ignore[reportArgumentType]
     for row in rows:
         spec = f"{row.spec} {_BY_SIZE}" if row.by_size else row.spec
-        table.add_row(row.name, " x ".join(map(str, row.shape)), spec, readable_bytes(row.bytes_per_device))
+        table.add_row(row.name, " x ".join(map(str, row.shape)), spec, "yes" if row.decayed else "no",
+                      readable_bytes(row.bytes_per_device))  # fmt: skip
     elements = sum(math.prod(row.shape) for row in rows)
     table.add_section()
-    table.add_row("all", f"{elements:,}", "", readable_bytes(sum(row.bytes_per_device for row in rows)))
+    table.add_row("all", f"{elements:,}", "", "", readable_bytes(sum(row.bytes_per_device for row in rows)))
     console.print(table)
     if any(row.by_size for row in rows):
         console.print(

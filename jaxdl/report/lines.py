@@ -54,13 +54,13 @@ def is_throughput(name: str) -> bool:
 
 
 def format_number(value: Any) -> str:
-    """A number with about four digits: 0.1234, 0.05, 1e-05, 12,345. Other values unchanged."""
+    """A number with about four digits: 0.1234, 0.05, 1e-05, 12,345, 2.12e+33. Other values unchanged."""
     if isinstance(value, str | bool) or value is None:
         return str(value)
     if isinstance(value, int):
         return f"{value:,}"
     value = float(value)
-    return f"{value:,.0f}" if math.isfinite(value) and abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{value:.4g}"
 
 
 def format_duration(seconds: float) -> str:

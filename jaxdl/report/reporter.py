@@ -335,7 +335,7 @@ class Reporter:
     def _looks(self) -> dict[str, Any]:
         """See `plot_history`."""
         task = self._task
-        return {"objective": task.objective, "best": (task.best_metric, task.best_mode)}
+        return {"objective": task.objective, "best": (task.best_metric, task.resolved_mode)}
 
     def _plot(self, columns: Mapping[str, Sequence[Any]], path: Path) -> None:
         plot_history(columns, path, **self._looks)

@@ -20,7 +20,11 @@ class Scored(Protocol):
 
     unit: ClassVar[str]
     best_metric: ClassVar[str]
-    best_mode: ClassVar[Literal["max", "min"]]
+
+    @property
+    def resolved_mode(self) -> Literal["max", "min"]:
+        """Whether a higher or a lower `best_metric` is better."""
+        ...
 
     @property
     def objective(self) -> str:

@@ -52,7 +52,7 @@ def bad_step(step: int, metrics: Mapping[str, Any], names: Sequence[str]) -> Bad
     )
     where = ""
     if Skip.GRADIENT in reason and Skip.LOSS not in reason and not {NONFINITE, OWN + NONFINITE}.isdisjoint(metrics):
-        flags = np.atleast_2d(metric_here(metrics, NONFINITE)).any(axis=0)
+        flags = np.atleast_1d(np.atleast_2d(metric_here(metrics, NONFINITE)).any(axis=0))
         where = where_of([name for name, bad in zip(names, flags, strict=False) if bad], len(names))
     return BadStep(step, loss / weight if weight else math.nan, rate, reason, where)
 

@@ -49,6 +49,7 @@ from jaxdl.run.jagged import in_training, shapes_of
 from jaxdl.run.length import steps_of
 from jaxdl.run.overlap import loop_sum_dtype
 from jaxdl.run.planning import Kept, with_plan
+from jaxdl.run.remarks import settings_remarks
 from jaxdl.run.room import check_memory
 from jaxdl.run.validate import (
     built_schedule,
@@ -210,6 +211,7 @@ def make_plan(
     begin_with, note = initial(parts.state_spec.abstract())
     reasons += experiment.model.remarks(mesh, experiment.precision.dtype)
     reasons += experiment.agreement.remarks(total_steps, mesh.shape[Axis.REPLICA]) + notes
+    reasons += settings_remarks(experiment, parts, mesh.shape[Axis.REPLICA])
     reasons += idle_tensor(parts.network, mesh) + ((note,) if note else ())
     return _checked(Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons, begin_with, kept))
 

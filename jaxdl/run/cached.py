@@ -128,7 +128,7 @@ class Caches:
         try:
             return self._made(name, ending, shape)
         except (OSError, RuntimeError) as error:  # The latter for a `~` without a home.
-            reason = error.strerror if isinstance(error, OSError) else str(error)
+            reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
             raise ConfigError(
                 f"--embedding.cache.folder {self._parent}: {reason}. Give a writable folder with room for the tables."
             ) from error

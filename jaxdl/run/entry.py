@@ -13,7 +13,7 @@ import jax
 
 from jaxdl.cluster import Watchdog, heartbeat
 from jaxdl.config import ConfigError
-from jaxdl.errors import without_frames
+from jaxdl.errors import outliving_terminal, without_frames
 from jaxdl.experiment import Experiment, as_experiment
 from jaxdl.files import hang_file
 from jaxdl.mesh import Device
@@ -66,8 +66,8 @@ def train(
 
     Raises:
       ConfigError: for a config that cannot be run here, before anything is compiled.
-      Interrupted: after SIGTERM, SIGINT or a halt file in the workdir, when the state has been saved; or when its end
-        could not be saved. It has the run so far as `run`.
+      Interrupted: after SIGTERM, SIGINT, SIGHUP or a halt file in the workdir, when the state has been saved; or when
+        its end could not be saved. It has the run so far as `run`.
       Diverged: when too many consecutive steps are bad and no rollback is possible any more, see `GuardConfig`.
     """
     experiment = as_experiment(experiment)
@@ -78,7 +78,7 @@ def train(
     workdir = check_workdir(workdir)
     callbacks.check(workdir)
     init, start = as_init(init_from, workdir), Start(quiet=quiet)
-    with StopSignals() as stop, contextlib.ExitStack() as stack:
+    with outliving_terminal(), StopSignals() as stop, contextlib.ExitStack() as stack:
         status = RunStatus(workdir, experiment, stop, start)
         stack.callback(status.release)  # After everything that writes there is closed.
         stack.enter_context(status)

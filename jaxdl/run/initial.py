@@ -183,8 +183,9 @@ def _context(found: Initial, model: Model) -> int | None:
 
     def there() -> bytes:
         spec = reading_spec(found.workdir)
-        same = model.reads_as(read_experiment(found.workdir).model)
-        return json.dumps(spec.length if same and isinstance(spec, TextSpec) else None).encode()
+        if not isinstance(spec, TextSpec) or not model.reads_as(read_experiment(found.workdir).model):
+            return b"null"
+        return json.dumps(spec.length).encode()
 
     return json.loads(of_first_process(there))
 
@@ -195,7 +196,7 @@ def reading_spec(workdir: Path) -> DataSpec:
     A network that began with the parameters of another reads as many tokens as that one did, although it was tuned with
     shorter texts. Raises OSError, and ConfigError.
     """
-    spec, path = spec_from_json((workdir / DATA_FILE).read_text()), workdir / INIT_FILE
+    spec, path = spec_from_json((workdir / DATA_FILE).read_text(encoding="utf-8")), workdir / INIT_FILE
     if not isinstance(spec, TextSpec) or not path.is_file():
         return spec
     return replace(spec, length=max(spec.length, _parsed(path, path.read_bytes()).context or 0))
@@ -312,7 +313,7 @@ def _described(workdir: str | Path, which: Which) -> tuple[int, dict[str, tuple[
     if isinstance(which, int):
         steps = [which]
     elif which == "best":
-        steps = Best(folder / CHECKPOINTS_FOLDER, 1, read_experiment(folder).task.best_mode).order(steps)
+        steps = Best(folder / CHECKPOINTS_FOLDER, 1, read_experiment(folder).task.resolved_mode).order(steps)
         if not steps:
             raise ConfigError(f"{OPTION} {folder}: no checkpoint has an evaluation. Choose another --init-step.")
     return steps[0], stored_model(step_dir(folder, steps[0]))

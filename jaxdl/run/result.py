@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxdl.checkpoint import Unreadable
 from jaxdl.cluster import BROKEN, DIVERGED, HALTED, MISTAKE, ClusterError, leave_and_exit
+from jaxdl.cluster.exits import stop_code
 from jaxdl.errors import ConfigError, as_typed, command_line
 from jaxdl.report import Diverged, Summary, in_ipython, plot_history
 from jaxdl.report.summary import summary_lines
@@ -74,7 +75,7 @@ class Run:
     def plot(self) -> Figure:
         """The run's curves as a matplotlib figure."""
         task = self.plan.parts.task
-        return plot_history(self.history, objective=task.objective, best=(task.best_metric, task.best_mode))
+        return plot_history(self.history, objective=task.objective, best=(task.best_metric, task.resolved_mode))
 
 
 class Interrupted(BaseException):
@@ -82,8 +83,8 @@ class Interrupted(BaseException):
 
     Attributes:
       signum: the signal that stopped it, `HALT` for the halt file; None when its end could not be saved.
-      code: the exit code: 128 + the signal's number, as a shell has it, 4 after the halt file, or 1 when the end is not
-        saved.
+      code: the exit code: 128 + the signal's number, as a shell has it (SIGHUP as SIGTERM), 4 after the halt file, or 1
+        when the end is not saved.
       message: what happened, and how the run goes on.
       run: the run so far; None when it was stopped before its first step.
     """
@@ -95,7 +96,7 @@ class Interrupted(BaseException):
         return super().__new__(cls if in_ipython() else _Exit, *args)  # pyright: ignore[reportArgumentType]
 
     def __init__(self, signum: int | None, message: str, run: Run | None = None) -> None:
-        self.code = 1 if signum is None else HALTED if signum == HALT else 128 + signum
+        self.code = 1 if signum is None else HALTED if signum == HALT else stop_code(signum)
         super().__init__(self.code)
         self.signum, self.message, self.run = signum, as_typed(message), run
 

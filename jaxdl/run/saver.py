@@ -41,7 +41,7 @@ class Saver:
         later = (*LENGTH, *parts_of(fields))
         earlier = claim_workdir(workdir, self._config, lambda config: without(identity(config), fields), files, later)
         check_kept_codec(workdir, plan.asked.data)  # Before what it decides: this says why the examples differ.
-        keep_examples(workdir, plan.splits.content())
+        keep_examples(workdir, plan.splits.content(), plan.splits.former_contents())
         keep_spec(workdir, plan.parts.data_spec)
         keep_codec(workdir, plan.asked.data)
         self.started_over: str | None = None
@@ -86,7 +86,7 @@ class Saver:
             self._workdir,
             config,
             best_metric=task.best_metric,
-            best_mode=task.best_mode,
+            best_mode=task.resolved_mode,
             table_layout=layout if caches is None else caches.store.layout,
             form=caches,
         )

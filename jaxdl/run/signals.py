@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT at any moment: noticed while training, evaluating and compiling, and turned into an exception.
+"""SIGTERM, SIGINT and SIGHUP at any moment: noticed in training, evaluating and compiling, and made an exception.
 
 So is a file `halt` in the workdir, where no signal can be sent (`jaxdl.run.status` looks for it). In a run of several
 processes a signal to one stops all of them at the same poll: at once through the membership (`jaxdl.cluster`), or else
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxdl.cluster import Membership, current, heartbeat
+from jaxdl.cluster.exits import stop_signals
 
 Result = TypeVar("Result")
 
@@ -34,7 +35,8 @@ class Stop(BaseException):
 
 
 class StopSignals:
-    """Context: while it is open the first SIGTERM or SIGINT is noted, for `poll` to raise; a second one acts at once.
+    """Context: while it is open the first SIGTERM, SIGINT or SIGHUP is noted, for `poll` to raise; a second one acts at
+    once, but for SIGHUP: a terminal that is closed may send several. Who ignores SIGHUP (nohup) goes on doing so.
 
     Outside the main thread (where Python allows no handlers) it does nothing.
     """
@@ -50,26 +52,26 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGTERM, signal.SIGINT):
+            for signum in stop_signals():
                 self._before[signum] = signal.signal(signum, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
+        self._restore(*self._before)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         del frame
-        self.signum = signum
-        self._restore()
+        self.signum = self.signum or signum
+        self._restore(signal.SIGTERM, signal.SIGINT)
 
     def halt(self) -> None:
         """The halt file has been found: as if a signal had come, unless one has. For any thread."""
         self.signum = self.signum or HALT
 
-    def _restore(self) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-        self._before = {}
+    def _restore(self, *signums: int) -> None:
+        for signum in signums:
+            if signum in self._before:
+                signal.signal(signum, self._before.pop(signum))
 
     def share(self, every_polls: int) -> None:
         """For a run of several processes: from here on they all stop at the same poll when a signal has come to any.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 import threading
 import traceback
 from pathlib import Path
@@ -22,11 +23,13 @@ from jaxdl.experiment import Experiment, identity
 from jaxdl.files import HALT_FILE
 from jaxdl.lease import this_process
 from jaxdl.report import Diverged, Start, StepCounter
+from jaxdl.report.directions import mode_of
 from jaxdl.run.result import Interrupted, code_of
 from jaxdl.run.rollback import Rollbacks
 from jaxdl.run.signals import HALT, Stop, StopSignals
 from jaxdl.run.trainer import Trainer
 from jaxdl.run.workdir import is_of_this_run, make_lease, take_lease
+from jaxdl.runs import newest_step
 from jaxdl.status import (
     Action,
     Reason,
@@ -56,6 +59,7 @@ _NO_STORING = ("train", "data", "eval", "compile", "hooks")
 """Phases in which a run at its last step is not saving yet."""
 _HALT_CHARACTERS = 200
 _RESUMES = "the same command resumes from the newest checkpoint"
+_BEGINS = "the same command begins at step 0: there is no checkpoint"
 
 
 class RunStatus:
@@ -73,7 +77,7 @@ class RunStatus:
 
     def __init__(self, workdir: Path | None, experiment: Experiment, stop: StopSignals, start: Start) -> None:
         self._workdir, self._experiment, self._stop, self._start = workdir, experiment, stop, start
-        self.lease = make_lease(workdir, self._disown) if workdir else None
+        self.lease = make_lease(workdir, self._disown, self._follow_folder) if workdir else None
         self._writer: StatusWriter | None = None
         self._lock = threading.Lock()  # The thread of the set-up may be abandoned while it begins.
         self._over = False
@@ -146,7 +150,7 @@ class RunStatus:
             self._ended = self._final(State.COMPLETED, step, None, Action.NONE, "")
             return
         reason = Reason(f"stopped at step {step} of {total}: asked by {trainer.end_asked_by}", 0, utc_now())
-        self._ended = self._final(State.HALTED, step, reason, Action.RESUME, f"resumes from step {step}")
+        self._ended = self._final(State.STOPPED, step, reason, Action.RESUME, f"resumes from step {step}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -182,6 +186,7 @@ class RunStatus:
         )
 
     def _base(self) -> Record:
+        task = self._experiment.task
         return Record(
             State.DEPLOY,
             "",
@@ -194,8 +199,8 @@ class RunStatus:
             failure=self._failure,
             process=self._process,
             version=__version__,
-            best_metric=self._experiment.task.best_metric,
-            best_mode=self._experiment.task.best_mode,
+            best_metric=task.best_metric,
+            best_mode=task.best_mode or mode_of(task.best_metric) or "",
             skipped=self._rollbacks.skipped_text if self._rollbacks else "",
         )
 
@@ -208,8 +213,8 @@ class RunStatus:
         """The last record of the run, after what is kept of a failure."""
         record = self._ended if error is None else self._of_error(error)
         if record is None:
-            record = self._final(State.HALTED, self._step(), None, Action.RESUME, _RESUMES)
-        if record.state != State.FAILED:
+            record = self._final(State.HALTED, self._step(), None, Action.RESUME, self._resumes())
+        if record.state not in (State.FAILED, State.REFUSED):
             with contextlib.suppress(OSError):  # The wish is fulfilled; after a failure it stands.
                 self._halt_path.unlink(missing_ok=True)
         return record
@@ -226,6 +231,8 @@ class RunStatus:
                     return self._earlier  # Nothing has changed.
                 then = f"the same command resumes from step {step}" if error.run is not None else "the same command"
                 return self._final(State.HALTED, step, Reason(text, code, utc_now()), Action.RESUME, then)
+        elif isinstance(error, KeyboardInterrupt):  # A second Ctrl-C, while the run saved.
+            return self._ended_twice(code)
         else:
             text = f"{error}" if code in (MISTAKE, DIVERGED, BROKEN) else f"{type(error).__name__}: {error}"
             if code == 1 and current() is not None and from_the_network(error):
@@ -233,8 +240,17 @@ class RunStatus:
         self._add_error(error)
         return self._failed(text, code)
 
+    def _ended_twice(self, code: int) -> Record:
+        """After a second Ctrl-C, which is answered here with what is on disk: everything that writes is closed."""
+        assert self._workdir is not None
+        step, saved = self._step(), newest_step(self._workdir)
+        kept = "there is no checkpoint" if saved is None else f"the newest checkpoint is of step {saved}"
+        text = f"SIGINT twice: ended at step {step}; {kept}"
+        print(f"{text}. In {self._workdir} {self._resumes()}.", file=sys.stderr, flush=True)
+        return self._final(State.HALTED, step, Reason(text, code, utc_now()), Action.RESUME, self._resumes())
+
     def _failed(self, text: str, code: int) -> Record:
-        """The record of a failure, of which `failures/N` is written."""
+        """The record of a failure, or of a command that was refused, of which `failures/N` is written."""
         assert self._workdir is not None
         reason = Reason(" ".join(text.split()), code, utc_now())
         facts = {
@@ -252,7 +268,11 @@ class RunStatus:
             config = (self._experiment.to_json() + "\n").encode()
         keep_failure(self._workdir, self._failure, facts, config)
         fix = "correct what the reason says, then give the command again"
-        action, then = (Action.FIX, fix) if code in (MISTAKE, DIVERGED) else (Action.RESUME, _RESUMES)
+        action, then = (Action.FIX, fix) if code in (MISTAKE, DIVERGED) else (Action.RESUME, self._resumes())
+        if code == MISTAKE and not self._has_stepped():
+            if self._earlier is not None and self._earlier.state == State.COMPLETED:
+                return self._earlier  # It is complete, whatever was asked of it since.
+            return self._final(State.REFUSED, self._step(), reason, action, then)
         return self._final(State.FAILED, self._step(), reason, action, then)
 
     def _add_error(self, error: BaseException) -> None:
@@ -261,9 +281,18 @@ class RunStatus:
         text = "".join(traceback.format_exception(error))
         add_failure(self._workdir, self._failure, error_file(jax.process_index()), text)
 
+    def _resumes(self) -> str:
+        """What the same command does next; it begins again where there is no checkpoint."""
+        assert self._workdir is not None
+        return _BEGINS if newest_step(self._workdir) is None else _RESUMES
+
+    def _has_stepped(self) -> bool:
+        """Whether this start has made a step."""
+        return self._counter is not None and heartbeat.step is not None
+
     def _step(self) -> int:
         """Steps completed; before the first one of this start, those of the run before it."""
-        if self._counter is not None and heartbeat.step is not None:
+        if self._counter is not None and self._has_stepped():
             return self._counter.step
         return 0 if self._earlier is None else self._earlier.step
 
@@ -305,6 +334,15 @@ class RunStatus:
             self._over, self._failure = True, 0
         if self._writer is not None:
             self._writer.stop()
+
+    def _follow_folder(self, moved: Path | None) -> None:
+        """The workdir is no longer under its name: the last word goes to where it is now, if that is known."""
+        if moved is None:
+            self._disown()
+            return
+        self._workdir = moved
+        if self._writer is not None:
+            self._writer.move(moved)
 
     def _end_by_others(self, reason: str, code: int) -> None:
         """The process ends because of another one, or a hang."""

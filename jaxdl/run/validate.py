@@ -24,8 +24,9 @@ from jaxdl.exchange import Auto, Dense, ExchangeConfig
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
 from jaxdl.models import Network
+from jaxdl.models.mode_check import check_evaluation
 from jaxdl.optim import Rates, Schedule
-from jaxdl.sharding import STACKED, UNNAMED, ShardingConfig, has_names, is_names
+from jaxdl.sharding import STACKED, UNNAMED, UNNAMED_STACK, ShardingConfig, has_names, is_names
 from jaxdl.tasks import Task, check_task
 from jaxdl.user_code import taken, user_code
 
@@ -94,6 +95,7 @@ def fitted_task(task: Task, spec: DataSpec, outputs: Callable[[Any], Any]) -> Ta
     """
     with user_code(task.users_name):
         fitted = task.fitted(spec, outputs)
+    assert fitted.resolved_mode, "raises where it is not known"
     if fitted.users_name is not None:
         check_task(fitted, spec, outputs)
     return fitted
@@ -242,8 +244,11 @@ def check_network(experiment: Experiment, network: Network, spec: DataSpec, num_
     inputs = task_inputs(experiment.task, spec, batch)
     wanted = experiment.task.output_shape(spec)
     for train in (True, False):
-        apply = functools.partial(network.apply, train=train)
-        outputs, _ = jax.eval_shape(apply, network.param_shapes, network.state_shapes, *inputs)
+        if train:
+            apply = functools.partial(network.apply, train=True)
+            outputs, _ = jax.eval_shape(apply, network.param_shapes, network.state_shapes, *inputs)
+        else:
+            outputs = check_evaluation(network, inputs, experiment.evaluation.allows)
         found = [x.shape for x in jax.tree.leaves(outputs)]
         if wanted is not None and (found != [(rows, *wanted)] or not hasattr(outputs, "shape")):
             takes = ", ".join(map(str, ("batch", *wanted)))
@@ -292,7 +297,7 @@ def idle_exchange(config: ExchangeConfig) -> tuple[str, ...]:
 def check_tensor_dims(config: ShardingConfig, network: Network) -> None:
     """Raises ConfigError for a name that no dimension has, neither of this model's nor in the default list."""
     axes = jax.tree.leaves(network.axes, is_leaf=is_names)
-    own = {name for names in axes for name in names} - {STACKED, UNNAMED}
+    own = {name for names in axes for name in names} - {STACKED, UNNAMED, UNNAMED_STACK}
     for name in config.tensor_dims:
         if name not in own | set(ShardingConfig().tensor_dims):
             raise ConfigError(
@@ -346,6 +351,6 @@ def check_same_examples(splits: Splits) -> None:
         raise ConfigError(
             f"the processes do not see the same data: {process_names([0], hosts)} {first}, "
             f"{process_names(others, hosts)} "
-            + ("as many, but of other names or sizes" if first == other else other)
+            + ("as many, but others" if first == other else other)
             + ". Copy it to each host again, or use a shared file system."
         )

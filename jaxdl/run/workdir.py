@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdl.cluster import BROKEN, current, exits
+from jaxdl.cluster import BROKEN, MISTAKE, current, exits
 from jaxdl.cluster.agree import of_first_process
 from jaxdl.cluster.consistency import flat
 from jaxdl.config import Config, ConfigError
@@ -41,6 +41,11 @@ def check_workdir(workdir: str | Path | None) -> Path | None:
         for folder in (path := Path(text).absolute(), *path.parents):
             if folder.exists() and not folder.is_dir():
                 raise ConfigError(f"--workdir {text}: {folder} is a file, not a folder. Choose another --workdir.")
+            if folder.is_symlink() and not folder.exists():
+                raise ConfigError(
+                    f"--workdir {text}: {folder} is a link to {os.readlink(folder)}, which is not there. Make that "
+                    "folder, or choose another --workdir."
+                )
     except OSError as error:
         raise _refused(Path(text), error) from None
     except UnicodeError:
@@ -65,20 +70,32 @@ def check_trackers(trackers: Sequence[Tracker], workdir: Path | None) -> None:
         of_first_process(check, slow=True)
 
 
-def make_lease(workdir: Path, on_loss: Callable[[], None] = lambda: None) -> Lease:
+def make_lease(
+    workdir: Path,
+    on_loss: Callable[[], None] = lambda: None,
+    on_move: Callable[[Path | None], None] = lambda moved: None,
+) -> Lease:
     """The lease of a workdir, which ends the process (code 75), with the reason, when another run takes it over.
 
-    `on_loss` is called first.
+    It does so with 2 when the folder itself is renamed or removed: a restart would begin at step 0 in a new one.
+    `on_loss` or `on_move` is called first, this with the new place of the folder.
     """
 
-    def end(reason: str) -> None:
-        on_loss()
+    def end(reason: str, code: int = BROKEN) -> None:
         member = current()
         if member is not None:
-            member.report_failure(reason, BROKEN)
-        exits.end_process(reason, BROKEN)
+            member.report_failure(reason, code)
+        exits.end_process(reason, code)
 
-    return Lease(workdir, end, lambda text: print(as_typed(text), flush=True))
+    def lost(reason: str) -> None:
+        on_loss()
+        end(reason)
+
+    def moved(reason: str, place: Path | None) -> None:
+        on_move(place)
+        end(reason, MISTAKE)
+
+    return Lease(workdir, lost, lambda text: print(as_typed(text), flush=True), on_move=moved)
 
 
 def take_lease(lease: Lease, then: Callable[[], bytes] = lambda: b"") -> bytes:
@@ -195,19 +212,25 @@ def _refused(workdir: Path, error: OSError) -> ConfigError:
     return ConfigError(f"--workdir {workdir}: {error.strerror}. Choose a writable folder.")
 
 
-def keep_examples(workdir: Path, content: Mapping[str, Any]) -> None:
+def keep_examples(workdir: Path, content: Mapping[str, Any], former: Mapping[str, Sequence[str]] | None = None) -> None:
     """Records in `examples.json` which examples a run sees, or checks that a resumed run sees the same.
 
+    `former` are other contents of the same examples, as earlier versions recorded them: the file is written again then.
     Other examples would change the shuffled stream: some would be seen twice and some never. Raises ConfigError, on all
     processes, when they changed or the file cannot be read or written.
     """
-    path = workdir / EXAMPLES_FILE
+    path, written = workdir / EXAMPLES_FILE, (json.dumps(content, indent=2) + "\n").encode()
 
     def keep() -> bytes:
         try:
             if not path.exists():
-                replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
+                replace_file(path, written)
             before = json.loads(path.read_bytes())
+            known = [split for split, names in (former or {}).items() if before[split]["content"] in names]
+            for split in known:
+                before[split]["content"] = content[split]["content"]
+            if known and before == content:
+                replace_file(path, written)
             counts = [before[split]["examples"] for split in content]
         except OSError as error:
             raise _refused(workdir, error) from None

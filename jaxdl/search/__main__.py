@@ -13,12 +13,13 @@ PROG = "python -m jaxdl.search"
 def main(args: list[str] | None = None, *, prog: str = PROG) -> None:
     """Runs the command line. Exits with 2 after a user error, 128 + N after signal N, when the trials have saved."""
     with command_line():
+        from jaxdl.cluster.exits import stop_code
         from jaxdl.search.command import run
 
         signum = run(list(sys.argv[1:] if args is None else args), prog)
         if signum is not None:
             print(f"{signal.Signals(signum).name}: stopped; the same command goes on", file=sys.stderr)
-            raise SystemExit(128 + signum)
+            raise SystemExit(stop_code(signum))
 
 
 if __name__ == "__main__":

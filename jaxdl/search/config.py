@@ -75,7 +75,7 @@ def direction_of(config: SearchConfig, experiment: Experiment) -> Direction:
     if config.direction is not None:
         return config.direction
     metric, task = metric_of(config, experiment), experiment.task
-    rises = is_higher_better(metric, (task.best_metric, task.best_mode))
+    rises = is_higher_better(metric, (task.best_metric, task.resolved_mode))
     if rises is None:
         raise ConfigError(f"--metric {metric}: whether a higher value is better is not known. Give --direction too.")
     return "maximize" if rises else "minimize"

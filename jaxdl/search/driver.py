@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from jaxdl.cluster import DIVERGED, HALTED, MISTAKE
+from jaxdl.cluster.exits import stop_signals
 from jaxdl.errors import ConfigError
 from jaxdl.files import TRIALS_FOLDER
 from jaxdl.launch.attempt import format_sec
@@ -129,7 +130,7 @@ class Search:
     def run(self) -> int | None:
         """Runs until nothing is left to do; the number of the signal that stopped it, or None."""
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {one: signal.signal(one, self._note) for one in (signal.SIGTERM, signal.SIGINT)}
+            self._handlers = {one: signal.signal(one, self._note) for one in stop_signals()}
         try:
             for trial in self.journal.trials():
                 self.journal.rest(trial.number)  # It did not if the search was killed.
@@ -148,7 +149,7 @@ class Search:
             raise
         finally:
             self.workers.close()
-            self._restore()
+            self._restore(*self._handlers)
         self.shows.refresh(self.journal.trials(), [])
         return self.signum
 
@@ -168,15 +169,15 @@ class Search:
                 self.journal.reopen(trial.number)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        """The first signal lets the trials save; a second one acts at once."""
+        """The first signal lets the trials save; a second one acts at once, but for SIGHUP: several may come."""
         del frame
-        self.signum = signum
-        self._restore()
+        self.signum = self.signum or signum
+        self._restore(signal.SIGTERM, signal.SIGINT)
 
-    def _restore(self) -> None:
-        for signum, handler in self._handlers.items():
-            signal.signal(signum, handler)
-        self._handlers = {}
+    def _restore(self, *signums: int) -> None:
+        for signum in signums:
+            if signum in self._handlers:
+                signal.signal(signum, self._handlers.pop(signum))
 
     def _step(self) -> bool:
         """Collects and starts what can be; False when the search is over."""

@@ -111,7 +111,7 @@ def why_halted(workdir: Path) -> str:
     """The reason of a run that was halted, as its status has it."""
     with contextlib.suppress(OSError, ValueError):
         record = read_record(workdir)
-        if record is not None and record.state == State.HALTED and record.reason is not None:
+        if record is not None and record.state in (State.STOPPED, State.HALTED) and record.reason is not None:
             return record.reason.text
     return "halted by the file"
 

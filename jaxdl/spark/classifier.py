@@ -32,14 +32,25 @@ from jaxdl.spark.fitting import (
     own_workdir,
     write_experiment,
 )
-from jaxdl.spark.frames import IMAGE, as_trained, check_columns, check_new, feature_columns, form_of, write_rows
+from jaxdl.spark.frames import (
+    IMAGE,
+    are_valid,
+    as_trained,
+    check_columns,
+    check_new,
+    feature_columns,
+    form_of,
+    write_rows,
+)
 from jaxdl.spark.params import ClassifierParams, ScoringParams
 from jaxdl.spark.rows import SPLITS
 from jaxdl.spark.udf import checked_batch_size, score_udf
 
 _SCORES = "_jaxdl_scores"
 """The column of all that is scored, while it is taken apart."""
-_OF_MODEL = ("featuresCol", "workdir", "batchSize", "predictionCol", "probabilityCol", "rawPredictionCol")
+_OF_MODEL = (
+    "featuresCol", "workdir", "batchSize", "predictionCol", "probabilityCol", "rawPredictionCol", "handleInvalid",
+)  # fmt: skip
 """The parameters that a Model takes over from its Estimator."""
 _DEFAULTS = {
     "featuresCol": "features",
@@ -47,6 +58,7 @@ _DEFAULTS = {
     "predictionCol": "prediction",
     "probabilityCol": "probability",
     "rawPredictionCol": "rawPrediction",
+    "handleInvalid": "error",
 }
 
 
@@ -85,6 +97,7 @@ class JaxdlClassifier(Estimator, ClassifierParams, DefaultParamsReadable, Defaul
         predictionCol: str = "prediction",
         probabilityCol: str = "probability",
         rawPredictionCol: str = "rawPrediction",
+        handleInvalid: str = "error",
     ) -> None:
         super().__init__()
         self._setDefault(**_DEFAULTS, labelCol="label", numProcesses=1, gpusPerProcess=0, overrides={}, rowGroupRows=0)
@@ -153,6 +166,7 @@ class JaxdlClassifierModel(Model, ScoringParams, DefaultParamsReadable, DefaultP
     As the classifiers of `pyspark.ml` do, and as its evaluators expect: prediction is the class number as a double,
     probability and rawPrediction are vectors `[numClasses]` (`VectorUDT`), of the probabilities and of the logits. In
     Spark a row has no number, so an error about a null, NaN or damaged image ends the job and names column and value.
+    With `handleInvalid="skip"` rows with null, NaN or infinity are left out, with "keep" their scores are NaN.
 
     Its network stays in the workdir, and `save` keeps the parameters of this object alone. It can be made for any
     workdir of a classifier that jaxdl trained: `JaxdlClassifierModel(workdir=..., featuresCol="image")`. A column whose
@@ -169,6 +183,7 @@ class JaxdlClassifierModel(Model, ScoringParams, DefaultParamsReadable, DefaultP
         predictionCol: str = "prediction",
         probabilityCol: str = "probability",
         rawPredictionCol: str = "rawPrediction",
+        handleInvalid: str = "error",
     ) -> None:
         super().__init__()
         self._setDefault(**_DEFAULTS)
@@ -201,7 +216,9 @@ class JaxdlClassifierModel(Model, ScoringParams, DefaultParamsReadable, DefaultP
         made = {name: self.getOrDefault(name) for name in ("rawPredictionCol", "probabilityCol", "predictionCol")}
         check_new(dataset, made)
         features = as_trained(dataset, self.features, self.getWorkdir())
-        score = score_udf(self.getWorkdir(), features, checked_batch_size(self.getBatchSize()))
+        handling, batch_size = self.getHandleInvalid(), checked_batch_size(self.getBatchSize())
+        dataset = dataset.filter(are_valid(dataset, features)) if handling == "skip" else dataset
+        score = score_udf(self.getWorkdir(), features, batch_size, handling)
         scored = dataset.withColumn(_SCORES, score(*feature_columns(dataset, features)))
         raw, probability, prediction = made.values()
         columns = {

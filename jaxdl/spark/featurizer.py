@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame
 
 from jaxdl.config import ConfigError
 from jaxdl.errors import without_frames
-from jaxdl.spark.frames import as_trained, check_new, feature_columns
+from jaxdl.spark.frames import are_valid, as_trained, check_new, feature_columns
 from jaxdl.spark.params import HasFeatures, HasOutputCol, HasWorkdir
 from jaxdl.spark.udf import checked_batch_size, feature_udf
 
@@ -49,9 +49,10 @@ class JaxdlFeaturizer(Transformer, HasFeatures, HasWorkdir, HasOutputCol, Defaul
         outputCol: str = "features",
         batchSize: int = 256,
         pool: bool = True,
+        handleInvalid: str = "error",
     ) -> None:
         super().__init__()
-        self._setDefault(featuresCol="image", outputCol="features", batchSize=256, pool=True)
+        self._setDefault(featuresCol="image", outputCol="features", batchSize=256, pool=True, handleInvalid="error")
         self._set(**self._input_kwargs)
 
     @keyword_only
@@ -89,6 +90,7 @@ class JaxdlFeaturizer(Transformer, HasFeatures, HasWorkdir, HasOutputCol, Defaul
     def _transform(self, dataset: DataFrame) -> DataFrame:
         check_new(dataset, {"outputCol": self.getOutputCol()})
         layer, features = self.getLayer(), as_trained(dataset, self.features, self.getWorkdir())
-        batch_size = checked_batch_size(self.getBatchSize())
-        feature = feature_udf(self.getWorkdir(), features, layer, batch_size, pool=self.getPool())
+        handling, batch_size = self.getHandleInvalid(), checked_batch_size(self.getBatchSize())
+        dataset = dataset.filter(are_valid(dataset, features)) if handling == "skip" else dataset
+        feature = feature_udf(self.getWorkdir(), features, layer, batch_size, handling, pool=self.getPool())
         return dataset.withColumn(self.getOutputCol(), array_to_vector(feature(*feature_columns(dataset, features))))

@@ -10,7 +10,7 @@ import hashlib
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,16 @@ from pyspark.ml.functions import vector_to_array
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.types import ArrayType, BinaryType, BooleanType, DataType, NumericType, StructType
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    BooleanType,
+    DataType,
+    DoubleType,
+    FloatType,
+    NumericType,
+    StructType,
+)
 
 from jaxdl.config import ConfigError
 from jaxdl.data import NumbersSpec
@@ -124,6 +133,30 @@ def feature_columns(frame: DataFrame, names: Sequence[str]) -> list[Column]:
     """The feature columns as Arrow can hold them: vectors as arrays."""
     found = [(_named(frame, name), frame.schema[name].dataType) for name in names]
     return [_array_of(column) if isinstance(kind, VectorUDT) else column for column, kind in found]
+
+
+def are_valid(frame: DataFrame, names: Sequence[str]) -> Column:
+    """Whether a row has no null, NaN or infinity in the feature columns."""
+    valid = F.lit(True)
+    for column, name in zip(feature_columns(frame, names), names, strict=True):
+        kind = frame.schema[name].dataType
+        inner = DoubleType() if isinstance(kind, VectorUDT) else getattr(kind, "elementType", kind)
+        valid &= column.isNotNull()
+        missing = _missing(inner)
+        has_numbers = isinstance(kind, ArrayType | VectorUDT) and not isinstance(inner, ArrayType)
+        valid &= ~(F.exists(column, missing) if has_numbers else missing(column))
+    return valid
+
+
+def _missing(kind: DataType) -> Callable[[Column], Column]:
+    """A function of a value of this type: whether it is null, NaN or infinity."""
+
+    def is_missing(value: Column) -> Column:  # Spark counts the parameters, so there is one.
+        if isinstance(kind, DoubleType | FloatType):
+            return value.isNull() | F.isnan(value) | (F.abs(value) == float("inf"))
+        return value.isNull()
+
+    return is_missing
 
 
 def _array_of(vector: Column) -> Column:

@@ -19,6 +19,7 @@ from pyspark.ml.param.shared import (
 
 from jaxdl.config import ConfigError
 from jaxdl.paths import expanded
+from jaxdl.spark.invalid import checked_handling
 
 __all__ = [
     "ClassifierParams",
@@ -72,7 +73,15 @@ class HasFeatures(Params):
 
 
 class HasWorkdir(Params):
-    """The parameters `workdir` and `batchSize`."""
+    """The parameters `workdir` and `batchSize`, and `handleInvalid` of what scores."""
+
+    handleInvalid: Param[str] = Param(
+        Params._dummy(),
+        "handleInvalid",
+        "what transform does with a row whose features have null, NaN or infinity: error ends the job, skip leaves the "
+        "row out, keep gives NaN for it",
+        typeConverter=TypeConverters.toString,
+    )
 
     workdir: Param[str] = Param(
         Params._dummy(),
@@ -87,6 +96,14 @@ class HasWorkdir(Params):
     def setWorkdir(self, value: str) -> Self:
         """Sets `workdir`; itself."""
         return self._set(workdir=value)
+
+    def setHandleInvalid(self, value: str) -> Self:
+        """Sets `handleInvalid`; itself."""
+        return self._set(handleInvalid=value)
+
+    def getHandleInvalid(self) -> str:
+        """What is done with invalid rows. Raises ConfigError for what is none of error, skip and keep."""
+        return checked_handling(self.getOrDefault(self.handleInvalid))
 
     def setBatchSize(self, value: int) -> Self:
         """Sets `batchSize`; itself."""

@@ -20,6 +20,7 @@ from jaxdl.data.photo import BadImage
 from jaxdl.files import CHECKPOINTS_FOLDER, step_folder
 from jaxdl.paths import expanded
 from jaxdl.runs import check_checkpoint, check_run
+from jaxdl.spark.invalid import of_valid_rows
 from jaxdl.spark.rows import ROW
 
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
@@ -138,31 +139,37 @@ def trained_columns(columns: Sequence[str], names: Sequence[str] = ()) -> list[s
     return list(dict.fromkeys(name if name in names else plain(name) for name in columns))
 
 
-def lists_of(values: np.ndarray) -> Any:
-    """Rows [row, ...] as an Arrow array of lists of float32."""
+def lists_of(values: np.ndarray, null: np.ndarray | None = None) -> Any:
+    """Rows [row, ...] as an Arrow array of lists of float32; those of `null` [row] are null."""
     import pyarrow
 
     flat = np.ascontiguousarray(values, np.float32).reshape(len(values), math.prod(values.shape[1:]))
     ends = np.arange(len(values) + 1, dtype=np.int32) * flat.shape[1]
-    return pyarrow.ListArray.from_arrays(pyarrow.array(ends), pyarrow.array(flat.ravel()))
+    mask = None if null is None or not null.any() else pyarrow.array(null)
+    return pyarrow.ListArray.from_arrays(pyarrow.array(ends), pyarrow.array(flat.ravel()), mask=mask)
 
 
 def scored(
-    trained: Trained, batch_size: int, batches: Iterator[Sequence[Any]], names: Sequence[str] = ()
+    trained: Trained,
+    batch_size: int,
+    batches: Iterator[Sequence[Any]],
+    names: Sequence[str] = (),
+    handling: str = "error",
 ) -> Iterator[Any]:
     """For batches of feature columns, structs of Arrow: rawPrediction and probability (lists), prediction (double).
 
-    `names` is what messages call the columns.
+    `names` is what messages call the columns. Of invalid rows, unless `handling` is error, all are NaN.
     """
     import pyarrow
 
     network = scorer(trained, batch_size)
     for columns in batches:
-        logits = network.logits(columns, names)
+        logits, invalid = of_valid_rows(lambda some: network.logits(some, names), columns, handling)
         if logits.ndim != 2:
             raise ConfigError(
                 f"{trained.workdir}: its network has outputs {list(logits.shape[1:])}, so it is no classifier."
             )
-        classes = pyarrow.array(logits.argmax(axis=1).astype(np.float64))
-        arrays = [lists_of(logits), lists_of(network.probabilities_of(logits)), classes]
+        classes = np.where(invalid, np.nan, logits.argmax(axis=1).astype(np.float64))
+        probabilities = np.where(invalid[:, None], np.float32(np.nan), network.probabilities_of(logits))
+        arrays = [lists_of(logits), lists_of(probabilities), pyarrow.array(classes)]
         yield pyarrow.StructArray.from_arrays(arrays, names=["rawPrediction", "probability", "prediction"])

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from jaxdl.cluster.exits import stop_signals
 from jaxdl.launch import die_with_parent
 from jaxdl.launch.output import KEPT_CHARACTERS, KEPT_LINES, LineReader
 
@@ -126,7 +127,9 @@ class Supervised:
     def wait(self, parent: int) -> tuple[int, bool]:
         """(exit code, whether it was told to end before). Ends it when the parent is gone or the driver asks for it."""
         told: list[int] = []
-        signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+        for signum in stop_signals():
+            if signum != signal.SIGINT:
+                signal.signal(signum, lambda number, _: told.append(number))
         while self._process.poll() is None:
             if told or os.getppid() != parent or self._driver.is_asked_to_stop:
                 self.stop()

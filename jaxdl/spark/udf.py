@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,48 +15,51 @@ from pyspark.sql import Column
 from pyspark.sql.functions import arrow_udf
 
 from jaxdl.errors import ConfigError, without_frames
+from jaxdl.spark.invalid import checked_handling, of_valid_rows, plain_columns
 from jaxdl.spark.scoring import lists_of, newest, scored, scorer
 
 SCORED = "rawPrediction array<float>, probability array<float>, prediction double"
 
 
 @without_frames
-def predictor_udf(workdir: str | Path, batch_size: int = 256) -> Callable[..., Column]:
+def predictor_udf(workdir: str | Path, batch_size: int = 256, *, handleInvalid: str = "error") -> Callable[..., Column]:
     """A function of columns whose value is the prediction of a trained network, an array of floats for each row.
 
         df.withColumn("y", predictor_udf("/shared/runs/leo", batch_size=256)("image"))
 
-    For a classifier these are the probabilities of the classes. It takes one column of images, vectors made arrays
-    (`vector_to_array`) or arrays, or the numeric columns that the network was trained on, in their order. The network
-    is that of the newest checkpoint now. Raises ConfigError for a workdir without one.
+    For a classifier these are the probabilities of the classes. It takes one column of images, vectors or arrays, or
+    the numeric columns that the network was trained on, in their order. A null, NaN or infinity ends the job, unless
+    `handleInvalid` is skip (null for such a row, since a function cannot leave it out) or keep (an array of NaN). The
+    network is that of the newest checkpoint now. Raises ConfigError for a workdir without one.
     """
-    trained, size = newest(workdir), checked_batch_size(batch_size)
+    trained, size, handling = newest(workdir), checked_batch_size(batch_size), checked_handling(handleInvalid)
 
     def predictions(batches: Iterator[Any]) -> Iterator[Any]:
         use_own_gpus()
         network = scorer(trained, size)
         for batch in batches:
-            yield lists_of(network.predictions(columns_of(batch)))
+            found, invalid = of_valid_rows(network.predictions, columns_of(batch), handling)
+            yield lists_of(found, invalid if handling == "skip" else None)
 
     return _iterating(predictions, "array<float>")
 
 
-def score_udf(workdir: str, names: Sequence[str], batch_size: int) -> Callable[..., Column]:
+def score_udf(workdir: str, names: Sequence[str], batch_size: int, handling: str = "error") -> Callable[..., Column]:
     """A function of feature columns whose value is a struct of rawPrediction, probability and prediction.
 
-    `names` is what messages call the columns.
+    `names` is what messages call the columns; `handling` is what is done with invalid rows: error or keep.
     """
     trained = newest(workdir)
 
     def scores(batches: Iterator[Any]) -> Iterator[Any]:
         use_own_gpus()
-        yield from scored(trained, batch_size, map(columns_of, batches), names)
+        yield from scored(trained, batch_size, map(columns_of, batches), names, handling)
 
     return _iterating(scores, SCORED)
 
 
 def feature_udf(
-    workdir: str, names: Sequence[str], layer: str, batch_size: int, *, pool: bool
+    workdir: str, names: Sequence[str], layer: str, batch_size: int, handling: str = "error", *, pool: bool
 ) -> Callable[..., Column]:
     """A function of feature columns whose value is the output of a layer, an array of floats; `names` as above."""
     trained = newest(workdir)
@@ -64,7 +68,8 @@ def feature_udf(
         use_own_gpus()
         network = scorer(trained, batch_size)
         for batch in batches:
-            yield lists_of(network.features(columns_of(batch), layer, names, pool=pool))
+            of_layer = functools.partial(network.features, layer=layer, names=names, pool=pool)
+            yield lists_of(of_valid_rows(of_layer, columns_of(batch), handling)[0])
 
     return _iterating(features, "array<float>")
 
@@ -77,8 +82,8 @@ def checked_batch_size(batch_size: Any) -> int:
 
 
 def columns_of(batch: Any) -> Sequence[Any]:
-    """The columns of a batch: one array for one column, a tuple of them for several."""
-    return batch if isinstance(batch, tuple) else (batch,)
+    """The columns of a batch, vectors as lists: one array for one column, a tuple of them for several."""
+    return plain_columns(batch if isinstance(batch, tuple) else (batch,))
 
 
 def use_own_gpus() -> None:

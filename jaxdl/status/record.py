@@ -36,15 +36,19 @@ class State(enum.StrEnum):
     """It makes no more steps, and saves what it has: at its end, after a signal or a halt file."""
     COMPLETED = "COMPLETED"
     """It has made all of its steps."""
+    STOPPED = "STOPPED"
+    """It ended where it was told to, before its last step, with exit code 0: `--max-steps`, a hook."""
     HALTED = "HALTED"
-    """It ended before its last step because that was asked for: a signal, a halt file, `--max-steps`, a hook."""
+    """It was interrupted, and has saved: a signal, a halt file."""
+    REFUSED = "REFUSED"
+    """The command was refused before its first step, with exit code 2: nothing was trained by it."""
     FAILED = "FAILED"
     """It ended otherwise; `reason` says why."""
 
     @property
     def is_final(self) -> bool:
         """Whether no process of the run lives."""
-        return self in (State.COMPLETED, State.HALTED, State.FAILED)
+        return self in (State.COMPLETED, State.STOPPED, State.HALTED, State.REFUSED, State.FAILED)
 
 
 class Action(enum.StrEnum):

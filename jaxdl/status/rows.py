@@ -15,9 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from jaxdl.errors import ConfigError
-from jaxdl.files import CONFIG_FILE, LEASE_FILE, METRICS_FILE, REPORT_FILE, STATUS_FILE, SUMMARY_FILE
+from jaxdl.files import (
+    CONFIG_FILE,
+    LEASE_FILE,
+    METRICS_FILE,
+    REPORT_FILE,
+    STATUS_FILE,
+    SUMMARY_FILE,
+)
 from jaxdl.lease import Holder, is_alive
 from jaxdl.paths import matching
+from jaxdl.runs import has_checkpoint
 from jaxdl.status.parsing import parse_json
 from jaxdl.status.record import Action, Reason, Record, State, read_record, seconds_since
 
@@ -29,7 +37,7 @@ DEPTH = 3
 """Workdirs are looked for so many folders deep."""
 MARKS = (STATUS_FILE, CONFIG_FILE, SUMMARY_FILE, METRICS_FILE)
 """A folder with one of these is a workdir."""
-_ENDED = {"finished": State.COMPLETED, "stopped": State.HALTED, "interrupted": State.HALTED}
+_ENDED = {"finished": State.COMPLETED, "stopped": State.STOPPED, "interrupted": State.HALTED}
 
 
 @dataclass(frozen=True)
@@ -154,12 +162,15 @@ def _lost(row: Row, process: Holder | None) -> Row:
     """The row of a run that its files take for live, and that is not."""
     gone = process is not None and is_alive(process) is False
     reason = "ended without a word: killed, or its machine was lost" if gone else "it has been silent since"
+    if row.state in (State.DEPLOY, State.DOWNLOADING):
+        reason += ", before this start made a step" if gone else " (this start had made no step)"
     return dataclasses.replace(
         row,
         reason=reason,
         exit_code=None,
         next_action=Action.RESUME,
-        next_text="the same command resumes from the newest checkpoint",
+        next_text="the same command "
+        + ("resumes from the newest checkpoint" if has_checkpoint(Path(row.workdir)) else "begins at step 0"),
     )
 
 

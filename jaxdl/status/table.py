@@ -19,12 +19,16 @@ METRICS = ("train/loss", "eval/loss", "eval/accuracy")
 """The metrics that have a column, if any of the runs has them and none are asked for."""
 SORT_KEYS = ("workdir", "state", "step", "progress", "since", "seen")
 """What rows are sorted by; or by a metric."""
-_FINAL = (State.COMPLETED, State.HALTED, State.FAILED)
+LOST = "LOST"
+"""In place of a state that says that a run lives, where its process is gone or silent."""
+_FINAL = tuple(state for state in State if state.is_final)
 _ORDER = [*State, "UNKNOWN"]
 _COLORS: Mapping[str, str] = {
     State.COMPLETED: "green",
     State.FAILED: "red",
+    State.STOPPED: "green",
     State.HALTED: "yellow",
+    State.REFUSED: "yellow",
     State.PROCESSING: "cyan",
 }
 NOTE_WIDTH = 160
@@ -88,7 +92,7 @@ def _cells(row: Row) -> list[str]:
     share = "" if progress is None else f"{math.floor(100 * min(1.0, progress))}%"
     return [
         row.workdir,
-        row.state + " (gone)" * _is_lost(row),
+        LOST if _is_lost(row) else row.state,
         step,
         share,
         _duration(row.since_sec),
@@ -105,7 +109,7 @@ def note(row: Row) -> str:
     if row.problem:
         return row.problem
     if _is_lost(row):
-        last = f"last seen {_duration(row.seen_sec)} ago: {row.reason}; {row.next_text}"
+        last = f"last seen {row.doing} {_duration(row.seen_sec)} ago: {row.reason}; {row.next_text}"
         return " ".join(last.split())
     if row.alive or row.state == State.QUEUED:
         again = f", restart {row.restart}" if row.restart else ""

@@ -46,6 +46,10 @@ class StatusWriter:
         """Writes nothing any more: the workdir is another run's, or the last word is said."""
         self._over.set()
 
+    def move(self, workdir: Path) -> None:
+        """The workdir has another name."""
+        self._workdir = workdir
+
     def finish(self, last: Callable[[], Record]) -> None:
         """Writes the last record, and waits for that at most `LAST_WORD_SEC`."""
         self._over.set()

@@ -16,6 +16,7 @@ import numpy as np
 from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec
 from jaxdl.kinds import Choice
+from jaxdl.report.directions import mode_of
 from jaxdl.user_code import type_of, user_code
 
 _NUM_ROWS = 2
@@ -32,8 +33,8 @@ class Task(Choice):
     """Input of the task, "images" or "text"; the model and the data must have the same. None takes any."""
     best_metric: ClassVar[str]
     """The metric by which checkpoints are compared; "loss" unless a class says another."""
-    best_mode: ClassVar[Literal["max", "min"]]
-    """Whether a higher or a lower `best_metric` is better; "min" unless a class says another."""
+    best_mode: ClassVar[Literal["max", "min"] | None]
+    """Whether a higher or a lower `best_metric` is better; None: as is known of its name, see `resolved_mode`."""
     unit: ClassVar[str]
     """Unit of the throughput, in the plural; "examples" unless a class says another."""
 
@@ -41,9 +42,25 @@ class Task(Choice):
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
         # Not in Task's body: a subclass may make fields of them, which would shadow those.
-        for name, value in (("best_metric", "loss"), ("best_mode", "min"), ("unit", "examples")):
+        for name, value in (("best_metric", "loss"), ("unit", "examples")):
             if cls.kind and not hasattr(cls, name) and name not in cls.model_fields:
                 setattr(cls, name, value)
+        given = vars(cls).keys() | inspect.get_annotations(cls).keys()
+        if not cls.kind or "best_mode" in given or "best_mode" in cls.model_fields:
+            return
+        if "best_metric" in given or not hasattr(cls, "best_mode"):  # The mode of another metric is not inherited.
+            cls.best_mode = None if "best_metric" in cls.model_fields else mode_of(cls.best_metric)
+
+    @property
+    def resolved_mode(self) -> Literal["max", "min"]:
+        """`best_mode`, or what is known of `best_metric`. Raises ConfigError for a metric of which nothing is known."""
+        mode = self.best_mode or mode_of(self.best_metric)
+        if mode is None:
+            raise ConfigError(
+                f"task {self.kind}: best_metric = {self.best_metric!r}: whether a higher or a lower value is better is "
+                "not known of this name. Give best_mode too, max or min."
+            )
+        return mode
 
     @property
     def takes_arrays(self) -> bool:

@@ -50,8 +50,9 @@ class Loss(Task, kind="loss"):
     """A function `(outputs, batch)` that returns a dictionary of further metrics."""
     best_metric: str = "loss"  # pyright: ignore[reportIncompatibleVariableOverride]
     """The metric by which checkpoints are compared."""
-    best_mode: Literal["max", "min"] = "min"  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Whether a higher or a lower `best_metric` is better."""
+    best_mode: Literal["max", "min"] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Whether a higher or a lower `best_metric` is better. None: lower for loss, perplexity, bits_per_byte, error and
+    auc_error, higher for accuracy, accuracy_top5, auc and bleu; required for others."""
 
     _outputs: Callable[[Arrays], Any] | None = pydantic.PrivateAttr(default=None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import re
 import shlex
 import sys
@@ -17,6 +18,7 @@ from jaxdl.cluster.exits import DELIBERATE, HALTED
 from jaxdl.config import Config, ConfigError
 from jaxdl.experiment import Experiment, load
 from jaxdl.launch.asynchronous import parse
+from jaxdl.launch.jobs.setup import GUARD, checked_setup, unwritable
 from jaxdl.launch.learners import PLACEHOLDER, numbered
 from jaxdl.launch.processes import own_and_command
 from jaxdl.mesh import Axis
@@ -72,8 +74,8 @@ class Job(Config):
     """Seconds between SIGTERM and SIGKILL, in which the run is saved."""
     venv: str | None = None
     """A Python environment to activate on each node: the folder that has bin/activate."""
-    setup: str | None = None
-    """Shell commands that each node runs first, such as "module load cuda"."""
+    setup: Annotated[str | None, pydantic.AfterValidator(checked_setup)] = None
+    """Lines of bash that each node runs first, such as "module load cuda"."""
     interface: Annotated[
         str | None, formed(r"\^?=?[A-Za-z0-9][A-Za-z0-9._,-]*", "network interfaces, for example eth0 or =eth0,eth1")
     ] = None
@@ -83,14 +85,14 @@ class Job(Config):
         """The numbers of nodes with which the cluster may start the job."""
         return range(self.nodes, self.nodes + 1)
 
-    def preparation(self) -> list[str]:
-        """The shell lines of `setup` and `venv`."""
-        lines = self.setup.strip().splitlines() if self.setup else []
+    def preparation(self) -> str:
+        """`setup` and `venv` as lines of bash, each ended by a newline; "" without them. `exec` must follow."""
+        lines = GUARD + self.setup if self.setup else ""
         if self.venv is None:
             return lines
         # A shell does not expand ~ in quotes.
         home, rest = ('"$HOME"/', self.venv[2:]) if self.venv.startswith("~/") else ("", self.venv)
-        return [*lines, f"source {home}{shlex.quote(rest.rstrip('/') + '/bin/activate')}"]
+        return f"{lines}source {home}{shlex.quote(rest.rstrip('/') + '/bin/activate')}\n"
 
     def environment(self) -> dict[str, str]:
         """The environment variables that are equal in every process and on every cluster."""
@@ -147,6 +149,8 @@ def print_job(cluster: str, kind: type[JobT], text: Callable[[JobT, Command], st
     command, warnings = _checked(job, tuple(words))
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # A job file is UTF-8, whatever the terminal is.
+        sys.stdout.reconfigure(encoding="utf-8")
     print(text(job, command), end="")
 
 
@@ -155,7 +159,7 @@ def _checked(job: Job, words: tuple[str, ...]) -> tuple[Command, list[str]]:
 
     Raises ConfigError when it cannot start there: no such config, an unknown option, a mesh that does not fit.
     """
-    broken = [word for word in words if not word.isprintable()]
+    broken = [word for word in words if unwritable(word)]
     if broken:
         raise ConfigError(f"{broken[0]!r}: the command has a character that cannot be written into a job file.")
     learner = _learner_command(words, job)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from typing import Annotated
 
@@ -19,6 +18,7 @@ from jaxdl.launch.jobs.description import (
     comment,
     formed,
 )
+from jaxdl.launch.jobs.yaml_text import quoted
 
 CONTAINER = "train"
 WORKERS = "workers"
@@ -63,13 +63,13 @@ def job_set(job: KubernetesJob, command: Command) -> str:
 
 
 def _metadata(job: KubernetesJob) -> str:
-    text = f"apiVersion: jobset.x-k8s.io/v1alpha2\nkind: JobSet\nmetadata:\n  name: {job.name}\n"
+    text = f"apiVersion: jobset.x-k8s.io/v1alpha2\nkind: JobSet\nmetadata:\n  name: {quoted(job.name)}\n"
     if job.namespace is not None:
-        text += f"  namespace: {json.dumps(job.namespace)}\n"
+        text += f"  namespace: {quoted(job.namespace)}\n"
     if job.queue is not None:
         text += "  labels:\n"
         text += comment(["Kueue suspends the JobSet, and starts it when all its pods fit."], indent=" " * 4)
-        text += f"    kueue.x-k8s.io/queue-name: {json.dumps(job.queue)}\n"
+        text += f"    kueue.x-k8s.io/queue-name: {quoted(job.queue)}\n"
     return text
 
 
@@ -125,14 +125,14 @@ def _pod(job: KubernetesJob, command: Command, mount: str | None) -> str:
             "        requiredDuringSchedulingIgnoredDuringExecution:",
             "          - topologyKey: kubernetes.io/hostname",
             "            labelSelector:",
-            f"              matchLabels: {{jobset.sigs.k8s.io/jobset-name: {job.name}}}",
+            f"              matchLabels: {{jobset.sigs.k8s.io/jobset-name: {quoted(job.name)}}}",
         ]
     lines += [
         "    containers:",
         f"      - name: {CONTAINER}",
-        f"        image: {json.dumps(job.image)}",
-        *([f"        workingDir: {json.dumps(job.directory)}"] if job.directory else []),
-        f"        command: {json.dumps(_container_command(job, command))}",
+        f"        image: {quoted(job.image)}",
+        *([f"        workingDir: {quoted(job.directory)}"] if job.directory else []),
+        f"        command: [{', '.join(map(quoted, _container_command(job, command)))}]",
         "        ports:",
         f"          - containerPort: {COORDINATOR_PORT}",
         "        env:",
@@ -140,13 +140,13 @@ def _pod(job: KubernetesJob, command: Command, mount: str | None) -> str:
         *("        " + line for line in _resources(job)),
         "        volumeMounts:",
         "          - {name: shared-memory, mountPath: /dev/shm}",
-        *([f"          - {{name: files, mountPath: {json.dumps(mount)}}}"] if mount else []),
+        *([f"          - {{name: files, mountPath: {quoted(mount)}}}"] if mount else []),
         "    volumes:",
         "      - name: shared-memory  # NCCL needs more than a container's 64 MB.",
         "        emptyDir: {medium: Memory}",
     ]
     if job.volume is not None:
-        claim = json.dumps(job.volume.split(":", 1)[0])
+        claim = quoted(job.volume.split(":", 1)[0])
         lines += ["      - name: files", f"        persistentVolumeClaim: {{claimName: {claim}}}"]
     return "".join(f"{' ' * 10}{line}\n" for line in lines)
 
@@ -155,8 +155,8 @@ def _container_command(job: KubernetesJob, command: Command) -> list[str]:
     words = list(command.words)
     if job.preparation():
         # `exec`, so that the pod's SIGTERM reaches Python itself.
-        words = ["bash", "-c", "\n".join([*job.preparation(), f"exec {shlex.join(words)}"])]
-    return [word.replace("$(", "$$(") for word in words]  # Kubernetes would expand $(NAME).
+        words = ["bash", "-c", job.preparation() + f"exec {shlex.join(words)}"]
+    return [word.replace("$", "$$") for word in words]  # Kubernetes would expand $(NAME), and takes $$ for $.
 
 
 def _environment(job: KubernetesJob) -> list[str]:
@@ -176,7 +176,7 @@ def _environment(job: KubernetesJob) -> list[str]:
 
 
 def _entry(name: str, value: str) -> str:
-    return f"- {{name: {name}, value: {json.dumps(value)}}}"
+    return f"- {{name: {name}, value: {quoted(value)}}}"
 
 
 def _resources(job: KubernetesJob) -> list[str]:

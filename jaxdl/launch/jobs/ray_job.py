@@ -23,7 +23,7 @@ def script(job: RayJob, command: Command) -> str:
     values = {
         "NODES": job.nodes,
         "RESOURCES": {"CPU": job.cpus_per_node or 1} | ({"GPU": job.gpus_per_node} if job.gpus_per_node else {}),
-        "SETUP": "\n".join(job.preparation()),
+        "SETUP": job.preparation(),
         "COMMAND": list(command.words),
         "ENVIRONMENT": job.environment(),
         "RESTARTS": job.restarts,

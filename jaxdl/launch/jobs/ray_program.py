@@ -85,9 +85,8 @@ class Node:
             # If Ray kills this worker, the process gets SIGTERM, saves and exits (1: PR_SET_PDEATHSIG).
             libc.prctl(1, signal.SIGTERM)
 
-        lines = [SETUP, "exec " + shlex.join(COMMAND)] if SETUP else ["exec " + shlex.join(COMMAND)]
         self.process = subprocess.Popen(
-            ["bash", "-c", "\n".join(lines)],
+            ["bash", "-c", SETUP + "exec " + shlex.join(COMMAND)],
             env={**os.environ, **environment},
             preexec_fn=end_with_ray,
             start_new_session=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import pydantic
@@ -23,6 +22,7 @@ from jaxdl.launch.jobs.description import (
     formed,
     wrapped,
 )
+from jaxdl.launch.jobs.yaml_text import block, quoted
 
 
 class SkyPilotJob(Job):
@@ -52,7 +52,6 @@ class SkyPilotJob(Job):
 
 def task(job: SkyPilotJob, command: Command) -> str:
     """The text of the YAML file. Raises ConfigError when the workdir would be lost with the machines."""
-    mount = None if job.volume is None else job.volume.split(":", 1)[1]
     lost = command.workdir is not None and not command.workdir.is_absolute()
     if (job.restarts or job.spot) and lost:
         raise ConfigError(
@@ -67,24 +66,25 @@ def task(job: SkyPilotJob, command: Command) -> str:
         "The workdir must be on storage that all nodes mount and that outlives them. A checkpoint is finished by",
         "renaming its folder: a bucket that is mounted as a folder must be able to do that.",
     ]
-    text = comment(about) + f"name: {job.name}\nnum_nodes: {job.nodes}\nworkdir: {json.dumps(job.directory)}\n"
+    text = comment(about) + f"name: {quoted(job.name)}\nnum_nodes: {job.nodes}\nworkdir: {quoted(job.directory)}\n"
     text += f"secrets:\n  {VARIABLE}: null  # Only this job's processes know it: they admit no others.\n"
     text += _resources(job)
     if job.volume is not None:
-        text += f"volumes:\n  {json.dumps(mount)}: {json.dumps(job.volume.split(':', 1)[0])}\n"
-    return text + "run: |\n" + "".join(f"  {line}".rstrip() + "\n" for line in _run(job, command).splitlines())
+        claim, mount = job.volume.split(":", 1)
+        text += f"volumes:\n  {quoted(mount)}: {quoted(claim)}\n"
+    return text + block("run", _run(job, command))
 
 
 def _resources(job: SkyPilotJob) -> str:
     lines = []
     if job.gpus_per_node:
-        lines.append(f"  accelerators: {job.gpu}:{job.gpus_per_node}\n")
+        lines.append(f"  accelerators: {quoted(f'{job.gpu}:{job.gpus_per_node}')}\n")
     if job.cpus_per_node is not None:
-        lines.append(f"  cpus: {job.cpus_per_node}+\n")
+        lines.append(f'  cpus: "{job.cpus_per_node}+"\n')
     if job.infra is not None:
-        lines.append(f"  infra: {json.dumps(job.infra)}\n")
+        lines.append(f"  infra: {quoted(job.infra)}\n")
     if job.image is not None:
-        lines.append(f"  image_id: {json.dumps(job.image)}\n")
+        lines.append(f"  image_id: {quoted(job.image)}\n")
     if job.spot:
         lines.append("  use_spot: true\n")
     never = ", ".join(str(code) for code in NEVER_RESTARTED)
@@ -94,7 +94,7 @@ def _resources(job: SkyPilotJob) -> str:
 
 
 def _run(job: SkyPilotJob, command: Command) -> str:
-    text = "".join(f"{line}\n" for line in job.preparation())
+    text = job.preparation()
     text += f'export JAX_COORDINATOR_ADDRESS="$(head -n 1 <<< "$SKYPILOT_NODE_IPS"):{COORDINATOR_PORT}"\n'
     text += 'export JAX_NUM_PROCESSES="$SKYPILOT_NUM_NODES"\n'
     text += 'export JAX_PROCESS_ID="$SKYPILOT_NODE_RANK"\n'

@@ -114,8 +114,12 @@ def _environment(job: SlurmJob) -> str:
 
 def _loop(job: SlurmJob, command: Command) -> str:
     # Each task prepares its node and sets the process number. `exec`, so that Slurm's signals reach Python itself.
-    own = 'export JAX_PROCESS_ID="$SLURM_PROCID" JAXDL_HOST="$SLURMD_NODENAME"'
-    task = "; ".join([*job.preparation(), own, 'exec "$@"'])
+    task = 'export JAX_PROCESS_ID="$SLURM_PROCID" JAXDL_HOST="$SLURMD_NODENAME"\n'
+    if job.preparation():
+        # Files that a user's lines `source` would take the command's words for their own arguments.
+        task = 'jaxdl_command=("$@")\nset --\n' + job.preparation() + task + 'exec "${jaxdl_command[@]}"'
+    else:
+        task += 'exec "$@"'
     again = (
         "The time limit is reached; the job is requeued."
         if job.requeue

@@ -1,0 +1,101 @@
+"""Which leading dimensions of a user's parameters count layers: `nnx.vmap` and `nn.scan` stack without naming them.
+
+A parameter of a stock layer has a known number of dimensions, and what it has besides are those of stacks. Others, in
+nnx, are stacked as the stock layers beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from flax import linen, nnx
+
+from jaxdl.sharding import UNNAMED, UNNAMED_STACK, LogicalAxes, is_names
+
+Stacks = dict[tuple[str, ...], int]
+"""By the path of a parameter, how many of its leading dimensions count layers."""
+
+_NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.GroupNorm, nnx.RMSNorm, nnx.InstanceNorm)
+
+
+def with_stacks(axes: LogicalAxes, stacks: Stacks) -> LogicalAxes:
+    """The logical axes with `UNNAMED_STACK` for dimensions of stacks, where a parameter has no names of its own."""
+
+    def one(path: Any, names: tuple[str, ...]) -> tuple[str, ...]:
+        num = min(stacks.get(tuple(str(part.key) for part in path), 0), len(names))
+        return (UNNAMED_STACK,) * num + names[num:] if {*names} <= {UNNAMED} else names
+
+    return jax.tree_util.tree_map_with_path(one, axes, is_leaf=is_names)
+
+
+def nnx_stacks(module: nnx.Module) -> Stacks:
+    """The stacks in a module, whose arrays may be shapes."""
+    sizes: dict[tuple[str, ...], tuple[int, ...]] = {}
+    others: dict[tuple[str, ...], tuple[int, ...]] = {}
+    for path, part in nnx.iter_graph(module):
+        if isinstance(part, nnx.Module):
+            parent, num_dims = tuple(map(str, path)), dict(_num_dims(part))
+            for name, one in vars(part).items():
+                if isinstance(one, nnx.Param) and hasattr(one, "shape"):
+                    if name in num_dims:
+                        sizes[*parent, name] = one.shape[: max(0, len(one.shape) - num_dims[name])]
+                    else:
+                        others[*parent, name] = tuple(one.shape)
+    stacks = {path: len(leading) for path, leading in sizes.items()}
+    for path, shape in others.items():
+        for count in range(len(path) - 1, 0, -1):  # The module that it is in, and those around that.
+            beside = {leading for other, leading in sizes.items() if other[:count] == path[:count]}
+            if beside:
+                leading = min(beside, key=len)
+                stacks[path] = len(leading) if shape[: len(leading)] == leading else 0
+                break
+    return stacks
+
+
+def _num_dims(layer: nnx.Module) -> Iterator[tuple[str, int]]:
+    """(name, dimensions in one layer) of each parameter of a stock layer; nothing for other modules."""
+    if isinstance(layer, _NORMS):
+        yield from (("scale", 1), ("bias", 1))
+    elif isinstance(layer, nnx.Linear):
+        yield from (("kernel", 2), ("bias", 1))
+    elif isinstance(layer, nnx.LinearGeneral):
+        outputs, batched = len(layer.out_features), len(layer.batch_axis)
+        yield from (("kernel", len(layer.in_features) + outputs + batched), ("bias", outputs + batched))
+    elif isinstance(layer, nnx.Conv | nnx.ConvTranspose):
+        yield from (("kernel", len(layer.kernel_size) + 2), ("bias", 1))
+    elif isinstance(layer, nnx.Einsum):
+        yield from (("kernel", len(layer.kernel_shape)), ("bias", len(layer.bias_shape or ())))
+    elif isinstance(layer, nnx.Embed):
+        yield "embedding", 2
+    elif isinstance(layer, nnx.LoRA):
+        yield from (("lora_a", 2), ("lora_b", 2))
+
+
+def linen_stacks(run: Callable[[], Any]) -> tuple[Any, Stacks]:
+    """(what `run` returns, the stacks in its "params"), where it initializes a module and returns its variables.
+
+    Within a lifted transformation a module sees the parameters of one layer.
+    """
+    seen: dict[tuple[str, ...], int] = {}
+
+    def note(call: Callable[..., Any], args: Any, kwargs: Any, context: linen.module.InterceptorContext) -> Any:
+        returned = call(*args, **kwargs)
+        scope = context.module.scope
+        params = {} if scope is None else context.module.variables.get("params", {})
+        for path, x in _leaves(params):
+            name = (*map(str, context.module.path), *path)
+            seen[name] = min(seen.get(name, len(x.shape)), len(x.shape))
+        return returned
+
+    with linen.intercept_methods(note):
+        made = run()
+    return made, {path: len(x.shape) - seen.get(path, len(x.shape)) for path, x in _leaves(made.get("params", {}))}
+
+
+def _leaves(params: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    boxed = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda node: isinstance(node, linen.meta.AxisMetadata))
+    for path, x in boxed[0]:
+        x = getattr(x, "value", x) if isinstance(x, linen.meta.AxisMetadata) else x
+        yield tuple(str(part.key) for part in path), x

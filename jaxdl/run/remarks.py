@@ -1,0 +1,101 @@
+"""Lines for the user, before the first step, about settings that are valid and seldom meant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from jaxdl.experiment import Experiment
+from jaxdl.models import Network
+from jaxdl.models.norm_rows import row_norms
+from jaxdl.optim import decay_mask
+from jaxdl.report.directions import mode_of
+from jaxdl.run.exchanged import trained_of, with_vectors
+from jaxdl.run.validate import task_inputs
+from jaxdl.step import Parts
+from jaxdl.tasks import Task
+
+_NAMED = 3
+
+
+def settings_remarks(experiment: Experiment, parts: Parts, num_replicas: int) -> tuple[str, ...]:
+    """The lines about an experiment and what was made of it, on a mesh of so many replicas."""
+    decayed = decayed_biases(experiment, parts.network)
+    return unusual_mode(parts.task) + norms_of_rows(experiment, parts, num_replicas) + decayed
+
+
+def unusual_mode(task: Task) -> tuple[str, ...]:
+    """A line when the best value of a metric is the one that its name calls the worst."""
+    known = mode_of(task.best_metric)
+    if known is None or known == task.resolved_mode:
+        return ()
+    kept = {"min": "lowest", "max": "highest"}[task.resolved_mode]
+    return (
+        f"--task.best-mode {task.resolved_mode}: the best checkpoint is the one of the {kept} {task.best_metric}. If "
+        f"this is not meant, give {known}.",
+    )
+
+
+def norms_of_rows(experiment: Experiment, parts: Parts, num_replicas: int) -> tuple[str, ...]:
+    """A line when batch norm has statistics of one row: then little of the input, or nothing, is left after it."""
+    sizes = [phase.batch_size or experiment.batch_size for phase in experiment.phases] or [experiment.batch_size]
+    microbatches = experiment.step.microbatches
+    if min(sizes) // num_replicas // microbatches > 1:
+        return ()
+    spec = parts.data_spec
+    batch = {name: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for name, x in spec.blank().items()}
+    inputs = with_vectors(experiment, spec, task_inputs(experiment.task, spec, batch))
+    norms = row_norms(parts.network, inputs, num_replicas=num_replicas)
+    if not norms:
+        return ()
+    single = [name for name, values in norms.items() if values == 1]
+    what = (
+        f"{_listed(single)}: each value is normalized by itself alone, so nothing of the input is left and the network "
+        "learns nothing from it"
+        if single
+        else f"{_listed(list(norms))}: each row is normalized by its own values alone, in evaluation by those of all"
+    )
+    return (
+        f"batch norm over one row of the batch, in {what}. A replica has one row at a time (--batch-size "
+        f"{min(sizes):,}, {num_replicas} replica{'s' if num_replicas > 1 else ''}, {microbatches} "
+        f"micro-batch{'es' if microbatches > 1 else ''}). Take a larger --batch-size"
+        + (", fewer --step.microbatches" if microbatches > 1 else "")
+        + (", or --mesh.fsdp in place of --mesh.replica" if num_replicas > 1 else "")
+        + _span(parts.network, num_replicas)
+        + ", or a norm over features, such as nnx.LayerNorm or nnx.GroupNorm.",
+    )
+
+
+def decayed_biases(experiment: Experiment, network: Network) -> tuple[str, ...]:
+    """A line when weight decay takes parameters of a user's network that are called bias or scale.
+
+    jaxdl's own optimizers know them by their dimensions; of others nothing is known.
+    """
+    optimizer = experiment.optimizer
+    if (
+        network.what is None
+        or not getattr(optimizer, "weight_decay", 0)
+        or not getattr(optimizer, "exclude_vectors", True)
+    ):
+        return ()
+    flat = jax.tree_util.tree_flatten_with_path(decay_mask(trained_of(experiment, network)[0]))[0]
+    paths = [tuple(str(getattr(part, "key", part)) for part in path) for path, decayed in flat if decayed]
+    names = ["/".join(path) for path in paths if path[-1] in ("bias", "scale")]
+    if not names:
+        return ()
+    return (
+        f"weight decay takes {_listed(names)}: by their dimensions they are no biases or scales (--explain shows all "
+        "that is decayed). To exclude them, give them one dimension in the network, or leave them out (use_bias=False "
+        "of the layer), or set --optimizer.weight-decay 0.",
+    )
+
+
+def _span(network: Network, num_replicas: int) -> str:
+    return ", or --model.norm-span mesh" if network.what is None and num_replicas > 1 else ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first few of these names, and how many more there are."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more:,} more" if more > 0 else "")
