@@ -119,7 +119,7 @@ class Network:
                 if isinstance(part, nnx.BatchNorm):
                     part.momentum = 0.0
         called = getattr(type(module), method)
-        modes = call_modes(called, len(inputs), train=train) | self.switches
+        modes = {**call_modes(called, len(inputs), train=train), **self.switches}
         with user_code(self.what, called_on(inputs, train=train), of=called):
             if not train or not modes:
                 set_modes(module, train=train, given=self.given)
