@@ -122,11 +122,7 @@ def linen_network(
     check_callable(what, module)
     call: Any = type(module).__call__
     modules = {train: in_mode(module, train=train, given=given) for train in (True, False)}
-<<<<<<< HEAD
     modes: dict[bool, Any] = {train: call_modes(call, len(inputs), train=train) for train in (True, False)}
-=======
-    modes: dict[bool, dict[str, Any]] = {train: call_modes(call, len(inputs), train=train) for train in (True, False)}
->>>>>>> h-nets
 
     def boxed(key: jax.Array) -> dict[str, Any]:
         return dict(modules[False].init(_streams(key), *blank(inputs), **modes[False]))
