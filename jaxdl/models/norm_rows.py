@@ -44,7 +44,7 @@ def _watch(module: nnx.Module, found: dict[str, int], num_replicas: int) -> None
         name = "/".join(map(str, path)) or type(part).__name__
         if isinstance(part, nnx.BatchNorm):
             _become(part, nnx.BatchNorm, _flax_norm(found, name))
-        elif isinstance(part, Norm) and (part.span == "replica" or (part.span == "mesh" and num_replicas == 1)):
+        elif isinstance(part, Norm) and not isinstance(part.span, int) and (part.span != "mesh" or num_replicas == 1):
             _become(part, Norm, _own_norm(found, name))
 
 

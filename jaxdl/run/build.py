@@ -204,14 +204,13 @@ def make_plan(
         parts = make_parts(experiment, splits.train.spec, mesh, timeline, most_rows)
     check_rates(experiment.schedule, parts.rates, timeline.scheduled_steps)
     check_memory(experiment, parts.state_spec, splits.train.spec, parts.tables)
-    check_norms(experiment, mesh.shape[Axis.REPLICA], has_norms=bool(parts.network.norms))
-    check_agreement(
-        experiment, mesh.shape[Axis.REPLICA], total_steps, averages=keeps_average(parts.state_spec.opt_shapes)
-    )
+    num_replicas = mesh.shape[Axis.REPLICA]
+    check_norms(experiment, num_replicas, has_norms=bool(parts.network.norms))
+    check_agreement(experiment, num_replicas, total_steps, averages=keeps_average(parts.state_spec.opt_shapes))
     begin_with, note = initial(parts.state_spec.abstract())
     reasons += experiment.model.remarks(mesh, experiment.precision.dtype)
-    reasons += experiment.agreement.remarks(total_steps, mesh.shape[Axis.REPLICA]) + notes
-    reasons += settings_remarks(experiment, parts, mesh.shape[Axis.REPLICA])
+    reasons += experiment.agreement.remarks(total_steps, num_replicas) + notes
+    reasons += settings_remarks(experiment, parts, num_replicas)
     reasons += idle_tensor(parts.network, mesh) + ((note,) if note else ())
     return _checked(Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons, begin_with, kept))
 
