@@ -95,7 +95,9 @@ def _of_machine(error: BaseException) -> str | None:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         raised_in = frame.f_code.co_filename
     if "/jax/" in raised_in.replace(os.sep, "/"):
-        given = {name: value for name, value in os.environ.items() if name.startswith("JAX_") and value}
+        # With "raise" and "strict" JAX checks the program, and what it finds is no fault of the variable.
+        given = {name: value for name, value in os.environ.items()
+                 if name.startswith("JAX_") and value not in ("", "raise", "strict")}  # fmt: skip
         named = [name for name in given if re.search(rf"\b{name}\b", text.replace(".", "_"), re.IGNORECASE)]
         for name in (*named, *(one for one, value in given.items() if f"'{value}'" in text)):
             said = text.splitlines()[0]

@@ -243,6 +243,8 @@ def test_delayed_nesterov_is_nesterov_after_every_n_merges():
 def test_learners_that_made_no_update_do_not_move_the_anchor_by_its_momentum():
     outer, anchor = Outer(momentum=0.9), np.float32([1, 2])
     moved, slow = outer_step(outer, anchor, np.float32([0.5, 0]), first_slow(outer, 2))
+    earlier, _ = outer_step(outer, moved, np.zeros(2, np.float32), slow, zeros_count=True)
+    assert not np.array_equal(earlier, moved)  # As tapes of the rules 1 were decided.
     again, same = outer_step(outer, moved, np.zeros(2, np.float32), slow)
     np.testing.assert_array_equal(again, moved)
     assert same is slow

@@ -9,7 +9,7 @@ import pytest
 from search_made_up import RATE, MadeUp, Said, course, request_in, searched
 
 from jaxdl.files import step_dir
-from jaxdl.report.divergence import divergence
+from jaxdl.report.divergence import divergence, losses
 from jaxdl.search.copies import write_copies
 from jaxdl.search.driver import Search
 from jaxdl.search.journal import STUDY, Journal, storage_at
@@ -81,6 +81,12 @@ def test_a_trial_whose_loss_left_its_start_cannot_win(tmp_path, policy):
 def test_what_counts_as_divergence(losses, others, step):
     found = divergence(list(enumerate(losses, start=1)), others)
     assert (None if found is None else found.step) == step
+
+
+def test_reports_in_which_nothing_counted_are_no_divergence():
+    rows = [{"step": step, "train/loss": loss} for step, loss in enumerate([0.7, 0.6, None, math.nan, None], start=1)]
+    assert losses(rows) == [(1, 0.7), (2, 0.6)]
+    assert losses([{"step": 9, "train/loss": math.inf}]) == [(9, math.inf)]
 
 
 def names_of(study):

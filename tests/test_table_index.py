@@ -60,7 +60,7 @@ def test_the_index_of_pandas_is_no_feature(kind, form, tmp_path):
     assert splits.train.spec.columns == ("a", "b", "c")
     assert splits.train.remark() == "the columns are a, b, c"
     told = warnings(splits)
-    assert all("left out as an index of pandas" in one for one in told)
+    assert all("left out, since pandas wrote it as the index of its rows" in one for one in told)
     has_column = form != "Parquet" or not isinstance(made.index, pandas.RangeIndex)
     assert len(told) == (has_column and not (kind == "the label" and form != "CSV twice"))
 
@@ -108,7 +108,7 @@ def test_names_of_columns_alone():
     assert index_columns(names) == tuple(names[:5])
     metadata = {b"pandas": json.dumps({"index_columns": ["id", {"kind": "range"}, "gone"]}).encode()}
     assert index_columns(["id", "a"], metadata) == ("id",)
-    for damaged in (b"{", b"[]", b"\xff"):
+    for damaged in (b"{", b"[]", b"\xff", b'{"index_columns": null}'):
         assert index_columns(["id", "a"], {b"pandas": damaged}) == ()
 
 

@@ -110,7 +110,7 @@ class Centre:
         assert self.anchor is not None
         deltas = [self._deltas.pop((part.learner, part.round)) for part in merge.parts]
         mean = mean_of(deltas, [part.factor for part in merge.parts])
-        self.anchor, self._slow = outer_step(self.outer, self.anchor, mean, self._slow)
+        self.anchor, self._slow = outer_step(self.outer, self.anchor, mean, self._slow, zeros_count=self._rules == 1)
         self._hashes[merge.version] = digest(self.anchor)
         self._hashes.pop(merge.version - MOST_VERSIONS, None)
 

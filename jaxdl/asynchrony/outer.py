@@ -66,12 +66,15 @@ def mean_of(deltas: Sequence[Vector], factors: Sequence[float]) -> Vector:
     return total
 
 
-def outer_step(outer: Outer, anchor: Vector, mean: Vector, slow: Slow) -> tuple[Vector, Slow]:
+def outer_step(
+    outer: Outer, anchor: Vector, mean: Vector, slow: Slow, *, zeros_count: bool = False
+) -> tuple[Vector, Slow]:
     """The next anchor and the next state, from a mean of deltas. Both are new arrays of float32.
 
-    A mean of zeros alone is that of learners that made no update: it is no step of the outer optimizer either.
+    A mean of zeros alone is that of learners that made no update: it is no step of the outer optimizer either, unless
+    `zeros_count`, as on tapes of earlier rules.
     """
-    if not mean.any():
+    if not zeros_count and not mean.any():
         return anchor.copy(), slow
     anchor = _scaled_sum(anchor, mean, -outer.learning_rate / outer.every)
     if not outer.momentum:

@@ -52,10 +52,10 @@ def of_first_process(act: Callable[[], bytes], *, slow: bool = False) -> bytes:
         try:
             content = b"+" + act()
         except ConfigError as error:
-            content = b"-" + str(error).encode()
+            content = b"-" + str(error).encode(errors="surrogateescape")  # A path may be no UTF-8.
     if slow:
         wait_for_all()
     content = from_each_process(content)[0]
     if content.startswith(b"-"):
-        raise ConfigError(content[1:].decode())
+        raise ConfigError(content[1:].decode(errors="surrogateescape"))
     return content[1:]

@@ -66,7 +66,7 @@ def end_process(reason: str, code: int, *, last: Callable[[], None] = lambda: No
 
     def speak() -> None:
         flush()
-        os.write(2, f"error: {as_typed(reason)}\n".encode())
+        os.write(2, f"error: {as_typed(reason)}\n".encode(errors="backslashreplace"))
         # JAX's threads notice the loss of process 0 a moment later and print a page about it: discard that.
         os.dup2(os.pipe()[1], 2)
 

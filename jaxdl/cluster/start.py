@@ -85,7 +85,7 @@ def start_devices(
         keep_freed_memory()
     if not jax.distributed.is_initialized() and several_processes():
         _join(cluster or ClusterConfig(), describe_process(experiment, count), on_cpu=count is not None)
-    elif experiment is not None and (note := unused_note()):
+    elif experiment is not None and not jax.distributed.is_initialized() and (note := unused_note()):
         print(f"note: {note}", file=sys.stderr)
     open_devices()
     if count is not None and (jax.default_backend(), jax.local_device_count()) != ("cpu", count):

@@ -229,8 +229,8 @@ class _Table(NamedTuple):
         if self.index:
             index = ", ".join(repr(name) if name else "a column without a name" for name in self.index)
             text = (
-                f"left out as an index of pandas, which numbers rows: {index}. To use it, name it with the others in "
-                "--data.features; files that are written with index=False have none."
+                f"left out, since pandas wrote it as the index of its rows: {index}. To use it, name it with others "
+                "in --data.features; files that are written with index=False have none."
             )
             found.insert(0, text)
         return [f"data tabular: {one}" for one in found]

@@ -28,7 +28,8 @@ def index_columns(names: Sequence[str], metadata: Any = None) -> tuple[str, ...]
         said = json.loads((metadata or {}).get(b"pandas", b"{}")).get("index_columns", [])
     except (ValueError, AttributeError):
         said = []
-    return tuple(name for name in names if _INDEX.fullmatch(name) or name in said)
+    listed = said if isinstance(said, list) else []
+    return tuple(name for name in names if _INDEX.fullmatch(name) or name in listed)
 
 
 def frame_notes(frames: Mapping[str, Any], arrays: Mapping[str, np.ndarray], what: str) -> list[str]:

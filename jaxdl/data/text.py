@@ -13,7 +13,7 @@ import pydantic
 
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
-from jaxdl.data.lines import opened
+from jaxdl.data.lines import opened, reading_file
 from jaxdl.data.remote import is_hidden, reading
 from jaxdl.data.source import Data, Source, Splits
 from jaxdl.data.spec import TextSpec
@@ -175,7 +175,7 @@ def _limit(files: Sequence[TextFile], max_bytes: int, seed: int) -> list[TextFil
 def _read(file: TextFile) -> bytes:
     if is_compressed(file.path):
         raise ConfigError(f"{file.path}: it is compressed. Decompress it, or choose --data documents, which reads it.")
-    with opened(file.path) as stream:
+    with reading_file(str(file.path)), opened(file.path) as stream:
         content = stream.read()
     return content[: _boundary(content, file.num_bytes)]
 

@@ -118,9 +118,9 @@ class Members:
                 self.asked.add(name)
             self.ended.add(name)
         else:
-            behind = next(reversed(self.active), "")
+            behind, new = next(reversed(self.active), ""), name not in self.active
             self.active[name] = member
-            if in_order(name) < in_order(behind):
+            if new and in_order(name) < in_order(behind):
                 self.active = dict(sorted(self.active.items(), key=lambda item: in_order(item[0])))
         self.changed.add(name)
 

@@ -83,7 +83,7 @@ def _ended(record: Record, reason: Reason, code: int, restart: str | None) -> Re
     else:
         fix = code in (MISTAKE, DIVERGED)
         action = Action.FIX if fix else Action.RESUME
-        text = "see the reason" if fix else "the same command resumes from the newest checkpoint"
+        text = "see the reason" if fix else "the same command goes on, from the newest checkpoint if there is one"
     since = record.since if record.state == State.FAILED else utc_now()
     return dataclasses.replace(
         record, state=State.FAILED, since=since, seen=utc_now(), doing="", reason=reason, next_action=action,

@@ -229,7 +229,7 @@ class FromFunctions(OwnModel, kind="from_functions"):
 
     def _parameters(self) -> dict[str, inspect.Parameter]:
         init, apply = (list(parameters(one).items())[1:] for one in self._functions)
-        given = mode_arguments(dict(apply), train=True).keys() | {"state", *_KEYS}
+        given = (mode_arguments(dict(apply), train=True).keys() - self.arguments.keys()) | {"state", *_KEYS}
         return {name: one for name, one in init + apply if name not in given}
 
     @property
@@ -253,6 +253,8 @@ class FromFunctions(OwnModel, kind="from_functions"):
         free = dict(for_apply[1 + has_state + len(inputs) :])
         keys = [name for name in _KEYS if name in free]
         modes = {name: free[name] for name in mode_arguments(free, train=True)}
+        # A value that the user gave holds in training; in evaluation the mode does.
+        own = {name: self.arguments[name] for name in modes if name in self.arguments}
         named = {name: one for name, one in free.items() if name not in modes and name not in keys}
         arguments = self._filled(apply.__name__, named, sizes, f"; an argument {' or '.join(_KEYS)} is a random key")
         read = [name for name, _ in for_apply[1 + has_state :]][: len(inputs)]
@@ -273,7 +275,8 @@ class FromFunctions(OwnModel, kind="from_functions"):
         def run(
             params: Any, state: Any, inputs: Sequence[jax.Array], train: bool, key: jax.Array | None, **switches: Any
         ) -> Any:
-            more = arguments | mode_arguments(modes, train=train) | dict.fromkeys(keys, key) | switches
+            mode = mode_arguments(modes, train=train) | (own if train else {})
+            more = arguments | mode | dict.fromkeys(keys, key) | switches
             if not has_state:
                 return apply(params, *inputs, **more), state
             made = apply(params, state, *inputs, **more)

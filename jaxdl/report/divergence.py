@@ -24,13 +24,16 @@ class Divergence(NamedTuple):
 
 
 def losses(rows: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
-    """(step, training loss) of each report, in the order of the rows; infinity where it is not finite."""
+    """(step, training loss) of each report, in the order of the rows; infinity where it is infinite.
+
+    Reports without a loss, null or NaN, are left out: no step counted, and the run's own guard knows bad ones.
+    """
     found = []
     for row in rows:
         if LOSS in row:
             value = row[LOSS]
-            finite = isinstance(value, int | float) and math.isfinite(value)
-            found.append((row["step"], float(value) if finite else math.inf))
+            if isinstance(value, int | float) and not math.isnan(value):
+                found.append((row["step"], float(value) if math.isfinite(value) else math.inf))
     return found
 
 

@@ -183,7 +183,11 @@ def _context(found: Initial, model: Model) -> int | None:
 
     def there() -> bytes:
         spec = reading_spec(found.workdir)
-        if not isinstance(spec, TextSpec) or not model.reads_as(read_experiment(found.workdir).model):
+        try:
+            same = isinstance(spec, TextSpec) and model.reads_as(read_experiment(found.workdir).model)
+        except ConfigError:  # Its own model or data cannot be imported here: its context is not known.
+            same = False
+        if not same or not isinstance(spec, TextSpec):
             return b"null"
         return json.dumps(spec.length).encode()
 
