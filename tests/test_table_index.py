@@ -69,7 +69,7 @@ def test_a_named_index_is_known_by_the_metadata(tmp_path):
     path = written(FRAMES["a filter"](frame()).rename_axis("id"), tmp_path / "train", "Parquet")
     splits = Tabular(train=(str(path),)).build()
     assert splits.train.spec.columns == ("a", "b", "c")
-    assert "pandas, which numbers rows: 'id'." in warnings(splits)[0]
+    assert "since pandas wrote it as the index of its rows: 'id'." in warnings(splits)[0]
     named = Tabular(train=(str(path),), features=("a", "id")).build()
     assert named.train.spec.columns == ("a", "id"), "what is named is used"
     assert [one.split(" numbers")[0] for one in warnings(named)] == ["data tabular: column 'id'"]
