@@ -13,9 +13,11 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import jaxdl
+from jaxdl.convert import from_hf
 from jaxdl.convert.__main__ import main
 from jaxdl.convert.checkpoint import Checkpoint
 from jaxdl.convert.layouts import layout_for, layout_of
+from jaxdl.lease import Lease
 from jaxdl.models import RopeScaling, Transformer
 
 WORDS = {"type": "WordLevel", "vocab": {"<eos>": 0, **{f"w{n}": n for n in range(1, 30)}}, "unk_token": "<eos>"}
@@ -316,6 +318,45 @@ def test_a_refused_conversion_leaves_what_was_there(tmp_path, capsys):
     assert [path.name for path in (tmp_path / "run").rglob("*")] == ["notes", "a.txt"]
     assert "missing: model.layers.2." in refusal(capsys, "from-hf", folder, tmp_path / "a" / "b", run=main)
     assert not (tmp_path / "a").exists()
+
+
+def test_a_conversion_that_waits_for_another_removes_nothing_of_it(tmp_path, capsys, monkeypatch):
+    """Whether the other one holds the lease still or has ended; its own files go while it holds the lease."""
+    folder, run = write_checkpoint(tmp_path / "hf", "llama3"), tmp_path / "run"
+    other, take_lease = Lease(run, print), from_hf.take_lease
+
+    def take_after_another(lease):
+        other.acquire()
+        (run / "tokenizer.json").touch()
+        take_lease(lease)
+
+    monkeypatch.setattr(from_hf, "take_lease", take_after_another)
+    assert "is in use" in refusal(capsys, "from-hf", folder, run, run=main)
+    assert {path.name for path in run.iterdir()} == {"tokenizer.json", "lease.json"}
+    other.release()
+
+    def take_after_a_whole_one(lease):
+        (run / "checkpoints" / "step_0").mkdir(parents=True)
+        take_lease(lease)
+
+    monkeypatch.setattr(from_hf, "take_lease", take_after_a_whole_one)
+    assert "there is a run in this folder already" in refusal(capsys, "from-hf", folder, run, run=main)
+    assert {path.name for path in run.iterdir()} == {"tokenizer.json", "checkpoints"}
+
+
+def test_a_failed_conversion_removes_its_files_before_it_returns_the_lease(tmp_path, capsys, monkeypatch):
+    folder, run, left = write_checkpoint(tmp_path / "hf", "llama3", num_hidden_layers=3), tmp_path / "run", []
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    release = Lease.release
+
+    def look_and_release(lease):
+        left.append([path.name for path in run.iterdir()])
+        release(lease)
+
+    monkeypatch.setattr(Lease, "release", look_and_release)
+    assert "missing: model.layers.2." in refusal(capsys, "from-hf", folder, run, run=main)
+    assert left == [["lease.json"]]
+    assert not run.exists()
 
 
 @pytest.mark.parametrize("line", ["--length 8 HF RUN", "HF --length=8 RUN", "HF RUN --length 8"])

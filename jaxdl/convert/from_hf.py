@@ -20,6 +20,8 @@ from jaxdl.convert.special import JSON, SENTENCEPIECE, check_tokenizer, keep_tok
 from jaxdl.data import Codec, Converted, TextSpec
 from jaxdl.errors import ConfigError
 from jaxdl.experiment import Experiment, identity
+from jaxdl.files import LEASE_FILE
+from jaxdl.lease import Lease
 from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.models import Transformer
 from jaxdl.optim import SGD, Constant
@@ -43,8 +45,8 @@ def from_hf(folder: Path, workdir: Path, *, length: int | None, progress: Progre
     if length is not None and not 0 < length <= found.length:
         raise ConfigError(f"--length {length}: the network reads 1 to {found.length} tokens.")
     tokens = check_tokenizer(folder, found.config, byte_bpe=found.layout.byte_bpe)  # Before anything is written.
-    if check_workdir(workdir) and has_checkpoint(workdir):
-        raise ConfigError(f"{workdir}: there is a run in this folder already. Choose another one.")
+    check_workdir(workdir)
+    _check_new(workdir)
     added = found.grow(tokens or 0)
     with contextlib.suppress(ConfigError):  # In a program that runs on other devices these will do.
         start_devices(MeshConfig(cpu_devices=1))
@@ -63,8 +65,6 @@ def from_hf(folder: Path, workdir: Path, *, length: int | None, progress: Progre
 
 def _written(found: Checkpoint, workdir: Path, length: int, progress: Progress) -> Parts:
     """Writes the run of a checkpoint; returns what its network is made of. Raises ConfigError."""
-    lease = make_lease(workdir)
-    take_lease(lease)
     try:
         tokenizer = keep_tokenizer(found.folder, found.config, workdir, byte_bpe=found.layout.byte_bpe)
         vocab_size = found.vocab_size if tokenizer is None else Codec(str(workdir / tokenizer)).vocab_size
@@ -79,28 +79,55 @@ def _written(found: Checkpoint, workdir: Path, length: int, progress: Progress) 
         _save(workdir, parts, _state(parts, params))
     except OSError as error:
         raise ConfigError(f"{workdir}: {error.strerror}. Choose a folder with room that can be written.") from None
-    finally:
-        lease.release()
     return parts
 
 
 @contextlib.contextmanager
 def _whole(workdir: Path) -> Iterator[None]:
-    """Context that makes a run in a workdir: when it fails, nothing of it is left; what was there before stays."""
-    before = {path.name for path in workdir.iterdir()} if workdir.is_dir() else set[str]()
+    """Context that makes a run in a workdir, whose lease it holds.
+
+    When it fails, nothing of it is left; what was there before stays. Without the lease nothing is touched: what is
+    there is of the run that holds it. Raises ConfigError then, and for a workdir with a run.
+    """
     missing = [path for path in (workdir, *workdir.parents) if not path.exists()]
+    lease = make_lease(workdir)
+    taken = made = False
+    try:
+        take_lease(lease)
+        taken = True
+        _check_new(workdir)  # Another conversion may have ended just now.
+        with _removed_unless_whole(workdir, lease):
+            yield
+        made = True
+    finally:
+        lease.release()
+        if taken and not made:
+            with contextlib.suppress(OSError):  # A folder that another program has put something into stays.
+                for path in missing:
+                    path.rmdir()
+
+
+@contextlib.contextmanager
+def _removed_unless_whole(workdir: Path, lease: Lease) -> Iterator[None]:
+    """Context that fills a workdir, and removes what is new in it when it fails; the lease's files are the lease's."""
+    before = {path.name for path in workdir.iterdir()}
     try:
         yield
     except BaseException:
-        for path in [path for path in workdir.iterdir() if path.name not in before] if workdir.is_dir() else ():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # A folder that another program has put something into stays.
-            for path in missing:
-                path.rmdir()
+        # On a full disk there may be no lease; another run may have taken it since.
+        if workdir.is_dir() and (lease.held or not (workdir / LEASE_FILE).exists()):
+            for path in [path for path in workdir.iterdir() if path.name not in before]:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                elif path.name != LEASE_FILE and not path.name.startswith(".lease."):
+                    path.unlink(missing_ok=True)
         raise
+
+
+def _check_new(workdir: Path) -> None:
+    """Raises ConfigError for a workdir with a run."""
+    if has_checkpoint(workdir):
+        raise ConfigError(f"{workdir}: there is a run in this folder already. Choose another one.")
 
 
 def _without_tokenizer(folder: Path) -> str:
