@@ -25,7 +25,7 @@ from jaxdl.writing import replace_file
 NOTE = "examples.json"
 _USED = "used.lock"
 """Whoever reads a copy has a shared lock of this file in it, so that nobody removes the copy."""
-_MOST_SEEN = 16
+_MOST_SEEN = 256
 """So many places and times of the same files are kept: hosts may share the folder and have files of their own."""
 
 

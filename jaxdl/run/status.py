@@ -245,7 +245,7 @@ class RunStatus:
         assert self._workdir is not None
         step, saved = self._step(), newest_step(self._workdir)
         kept = "there is no checkpoint" if saved is None else f"the newest checkpoint is of step {saved}"
-        text = f"SIGINT twice: ended at step {step}; {kept}"
+        text = f"SIGINT while the run was saved: ended at step {step}; {kept}"
         print(f"{text}. In {self._workdir} {self._resumes()}.", file=sys.stderr, flush=True)
         return self._final(State.HALTED, step, Reason(text, code, utc_now()), Action.RESUME, self._resumes())
 
