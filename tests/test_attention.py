@@ -11,8 +11,9 @@ from runs import tiny_experiment
 
 from jaxdl.collectives.attention import flash_attention
 from jaxdl.collectives.packed_attention import Packed, documents, packed_attention
-from jaxdl.data import SyntheticText
+from jaxdl.data import SyntheticText, spec_to_json
 from jaxdl.export.writing import function_file
+from jaxdl.files import DATA_FILE
 from jaxdl.models import Transformer, attention
 from jaxdl.models.loop import rematerialized
 from jaxdl.precision import BFloat16
@@ -249,6 +250,7 @@ def test_an_export_from_a_gpu_runs_on_every_platform(monkeypatch, tmp_path):
     )
     plan = make_plan(experiment, jax.devices()[:1])
     state = make_initial_state(plan)
+    (tmp_path / DATA_FILE).write_text(spec_to_json(plan.parts.data_spec), encoding="utf-8")
     predictor = Predictor(experiment, plan.parts, state.eval_params, state.model_state, 0, tmp_path)
     read = jax.export.deserialize(bytearray(function_file(predictor, ("cpu", "cuda"), 2)))
     assert read.platforms == ("cpu", "cuda")

@@ -92,8 +92,8 @@ def test_bytes_over_replica_are_those_of_the_shards(fsdp, tensor):
     sharded = [math.prod(shape) for shape, spec in zip(shards, specs, strict=True) if len(spec)]
     whole = [math.prod(shape) for shape, spec in zip(shards, specs, strict=True) if not len(spec)]
     # All shards in one buffer, each device's share of replicated ones in another, and the sums of losses and the like
-    # with whether all is finite.
-    small = sum(name.startswith("sums/") for name in step.out_info[1]) + 1
+    # with whether each gradient is finite.
+    small = sum(name.startswith("sums/") for name in step.out_info[1]) + len(specs)
     assert sum(math.prod(shape) for shape in reduced) == sum(sharded) + math.ceil(sum(whole) / (fsdp * tensor)) + small
 
 
@@ -150,8 +150,8 @@ def test_explain_prints_the_table_and_runs_nothing(tmp_path, capsys, monkeypatch
     lines = {words[1]: " ".join(words[2:]) for line in printed.splitlines() if len(words := line.split()) > 2}
     assert "parameters on replica 2 x fsdp 2 x tensor 2" in printed
     # 3 x 64 x 192 float32, the last two dimensions split over 4 devices.
-    assert lines["layers/mlp/gate"].replace("│ ", "").startswith("3 x 64 x 192 -, fsdp, tensor 36 KiB")
-    assert lines["layers/mlp_norm/scale"].replace("│ ", "").startswith("3 x 64 whole 768 B")
+    assert lines["layers/mlp/gate"].replace("│ ", "").startswith("3 x 64 x 192 -, fsdp, tensor yes 36 KiB")
+    assert lines["layers/mlp_norm/scale"].replace("│ ", "").startswith("3 x 64 whole no 768 B")
     network = make_plan(load(file)).parts.network
     names = {"/".join(key.key for key in path) for path, _ in jax.tree.leaves_with_path(network.param_shapes)}
     assert names <= set(lines)
