@@ -90,6 +90,8 @@ def open_devices() -> None:
     """
     import jax
 
+    from jaxdl.mesh import asked_platforms
+
     wanted = getattr(jax.config, "jax_platforms", None)
     try:
         jax.devices()
@@ -106,10 +108,10 @@ def open_devices() -> None:
             f"{named}{why}. {unset} --devices N for N virtual CPU devices; for NVIDIA GPUs install jaxdl[cuda13]."
         ) from None
     # Of cuda,cpu JAX leaves out without a word what it has no plugin for.
-    first = (wanted or "").split(",")[0].strip()
-    if first not in ("", "cpu") and jax.default_backend() == "cpu":
+    if (asked := asked_platforms()) is not None and jax.default_backend() == "cpu":
+        first = asked.split(",")[0].strip()
         raise ConfigError(
-            f"JAX_PLATFORMS={wanted}: there is no device of {first} here, and JAX would run on the CPU. Unset the "
+            f"JAX_PLATFORMS={asked}: there is no device of {first} here, and JAX would run on the CPU. Unset the "
             "variable, or give --devices N for N virtual CPU devices; for NVIDIA GPUs install jaxdl[cuda13]."
         )
 

@@ -25,7 +25,7 @@ from jaxdl.writing import replace_file
 NOTE = "examples.json"
 _USED = "used.lock"
 """Whoever reads a copy has a shared lock of this file in it, so that nobody removes the copy."""
-_MOST_SEEN = 256
+MOST_SEEN = 256
 """So many places and times of the same files are kept: hosts may share the folder and have files of their own."""
 
 
@@ -49,7 +49,7 @@ class Copies:
         return content_of(made, self._arrays)
 
     def made(self, write: Callable[[Path], None]) -> Path:
-        """The copy. If there is none, `write` makes one in an empty folder, with its note; see `note`. Raises OSError.
+        """The copy. If there is none, `write` makes one in an empty folder, with its note. Raises OSError.
 
         Another process that does the same is waited for.
         """
@@ -89,7 +89,7 @@ class Copies:
         for made, note in self._notes():
             seen, hashes = note.get("files", []), note.get("sha256")
             if hashes and any([size for _, size, _ in one] == sizes for one in seen) and hashes == self._own_hashes():
-                _change(made, {"files": [*seen, self._seen][-_MOST_SEEN:]})
+                _change(made, {"files": [*seen, self._seen][-MOST_SEEN:]})
                 return made
         return None
 
@@ -118,7 +118,7 @@ class Copies:
                 if not made.exists():
                     raise
             return made
-        _change(made, {**new, "files": [*read_note(made).get("files", []), self._seen][-_MOST_SEEN:]})
+        _change(made, {**new, "files": [*read_note(made).get("files", []), self._seen][-MOST_SEEN:]})
         return made
 
     def _remove_former(self, made: Path) -> None:

@@ -30,7 +30,7 @@ import numpy as np
 
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
-from jaxdl.data.copies import sha256_of
+from jaxdl.data.copies import MOST_SEEN, sha256_of
 from jaxdl.data.staging import Stage
 from jaxdl.paths import expanded
 from jaxdl.writing import replace_file
@@ -42,7 +42,6 @@ SHARDS = "~/.cache/jaxdl/tokens"
 _VERSION = 1
 _PIECE_BYTES = 8 << 20
 _MOST_PIECES = 2048
-_MOST_SEEN = 256
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_DOCUMENTS = 1024
 
@@ -255,7 +254,7 @@ def _of_equal_files(plan: Plan) -> Path | None:
             hashes = hashes or _hashes(plan)
             if hashes == known["sha256"]:
                 with contextlib.suppress(OSError):  # Of another user's tokens it is found out each time.
-                    replace_file(path, json.dumps({**known, "seen": [*known["seen"], seen][-_MOST_SEEN:]}).encode())
+                    replace_file(path, json.dumps({**known, "seen": [*known["seen"], seen][-MOST_SEEN:]}).encode())
                 return path.parent
     return None
 
