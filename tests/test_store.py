@@ -125,7 +125,7 @@ def test_damage_is_read_as_absence(damage, tmp_path):
     segment = tmp_path / "segment-00000"
     if damage == "entry":
         with open(tmp_path / "index", "r+b") as file:
-            file.seek(32 * 5 + 8)
+            file.seek(48 * 5 + 8)
             file.write(b"\xff\xff\xff\xff\xff\xff\xff\x7f")
     elif damage == "content":
         with open(segment, "r+b") as file:

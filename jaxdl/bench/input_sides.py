@@ -84,6 +84,10 @@ class Repeated(FolderRecords):
         """As the image of this number."""
         return super().read(index % super().__len__())
 
+    def mark(self, index: int) -> int:
+        """As the image of this number."""
+        return super().mark(index % super().__len__())
+
     def name(self, index: int) -> str:
         """As the image of this number."""
         return super().name(index % super().__len__())

@@ -8,6 +8,9 @@ from jaxdl.config import ConfigError
 
 SPLITS = ("training", "held-out")
 
+_CHANGES_TOLD = 5
+"""Warnings of images that have changed; more of them say nothing new."""
+
 Bad = dict[tuple[int, int], tuple[str, str]]
 """Damaged images: (split, index) -> (name, why)."""
 
@@ -30,12 +33,20 @@ class Damage:
         self._name, self._sizes, self._max_bad = name, tuple(sizes), max_bad
         self._lost, self._remarks = tuple(lost) or (0,) * len(sizes), tuple(remarks)
         self._bad: Bad = {}
+        self._changed: set[tuple[int, int]] = set()
 
     def add(self, bad: Mapping[tuple[int, int], tuple[str, str]]) -> list[str]:
         """Counts damaged images; returns a warning for each new one."""
         new = {place: found for place, found in bad.items() if place not in self._bad}
         self._bad.update(new)
         return [f"{self._name}: {name} is skipped: {why}" for name, why in new.values()]
+
+    def tell_changed(self, changed: Mapping[tuple[int, int], str]) -> list[str]:
+        """Returns a warning for each of the first images that are other ones than those that were cached."""
+        new = {place: name for place, name in changed.items() if place not in self._changed}
+        told, self._changed = len(self._changed), self._changed | new.keys()
+        warnings = [f"{self._name}: {name} has changed since it was cached: it is read again." for name in new.values()]
+        return warnings[: max(0, _CHANGES_TOLD - told)]
 
     def check(self) -> None:
         """Raises ConfigError if there are too many."""

@@ -10,7 +10,7 @@ import numpy as np
 from jaxdl.config import ConfigError
 from jaxdl.data import remote
 from jaxdl.data.photos import Photos
-from jaxdl.data.records import BadRecord, LeftOut, Records, left_out_remark
+from jaxdl.data.records import BadRecord, LeftOut, Records, left_out_remark, mark_of
 from jaxdl.data.source import Data, Splits
 from jaxdl.data.staging import Stage
 
@@ -109,10 +109,10 @@ class FolderRecords(Records):
         self._ends = np.cumsum([len(one.name.encode(*_NAMES)) + 1 for one in found])
         sizes = np.array([one.num_bytes for one in found], np.int64)
         self.content = hashlib.sha256(names + sizes.tobytes()).hexdigest()
-        marks = "\n".join(f"{one.name} {one.num_bytes} {one.version}" for one in found)
         self.num_lost = len(lost or ())
         self.remark = left_out_remark(self._root.rstrip("/"), len(found), lost, unread)
-        self.identity = f"{self._root} {hashlib.sha256(marks.encode(*_NAMES)).hexdigest()}"
+        self._marks = np.array([mark_of(f"{one.address} {one.num_bytes} {one.version}") for one in found], np.uint64)
+        self.identity = f"{self._root} {hashlib.sha256(self._marks.tobytes()).hexdigest()}"
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -125,6 +125,10 @@ class FolderRecords(Records):
             raise
         except OSError as error:
             raise BadRecord(f"it cannot be read ({error.strerror or error})") from None
+
+    def mark(self, index: int) -> int:
+        """See `Records.mark`: of the file."""
+        return int(self._marks[index])
 
     def name(self, index: int) -> str:
         """The path of the file, beginning with the name of the root folder."""

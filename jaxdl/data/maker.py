@@ -14,7 +14,7 @@ import numpy as np
 from jaxdl.data.damage import Bad
 from jaxdl.data.photo import BadImage, Photo, Scratch
 from jaxdl.data.private import why_not
-from jaxdl.data.records import BadRecord, Records
+from jaxdl.data.records import BadRecord, Records, source_of
 from jaxdl.data.remote import Outage
 from jaxdl.data.store import ENCODED, PIXELS, Record, Store
 from jaxdl.data.view import View, resized, shrunk
@@ -70,13 +70,15 @@ class Work:
 class Made(NamedTuple):
     """The report on rows that were made: labels, whether each row is valid, and statistics.
 
-    `bad`: damaged examples, each once; `tiers`: number of examples from each; `seconds` and `passed`: time in each
-    stage, and number of examples through it; `problems`: tiers that were turned off, and why.
+    `bad`: damaged examples, each once; `changed`: the names of examples of which the tiers had other images; `tiers`:
+    number of examples from each; `seconds` and `passed`: time in each stage, and number of examples through it;
+    `problems`: tiers that were turned off, and why.
     """
 
     labels: list[int]
     valid: list[bool]
     bad: Bad
+    changed: dict[tuple[int, int], str]
     tiers: Counter[str]
     seconds: defaultdict[str, float]
     passed: Counter[str]
@@ -102,7 +104,7 @@ class Maker:
 
     def make(self, work: Work, images: np.ndarray) -> Made:
         """Fills `images`, uint8 [row, size, size, 3]. In training, the next example replaces a damaged one."""
-        made = Made([], [], {}, Counter(), defaultdict(float), Counter(), self._problems, [])
+        made = Made([], [], {}, {}, Counter(), defaultdict(float), Counter(), self._problems, [])
         for row, (index, epoch) in enumerate(zip(work.indices, work.epochs, strict=True)):
             index, epoch = int(index), int(epoch)
             if work.view is None:
@@ -174,13 +176,18 @@ class Maker:
         return record.label
 
     def _fetch(self, split: int, index: int, made: Made) -> tuple[Record, Store | None] | None:
-        """(example as cached, its tier); stores it in the faster tiers that lack it."""
+        """(example as cached, its tier); stores it in the faster tiers that lack it.
+
+        A file that has been touched since it was cached, or is in another place, is read, but made again only if it is
+        another one.
+        """
         start, lacking = time.perf_counter(), []
         plans = self._plan.splits[split]
+        mark = plans.records.mark(index)
         for plan, tier in zip(plans.tiers, self._tiers[split], strict=True):
             if tier is None:
                 continue
-            record = tier.get(index)
+            record = tier.get(index, mark)
             if record is not None:
                 made.tiers[plan.name] += 1
                 start = _lap(made, plan.name, start)
@@ -190,8 +197,12 @@ class Maker:
         try:
             encoded, label = plans.records.read(index)
             start = _lap(made, "read", start)
-            record = self._record(encoded, label)
-            if self._plan.short_side is not None:
+            source = source_of(encoded, label) if lacking else 0
+            known = self._renewed(split, index, mark, source)
+            if known is None and any(tier.has_other(index, source) for tier in lacking):
+                made.changed[split, index] = plans.records.name(index)
+            origin, record = known or (ORIGIN, self._record(encoded, label)._replace(mark=mark, source=source))
+            if known is None and self._plan.short_side is not None:
                 _lap(made, "decode", start)
         except Outage as error:
             made.outages.append(str(error))
@@ -199,12 +210,19 @@ class Maker:
         except Exception as error:  # As above.
             made.bad[split, index] = plans.records.name(index), _why(error)
             return None
-        made.tiers[ORIGIN] += 1
+        made.tiers[origin] += 1
         self._store(lacking, index, record, made)
         if lacking:
             record = record._replace(data=record.data.copy())  # The next ones use its memory.
             self._store_beside(plans.records, lacking, index, made)
         return record, None
+
+    def _renewed(self, split: int, index: int, mark: int, source: int) -> tuple[str, Record] | None:
+        """(name of a tier, its record), if it was made of a file in which was the same as in the one of now."""
+        for plan, tier in zip(self._plan.splits[split].tiers, self._tiers[split], strict=True):
+            if tier is not None and (record := tier.renew(index, mark, source)) is not None:
+                return plan.name, record
+        return None
 
     def _record(self, encoded: bytes, label: int) -> Record:
         """An example as the tiers keep it; its data may be valid until the next call."""
@@ -216,15 +234,22 @@ class Maker:
     def _store_beside(self, records: Records, tiers: list[Store], index: int, made: Made) -> None:
         """Stores what was read together with an example, so that it need not be read again for each of these."""
         for other in records.beside(index):
-            wanting = [tier for tier in tiers if tier.wants(other)]
+            mark = records.mark(other)
+            wanting = [tier for tier in tiers if tier.wants(other, mark)]
             if wanting:
                 with contextlib.suppress(Exception):  # A damaged one is reported when its turn comes.
-                    self._store(wanting, other, self._record(*records.read(other)), made)
+                    encoded, label = records.read(other)
+                    source = source_of(encoded, label)
+                    wanting = [tier for tier in wanting if tier.renew(other, mark, source) is None]
+                    if wanting:
+                        record = self._record(encoded, label)._replace(mark=mark, source=source)
+                        self._store(wanting, other, record, made)
 
     def _store(self, tiers: list[Store], index: int, record: Record, made: Made) -> None:
         if tiers:
             start = time.perf_counter()
-            kept = [tier.put(index, record) for tier in tiers]
+            others = [tier for tier in tiers if tier.renew(index, record.mark, record.source) is None]
+            kept = [tier.put(index, record) for tier in others]
             if any(kept):
                 _lap(made, "store", start)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from jaxdl.data.digits import stratified_split
 from jaxdl.data.image_values import encoded_of, holds_images, pixels_of
 from jaxdl.data.photo import BadImage
 from jaxdl.data.photos import Photos
-from jaxdl.data.records import BadRecord, Records
+from jaxdl.data.records import SAMPLED, BadRecord, Records
 from jaxdl.data.row_groups import CACHE_BYTES, RowGroups, found_files
 from jaxdl.data.source import Data, ImageArrays, Source, Splits, channel_statistics, check_classes
 from jaxdl.data.spec import ImageSpec
@@ -28,8 +29,6 @@ _PIECE = 1024
 """Rows that are decoded at a time when all are."""
 TOGETHER = 64
 """Images of a row group, at most, that are cached when one of them is read."""
-_SAMPLED = 64
-"""Images in the checksum of files that are not kept in memory."""
 
 
 class ParquetRows:
@@ -71,7 +70,7 @@ class ParquetRows:
     def content(self) -> str:
         """A checksum of which rows they are, of their labels, and of some images."""
         digest = hashlib.sha256(self.labels.tobytes() + self.rows.tobytes())
-        for value in self._values(np.linspace(0, len(self) - 1, min(_SAMPLED, len(self))).astype(np.int64)):
+        for value in self._values(np.linspace(0, len(self) - 1, min(SAMPLED, len(self))).astype(np.int64)):
             digest.update(value if isinstance(value, bytes) else repr(value).encode())
         return digest.hexdigest()[:16]
 
@@ -251,6 +250,11 @@ class ParquetRecords(Records):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @functools.cached_property
+    def examples(self) -> str:
+        """See `Records.examples`: the content has some of the images in it."""
+        return self.content
 
     def read(self, index: int) -> tuple[bytes, int]:
         """(the image as a file, class). Raises BadRecord for one that cannot be read."""

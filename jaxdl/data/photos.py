@@ -34,7 +34,7 @@ from jaxdl.data.view import Erasing, View
 from jaxdl.paths import expanded
 
 IMAGENET_MEAN, IMAGENET_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
-_VERSION = 3
+_VERSION = 4
 """Version of the contents of caches; a cache of another version is not read."""
 _PIECES_A_WORKER = 2
 """Pieces of a batch per worker: more than one, so that workers finish a batch together."""
@@ -164,13 +164,8 @@ class ImagePipeline:
         self._pool: Pool | None = None
         self._num_workers = num_cpus() if config.workers is None else config.workers
         self._lock = threading.Lock()
-        self._damage = Damage(
-            name,
-            [len(one) for one in records],
-            config.max_bad,
-            [one.num_lost for one in records],
-            [one.remark for one in records],
-        )
+        lost, remarks = [one.num_lost for one in records], [one.remark for one in records]
+        self._damage = Damage(name, list(map(len, records)), config.max_bad, lost, remarks)
         self._damage.check()
         self._told: set[str] = set()
         self._held: Path | None = None
@@ -201,10 +196,10 @@ class ImagePipeline:
                 self.warn(f"{self.name}: {remark}")
 
     def cache_key(self) -> str:
-        """Name of the cache folders; depends on the source, the version and the form of the cache."""
+        """Name of the cache folders; depends on the content, the version and the form of the cache."""
         cache = self.config.cache
         form = {"form": cache.form, "short_side": cache.short_side if cache.form == "pixels" else None}
-        content = json.dumps([_VERSION, form, [records.identity for records in self.records]], sort_keys=True)
+        content = json.dumps([_VERSION, form, [records.content for records in self.records]], sort_keys=True)
         name = "".join(c if c.isalnum() else "_" for c in self.name)
         return f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
@@ -271,7 +266,7 @@ class ImagePipeline:
             self._activity.passed.update(made.passed)
             for stage, spent in made.seconds.items():
                 self._activity.seconds[stage] = self._activity.seconds.get(stage, 0.0) + spent
-            damaged = self._damage.add(made.bad)
+            damaged = [*self._damage.add(made.bad), *self._damage.tell_changed(made.changed)]
             problems = {name: why for name, why in made.problems.items() if name not in self._told}
             self._told.update(problems)
         if made.outages:
@@ -296,8 +291,12 @@ class PhotoSource(Source):
         return len(self.pipeline.records[self._split])
 
     def content(self) -> str:
-        """The content hash of its records."""
-        return self.pipeline.records[self._split].content
+        """See `Records.examples`."""
+        return self.pipeline.records[self._split].examples
+
+    def former_contents(self) -> tuple[str, ...]:
+        """See `Source.former_contents`: the names and sizes alone."""
+        return (self.pipeline.records[self._split].content,)
 
     def activity(self) -> Activity:
         """Statistics of the pipeline so far, for all splits."""

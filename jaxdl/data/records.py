@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 import abc
+import functools
+import hashlib
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
+from jaxdl.cluster import ClusterError
+from jaxdl.data.remote import Outage
+
+SAMPLED = 64
+"""Images that are read to know whether a data set is the one of before."""
 _NAMED = 3
 """Names that are kept of what is left out for the same reason."""
+
+
+def source_of(encoded: bytes, label: int) -> int:
+    """A hash of 64 bits of an image and its label."""
+    digest = hashlib.blake2b(encoded, digest_size=8, salt=label.to_bytes(8, "little", signed=True))
+    return int.from_bytes(digest.digest(), "little")
+
+
+def mark_of(state: str) -> int:
+    """64 bits of the state of a file, in words: its place, size and time."""
+    return int.from_bytes(hashlib.blake2b(state.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little")
+
+
+_mark_of_all = functools.lru_cache(maxsize=4)(mark_of)  # It is asked for with each example.
 
 
 class BadRecord(ValueError):
@@ -68,9 +91,10 @@ class Records(abc.ABC):
     """
 
     identity: str
-    """Identifies the storage and version of the content: the key of its caches."""
+    """Identifies the storage and its version: it changes when a file is touched, or is in another place."""
     content: str
-    """Identifies the examples and their order: the same for a copy in another place."""
+    """Identifies the names and sizes of the examples, and their order: the same for a copy in another place. The key of
+    their caches, which look into each file themselves."""
 
     remark: str = ""
     """What the user should know before training, such as storage that makes reading slow; empty for nothing."""
@@ -85,6 +109,31 @@ class Records(abc.ABC):
     @abc.abstractmethod
     def read(self, index: int) -> tuple[bytes, int]:
         """The encoded image and the label of an example. Raises BadRecord when it is unusable."""
+
+    def mark(self, index: int) -> int:
+        """64 bits of the place, size and time of what an example is read from: as `identity`, of this example.
+
+        While it is the same, a cache does not read the example again.
+        """
+        del index
+        return _mark_of_all(self.identity)
+
+    @functools.cached_property
+    def examples(self) -> str:
+        """`content`, and what is in some of the images.
+
+        To read all would take hours. So a data set that was exchanged for another is noticed, and one image among
+        thousands is not. Raises ClusterError for storage out of reach.
+        """
+        digest = hashlib.sha256(self.content.encode())
+        for index in np.linspace(0, len(self) - 1, min(SAMPLED, len(self))).astype(np.int64).tolist():
+            try:
+                digest.update(source_of(*self.read(index)).to_bytes(8, "little"))
+            except Outage as error:
+                raise ClusterError(f"{self.name(index)} is out of reach: {error}") from None
+            except Exception:  # A damaged image ends no run here; libraries raise many classes.
+                digest.update(bytes(8))
+        return digest.hexdigest()
 
     @abc.abstractmethod
     def name(self, index: int) -> str:

@@ -1,9 +1,12 @@
 """Records by number in a few large files, written and read by all processes of a host at once: a tier of the cache.
 
-A store is a folder: `index`, an entry of 32 bytes for each record, and segments, files of consecutive records. Every
+A store is a folder: `index`, an entry of 48 bytes for each record, and segments, files of consecutive records. Every
 writing process appends to its own locked segment; an entry is written after its record, with checksums of both. So a
 process that is killed at any byte leaves at most a record without an entry, or an entry with a wrong checksum; both
 read as "not there".
+
+An entry says of which file its record was made: a mark of the place, size and time of that file, and a hash of what was
+in it. A record is there for its mark alone. For another mark `renew` gives it, if what is in the file is the same.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ _ENTRY = np.dtype(
         ("check", "<u4"),  # of the rest of the entry; 0 is an empty entry
         ("content", "<u4"),  # of the record
         ("offset", "<u8"),
+        ("mark", "<u8"),
+        ("source", "<u8"),
         ("length", "<u4"),
         ("label", "<i4"),
         ("segment", "<u2"),
@@ -44,12 +49,17 @@ ENCODED, PIXELS = 0, 1
 
 
 class Record(NamedTuple):
-    """A record, uint8 [bytes], its label, and height and width of pixels (0 for a file)."""
+    """A record, uint8 [bytes], its label, and height and width of pixels (0 for a file).
+
+    `mark` is that of the file that it was made of (`Records.mark`), `source` a hash of what was in it.
+    """
 
     data: np.ndarray
     label: int
     height: int
     width: int
+    mark: int = 0
+    source: int = 0
 
 
 class Store:
@@ -97,10 +107,32 @@ class Store:
         """Size of the segments."""
         return sum(path.stat().st_size for path in self.folder.glob("segment-*"))
 
-    def get(self, index: int) -> Record | None:
-        """A record, or None. Its data are valid until the next call; call `release` after use."""
+    def get(self, index: int, mark: int = 0) -> Record | None:
+        """The record of a file with this mark, or None. Its data are valid until the next call.
+
+        Call `release` after use.
+        """
         entry = self._entry(index)
-        if entry is None or entry["form"] != self._form:
+        return None if entry is None or entry["mark"] != mark else self._of(entry)
+
+    def renew(self, index: int, mark: int, source: int) -> Record | None:
+        """The record of a file in which is the same as in the one that it was made of; it then has this mark."""
+        entry = self._entry(index)
+        if entry is None or entry["source"] != source or (record := self._of(entry)) is None:
+            return None
+        entry["mark"] = mark
+        with self._lock, contextlib.suppress(OSError):  # Without the new mark, the file is read again the next time.
+            self._write_entry(index, entry)
+        return record._replace(mark=mark)
+
+    def has_other(self, index: int, source: int) -> bool:
+        """Whether there is a record that was made of a file in which was something else."""
+        entry = self._entry(index)
+        return entry is not None and entry["source"] != source
+
+    def _of(self, entry: np.ndarray) -> Record | None:
+        """The record of an entry; None when it is damaged."""
+        if entry["form"] != self._form:
             return None
         offset, length = int(entry["offset"]), int(entry["length"])
         segment = int(entry["segment"])
@@ -111,11 +143,15 @@ class Store:
             return None
         if self._verify and zlib.crc32(data.data) != entry["content"]:
             return None
-        return Record(data, int(entry["label"]), int(entry["height"]), int(entry["width"]))
+        about = (int(entry[name]) for name in ("label", "height", "width", "mark", "source"))
+        return Record(data, *about)
 
-    def wants(self, index: int) -> bool:
-        """Whether `put` of this record would add one that is not there."""
-        return not self._full and self.problem is None and self._entry(index) is None
+    def wants(self, index: int, mark: int = 0) -> bool:
+        """Whether `put` of this record, with this mark, would add one that is not there."""
+        if self._full or self.problem is not None:
+            return False
+        entry = self._entry(index)
+        return entry is None or entry["mark"] != mark
 
     def release(self) -> None:
         """Removes the pages of the last record from this process's memory; the system may keep them cached."""
@@ -142,10 +178,9 @@ class Store:
                 entry["content"] = content
                 entry["offset"], entry["length"], entry["segment"] = self._end, length, segment
                 entry["label"], entry["height"], entry["width"] = record.label, record.height, record.width
-                entry["form"] = self._form
-                entry["check"] = _check(entry)
+                entry["mark"], entry["source"], entry["form"] = record.mark, record.source, self._form
                 self._end = _aligned(self._end + length)
-                _write(self._index_file, entry.tobytes(), index * _ENTRY.itemsize)
+                self._write_entry(index, entry)
             except OSError as error:
                 self.problem = why_not(self.folder, error)
                 return False
@@ -167,6 +202,10 @@ class Store:
                     os.close(file)
                 self._files.clear()
                 self._full = True
+
+    def _write_entry(self, index: int, entry: np.ndarray) -> None:
+        entry["check"] = _check(entry)
+        _write(self._index_file, entry.tobytes(), index * _ENTRY.itemsize)
 
     def _entry(self, index: int) -> np.ndarray | None:
         entry = self._index[index].copy()

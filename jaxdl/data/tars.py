@@ -19,7 +19,7 @@ import pydantic
 from jaxdl.config import ConfigError
 from jaxdl.data import remote
 from jaxdl.data.photos import Photos
-from jaxdl.data.records import BadRecord, LeftOut, Records, left_out_remark
+from jaxdl.data.records import BadRecord, LeftOut, Records, left_out_remark, mark_of
 from jaxdl.data.source import Data, Splits
 from jaxdl.data.staging import Stage
 from jaxdl.data.tar_members import find_images
@@ -67,7 +67,7 @@ class ImageTars(Data, kind="image_tars"):
         name = hashlib.sha256(f"{_VERSION} {identity}".encode()).hexdigest()[:16]
         kept = expanded(disk) / f"tars-{name}.table" if disk else None
         if kept is not None and (scan := _kept(kept)) is not None:
-            return TarRecords([one.address for one in found], scan, identity)
+            return TarRecords(found, scan, identity)
         with ThreadPoolExecutor(_READERS) as threads:
             scan = _together(threads.map(_read_through, range(len(found)), found))
         if len(scan.rows) == 0:
@@ -77,7 +77,7 @@ class ImageTars(Data, kind="image_tars"):
             raise ConfigError(f"{', '.join(patterns)}: there is a label {least}; labels start at 0.")
         if kept is not None:
             _keep(kept, scan)
-        return TarRecords([one.address for one in found], scan, identity)
+        return TarRecords(found, scan, identity)
 
 
 def _kept(path: Path) -> _Scan | None:
@@ -157,9 +157,10 @@ def _together(scans: Iterable[_Scan]) -> _Scan:
 class TarRecords(Records):
     """The images of tar files."""
 
-    def __init__(self, addresses: Sequence[str], scan: _Scan, identity: str) -> None:
-        rows = scan.rows
-        self._addresses, self._rows, self.identity = list(addresses), rows, identity
+    def __init__(self, found: Sequence[remote.Found], scan: _Scan, identity: str) -> None:
+        rows, addresses = scan.rows, [one.address for one in found]
+        self._addresses, self._rows, self.identity = addresses, rows, identity
+        self._marks = [mark_of(f"{one.address} {one.num_bytes} {one.version}") for one in found]
         self.num_lost = len(scan.lost)
         some = f"{addresses[0]}{f' and {len(addresses) - 1} more' if len(addresses) > 1 else ''}"
         self.remark = left_out_remark(some, len(rows), scan.lost, scan.unread)
@@ -182,6 +183,10 @@ class TarRecords(Records):
         if len(found) < length:
             raise BadRecord(f"its tar file ends {length - len(found)} bytes too early")
         return found, label
+
+    def mark(self, index: int) -> int:
+        """See `Records.mark`: of the tar file."""
+        return self._marks[int(self._rows[index, 0])]
 
     def name(self, index: int) -> str:
         """The tar file and the image's name in it."""
