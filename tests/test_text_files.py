@@ -13,6 +13,9 @@ import pytest
 from jaxdl.config import ConfigError
 from jaxdl.data import Documents, Pairs, Tabular
 from jaxdl.data.text import TextFiles
+from jaxdl.run.staged import as_begun
+from jaxdl.run.validate import read_splits
+from jaxdl.run.workdir import keep_examples
 from jaxdl.runs import read_lines
 
 TEXTS = ["first document", "second one", "third, é one"]
@@ -164,3 +167,38 @@ def test_a_text_file_without_its_mark(tmp_path):
     (tmp_path / "c.py.gz").write_bytes(gzip.compress(b"x" * 99))
     with pytest.raises(ConfigError, match="it is compressed"):
         TextFiles(paths=(str(tmp_path / "c.py.gz"),), length=8).build()
+
+
+@pytest.mark.parametrize("case", ["hidden file", "byte order mark"])
+def test_a_run_goes_on_with_the_text_that_it_began_with(case, tmp_path):
+    """Earlier versions took hidden files and byte order marks, and recorded the number of windows alone."""
+    text = bytes(range(97, 117)) * 5
+    folder, workdir = tmp_path / "texts", tmp_path / "run"
+    folder.mkdir()
+    workdir.mkdir()
+    if case == "hidden file":
+        (folder / "a.txt").write_bytes(text)
+        (folder / ".b.txt").write_bytes(text)
+        before = text  # One file was held out, the other trained on.
+    else:
+        before = b"\xef\xbb\xbf" + text + text
+        (folder / "a.txt").write_bytes(before)
+        before = before[:102]  # Half of 203 bytes, rounded to an even number.
+    data = TextFiles(paths=(str(folder),), glob="**/*.txt", length=3, test_fraction=0.5)
+    read = as_begun(workdir, read_splits)
+    recorded = {
+        "train": {"examples": (len(before) - 1) // 3, "content": ""},
+        "test": {"examples": 33 if case == "hidden file" else 34, "content": ""},
+    }
+
+    fresh = read(data, None)
+    assert (len(fresh.train), len(fresh.test)) == ((16, 17) if case == "hidden file" else (33, 33))
+    (workdir / "examples.json").write_text(json.dumps(recorded))
+    old = read(data, fresh.train.spec)
+    tokens = old.train.batch(np.arange(len(old.train)))["tokens"]
+    assert tokens[:, :3].ravel().tolist() == list(before[: 3 * len(tokens)])
+    keep_examples(workdir, old.content(), old.former_contents())
+    assert read(data, fresh.train.spec).content() == old.content(), "known by its content from then on"
+    (folder / "a.txt").write_bytes((folder / "a.txt").read_bytes()[::-1])
+    with pytest.raises(ConfigError, match="the data changed since its run began"):
+        keep_examples(workdir, read(data, None).content(), read(data, None).former_contents())

@@ -212,11 +212,29 @@ class Splits:
 
     train: Source
     test: Source
+    earlier: Callable[[], Splits] | None = None
+    """Reads the same files as earlier versions did, where that gives other examples."""
+
+    def as_recorded(self, recorded: Mapping[str, Any]) -> Splits:
+        """As earlier versions read them, if a run recorded that these are its examples: its `content`."""
+        if self.earlier is None:
+            return self
+        try:
+            before = self.earlier()
+            now, former = before.content(), before.former_contents()
+            same = all(
+                recorded[split]["examples"] == one["examples"]
+                and recorded[split]["content"] in (one["content"], *former[split])
+                for split, one in now.items()
+            )
+        except (ConfigError, KeyError, TypeError):  # Of a damaged record; whoever checks it says so.
+            return self
+        return before if same else self
 
     def read_as(self, spec: DataSpec) -> Splits | None:
         """Both with `spec`, as a run recorded it; None where they cannot be read so."""
         train, test = self.train.read_as(spec), self.test.read_as(spec)
-        return None if train is None or test is None else Splits(train, test)
+        return None if train is None or test is None else dataclasses.replace(self, train=train, test=test)
 
     def content(self) -> dict[str, dict[str, int | str]]:
         """Number and identity of the examples of each split."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import sysconfig
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -18,7 +20,7 @@ from jaxdl.data.remote import is_hidden, reading
 from jaxdl.data.source import Data, Source, Splits
 from jaxdl.data.spec import TextSpec
 from jaxdl.data.staging import Stage
-from jaxdl.data.text_files import is_compressed
+from jaxdl.data.text_files import MARK, is_compressed
 from jaxdl.paths import expanded
 
 STANDARD_LIBRARY = "python:stdlib"
@@ -56,18 +58,25 @@ class TextFiles(Data, kind="text"):
 
     def build(self) -> Splits:
         """Training and held-out windows: tokens int32 [batch, length+1]. Raises ConfigError for what cannot be read."""
-        files = find_files(self.paths, self.glob)
+        shown = find_files(self.paths, self.glob)
+        splits = self._read(shown, _read)
+        every = _find(self.paths, self.glob)
+        if len(every) > len(shown) or any(map(_is_marked, shown)):
+            return dataclasses.replace(splits, earlier=lambda: self._read(every, _read_whole))
+        return splits
+
+    def _read(self, files: Sequence[TextFile], read: Callable[[TextFile], bytes]) -> Splits:
         if self.max_bytes is not None:
             files = _limit(files, self.max_bytes, self.split_seed)
         names = sorted({file.name for file in files})
         if len(names) == 1:
-            whole = b"".join(_read(file) for file in files)
+            whole = b"".join(map(read, files))
             cut = _boundary(whole, round(len(whole) * (1 - self.test_fraction)))
             train, test = [whole[:cut]], [whole[cut:]]
         else:
             held_out = _held_out(names, self.test_fraction, self.split_seed)
-            train = [_read(file) for file in files if file.name not in held_out]
-            test = [_read(file) for file in files if file.name in held_out]
+            train = [read(file) for file in files if file.name not in held_out]
+            test = [read(file) for file in files if file.name in held_out]
         return text_splits(train, test, self.length, self.tokenizer)
 
     def staged(self, stage: Stage) -> TextFiles:
@@ -80,6 +89,7 @@ class TextFiles(Data, kind="text"):
             if not folder.is_dir():
                 return stage.files(path)
             names = [file.relative_to(folder).as_posix() for file in _matching(folder, self.glob)]
+            names = [name for name in names if _is_shown(name, self.glob)]
             return stage.folder(path, only=(self.glob, names))
 
         return self.replaced({"paths": tuple(map(copy, self.paths))})
@@ -98,7 +108,16 @@ class TextFile(NamedTuple):
 
 
 def find_files(paths: Sequence[str], glob: str = _DEFAULT_GLOB) -> list[TextFile]:
-    """The files of `paths`, each once, sorted by name. Raises ConfigError when a path has none."""
+    """The files of `paths`, each once, sorted by name, without hidden ones unless the pattern names those.
+
+    Raises ConfigError when a path has none.
+    """
+    return _find(paths, glob, _is_shown)
+
+
+def _find(
+    paths: Sequence[str], glob: str, shown: Callable[[str, str], bool] = lambda name, glob: True
+) -> list[TextFile]:
     found: dict[Path, str] = {}
     folders = False
     for text in paths:
@@ -112,6 +131,7 @@ def find_files(paths: Sequence[str], glob: str = _DEFAULT_GLOB) -> list[TextFile
         elif path.is_dir():
             folders = True
             named = [(file, file.relative_to(path).as_posix()) for file in _matching(path, glob)]
+            named = [(file, name) for file, name in named if shown(name, glob)]
         elif path.is_file():
             named = [(path, path.name)]
         else:
@@ -129,17 +149,17 @@ def find_files(paths: Sequence[str], glob: str = _DEFAULT_GLOB) -> list[TextFile
 
 
 def _matching(folder: Path, glob: str) -> list[Path]:
-    """The files in the folder that match, without hidden ones unless the pattern names those.
-
-    Raises ConfigError for what is no pattern, such as an absolute path.
-    """
+    """The files in the folder that match. Raises ConfigError for what is no pattern, such as an absolute path."""
     try:
-        files = [file for file in folder.glob(glob) if file.is_file()]
-        return [file for file in files if is_hidden(glob) or not is_hidden(file.relative_to(folder).as_posix())]
+        return [file for file in folder.glob(glob) if file.is_file()]
     except (NotImplementedError, ValueError) as error:
         raise ConfigError(
             f"glob = {glob!r}: {error}. Give a pattern inside the folders of paths, such as {_DEFAULT_GLOB!r}."
         ) from None
+
+
+def _is_shown(name: str, glob: str) -> bool:
+    return is_hidden(glob) or not is_hidden(name)
 
 
 def standard_library_files() -> tuple[str, ...]:
@@ -180,6 +200,19 @@ def _read(file: TextFile) -> bytes:
     return content[: _boundary(content, file.num_bytes)]
 
 
+def _is_marked(file: TextFile) -> bool:
+    """Whether a file begins with the byte order mark of UTF-8."""
+    with reading(str(file.path)), file.path.open("rb") as stream:
+        return stream.read(len(MARK)) == MARK
+
+
+def _read_whole(file: TextFile) -> bytes:
+    """As earlier versions read it: with a byte order mark."""
+    with reading(str(file.path)):
+        content = file.path.read_bytes()
+    return content[: _boundary(content, file.num_bytes)]
+
+
 def _boundary(content: bytes, cut: int) -> int:
     """`cut`, moved back to the start of a UTF-8 character."""
     while 0 < cut < len(content) and content[cut] & 0xC0 == 0x80:
@@ -203,7 +236,13 @@ def text_splits(train: Iterable[bytes], test: Iterable[bytes], length: int, toke
     if len(test_tokens) < 2:
         raise ConfigError("The held-out text has fewer than 2 tokens: raise test_fraction, or give more text.")
     spec = TextSpec(vocab_size=codec.vocab_size, length=length, bytes_per_token=num_bytes / len(test_tokens))
-    return Splits(TokenWindows(train_tokens, spec, partial=False), TokenWindows(test_tokens, spec, partial=True))
+    windows = [
+        TokenWindows(
+            tokens, spec, partial=partial, content=f"{zlib.crc32(np.ascontiguousarray(tokens).data):08x}", former=("",)
+        )
+        for tokens, partial in ((train_tokens, False), (test_tokens, True))
+    ]
+    return Splits(*windows)
 
 
 def _encode(documents: Iterable[bytes], codec: Codec) -> tuple[np.ndarray, int]:
@@ -245,9 +284,11 @@ class TokenWindows(Source):
 
     spec: TextSpec
 
-    def __init__(self, tokens: Tokens, spec: TextSpec, *, partial: bool, content: str = ""):
-        """`content` identifies the tokens, where they may change while the config does not."""
-        self._tokens, self.spec, self._content = tokens, spec, content
+    def __init__(
+        self, tokens: Tokens, spec: TextSpec, *, partial: bool, content: str = "", former: tuple[str, ...] = ()
+    ):
+        """`content` identifies the tokens, where they may change while the config does not; `former` see `Source`."""
+        self._tokens, self.spec, self._content, self._former = tokens, spec, content, former
         num_targets = max(len(tokens) - 1, 0)
         self._count = -(-num_targets // spec.length) if partial else num_targets // spec.length
 
@@ -257,6 +298,10 @@ class TokenWindows(Source):
     def content(self) -> str:
         """See `Source.content`."""
         return self._content
+
+    def former_contents(self) -> tuple[str, ...]:
+        """See `Source.former_contents`."""
+        return self._former
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The windows' tokens, int32 [batch, length+1]."""

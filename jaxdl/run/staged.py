@@ -1,18 +1,35 @@
-"""Data that are read from copies on the disk of each node: `--stage-data`."""
+"""Data that are read from copies on the disk of each node, `--stage-data`, and as the run that resumes began."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 from jaxdl.cluster import wait_for_all
 from jaxdl.config import ConfigError
 from jaxdl.data import Data, DataSpec, Splits, Stage
+from jaxdl.files import EXAMPLES_FILE
 from jaxdl.report import Start
 from jaxdl.run.validate import read_splits
+from jaxdl.run.workdir import read_file
 
 Reader = Callable[[Data, DataSpec | None], Splits]
 """Reads the data of a config, see `read_splits`."""
+
+
+def as_begun(workdir: Path | None, read: Reader) -> Reader:
+    """Reads the examples that the run in the workdir recorded, where earlier versions read the same files otherwise."""
+
+    def reader(data: Data, recorded: DataSpec | None) -> Splits:
+        splits = read(data, recorded)
+        content = b"" if workdir is None or splits.earlier is None else read_file(workdir / EXAMPLES_FILE)
+        try:
+            return splits.as_recorded(json.loads(content)) if content else splits
+        except ValueError:  # Whoever checks the file says so.
+            return splits
+
+    return reader
 
 
 def make_reader(folder: str | Path | None, say: Callable[[str | None], None], start: Start) -> Reader:
