@@ -182,13 +182,30 @@ def test_a_second_start_tokenizes_nothing_and_changes_make_new_shards(folder, tm
     for name, values in first.train.batch(every).items():
         np.testing.assert_array_equal(again.train.batch(every)[name], values)
     after = {path: path.read_bytes() for path in shards.glob("*/*")}
-    assert {path: one for path, one in after.items() if path.name != SOURCES} == {
+    assert {path: one for path, one in after.items() if path.name not in (SOURCES, ".note.lock")} == {
         path: one for path, one in before.items() if path.name != SOURCES
     }
     source.write_text(source.read_text().replace("w1", "w2"))  # Of the same size.
     assert config.build().content()["train"] != first.content()["train"]
     config.replaced({"tokenizer": None, "source_length": 200, "target_length": 200}).build()
     assert len(list(shards.iterdir())) == 5  # The training pairs again, and both splits in bytes.
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_tokens_of_what_a_file_was_are_removed_unless_they_are_used(folder, tmp_path, used):
+    shards, source = tmp_path / "shards", tmp_path / "train.tsv"
+    content = (folder / "train.tsv").read_text()
+    source.write_text(content)
+    config = config_of(folder, train=(str(source),), shards=str(shards))
+    first = config.build()
+    rows = first.train.batch(np.arange(3))
+    if not used:
+        del first
+    source.write_text(content.replace("w1", "w2"))
+    config.build()
+    assert len([one for one in shards.iterdir() if not one.name.startswith(".")]) == (3 if used else 2)
+    if used:
+        np.testing.assert_array_equal(first.train.batch(np.arange(3))["source"], rows["source"])
 
 
 CONFIG = """

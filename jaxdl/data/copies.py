@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from jaxdl.writing import replace_file
 NOTE = "examples.json"
 _USED = "used.lock"
 """Whoever reads a copy has a shared lock of this file in it, so that nobody removes the copy."""
+_NOTE_LOCK = ".note.lock"
+_TRIES = 10
 MOST_SEEN = 256
 """So many places and times of the same files are kept: hosts may share the folder and have files of their own."""
 
@@ -47,6 +49,15 @@ class Copies:
     def content(self, made: Path) -> str:
         """The content of a copy whose note does not say it. Raises OSError."""
         return content_of(made, self._arrays)
+
+    def held(self, write: Callable[[Path], None]) -> tuple[Path, Held]:
+        """The copy, as `made` gives it, and what keeps it from being removed. Raises OSError."""
+        for _ in range(_TRIES):
+            made = self.made(write)
+            held = Held(made)
+            if held.is_there:  # Else another process removed it between the two.
+                break
+        return made, held
 
     def made(self, write: Callable[[Path], None]) -> Path:
         """The copy. If there is none, `write` makes one in an empty folder, with its note. Raises OSError.
@@ -79,19 +90,16 @@ class Copies:
             if self._seen in note.get("files", []):
                 return made
             if made.name == self.former_name and "content" not in note:
-                _change(made, {"content": content_of(made, self._arrays), "files": [self._seen]})
+                content = content_of(made, self._arrays)
+                change_note(made / NOTE, lambda _, content=content: {"content": content, "files": [self._seen]})
                 return made
         return None
 
     def _equal(self) -> Path | None:
         """The copy of equal files that were seen elsewhere, or at another time."""
-        sizes = [size for _, size, _ in self._seen]
-        for made, note in self._notes():
-            seen, hashes = note.get("files", []), note.get("sha256")
-            if hashes and any([size for _, size, _ in one] == sizes for one in seen) and hashes == self._own_hashes():
-                _change(made, {"files": [*seen, self._seen][-MOST_SEEN:]})
-                return made
-        return None
+        notes = ((made / NOTE, note) for made, note in self._notes())
+        note = of_equal_files(notes, "files", self._seen, self._own_hashes)
+        return note.parent if note is not None else None
 
     def _own_hashes(self) -> list[str]:
         if self._hashes is None:
@@ -100,7 +108,7 @@ class Copies:
 
     def _placed(self, partial: Path) -> Path:
         """Where a copy that is whole is then: where an equal one was, if there is one."""
-        new = read_note(partial)
+        new = read_note(partial / NOTE)
         made = self._folder / f"{self._split}-{new['content']}"
         for other, note in self._notes():
             content = note.get("content")
@@ -111,43 +119,70 @@ class Copies:
                 made = other
                 break
         else:
-            _change(partial, {"files": [self._seen]})
+            change_note(partial / NOTE, lambda _: {"files": [self._seen]})
             try:
                 partial.rename(made)
             except OSError:  # Without locks, another process may have been faster.
                 if not made.exists():
                     raise
             return made
-        _change(made, {**new, "files": [*read_note(made).get("files", []), self._seen][-MOST_SEEN:]})
+        change_note(made / NOTE, lambda now: {**new, "files": [*now.get("files", []), self._seen][-MOST_SEEN:]})
         return made
 
     def _remove_former(self, made: Path) -> None:
         """Removes copies of what these files were before, which nothing leads to any more; not those that are read."""
         paths = [path for path, _, _ in self._seen]
         for other, note in self._notes():
-            seen = note.get("files", [])
-            left = [one for one in seen if [path for path, _, _ in one] != paths]
-            if other == made or len(left) == len(seen):
+            if other == made or not any([path for path, _, _ in one] == paths for one in note.get("files", [])):
                 continue
-            if left:
-                _change(other, {"files": left})
+
+            def without(now: dict[str, Any]) -> dict[str, Any]:
+                return {"files": [one for one in now.get("files", []) if [path for path, _, _ in one] != paths]}
+
+            if without(note)["files"]:
+                change_note(other / NOTE, without)
             else:
-                _remove(other)
+                remove_unused(other)
 
     def _notes(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Each copy, and its note; those without one are damaged."""
         for made in sorted(self._folder.glob(f"{self._split}-*")):
             if made.is_dir():
                 with contextlib.suppress(OSError, ValueError):
-                    yield made, read_note(made)
+                    yield made, read_note(made / NOTE)
 
 
-def read_note(made: Path) -> dict[str, Any]:
-    """The note of a copy. Raises OSError and ValueError."""
-    note = json.loads((made / NOTE).read_bytes())
+def read_note(path: Path) -> dict[str, Any]:
+    """A note of what was prepared. Raises OSError and ValueError."""
+    note = json.loads(path.read_bytes())
     if not isinstance(note, dict):
-        raise ValueError(f"{NOTE} is no JSON object")
+        raise ValueError(f"{path.name} is no JSON object")
     return note
+
+
+def of_equal_files(
+    notes: Iterable[tuple[Path, dict[str, Any]]], seen: str, state: list[Any], hashes: Callable[[], list[str]]
+) -> Path | None:
+    """The note of what was prepared from files in this state, or from equal ones: that state is then known there, too.
+
+    Args:
+      notes: each with its path. The value `seen` of a note has states, and "sha256" the hashes of the files.
+      seen: the name of that value.
+      state: (name, size, time) of each file, as JSON has it.
+      hashes: gives the SHA-256 of each file; it is called only where all sizes are equal. What it raises is raised.
+    """
+    sizes, others = [size for _, size, _ in state], []
+    for path, note in notes:
+        with contextlib.suppress(ValueError, TypeError):  # Of damaged notes the files are read again.
+            if state in note.get(seen, []):
+                return path
+            if note.get("sha256") and any([size for _, size, _ in one] == sizes for one in note.get(seen, [])):
+                others.append((path, note))
+    for path, note in others:
+        if note["sha256"] == hashes():
+            change_note(path, lambda now: {seen: [*now.get(seen, []), state][-MOST_SEEN:]})
+            return path
+    return None
 
 
 def content_of(made: Path, arrays: Sequence[str]) -> str:
@@ -161,7 +196,11 @@ def content_from(digests: Sequence[bytes]) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file."""
+    """The SHA-256 of a file; of a folder, that of the names and SHA-256 of its files."""
+    if path.is_dir():
+        files = [one for one in sorted(path.rglob("*")) if one.is_file()]
+        parts = [f"{one.relative_to(path)} {sha256_of(one)}" for one in files]
+        return hashlib.sha256("\n".join(parts).encode(errors="surrogateescape")).hexdigest()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -171,22 +210,34 @@ class Held:
 
     def __init__(self, made: Path) -> None:
         self._file = -1
+        self.is_there = True
+        """False if it was removed before."""
         with contextlib.suppress(OSError):  # Of a folder that this user may not write, and of a disk without locks.
             self._file = os.open(made / _USED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        try:
+            self.is_there = self._file < 0 or os.path.samestat(os.fstat(self._file), (made / _USED).stat())
+            self.is_there = self.is_there and made.is_dir()
+        except OSError:
+            self.is_there = False
 
     def __del__(self) -> None:
         if self._file >= 0:
             os.close(self._file)
 
 
-def _change(made: Path, values: dict[str, Any]) -> None:
-    """Changes a note, if this user may: otherwise the same is found out again the next time."""
-    with contextlib.suppress(OSError, ValueError):
-        replace_file(made / NOTE, json.dumps(read_note(made) | values).encode())
+def change_note(path: Path, changed: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Changes values of a note, if this user may: otherwise the same is found out again the next time.
+
+    `changed` gives them for the note as it is then: another process may change it as well, and is waited for.
+    """
+    with contextlib.suppress(OSError, ValueError), locked(path.with_name(_NOTE_LOCK), lambda: None):
+        now = read_note(path)
+        replace_file(path, json.dumps(now | changed(now)).encode())
 
 
-def _remove(made: Path) -> None:
+def remove_unused(made: Path) -> None:
+    """Removes a copy, unless somebody has it `Held`, and on disks without locks."""
     with contextlib.suppress(OSError), (made / _USED).open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Fails when it is read, and on a disk without locks.
         gone = made.with_name(f".{made.name}.{uuid.uuid4().hex}")

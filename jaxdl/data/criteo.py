@@ -316,14 +316,14 @@ def _prepared(folder: Path, split: str, paths: Sequence[Path], say: Any) -> Exam
     """The examples of the files, from `folder` if they are there, else read and written there first."""
     try:
         copies = Copies(folder, split, paths, [file for file, _ in _FILES.values()])
-        made = copies.made(lambda partial: _write(partial, paths, say))
+        made, keeper = copies.held(lambda partial: _write(partial, paths, say))
     except OSError as error:
         raise ConfigError(
             f"--data.folder {folder}: the examples cannot be kept there ({error}). Give a folder with room that this "
             "user may write."
         ) from None
     try:
-        note, keeper = read_note(made), Held(made)
+        note = read_note(made / NOTE)
         count = note["examples"]
         shapes = {"number": (count, NUM_NUMBERS), "feature": (count, len(CRITEO_ROWS)), "label": (count,)}
         arrays = {

@@ -30,7 +30,7 @@ import numpy as np
 
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
-from jaxdl.data.copies import MOST_SEEN, sha256_of
+from jaxdl.data.copies import MOST_SEEN, Held, change_note, of_equal_files, read_note, remove_unused, sha256_of
 from jaxdl.data.staging import Stage
 from jaxdl.paths import expanded
 from jaxdl.writing import replace_file
@@ -215,48 +215,60 @@ def write_manifest(plan: Plan) -> None:
         "shards": [shard._asdict() for shard in shards if shard],
     }
     with contextlib.suppress(OSError):  # Of files in the cloud: without it they are known by their state alone.
-        hashes, now = _hashes(plan), [file_state("", path)[1:] for path in plan.texts.sources]
+        hashes, now = (
+            list(map(sha256_of, plan.texts.sources)),
+            [file_state("", path)[1:] for path in plan.texts.sources],
+        )
         # Not of a file that has changed since its texts were read.
         if now and now == [tuple(state[1:]) for state in content["sources"]]:
-            sources = {"key": plan.content_key, "sha256": hashes, "seen": [content["sources"]]}
+            places = _places(plan)
+            sources = {"key": plan.content_key, "sha256": hashes, "seen": [content["sources"]], "places": [places]}
             replace_file(plan.folder / SOURCES, json.dumps(sources).encode())
+            _remove_former(plan, hashes, places)
     with _whole(plan.folder / MANIFEST) as file:
         file.write(json.dumps(content, indent=1).encode())
-
-
-def _hashes(plan: Plan) -> list[str]:
-    """A hash of each source: of a folder, that of its files."""
-    found = []
-    for source in plan.texts.sources:
-        if source.is_dir():
-            files = [one for one in sorted(source.rglob("*")) if one.is_file()]
-            parts = [f"{one.relative_to(source)} {sha256_of(one)}" for one in files]
-            found.append(hashlib.sha256("\n".join(parts).encode(errors="surrogateescape")).hexdigest())
-        else:
-            found.append(sha256_of(source))
-    return found
 
 
 def _of_equal_files(plan: Plan) -> Path | None:
     """The folder with the tokens of files of equal names, sizes and bytes, which is then known for these as well."""
     if not plan.texts.sources:
         return None
-    seen, hashes = json.loads(json.dumps(plan.texts.identity[-1])), None
-    for path in sorted(expanded(plan.root).glob(f"*/{SOURCES}")):
-        with contextlib.suppress(
-            OSError, ValueError, KeyError, TypeError
-        ):  # Of damaged notes the files are read again.
-            known = json.loads(path.read_bytes())
-            if known["key"] != plan.content_key or not (path.parent / MANIFEST).is_file():
-                continue
-            if seen in known["seen"]:
-                return path.parent
-            hashes = hashes or _hashes(plan)
-            if hashes == known["sha256"]:
-                with contextlib.suppress(OSError):  # Of another user's tokens it is found out each time.
-                    replace_file(path, json.dumps({**known, "seen": [*known["seen"], seen][-MOST_SEEN:]}).encode())
-                return path.parent
+    state, places = json.loads(json.dumps(plan.texts.identity[-1])), _places(plan)
+    of_same_texts = (
+        (path, note)
+        for path, note in _notes(plan)
+        if note.get("key") == plan.content_key and (path.parent / MANIFEST).is_file()
+    )
+    with contextlib.suppress(OSError):  # Of files that cannot be read; whoever tokenizes them says so.
+        if path := of_equal_files(
+            of_same_texts, "seen", state, functools.cache(lambda: list(map(sha256_of, plan.texts.sources)))
+        ):
+            if places not in read_note(path).get("places", [places]):
+                change_note(path, lambda now: {"places": [*now["places"], places][-MOST_SEEN:]})
+            return path.parent
     return None
+
+
+def _places(plan: Plan) -> list[str]:
+    return [str(path.resolve()) for path in plan.texts.sources]
+
+
+def _notes(plan: Plan) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The notes of all folders of tokens; without those that are damaged."""
+    for path in sorted(expanded(plan.root).glob(f"*/{SOURCES}")):
+        with contextlib.suppress(OSError, ValueError):
+            yield path, read_note(path)
+
+
+def _remove_former(plan: Plan, hashes: list[str], places: list[str]) -> None:
+    """Removes the tokens of what was in these files before, unless they are read, or other places had the same."""
+    for path, note in _notes(plan):
+        if places not in note.get("places", []) or note.get("sha256") == hashes:
+            continue
+        if len(note["places"]) > 1:
+            change_note(path, lambda now: {"places": [one for one in now["places"] if one != places]})
+        else:
+            remove_unused(path.parent)
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -337,7 +349,7 @@ class TokenStore:
     """The documents of a folder of shards, by number. Raises ConfigError for a folder that is damaged."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._held = folder, Held(folder)
         try:
             manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
             self._dtype = np.dtype(manifest["dtype"])
