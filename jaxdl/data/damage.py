@@ -67,6 +67,6 @@ class Damage:
                 )
         if (bad := len(self._bad) + sum(self._lost)) > self._max_bad:
             raise ConfigError(
-                f"{self._name}: {bad} images are {what}, more than photos.max_bad = {self._max_bad}; "
-                f"{last} Repair the data, or raise the limit."
+                f"{self._name}: {bad} images are {what}, more than --data.photos.max-bad {self._max_bad}; "
+                f"{last} Repair the data, or raise the limit; a run that resumes takes a higher one."
             )
