@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import itertools
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -102,6 +103,23 @@ def parse_options(
         if issubclass(kind, Config):
             return kind(**values)
         return _filled(kind, values, default)
+
+
+def split_words(line: Sequence[str], most: int | None = None) -> tuple[list[str], list[str]]:
+    """(files or folders, at most so many; the options) of a command whose options have one value each.
+
+    Options may stand anywhere; further words are among them, for `parse_options` to refuse.
+    """
+    places, options = list[str](), list[str]()
+    words = iter(line)
+    for word in words:
+        if not word.startswith("--") and word != "-h":
+            (places if most is None or len(places) < most else options).append(word)
+        else:
+            options.append(word)
+            if "=" not in word and word not in ("-h", "--help"):
+                options += itertools.islice(words, 1)
+    return places, options
 
 
 def _own_types() -> tyro.constructors.ConstructorRegistry:

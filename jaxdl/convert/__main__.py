@@ -5,7 +5,6 @@ The command line is checked before JAX is imported.
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from rich.progress import Progress, TimeRemainingColumn
 
 from jaxdl.convert import HF_CONFIG
 from jaxdl.errors import ConfigError, command_line, print_out
-from jaxdl.options import parse_options
+from jaxdl.options import parse_options, split_words
 from jaxdl.runs import check_checkpoint, check_run
 
 PROG = "python -m jaxdl.convert"
@@ -73,7 +72,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _from_hf(line: Sequence[str]) -> None:
-    folders, options = _split(line)
+    folders, options = split_words(line, _NUM_FOLDERS)
     command = parse_options(FromHF, options, prog=f"{PROG} from-hf")
     source, workdir = _folders(folders, "from-hf FOLDER WORKDIR")
     if not (source / HF_CONFIG).is_file():
@@ -84,7 +83,7 @@ def _from_hf(line: Sequence[str]) -> None:
 
 
 def _to_hf(line: Sequence[str]) -> None:
-    folders, options = _split(line)
+    folders, options = split_words(line, _NUM_FOLDERS)
     command = parse_options(ToHF, options, prog=f"{PROG} to-hf")
     workdir, folder = _folders(folders, "to-hf WORKDIR FOLDER")
     check_checkpoint(check_run(workdir), command.step)
@@ -101,20 +100,6 @@ def _to_hf(line: Sequence[str]) -> None:
         raise ConfigError(f"--layout {command.layout}: there is no such layout; choose one of {', '.join(layouts())}.")
     chosen = {"dtype": command.dtype, "step": command.step, "layout": command.layout, "file_bytes": command.file_bytes}
     _run("writing", lambda progress: to_hf(workdir, folder, **chosen, progress=progress))
-
-
-def _split(line: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(the folders, the options) of a command line; each option has one value, and may stand anywhere."""
-    folders, options = list[str](), list[str]()
-    words = iter(line)
-    for word in words:
-        if not word.startswith("--") and word != "-h":
-            (folders if len(folders) < _NUM_FOLDERS else options).append(word)
-        else:
-            options.append(word)
-            if "=" not in word and word not in ("-h", "--help"):
-                options += itertools.islice(words, 1)
-    return folders, options
 
 
 def _folders(given: Sequence[str], usage: str) -> tuple[Path, Path]:

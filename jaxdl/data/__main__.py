@@ -11,7 +11,6 @@ a stopped `prepare` resumes where it was. Options after the config change it, as
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections import Counter, deque
 from typing import Any
@@ -26,7 +25,7 @@ from jaxdl.data.store import num_records
 from jaxdl.data.tokenizer import Train, train_tokenizer
 from jaxdl.errors import ConfigError, command_line, print_out
 from jaxdl.modules import load_file
-from jaxdl.options import parse, parse_options
+from jaxdl.options import parse, parse_options, split_words
 from jaxdl.paths import expanded
 from jaxdl.startup import no_config, own_options
 
@@ -51,8 +50,8 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _tokenizer(args: list[str]) -> None:
-    files = list(itertools.takewhile(lambda word: not word.startswith("-"), args))
-    command = parse_options(Train, args[len(files) :], prog="python -m jaxdl.data tokenizer FILES...")
+    files, options = split_words(args)
+    command = parse_options(Train, options, prog="python -m jaxdl.data tokenizer FILES...")
     print_out(train_tokenizer(files, command, Console(stderr=True)))
 
 
