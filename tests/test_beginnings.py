@@ -37,8 +37,8 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     for name, kind, size in (("own.json", "bpe", 280), ("pairs.model", "sentencepiece_bpe", 295)):
-        data_command(["tokenizer", str(folder / "texts.jsonl"), "--out", str(folder / name), "--kind", kind,
-                      "--vocab-size", str(size)])  # fmt: skip
+        data_command(["tokenizer", "--out", str(folder / name), "--kind", kind, str(folder / "texts.jsonl"),
+                      f"--vocab-size={size}"])  # fmt: skip
     return folder
 
 
@@ -281,6 +281,23 @@ def test_ends_that_are_no_numbers_of_tokens(tmp_path, capsys, where, value):
         assert "eos_token_id = [null]" in message
     assert f"{where}: eos_token_id = " in message
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("layout", ["qwen2", "qwen3"])
+def test_a_tokenizer_that_transformers_would_misread_is_not_written(files, tmp_path, capsys, layout):
+    """Of qwen2 it takes any tokenizer for the byte-level BPE of Qwen 2 (seen with transformers 5.24)."""
+    checkpoint = write_checkpoint(tmp_path / "hf", layout)
+    (checkpoint / "tokenizer.model").write_bytes((files / "pairs.model").read_bytes())
+    convert(["from-hf", str(checkpoint), str(tmp_path / "run")])
+    line = ["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]
+    if layout == "qwen2":
+        assert "in the layout qwen2 transformers takes that for another tokenizer" in refusal(
+            capsys, *line, run=convert
+        )
+        assert not (tmp_path / "out").exists()
+    else:
+        convert(line)
+        assert (tmp_path / "out" / "tokenizer.model").is_file()
 
 
 def test_pairs_model_is_one_of_sentencepiece(files):

@@ -80,6 +80,8 @@ class HFLayout(abc.ABC):
     """What all names but that of the output layer begin with; older files lack it."""
     forms: ClassVar[Mapping[str, Form]]
     """What the settings of a config.json must be that are read."""
+    reads_sentencepiece: ClassVar[bool] = True
+    """Whether `transformers` reads a tokenizer.model of sentencepiece of it as what it is."""
     byte_bpe: ClassVar[bool] = False
     """Whether a vocab.json and a merges.txt without a tokenizer.json are a tokenizer of GPT-2's kind."""
 

@@ -144,6 +144,7 @@ class Qwen2(Llama):
     """Qwen 2 and 2.5: biases of queries, keys and values."""
 
     model_type = "qwen2"
+    reads_sentencepiece = False
     architecture = "Qwen2ForCausalLM"
     biases = "qkv"
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -175,6 +176,7 @@ class Qwen3(Qwen2):
     """Qwen 3: RMSNorm of queries and keys, no biases."""
 
     model_type = "qwen3"
+    reads_sentencepiece = True
     architecture = "Qwen3ForCausalLM"
     biases = "none"
     qk_norm = True

@@ -14,7 +14,7 @@ from jaxdl import __version__
 from jaxdl.cluster import start_devices
 from jaxdl.convert import HF_CONFIG
 from jaxdl.convert.checkpoint import Place, Progress, at, places
-from jaxdl.convert.layouts import layout_for
+from jaxdl.convert.layouts import HFLayout, layout_for
 from jaxdl.convert.special import FOLDER, kept_numbers, write_tokenizer
 from jaxdl.convert.tensors import DTYPES, ToWrite, write_tensors
 from jaxdl.data import TextSpec
@@ -54,6 +54,7 @@ def to_hf(
         )
     check_data(predictor.workdir, predictor.experiment.data)
     found = layout_for(model, layout)
+    _check_tokenizer(predictor, found)
     tensors = [_to_write(predictor, one) for one in places(found, model, predictor.params)]
     every = sum(int(np.prod(one.shape)) for one in tensors) * DTYPES[NAMES[dtype]].itemsize
     try:
@@ -78,6 +79,20 @@ def to_hf(
         raise ConfigError(f"{folder}: {error.strerror}. Choose a folder with room that can be written.") from None
     text = f"{workdir}, step {predictor.step}, is written to {folder}: {found.model_type}, {every:,} bytes, {dtype}"
     return "\n".join((text, *_lost(model, found.model(config), found.model_type), about_tokenizer)).rstrip()
+
+
+def _check_tokenizer(predictor: Predictor, layout: HFLayout) -> None:
+    """Raises ConfigError for a tokenizer that `transformers` would read as another one, silently."""
+    try:
+        kind = predictor.codec.kind
+    except ConfigError:  # It is gone, which is said when the others are written.
+        return
+    if kind == "sentencepiece" and not layout.reads_sentencepiece:
+        raise ConfigError(
+            f"{predictor.workdir}: its tokenizer is a .model of sentencepiece, and in the layout {layout.model_type} "
+            "transformers takes that for another tokenizer, without a word: it would give other tokens. Choose another "
+            "--layout if one fits, or write the network alone with python -m jaxdl.export."
+        )
 
 
 def _to_write(predictor: Predictor, one: Place) -> ToWrite:
