@@ -124,7 +124,7 @@ def test_images_that_cannot_be_used_are_counted_and_named(case, tmp_path):
     told = warnings(train)
     assert "train.tar: 6 images are used. Not used are " in told
     assert said in told.replace("train.tar: ", "tar: ")
-    with pytest.raises(ConfigError, match=r"cannot be used, more than --data\.photos\.max-bad 0;.*6 images are used"):
+    with pytest.raises(ConfigError, match=r"cannot be used, more than data\.photos\.max_bad=0;.*6 images are used"):
         tars(tmp_path, [*SIX, *members], max_bad=0)
 
 
@@ -215,7 +215,7 @@ def test_files_of_a_folder_that_are_not_used_are_named(scheme, folder):
     assert "(cat/a.jfif)" in said
     assert "(about.txt, \N{REPLACEMENT CHARACTER}.txt)" in said
     said.encode()
-    with pytest.raises(ConfigError, match=r"1 images are damaged or cannot be used, more than --data\.photos\.max-bad 0"):
+    with pytest.raises(ConfigError, match=r"1 images are damaged or cannot be used, more than data\.photos\.max_bad=0"):
         data.replaced({"photos": PLAIN.replaced({"max_bad": 0})}).build()
 
 

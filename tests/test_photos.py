@@ -207,7 +207,7 @@ def test_damaged_images_are_named_counted_and_passed_over(workers, damaged, open
 def test_too_many_damaged_images_are_an_error(damaged, opened):
     source = opened(images_of(damaged, max_bad=1)).train
     with pytest.raises(
-        ConfigError, match=r"2 images are damaged, more than --data\.photos\.max-bad 1; the last is train/[ab]/[13]\.jpg"
+        ConfigError, match=r"2 images are damaged, more than data\.photos\.max_bad=1; the last is train/[ab]/[13]\.jpg"
     ):
         batches(source)
 
