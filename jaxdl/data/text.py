@@ -242,7 +242,7 @@ def text_splits(train: Iterable[bytes], test: Iterable[bytes], length: int, toke
         )
         for tokens, partial in ((train_tokens, False), (test_tokens, True))
     ]
-    return Splits(*windows)
+    return Splits(windows[0], windows[1])
 
 
 def _encode(documents: Iterable[bytes], codec: Codec) -> tuple[np.ndarray, int]:
