@@ -22,7 +22,20 @@ _NAMED = 3
 def settings_remarks(experiment: Experiment, parts: Parts, num_replicas: int) -> tuple[str, ...]:
     """The lines about an experiment and what was made of it, on a mesh of so many replicas."""
     decayed = decayed_biases(experiment, parts.network)
-    return unusual_mode(parts.task) + norms_of_rows(experiment, parts, num_replicas) + decayed
+    norms = norms_of_rows(experiment, parts, num_replicas)
+    return unusual_mode(parts.task) + norms + decayed + earlier_stacks(parts.network)
+
+
+def earlier_stacks(network: Network) -> tuple[str, ...]:
+    """A line when a run goes on with parameters that stack layers, and that it has not taken for such so far."""
+    if not network.restacked:
+        return ()
+    return (
+        f"this run began when {_listed(network.restacked)} were not known to stack layers, so its optimizer's state is "
+        "for arrays without layers, and it goes on as it began: weight decay, trust ratios, Muon and --precision take "
+        "each of them as a whole. To take their layers one by one, begin a new run with its parameters: --init-from "
+        "this --workdir, and another --workdir.",
+    )
 
 
 def unusual_mode(task: Task) -> tuple[str, ...]:
