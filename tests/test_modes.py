@@ -207,6 +207,19 @@ def quiet(params, image, key, noisy=False):
     return x @ params["kernel"]
 
 
+def switched(params, image, key, use_dropout):
+    return quiet(params, image, key, use_dropout)
+
+
+@pytest.mark.parametrize(
+    ("given", "trained"), [({}, True), ({"use_dropout": True}, True), ({"use_dropout": False}, False)]
+)
+def test_a_switch_of_functions_is_on_in_training_unless_the_user_gave_it(given, trained):
+    """Without a default it need not be given; in evaluation it is off in any case."""
+    network = network_of(FromFunctions(init_kernel, switched, **given))
+    assert (random_in(network, train=True), random_in(network, train=False)) == (trained, False)
+
+
 @pytest.mark.parametrize(
     ("model", "names", "advice"),
     [

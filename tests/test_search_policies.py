@@ -372,5 +372,5 @@ def test_who_wins_follows_the_metric_of_the_task(task, metric, winner, tmp_path)
 def test_a_metric_without_a_direction_is_refused():
     with pytest.raises(ConfigError, match="best_metric = 'wer': whether a higher or a lower value is better"):
         direction_of(SearchConfig(), Experiment(task=Loss(loss, best_metric="wer")))
-    with pytest.raises(ConfigError, match="--metric eval/wer: whether a higher value is better is not known"):
+    with pytest.raises(ConfigError, match="metric eval/wer: whether a higher value is better is not known"):
         direction_of(SearchConfig(metric="eval/wer"), Experiment(task=Loss(loss)))

@@ -70,7 +70,7 @@ def idle_dropout(network: Network, inputs: Sequence[Any]) -> tuple[list[str], st
         if found:
             better = "deterministic" if default else "train"
             return list(dropouts), (
-                f"With {one}={not default} of {name} it would be so. jaxdl does not know this name: rename the "
+                f"With {one}={not default} of {name} they do. jaxdl does not know this name: rename the "
                 f"argument {better}, or wrap the network in one that has an argument train and hands it on as {one}."
             )
     return list(dropouts), (

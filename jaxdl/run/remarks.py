@@ -25,15 +25,16 @@ def settings_remarks(experiment: Experiment, parts: Parts, num_replicas: int) ->
     """The lines about an experiment and what was made of it, on a mesh of so many replicas."""
     decayed = decayed_biases(experiment, parts.network)
     norms = norms_of_rows(experiment, parts, num_replicas)
-    mode = unusual_mode(parts.task) + dropout_off(experiment, parts)
+    mode = unusual_mode(parts.task) + dropout_off(experiment, parts, num_replicas)
     return mode + norms + decayed + earlier_stacks(parts.network)
 
 
-def dropout_off(experiment: Experiment, parts: Parts) -> tuple[str, ...]:
+def dropout_off(experiment: Experiment, parts: Parts, num_replicas: int) -> tuple[str, ...]:
     """A line when a user's network has dropout that drops nothing in training."""
     if parts.network.what is None:
         return ()
-    names, advice = idle_dropout(parts.network, _input_shapes(experiment, parts, 2))
+    rows = max(1, experiment.batch_size // num_replicas // experiment.step.microbatches)
+    names, advice = idle_dropout(parts.network, _input_shapes(experiment, parts, rows))
     if not names:
         return ()
     return (
