@@ -10,6 +10,7 @@ from runs import tiny_experiment
 from jaxdl import Experiment, FromModule
 from jaxdl.config import ConfigError
 from jaxdl.files import STACKS_FILE
+from jaxdl.mesh import MeshConfig
 from jaxdl.models import Network
 from jaxdl.models.stacks import named_stacks
 from jaxdl.optim import AdamW, Muon, decay_mask, num_stacked_dims
@@ -136,9 +137,10 @@ def test_a_run_goes_on_with_the_stacks_that_it_began_with(tmp_path):
     (tmp_path / STACKS_FILE).write_text("[1")
     with pytest.raises(ConfigError, match="does not say which parameters are stacked"):
         read_stacks(tmp_path)
-    experiment = tiny_experiment(model=FromModule(Towers), optimizer=Muon())
+    mesh = MeshConfig(replica=1, fsdp=1, tensor=1)
+    experiment = tiny_experiment(model=FromModule(Towers), optimizer=Muon(), mesh=mesh)
     for stacks, is_matrix in ((None, False), ({}, True)):
-        plan = make_plan(experiment, jax.devices()[:4], stacks=lambda stacks=stacks: stacks)
+        plan = make_plan(experiment, jax.devices()[:1], stacks=lambda stacks=stacks: stacks)
         names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(plan.parts.state_spec.opt_shapes)]
         matrices = [one for one in names if "matrices" in one and "'tower']['blocks']['layer']['bias']" in one]
         assert bool(matrices) == is_matrix

@@ -89,7 +89,8 @@ def nnx_stacks(module: nnx.Module) -> Stacks:
             for name, one in vars(part).items():
                 if isinstance(one, nnx.Param) and hasattr(one, "shape"):
                     whole = len(one.shape)
-                    single = num_dims.get(name, one.get_metadata().get(_DIMS, whole))
+                    made: int | None = one.get_metadata().get(_DIMS)
+                    single = num_dims.get(name, whole if made is None else made)
                     stacks[*map(str, path), name] = max(0, whole - single)
     return stacks
 
