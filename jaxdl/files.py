@@ -12,6 +12,8 @@ CODEC_FILE = "codec.json"
 """Which tokenizer the run has, by its content, and what its texts begin with; none for what is not text."""
 CHOICE_FILE = "exchange.json"
 """The exchange that `--exchange auto` chose, and why."""
+STACKS_FILE = "stacks.json"
+"""Which parameters of a user's network stack layers, and along how many dimensions, as when the run began."""
 PLAN_FILE = "plan.json"
 """The layout that `--plan auto` chose, for which devices, and why."""
 
@@ -65,8 +67,8 @@ TRIALS_FOLDER = "trials"
 """In the folder of a search: the workdirs of its trials, named by their numbers."""
 
 
-def step_folder(step: int) -> str:
-    """The name of the checkpoint of a step."""
+def step_folder(step: int | str) -> str:
+    """The name of the checkpoint of a step; `*` makes a pattern of all."""
     return f"step_{step}"
 
 

@@ -11,7 +11,7 @@ from runs import tiny_experiment
 
 from jaxdl import FromFunctions, FromModule
 from jaxdl.config import ConfigError
-from jaxdl.models.mode_check import check_evaluation
+from jaxdl.models.mode_check import check_evaluation, idle_dropout
 from jaxdl.run.validate import check_network
 from jaxdl.user_code import depends_on, sources
 
@@ -176,6 +176,72 @@ def test_a_network_that_is_evaluated_as_it_is_trained_is_refused(model, message)
         check_evaluation(network, [IMAGES])
     assert re.search(message, str(error.value)), error.value
     assert check_evaluation(network, [IMAGES], ("random", "state")).shape == (4, 4)
+
+
+class Quiet(Layers):
+    """Nobody gives its argument, so it is never trained with dropout."""
+
+    def __call__(self, image, noisy=False):
+        return self.layers(image, noisy)
+
+
+class Undropped(nnx.Module):
+    """A rate of 0, and a rate that is handed to nobody."""
+
+    def __init__(self, rngs):
+        self.dropout, self.head = nnx.Dropout(0.0, rngs=rngs), nnx.Linear(6, 4, rngs=rngs)
+
+    def __call__(self, image, train):
+        return self.head(self.dropout(image.reshape(len(image), -1), deterministic=not train))
+
+
+class LinenQuiet(linen.Module):
+    @linen.compact
+    def __call__(self, image, clean=True):
+        return linen_layers(image, not clean)
+
+
+def quiet(params, image, key, noisy=False):
+    x = image.reshape(len(image), -1)
+    x = jnp.where(noisy, x * jax.random.bernoulli(key, 0.5, x.shape), x)
+    return x @ params["kernel"]
+
+
+def switched(params, image, key, use_dropout):
+    return quiet(params, image, key, use_dropout)
+
+
+@pytest.mark.parametrize(
+    ("given", "trained"), [({}, True), ({"use_dropout": True}, True), ({"use_dropout": False}, False)]
+)
+def test_a_switch_of_functions_is_on_in_training_unless_the_user_gave_it(given, trained):
+    """Without a default it need not be given; in evaluation it is off in any case."""
+    network = network_of(FromFunctions(init_kernel, switched, **given))
+    assert (random_in(network, train=True), random_in(network, train=False)) == (trained, False)
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "advice"),
+    [
+        (FromModule(Quiet), ["dropout"], "With noisy=True of Quiet.__call__ .* rename the argument train,"),
+        (
+            FromModule(LinenQuiet),
+            ["Dropout_0"],
+            "With clean=False of LinenQuiet.__call__ .* rename the argument deterministic,",
+        ),
+        (FromFunctions(init_kernel, quiet), ["quiet"], "With noisy=True of quiet "),
+        (FromModule(Undropped), [], ""),
+        (FromModule(IsTrain), [], ""),
+        (FromModule(LinenDropout), [], ""),
+        (FromFunctions(init_kernel, always_random), [], ""),
+    ],
+    ids=lambda value: getattr(value, "users_name", ""),
+)
+def test_dropout_that_is_off_in_training_is_named(model, names, advice):
+    """Also functions that take a key and do not use it; not a rate of 0, nor a network that is random in training."""
+    found, text = idle_dropout(network_of(model), [IMAGES])
+    assert found == names
+    assert re.search(advice, text)
 
 
 def test_the_plan_of_a_run_refuses_it():

@@ -8,13 +8,18 @@ from dataclasses import replace
 import pytest
 from mistakes import refusal
 
+from jaxdl.compare.curves import Curves
 from jaxdl.errors import ConfigError
+from jaxdl.experiment import Experiment
 from jaxdl.kinds import kinds
+from jaxdl.report.directions import mode_of
 from jaxdl.search.__main__ import main
+from jaxdl.search.config import SearchConfig, direction_of, metric_of
 from jaxdl.search.samplers import Grid, Sampler
 from jaxdl.search.schedulers import ASHA, PBT, Clone, Course, Full, Halving, New, Promote
 from jaxdl.search.space import Choices, Number, parse_settings, words_of
-from jaxdl.search.trial import Trial, best, compared, rank
+from jaxdl.search.trial import Trial, best, best_first, compared, rank
+from jaxdl.tasks import Loss
 
 RATE = Number("optimizer.learning_rate", 1e-3, 1.0, log=True)
 MOMENTUM = Choices("optimizer.momentum", (0.8, 0.9, 0.95))
@@ -331,3 +336,41 @@ def test_finished_trials_are_compared_whatever_their_lengths():
     failed = replace(long, state="failed")
     assert best([failed, way, replace(way, number=3, values={30: 1.0})], "maximize") == way, "of others the furthest"
     assert best([failed, Trial(1, {}, 3)], "maximize") is None
+
+
+def loss(outputs, batch):
+    return outputs, batch
+
+
+@pytest.mark.parametrize(
+    ("task", "metric", "winner"),
+    [
+        (Loss(loss, best_metric="accuracy"), None, 3),
+        (Loss(loss, best_metric="wer", best_mode="min"), None, 0),
+        (Loss(loss, best_metric="wer", best_mode="max"), None, 3),
+        (Loss(loss, best_metric="accuracy"), "eval/loss", 0),
+        (Loss(loss), None, 0),
+    ],
+)
+def test_who_wins_follows_the_metric_of_the_task(task, metric, winner, tmp_path):
+    """In a search, in a population, and where runs are compared; values rise with the number of the trial."""
+    experiment = Experiment(task=task)
+    config = SearchConfig(metric=metric)
+    direction = direction_of(config, experiment)
+    trials = [Trial(number, {RATE.name: 0.1, MOMENTUM.name: 0.9}, 9, {9: 0.1 + number}) for number in range(4)]
+    assert best(trials, direction).number == winner
+    assert best_first(trials, 9, direction)[0].number == winner
+    (clone,) = PBT(interval=9).policy(course(trials=4, direction=direction)).replacements(trials, 9)
+    assert (clone.parent, clone.replaces) == (winner, 3 - winner)
+    column = metric_of(config, experiment)
+    rows = [{"step": number, column: 0.1 + number} for number in range(4)]
+    mode = task.known_mode
+    for known in (None, (task.best_metric, mode)) if mode_of(task.best_metric) else ((task.best_metric, mode),):
+        assert Curves(tmp_path, rows, {}, None, known).best(column) == (0.1 + winner, winner)
+
+
+def test_a_metric_without_a_direction_is_refused():
+    with pytest.raises(ConfigError, match="best_metric = 'wer': whether a higher or a lower value is better"):
+        direction_of(SearchConfig(), Experiment(task=Loss(loss, best_metric="wer")))
+    with pytest.raises(ConfigError, match="metric eval/wer: whether a higher value is better is not known"):
+        direction_of(SearchConfig(metric="eval/wer"), Experiment(task=Loss(loss)))

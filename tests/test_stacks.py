@@ -5,13 +5,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from runs import tiny_experiment
 
 from jaxdl import Experiment, FromModule
+from jaxdl.config import ConfigError
+from jaxdl.files import STACKS_FILE
+from jaxdl.mesh import MeshConfig
 from jaxdl.models import Network
-from jaxdl.optim import AdamW, decay_mask, num_stacked_dims
+from jaxdl.models.stacks import named_stacks
+from jaxdl.optim import AdamW, Muon, decay_mask, num_stacked_dims
 from jaxdl.optim.muon import matrix_dims
 from jaxdl.precision import cast_weights
+from jaxdl.run.build import make_plan
 from jaxdl.run.remarks import decayed_biases
+from jaxdl.run.workdir import read_stacks, stacks_file
 from jaxdl.sharding import is_names
 
 X = jax.ShapeDtypeStruct((2, 6), jnp.float32)
@@ -41,6 +48,24 @@ class Net(nnx.Module):
     def __call__(self, x):
         run = nnx.scan(lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
         return self.head(run(self.blocks, self.first(x)))
+
+
+class Tower(nnx.Module):
+    """A stack of three blocks, and beside it three rows that are no layers."""
+
+    def __init__(self, rngs):
+        self.blocks = nnx.split_rngs(splits=3)(nnx.vmap(Block, in_axes=(0,), out_axes=0))(rngs)
+        self.rows = nnx.Param(jnp.ones((3, 6)))
+        made = [Block(rngs) for _ in range(2)]
+        self.by_hand = nnx.merge(nnx.split(made[0])[0], jax.tree.map(lambda *x: jnp.stack(x), *map(nnx.state, made)))
+
+
+class Towers(nnx.Module):
+    def __init__(self, num_classes, *, rngs):
+        self.tower, self.head = Tower(rngs), nnx.Linear(64, num_classes, rngs=rngs)
+
+    def __call__(self, image):
+        return self.head(image.reshape(len(image), -1))
 
 
 class LinenBlock(linen.Module):
@@ -90,6 +115,37 @@ def test_stacked_parameters_are_those_of_their_layers(model):
 def test_attention_is_not_taken_for_a_stack():
     network = FromModule(Net).network([X], **SIZES)
     assert set(jax.tree.leaves(num_stacked_dims(network.axes["attention"]))) == {0}
+
+
+def test_rows_beside_a_stack_are_no_layers():
+    """Whatever their number. A stack that is made of single layers, without `nnx.vmap`, is one."""
+    network = Network(lambda rngs: Towers(4, rngs=rngs), "mine")
+    found = named_stacks(network.axes)
+    assert {name.rpartition("/")[0] for name in found} == {f"tower/{x}" for x in (
+        "blocks", "blocks/layer", "blocks/norm", "by_hand", "by_hand/layer", "by_hand/norm")}  # fmt: skip
+    assert set(found.values()) == {1}
+    assert len(found) == 12
+
+
+def test_a_run_goes_on_with_the_stacks_that_it_began_with(tmp_path):
+    """Those in its file; a run with checkpoints and no file began when none were known, and has such a state."""
+    assert read_stacks(None) is read_stacks(tmp_path) is None
+    (tmp_path / "checkpoints" / "step_5").mkdir(parents=True)
+    assert read_stacks(tmp_path) == {}
+    (tmp_path / STACKS_FILE).write_bytes(stacks_file({"blocks/bias": 1})[STACKS_FILE])
+    assert read_stacks(tmp_path) == {"blocks/bias": 1}
+    (tmp_path / STACKS_FILE).write_text("[1")
+    with pytest.raises(ConfigError, match="does not say which parameters are stacked"):
+        read_stacks(tmp_path)
+    mesh = MeshConfig(replica=1, fsdp=1, tensor=1)
+    experiment = tiny_experiment(model=FromModule(Towers), optimizer=Muon(), mesh=mesh)
+    for stacks, is_matrix in ((None, False), ({}, True)):
+        plan = make_plan(experiment, jax.devices()[:1], stacks=lambda stacks=stacks: stacks)
+        names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(plan.parts.state_spec.opt_shapes)]
+        matrices = [one for one in names if "matrices" in one and "'tower']['blocks']['layer']['bias']" in one]
+        assert bool(matrices) == is_matrix
+        lines = [one for one in plan.reasons if "were not known to stack layers" in one]
+        assert [("tower/blocks/gain" in one, "--init-from" in one) for one in lines] == [(True, True)] * is_matrix
 
 
 class Attended(nnx.Module):

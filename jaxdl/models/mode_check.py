@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
+from flax import linen, nnx
 
 from jaxdl.errors import ConfigError
 from jaxdl.models.modes import without_inputs
 from jaxdl.models.network import Network
-from jaxdl.user_code import sources
+from jaxdl.user_code import depends_on, sources
 
 Allowed = Literal["random", "state"]
 """What a network may do in evaluation: draw random numbers, or change what it keeps."""
@@ -40,16 +41,84 @@ def check_evaluation(network: Network, inputs: Sequence[Any], allows: Collection
     )
 
 
+def idle_dropout(network: Network, inputs: Sequence[Any]) -> tuple[list[str], str]:
+    """(the dropouts of a network that is never random in training, what to do), on inputs of these shapes.
+
+    Known are the dropouts of flax with a rate above 0, other modules with such a field (`dropout_rate`), and functions
+    that take a random key; none for a network whose outputs depend on a random key in training.
+    """
+    dropouts: dict[str, None] = {}
+    # Networks of functions have no modules of their own: those of linen are seen when they are called.
+    network.changed(lambda module: _note_dropouts(nnx.iter_graph(module), dropouts))
+
+    def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        _note_dropouts([(context.module.path, context.module)], dropouts)
+        return call(*args, **kwargs)
+
+    with linen.intercept_methods(intercept):
+        is_random = _random_in_training(network, inputs)
+    if "." not in network.called.__qualname__.rpartition("<locals>.")[2] and network.is_random:  # No method.
+        dropouts[network.called.__qualname__] = None
+    if is_random or not dropouts:
+        return [], ""
+    name = network.called.__qualname__
+    for one, default in _switches(network, inputs).items():
+        try:
+            found = _random_in_training(_flipped(network, one, default), inputs)
+        except ConfigError:
+            continue
+        if found:
+            better = "deterministic" if default else "train"
+            return list(dropouts), (
+                f"With {one}={not default} of {name} they do. jaxdl does not know this name: rename the "
+                f"argument {better}, or wrap the network in one that has an argument train and hands it on as {one}."
+            )
+    return list(dropouts), (
+        f"Tell the network that it is trained: give {name} an argument train, which is True in training, and hand it "
+        "on to the layers (deterministic=not train)."
+    )
+
+
+def _note_dropouts(parts: Iterable[tuple[Any, Any]], dropouts: dict[str, None]) -> None:
+    """Adds the names of the modules among `parts`, (path, module), that are to drop something."""
+    for path, part in parts:
+        if not isinstance(part, nnx.Module | linen.Module):
+            continue
+        is_layer = isinstance(part, nnx.Dropout | linen.Dropout)
+        fields = vars(part).items()
+        rates = [value for name, value in fields if "dropout" in name or (is_layer and name == "rate")]
+        if any(isinstance(rate, float) and rate > 0 for rate in rates):
+            dropouts["/".join(map(str, path)) or type(part).__name__] = None
+
+
+def _random_in_training(network: Network, inputs: Sequence[Any]) -> bool:
+    def trained(key: jax.Array, params: Any, state: Any, inputs: Sequence[Any]) -> Any:
+        return network.apply(params, state, *inputs, train=True, key=key)[0]
+
+    key = jax.eval_shape(functools.partial(jax.random.key, 0))
+    closed = jax.make_jaxpr(trained)(key, network.param_shapes, network.state_shapes, tuple(inputs))
+    return depends_on(closed, 0)
+
+
+def _switches(network: Network, inputs: Sequence[Any]) -> dict[str, bool]:
+    """The arguments of a network's call with a default of True or False, and this default."""
+    given = without_inputs(network.called, len(inputs))
+    return {one: given[one].default for one in given if isinstance(given[one].default, bool)}
+
+
+def _flipped(network: Network, switch: str, default: bool) -> Network:
+    """The network, called with the other value of a switch."""
+    flipped = copy.copy(network)
+    flipped.switches, flipped.is_random = {switch: not default}, True
+    return flipped
+
+
 def _advice(network: Network, inputs: Sequence[Any], wrong: Collection[str]) -> str:
     """Sentences on how the network can be told whether it is trained."""
     name = network.called.__qualname__
-    given = without_inputs(network.called, len(inputs))
-    switches = {one: given[one].default for one in given if isinstance(given[one].default, bool)}
-    for one, default in switches.items():
-        flipped = copy.copy(network)
-        flipped.switches = {one: not default}
+    for one, default in _switches(network, inputs).items():
         try:
-            still = _traced(flipped, inputs)[1]
+            still = _traced(_flipped(network, one, default), inputs)[1]
         except ConfigError:
             continue
         if not set(still) & set(wrong):

@@ -15,7 +15,7 @@ from jaxdl.models.features import layer_output
 from jaxdl.models.logits import projected
 from jaxdl.models.loop import BESIDE_LOOP
 from jaxdl.models.modes import call_modes, set_modes
-from jaxdl.models.stacks import nnx_stacks, with_stacks
+from jaxdl.models.stacks import nnx_stacks, noted_dims, with_stacks
 from jaxdl.sharding import STACKED, UNNAMED, LogicalAxes, Params, is_names
 from jaxdl.user_code import user_code
 
@@ -36,6 +36,8 @@ class Network:
       is_random: whether the network draws random numbers in training, as dropout does.
       norms: the paths of the running statistics of `nnx.BatchNorm` in `state_shapes`.
       what: for a network of a user's code, its name in messages; else None.
+      restacked: the parameters whose stacked dimensions in `axes` are not those of the module, but those that the run
+        began with.
       switches: further arguments of each call.
     """
 
@@ -45,6 +47,7 @@ class Network:
     state_shapes: ModelState
     is_random: bool
     norms: frozenset[tuple[str, ...]] = frozenset()
+    restacked: tuple[str, ...] = ()
     switches: Mapping[str, Any]
 
     def __init__(
@@ -154,7 +157,7 @@ class Network:
 
     def _made(self, rngs: nnx.Rngs) -> nnx.Module:
         # Names of mesh axes in a module's metadata are read here, not acted upon by Flax.
-        with nnx.use_eager_sharding(False):
+        with nnx.use_eager_sharding(False), noted_dims():
             module = self._make(rngs)
         if not isinstance(module, nnx.Module):
             raise ConfigError(

@@ -1,11 +1,13 @@
 """Which leading dimensions of a user's parameters count layers: `nnx.vmap` and `nn.scan` stack without naming them.
 
-A parameter of a stock layer has a known number of dimensions, and what it has besides are those of stacks. Others, in
-nnx, are stacked as the stock layers beside them.
+A parameter of a stock layer has a known number of dimensions, and what it has besides are those of stacks. Of others it
+is known with how many dimensions they are made, within `nnx.vmap` in one layer; one that is made whole is not stacked.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,7 +19,33 @@ from jaxdl.sharding import UNNAMED, UNNAMED_STACK, LogicalAxes, is_names
 Stacks = dict[tuple[str, ...], int]
 """By the path of a parameter, how many of its leading dimensions count layers."""
 
+_DIMS = "jaxdl_dims"
+"""The metadata of a variable that says with how many dimensions it was made."""
+_MAKING = threading.RLock()
 _NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.GroupNorm, nnx.RMSNorm, nnx.InstanceNorm)
+
+
+def named_stacks(axes: LogicalAxes) -> dict[str, int]:
+    """By the name of a parameter, `blocks/bias`, how many of its dimensions are `UNNAMED_STACK`; those with some."""
+    flat = jax.tree_util.tree_flatten_with_path(axes, is_leaf=is_names)[0]
+    counts = {_name(path): names.count(UNNAMED_STACK) for path, names in flat}
+    return {name: count for name, count in counts.items() if count}
+
+
+def as_recorded(axes: LogicalAxes, stacks: Mapping[str, int]) -> LogicalAxes:
+    """The logical axes with the stacks of `named_stacks` in place of those that they have."""
+
+    def one(path: Any, names: tuple[str, ...]) -> tuple[str, ...]:
+        if not {*names} <= {UNNAMED, UNNAMED_STACK}:
+            return names
+        num = min(stacks.get(_name(path), 0), len(names))
+        return (UNNAMED_STACK,) * num + (UNNAMED,) * (len(names) - num)
+
+    return jax.tree_util.tree_map_with_path(one, axes, is_leaf=is_names)
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def with_stacks(axes: LogicalAxes, stacks: Stacks) -> LogicalAxes:
@@ -30,27 +58,40 @@ def with_stacks(axes: LogicalAxes, stacks: Stacks) -> LogicalAxes:
     return jax.tree_util.tree_map_with_path(one, axes, is_leaf=is_names)
 
 
+@contextlib.contextmanager
+def noted_dims() -> Iterator[None]:
+    """Context in which each new `nnx.Variable` notes its number of dimensions, within `nnx.vmap` that in one layer.
+
+    Flax has no hook for it: the note is metadata, which stays when layers are stacked.
+    """
+    with _MAKING:
+        original = nnx.Variable.__init__
+
+        def init(self: nnx.Variable, value: Any, **metadata: Any) -> None:
+            array = value.raw_value if isinstance(value, nnx.VariableMetadata) else value
+            if (shape := getattr(array, "shape", None)) is not None:
+                metadata.setdefault(_DIMS, len(shape))
+            original(self, value, **metadata)
+
+        nnx.Variable.__init__ = init
+        try:
+            yield
+        finally:
+            nnx.Variable.__init__ = original
+
+
 def nnx_stacks(module: nnx.Module) -> Stacks:
-    """The stacks in a module, whose arrays may be shapes."""
-    sizes: dict[tuple[str, ...], tuple[int, ...]] = {}
-    others: dict[tuple[str, ...], tuple[int, ...]] = {}
+    """The stacks in a module made in `noted_dims`, whose arrays may be shapes."""
+    stacks: Stacks = {}
     for path, part in nnx.iter_graph(module):
         if isinstance(part, nnx.Module):
-            parent, num_dims = tuple(map(str, path)), dict(_num_dims(part))
+            num_dims = dict(_num_dims(part))
             for name, one in vars(part).items():
                 if isinstance(one, nnx.Param) and hasattr(one, "shape"):
-                    if name in num_dims:
-                        sizes[*parent, name] = one.shape[: max(0, len(one.shape) - num_dims[name])]
-                    else:
-                        others[*parent, name] = tuple(one.shape)
-    stacks = {path: len(leading) for path, leading in sizes.items()}
-    for path, shape in others.items():
-        for count in range(len(path) - 1, 0, -1):  # The module that it is in, and those around that.
-            beside = {leading for other, leading in sizes.items() if other[:count] == path[:count]}
-            if beside:
-                leading = min(beside, key=len)
-                stacks[path] = len(leading) if shape[: len(leading)] == leading else 0
-                break
+                    whole = len(one.shape)
+                    made: int | None = one.get_metadata().get(_DIMS)
+                    single = num_dims.get(name, whole if made is None else made)
+                    stacks[*map(str, path), name] = max(0, whole - single)
     return stacks
 
 

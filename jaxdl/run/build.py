@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,7 @@ from jaxdl.cluster import start_devices, wait_for_all
 from jaxdl.collectives.select import KERNELS
 from jaxdl.config import ConfigError
 from jaxdl.data import Data, DataSpec, PhotoSource, Source, Splits, TrainLoader
-from jaxdl.exchange import (
-    Auto,
-    Dense,
-    ExchangeConfig,
-)
+from jaxdl.exchange import Auto, Dense, ExchangeConfig
 from jaxdl.experiment import LENGTH, Experiment, as_experiment
 from jaxdl.kinds import without_source
 from jaxdl.mesh import Axis, Device, batch_sharding, batch_ways, make_mesh, platform
@@ -59,6 +55,7 @@ from jaxdl.run.validate import (
     check_network,
     check_norms,
     check_phases,
+    check_profile,
     check_rates,
     check_tensor_dims,
     check_warmup,
@@ -160,6 +157,7 @@ def make_plan(
     *,
     chosen: Callable[[], ExchangeConfig | None] = lambda: None,
     recorded: Callable[[], DataSpec | None] = lambda: None,
+    stacks: Callable[[], Mapping[str, int] | None] = lambda: None,
     started: Callable[[], None] = lambda: None,
     initial: Callable[[TrainState], tuple[Initial | None, str]] = lambda _: (None, ""),
     start: Start | None = None,
@@ -170,9 +168,9 @@ def make_plan(
     """Starts the devices, reads the data and joins the parts. Raises ConfigError for everything that cannot be run.
 
     `devices` (default: all) are those of the mesh. All processes call `stored` (see `with_plan`), `started` when JAX
-    has started, `chosen` and `recorded`, which return the exchange that `auto` chose earlier in this workdir
-    and the spec of its data, then `initial` (see `beginning`). `start` prints progress and findings; `read` reads.
-    Embedding tables with more than `most_rows` have so many, for steps that are compiled or timed alone.
+    has started, `chosen`, `recorded` and `stacks`, which return what this workdir has: the exchange that `auto` chose,
+    the spec of its data, its network's stacks; then `initial` (see `beginning`). `start` prints progress and findings;
+    `read` reads. Embedding tables with more than `most_rows` have so many, for steps that are compiled or timed alone.
     """
     experiment, start = as_experiment(experiment), start or Start(Console(quiet=True))
     if not any(getattr(experiment, name) for name in LENGTH):
@@ -193,15 +191,11 @@ def make_plan(
     length: dict[str, Any] = {"epochs": experiment.epochs, "steps": steps, "phases": experiment.phases}
     timeline = make_timeline(len(splits.train), experiment.batch_size, **length)
     total_steps = timeline.total_steps
-    profile_start = experiment.report.profile_start_step
-    if profile_start is not None and profile_start >= total_steps:
-        raise ConfigError(
-            f"--report.profile-start-step {profile_start}: the run has {total_steps} steps. Choose fewer, or None."
-        )
+    check_profile(experiment, total_steps)
     check_warmup(experiment, total_steps)
     with start.doing("choosing the exchange" if isinstance(experiment.exchange, Auto) else "tracing the model"):
         experiment, reasons = settled(experiment, splits.train.spec, mesh, before)
-        parts = make_parts(experiment, splits.train.spec, mesh, timeline, most_rows)
+        parts = make_parts(experiment, splits.train.spec, mesh, timeline, most_rows, stacks())
     check_rates(experiment.schedule, parts.rates, timeline.scheduled_steps)
     check_memory(experiment, parts.state_spec, splits.train.spec, parts.tables)
     num_replicas = mesh.shape[Axis.REPLICA]
@@ -226,18 +220,24 @@ def make_devices(experiment: Experiment, devices: Sequence[Device] | None = None
 
 
 def make_parts(
-    experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Timeline, most_rows: int | None = None
+    experiment: Experiment,
+    spec: DataSpec,
+    mesh: Mesh,
+    timeline: Timeline,
+    most_rows: int | None = None,
+    stacks: Mapping[str, int] | None = None,
 ) -> Parts:
     """All that steps are made of, for data that `spec` describes. Raises ConfigError for parts that do not fit.
 
-    `most_rows`: see `make_plan`.
+    `most_rows`: see `make_plan`; `stacks`: see `make_network`.
     """
     if not spec.fits(experiment.model.modality):
         raise ConfigError(
             f"data {experiment.data.kind} is {spec.modality} ({spec.described()[1]}), but model "
             f"{experiment.model.kind} reads {experiment.model.modality}. {spec.advice(experiment.model.modality)}"
         )
-    network = make_network(experiment, spec)
+    network = make_network(experiment, spec, stacks)
+    settings: dict[str, Any] = {name: getattr(experiment, name) for name in ("precision", "guard", "agreement")}
     task = fitted_task(experiment.task, spec, output_shapes(experiment, network, spec))
     check_network(experiment, network, spec, mesh.shape[Axis.REPLICA])
     check_tensor_dims(experiment.sharding, network)
@@ -253,11 +253,9 @@ def make_parts(
         network,
         optimizer,
         exchange,
-        experiment.precision,
-        experiment.guard,
+        **settings,
         use_ema=experiment.step.ema_decay is not None,
         trainable=trainable,
-        agreement=experiment.agreement,
         fragments=fragments,
         sums=() if fragments is None else sum_names(task, spec, output_shapes(experiment, network, spec)),
         tables=tables,
@@ -271,12 +269,10 @@ def make_parts(
         optimizer=optimizer,
         rates=make_rates(experiment, timeline),
         exchange=exchange,
-        precision=experiment.precision,
+        **settings,
         layout=layout,
         state_spec=state_spec,
-        guard=experiment.guard,
         config=experiment.step,
-        agreement=experiment.agreement,
         fragments=fragments,
         joint_exchange=None if fragments is None else Dense().build(gradients),
         tables=tables,
@@ -394,5 +390,5 @@ def _with_equal_replicas(parts: Parts, state: TrainState) -> TrainState:
 
 def make_exchange_state(plan: Plan) -> Any:
     """The fresh state of a plan's gradient exchange alone."""
-    parts = plan.parts
-    return jax.jit(parts.state_spec.init_exchange, out_shardings=parts.state_spec.shardings.exchange_state)()
+    spec = plan.parts.state_spec
+    return jax.jit(spec.init_exchange, out_shardings=spec.shardings.exchange_state)()

@@ -29,7 +29,7 @@ from jaxdl.run.signals import Stop, StopSignals
 from jaxdl.run.staged import as_begun, make_reader
 from jaxdl.run.status import RunStatus
 from jaxdl.run.trainer import Trainer
-from jaxdl.run.workdir import check_trackers, check_workdir, read_choice, read_plan, read_spec
+from jaxdl.run.workdir import check_trackers, check_workdir, read_choice, read_plan, read_spec, read_stacks
 
 
 @without_frames
@@ -127,6 +127,7 @@ def _made(
     chosen, recorded = functools.partial(read_choice, workdir), functools.partial(read_spec, workdir)
     begin = functools.partial(beginning, workdir, init, experiment.checkpoint.start_over, model=experiment.model)
     make = functools.partial(make_plan, experiment, devices, chosen=chosen, recorded=recorded)
+    make = functools.partial(make, stacks=functools.partial(read_stacks, workdir))
     read = as_begun(workdir, make_reader(stage_data, status.stages, start))
     make = functools.partial(
         make, started=functools.partial(_started, experiment, workdir, status), initial=begin, start=start, read=read

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from jaxdl.exchange.cost import Gradients
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis, platform
 from jaxdl.models import Network
+from jaxdl.models.stacks import as_recorded, named_stacks
 from jaxdl.optim import Trainable, make_trainable
 from jaxdl.report.explanation import readable_bytes
 from jaxdl.run.validate import check_with_tables, task_inputs
@@ -61,10 +62,17 @@ def describe_traffic(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> str:
     )
 
 
-def make_network(experiment: Experiment, spec: DataSpec) -> Network:
-    """The network of an experiment for data that `spec` describes."""
+def make_network(experiment: Experiment, spec: DataSpec, stacks: Mapping[str, int] | None = None) -> Network:
+    """The network of an experiment for data that `spec` describes.
+
+    `stacks` are the stacks of a user's network that it has had so far in its run, see `read_stacks`.
+    """
     inputs = task_inputs(experiment.task, spec, spec.blank())
-    return experiment.model.network(inputs, **spec.sizes(), dtype=experiment.precision.dtype)
+    network = experiment.model.network(inputs, **spec.sizes(), dtype=experiment.precision.dtype)
+    if stacks is not None and (now := named_stacks(network.axes)) != stacks:
+        network.restacked = tuple(name for name in {**now, **stacks} if now.get(name) != stacks.get(name))
+        network.axes = as_recorded(network.axes, stacks)
+    return network
 
 
 def with_vectors(experiment: Experiment, spec: DataSpec, inputs: Sequence[Any]) -> tuple[Any, ...]:

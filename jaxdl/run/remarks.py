@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
 from jaxdl.experiment import Experiment
 from jaxdl.models import Network
+from jaxdl.models.mode_check import idle_dropout
 from jaxdl.models.norm_rows import row_norms
 from jaxdl.optim import decay_mask
 from jaxdl.report.directions import mode_of
@@ -22,7 +24,35 @@ _NAMED = 3
 def settings_remarks(experiment: Experiment, parts: Parts, num_replicas: int) -> tuple[str, ...]:
     """The lines about an experiment and what was made of it, on a mesh of so many replicas."""
     decayed = decayed_biases(experiment, parts.network)
-    return unusual_mode(parts.task) + norms_of_rows(experiment, parts, num_replicas) + decayed
+    norms = norms_of_rows(experiment, parts, num_replicas)
+    mode = unusual_mode(parts.task) + dropout_off(experiment, parts, num_replicas)
+    return mode + norms + decayed + earlier_stacks(parts.network)
+
+
+def dropout_off(experiment: Experiment, parts: Parts, num_replicas: int) -> tuple[str, ...]:
+    """A line when a user's network has dropout that drops nothing in training."""
+    if parts.network.what is None:
+        return ()
+    rows = max(1, experiment.batch_size // num_replicas // experiment.step.microbatches)
+    names, advice = idle_dropout(parts.network, _input_shapes(experiment, parts, rows))
+    if not names:
+        return ()
+    return (
+        f"dropout in {_listed(names)}: in training the outputs do not depend on a random key, so nothing is dropped. "
+        f"{advice} If no dropout is meant, set its rate to 0.",
+    )
+
+
+def earlier_stacks(network: Network) -> tuple[str, ...]:
+    """A line when a run goes on with parameters that stack layers, and that it has not taken for such so far."""
+    if not network.restacked:
+        return ()
+    return (
+        f"this run began when {_listed(network.restacked)} were not known to stack layers, so its optimizer's state is "
+        "for arrays without layers, and it goes on as it began: weight decay, trust ratios, Muon and --precision take "
+        "each of them as a whole. To take their layers one by one, begin a new run with its parameters: --init-from "
+        "this --workdir, and another --workdir.",
+    )
 
 
 def unusual_mode(task: Task) -> tuple[str, ...]:
@@ -43,10 +73,7 @@ def norms_of_rows(experiment: Experiment, parts: Parts, num_replicas: int) -> tu
     microbatches = experiment.step.microbatches
     if min(sizes) // num_replicas // microbatches > 1:
         return ()
-    spec = parts.data_spec
-    batch = {name: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for name, x in spec.blank().items()}
-    inputs = with_vectors(experiment, spec, task_inputs(experiment.task, spec, batch))
-    norms = row_norms(parts.network, inputs, num_replicas=num_replicas)
+    norms = row_norms(parts.network, _input_shapes(experiment, parts, 1), num_replicas=num_replicas)
     if not norms:
         return ()
     single = [name for name, values in norms.items() if values == 1]
@@ -89,6 +116,13 @@ def decayed_biases(experiment: Experiment, network: Network) -> tuple[str, ...]:
         "that is decayed). To exclude them, give them one dimension in the network, or leave them out (use_bias=False "
         "of the layer), or set --optimizer.weight-decay 0.",
     )
+
+
+def _input_shapes(experiment: Experiment, parts: Parts, num_rows: int) -> tuple[Any, ...]:
+    """The shapes of the network's inputs of so many rows."""
+    spec = parts.data_spec
+    batch = {name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in spec.blank().items()}
+    return with_vectors(experiment, spec, task_inputs(experiment.task, spec, batch))
 
 
 def _span(network: Network, num_replicas: int) -> str:

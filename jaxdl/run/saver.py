@@ -13,6 +13,7 @@ from jaxdl.cluster.agree import from_first_process
 from jaxdl.experiment import LENGTH, identity
 from jaxdl.files import PLAN_FILE
 from jaxdl.mesh import Axis
+from jaxdl.models.stacks import named_stacks
 from jaxdl.report import EventKind, Reporter, in_ipython
 from jaxdl.run.build import Plan, make_exchange_state
 from jaxdl.run.changes import change_of_settings, parts_of, without
@@ -20,7 +21,7 @@ from jaxdl.run.codec import check_kept_codec, keep_codec
 from jaxdl.run.initial import keep_initial, no_effect, read_initial
 from jaxdl.run.length import change_of_length
 from jaxdl.run.rollback import Rollbacks
-from jaxdl.run.workdir import choice_file, claim_workdir, keep_examples, keep_spec, write_config
+from jaxdl.run.workdir import choice_file, claim_workdir, keep_examples, keep_spec, stacks_file, write_config
 from jaxdl.state import TrainState
 
 
@@ -33,6 +34,7 @@ class Saver:
         files = {} if plan.kept is None else {PLAN_FILE: plan.kept.to_json().encode()}
         if plan.asked.exchange != plan.experiment.exchange and plan.parts.layout.mesh.shape[Axis.REPLICA] > 1:
             files |= choice_file(workdir, plan.experiment.exchange, plan.reasons)
+        files |= stacks_file(named_stacks(plan.parts.network.axes))
         self._earlier = Earlier(workdir)
         self._earlier.check_kinds()
         # start_over belongs to one command, not to the run.

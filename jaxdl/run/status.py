@@ -23,7 +23,6 @@ from jaxdl.experiment import Experiment, identity
 from jaxdl.files import HALT_FILE
 from jaxdl.lease import this_process
 from jaxdl.report import Diverged, Start, StepCounter
-from jaxdl.report.directions import mode_of
 from jaxdl.run.result import Interrupted, code_of
 from jaxdl.run.rollback import Rollbacks
 from jaxdl.run.signals import HALT, Stop, StopSignals
@@ -200,7 +199,7 @@ class RunStatus:
             process=self._process,
             version=__version__,
             best_metric=task.best_metric,
-            best_mode=task.best_mode or mode_of(task.best_metric) or "",
+            best_mode=task.known_mode or "",
             skipped=self._rollbacks.skipped_text if self._rollbacks else "",
         )
 

@@ -122,6 +122,15 @@ def check_with_tables(experiment: Experiment, num_devices: int) -> None:
             )
 
 
+def check_profile(experiment: Experiment, total_steps: int) -> None:
+    """Raises ConfigError for a profile that would start after the end of the run."""
+    first = experiment.report.profile_start_step
+    if first is not None and first >= total_steps:
+        raise ConfigError(
+            f"--report.profile-start-step {first}: the run has {total_steps} steps. Choose fewer, or None."
+        )
+
+
 def check_warmup(experiment: Experiment, total_steps: int) -> None:
     """Raises ConfigError for an exchange that would still be warming up at the end of the run."""
     config = experiment.exchange

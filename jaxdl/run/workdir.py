@@ -17,7 +17,17 @@ from jaxdl.data import DataSpec, spec_from_json, spec_to_json
 from jaxdl.errors import as_typed
 from jaxdl.exchange import ExchangeConfig
 from jaxdl.fields import SOURCE
-from jaxdl.files import CHOICE_FILE, CONFIG_FILE, DATA_FILE, EXAMPLES_FILE, PLAN_FILE, SEARCH_FILE
+from jaxdl.files import (
+    CHECKPOINTS_FOLDER,
+    CHOICE_FILE,
+    CONFIG_FILE,
+    DATA_FILE,
+    EXAMPLES_FILE,
+    PLAN_FILE,
+    SEARCH_FILE,
+    STACKS_FILE,
+    step_folder,
+)
 from jaxdl.kinds import find
 from jaxdl.lease import Lease
 from jaxdl.lease.shared import check_shared
@@ -319,6 +329,32 @@ def read_choice(workdir: Path | None) -> ExchangeConfig | None:
     except (ValueError, KeyError, TypeError):
         raise ConfigError(
             f"{path}: this is not a choice of an exchange. Restore it, or choose another --workdir."
+        ) from None
+
+
+def stacks_file(stacks: Mapping[str, int]) -> dict[str, bytes]:
+    """`stacks.json` and its content: what `read_stacks` returns when the run resumes. Nothing without stacks."""
+    return {STACKS_FILE: (json.dumps(dict(stacks), indent=2) + "\n").encode()} if stacks else {}
+
+
+def read_stacks(workdir: Path | None) -> dict[str, int] | None:
+    """The stacks of a user's network as they were when the run in a workdir began; None where it begins now.
+
+    They decide what the state of its optimizer is like. A run with checkpoints and no such file has none: earlier
+    versions knew none. Raises ConfigError, on all processes, when the file cannot be read.
+    """
+    if workdir is None:
+        return None
+    begun = of_first_process(lambda: b"1" * any((workdir / CHECKPOINTS_FOLDER).glob(step_folder("*"))))
+    content = read_file(workdir / STACKS_FILE)
+    if not content:
+        return {} if begun else None
+    try:
+        return {str(name): int(count) for name, count in json.loads(content).items()}
+    except (ValueError, TypeError, AttributeError):
+        raise ConfigError(
+            f"{workdir / STACKS_FILE}: it does not say which parameters are stacked. Restore it, or choose another "
+            "--workdir."
         ) from None
 
 

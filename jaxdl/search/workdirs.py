@@ -24,6 +24,7 @@ from jaxdl.files import (
     METRICS_FILE,
     PLAN_FILE,
     SKIPPED_FILE,
+    STACKS_FILE,
     step_dir,
 )
 from jaxdl.lease import Holder, is_alive
@@ -31,7 +32,7 @@ from jaxdl.status import State, read_record
 
 _COPIED = (
     CONFIG_FILE, DATA_FILE, EXAMPLES_FILE, CODEC_FILE, CHOICE_FILE, PLAN_FILE, INIT_FILE, METRICS_FILE, SKIPPED_FILE,
-    MARK_FILE,
+    MARK_FILE, STACKS_FILE,
 )  # fmt: skip
 _TAIL_BYTES = 64 * 1024
 

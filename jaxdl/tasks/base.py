@@ -52,10 +52,14 @@ class Task(Choice):
             cls.best_mode = None if "best_metric" in cls.model_fields else mode_of(cls.best_metric)
 
     @property
+    def known_mode(self) -> Literal["max", "min"] | None:
+        """`best_mode`, or what is known of `best_metric`; None where nothing is known of it."""
+        return self.best_mode or mode_of(self.best_metric)
+
+    @property
     def resolved_mode(self) -> Literal["max", "min"]:
-        """`best_mode`, or what is known of `best_metric`. Raises ConfigError for a metric of which nothing is known."""
-        mode = self.best_mode or mode_of(self.best_metric)
-        if mode is None:
+        """`known_mode`. Raises ConfigError for a metric of which nothing is known."""
+        if (mode := self.known_mode) is None:
             raise ConfigError(
                 f"task {self.kind}: best_metric = {self.best_metric!r}: whether a higher or a lower value is better is "
                 "not known of this name. Give best_mode too, max or min."
