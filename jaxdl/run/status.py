@@ -158,6 +158,9 @@ class RunStatus:
         with self._lock:
             self._over = True
         self._stack.close()
+        if self._workdir is None and isinstance(error, KeyboardInterrupt) and jax.process_index() == 0:
+            text = f"SIGINT twice: ended at step {self._step()}; nothing was kept: the run has no --workdir."
+            print(as_typed(text), file=sys.stderr, flush=True)
         if self._failure == 0:
             return
         if error is not None and self._writer is None:  # Another process than the first.
