@@ -104,8 +104,8 @@ class Config(pydantic.BaseModel):
         except PydanticSerializationError as error:
             if "surrogates not allowed" not in str(error):
                 raise
-        # The path of a file may have bytes that are not UTF-8, which Python keeps as halves of surrogate pairs; they are
-        # escaped here. pydantic writes and reads none of them in JSON.
+        # A path may have bytes that are not UTF-8, which Python keeps as halves of surrogate pairs. They are escaped
+        # here; pydantic neither writes nor reads them in JSON.
         return json.dumps(self.model_dump(mode="json"), indent=2)
 
     @classmethod

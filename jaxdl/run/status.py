@@ -18,7 +18,7 @@ from jaxdl.cluster import BROKEN, DIVERGED, MISTAKE, ClusterError, current, hear
 from jaxdl.cluster.address import host_name
 from jaxdl.cluster.exits import called_before_end
 from jaxdl.cluster.shutdown import from_the_network
-from jaxdl.errors import ConfigError
+from jaxdl.errors import ConfigError, as_typed
 from jaxdl.experiment import Experiment, identity
 from jaxdl.files import HALT_FILE
 from jaxdl.lease import this_process
