@@ -113,7 +113,7 @@ def _of_machine(error: BaseException) -> str | None:
             return f"{name}={given[name]}: JAX refuses it ({said}). Set another value, or unset the variable."
     while seen is not None:
         files = isinstance(seen, OSError) and seen.errno in (errno.EMFILE, errno.ENFILE)
-        if files or "Too many open files" in str(seen):  # The latter is TensorStore's.
+        if files or re.search(r"RESOURCE_EXHAUSTED.*Too many open files", str(seen), re.DOTALL):  # TensorStore's text.
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             return f"too many open files: {limit} are allowed. Allow more: ulimit -n 4096."
         if isinstance(seen, RuntimeError) and "start new thread" in str(seen):

@@ -42,7 +42,7 @@ class Holder:
     def to_bytes(self) -> bytes:
         """The content of the file, `RECORD_BYTES` long; a command of which the letters take more is cut."""
         content = json.dumps(dataclasses.asdict(self)).encode()
-        if (excess := len(content) - RECORD_BYTES) > 0:
+        if self.command and (excess := len(content) - RECORD_BYTES) > 0:
             content = dataclasses.replace(self, command=self.command[:-excess]).to_bytes()
         return content.ljust(RECORD_BYTES)
 
