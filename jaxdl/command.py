@@ -24,7 +24,7 @@ from jaxdl.run.compile import compile_train_step, ordered_for, own_options
 from jaxdl.run.entry import train
 from jaxdl.run.exchanged import describe_traffic
 from jaxdl.run.initial import InitFrom
-from jaxdl.run.result import exit_codes
+from jaxdl.run.result import ended_at_once, exit_codes
 from jaxdl.run.workdir import check_workdir, read_choice, read_plan, read_spec
 from jaxdl.startup import PROG
 
@@ -72,7 +72,8 @@ def run(args: list[str], prog: str = PROG) -> None:
                 "may_change": command.may_change,
                 "stage_data": command.stage_data,
             }
-            train(command.experiment, command.workdir, init_from=_init_from(command), **options)
+            with ended_at_once():
+                train(command.experiment, command.workdir, init_from=_init_from(command), **options)
 
 
 def parse_command(args: list[str], prog: str = PROG) -> Command:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 import reprlib
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,7 +99,14 @@ class Config(pydantic.BaseModel):
 
     def to_json(self) -> str:
         """The config with all its defaults as indented JSON; `from_json` gives an equal config."""
-        return self.model_dump_json(indent=2)
+        try:
+            return self.model_dump_json(indent=2)
+        except PydanticSerializationError as error:
+            if "surrogates not allowed" not in str(error):
+                raise
+        # A path may have bytes that are not UTF-8, which Python keeps as halves of surrogate pairs. They are escaped
+        # here; pydantic neither writes nor reads them in JSON.
+        return json.dumps(self.model_dump(mode="json"), indent=2)
 
     @classmethod
     def has_kinds(cls) -> bool:
@@ -114,7 +122,16 @@ class Config(pydantic.BaseModel):
     def from_json(cls: type[ConfigT], text: str) -> ConfigT:
         """The config that `to_json` wrote. Raises ConfigError when the text is not valid for this class."""
         with one_message():
-            return cls.model_validate_json(text)
+            try:
+                return cls.model_validate_json(text)
+            except pydantic.ValidationError as error:
+                if "surrogate" not in error.errors()[0]["msg"]:
+                    raise
+                try:
+                    values = json.loads(text)
+                except ValueError:
+                    raise error from None  # The text ends too early, or the like, behind the surrogate.
+                return cls.model_validate(values)
 
     def replaced(self: ConfigT, overrides: Mapping[str, Any]) -> ConfigT:
         """A copy with dotted fields replaced: `{"optimizer.learning_rate": 0.3, "mesh.replica": 4, "model": "resnet"}`.

@@ -5,6 +5,7 @@ Only the standard library is imported here.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import functools
@@ -17,6 +18,7 @@ import signal
 import sys
 import traceback
 import typing
+import warnings
 from collections.abc import Callable, Iterator
 
 ParamsT = typing.ParamSpec("ParamsT")
@@ -63,6 +65,7 @@ def command_line() -> Iterator[None]:
         reason = _of_machine(error)
         if reason is None:
             raise
+        atexit.register(_end_quietly)
         fail(reason)
     finally:
         _options = before
@@ -88,6 +91,12 @@ def make_writable() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def _end_quietly() -> None:
+    """Discards what the interpreter says at its end of objects that were half made when a limit was met."""
+    warnings.simplefilter("ignore")
+    sys.unraisablehook = lambda _: None
+
+
 def _of_machine(error: BaseException) -> str | None:
     """The message for an error that is of the environment of this process, and would come again; None for others."""
     text, seen = str(error), error
@@ -103,7 +112,8 @@ def _of_machine(error: BaseException) -> str | None:
             said = text.splitlines()[0]
             return f"{name}={given[name]}: JAX refuses it ({said}). Set another value, or unset the variable."
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in (errno.EMFILE, errno.ENFILE):
+        files = isinstance(seen, OSError) and seen.errno in (errno.EMFILE, errno.ENFILE)
+        if files or re.search(r"RESOURCE_EXHAUSTED.*Too many open files", str(seen), re.DOTALL):  # TensorStore's text.
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             return f"too many open files: {limit} are allowed. Allow more: ulimit -n 4096."
         if isinstance(seen, RuntimeError) and "start new thread" in str(seen):

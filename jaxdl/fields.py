@@ -42,6 +42,7 @@ def experiment_fields() -> dict[str, str]:
     return found
 
 
+@functools.cache
 def part_types() -> dict[str, str]:
     """Part of the experiment -> the type of its field in the source."""
     source = ast.parse((_PACKAGE / "experiment.py").read_bytes())
@@ -54,16 +55,20 @@ def part_types() -> dict[str, str]:
 
 
 def fields_of_part(annotation: str) -> set[str]:
-    """The options in a part of the experiment, by the type of its field: of its class, of those above and below it."""
+    """The options in a part of the experiment, by the type of its field: of its class, and of those above it.
+
+    None of a part with kinds, since another kind may be chosen than the one that has them, nor of a tuple, which is set
+    in a config file.
+    """
     bases, every, ambiguous = _classes()
     declared = {name: fields for name, fields in every.items() if name not in ambiguous}
-    names = {name for name in re.findall(r"\w+", annotation) if name in declared}
 
     def above(name: str) -> set[str]:
         return {name}.union(*(above(base) for base in bases.get(name, ()) if base in declared))
 
-    below = {name for name in declared if above(name) & names}
-    return {field.replace("_", "-") for name in below for one in above(name) for field, _ in declared[one]}
+    if annotation not in declared or any(annotation in above(name) - {name} for name in declared):
+        return set()
+    return {field.replace("_", "-") for one in above(annotation) for field, _ in declared[one]}
 
 
 @functools.cache

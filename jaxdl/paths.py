@@ -15,6 +15,11 @@ def expanded(path: str | Path) -> Path:
     return Path(path) if os.path.lexists(path) else Path(os.path.expanduser(path))
 
 
+def is_text(path: str) -> bool:
+    """Whether a path is UTF-8: Python keeps other bytes as halves of surrogate pairs, which few libraries take."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in path)
+
+
 def matching(pattern: str | Path) -> list[Path]:
     """The path itself if it exists, otherwise those that match it as a pattern of `glob`, sorted.
 

@@ -362,6 +362,8 @@ def _check_unknown(flag: str, name: str, fields: Mapping[str, str]) -> None:
     # A part without a dot, such as --step, is not an option.
     meant = [one for one, type_ in fields.items() if dot or not (type_ == "group" or type_.startswith("tuple"))]
     near = difflib.get_close_matches(group, meant, n=1)
+    if dot and near and rest not in fields_of_part(part_types()[near[0]]):
+        return  # The parser knows whether the chosen kind has it.
     if dot or near:
         advice = f"Did you mean --{near[0]}{dot}{rest}?" if near else f"Options begin with --{', --'.join(fields)}."
         raise ConfigError(f"{flag}: there is no such option. {advice}")

@@ -1,5 +1,7 @@
 """Mistakes in a config, on the command line and in Python: one message for each."""
 
+import contextlib
+import itertools
 import re
 
 import jax
@@ -13,9 +15,10 @@ from jaxdl.config import ConfigError
 from jaxdl.data import Digits
 from jaxdl.experiment import Experiment
 from jaxdl.generate.__main__ import main as generate
+from jaxdl.kinds import choices
 from jaxdl.mesh import MeshConfig
 from jaxdl.optim import Cosine
-from jaxdl.options import parse
+from jaxdl.options import _flag, _options, parse
 from jaxdl.run.build import make_plan
 from jaxdl.sharding import ShardingConfig
 from jaxdl.tasks import Classification
@@ -308,6 +311,32 @@ def test_each_suggestion_of_the_first_look_is_an_option():
             assert suggested is not None
             assert suggested[1].replace("_", "-") == part
             assert suggested[2].replace("_", "-") in real
+
+
+def test_each_suggestion_for_a_kind_is_an_option_of_that_kind():
+    """One letter of a field of any kind is changed, and some kind is chosen. The first look leaves it to the parser."""
+    known, words = fields.experiment_fields(), []
+    for part, kinds in choices(Experiment).items():
+        chosen = []
+        for kind in kinds:
+            with contextlib.suppress(ConfigError):  # Other parts would have to be of its modality.
+                chosen.append((text if part == "exchange" else images)().replaced({part: kind}))
+        every = sorted({name.replace("_", "-") for cls in kinds.values() for name in cls.model_fields if len(name) > 3})
+        for name, experiment in zip(every, itertools.cycle(chosen), strict=False):
+            typo = f"--{part}.{name[:-2]}{'x' if name[-2] != 'x' else 'y'}{name[-1]}"
+            startup._check_field(typo, typo.removeprefix("--"), known, "2")
+            with pytest.raises(ConfigError, match=r"no such option|has no|not an option") as raised:
+                parse(experiment, [typo, "2"])
+            suggested = re.findall(r"--[\w.-]+", str(raised.value).partition("Did you mean")[2].partition("?")[0])
+            options = {_flag(path, type_) for path, type_ in _options(Experiment, experiment).items()}
+            assert {*suggested} <= {*options, *(f"--{one}" for one in choices(Experiment))}
+            words += suggested
+    assert len(words) > 50
+
+
+def test_a_part_that_is_set_in_a_file_is_not_suggested():
+    startup._check_field("--phases.sizee", "phases.sizee", fields.experiment_fields(), "2")
+    startup._check_unknown("--phase.size", "phase.size", fields.experiment_fields())
 
 
 def test_a_field_of_another_part_is_not_suggested():

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-from jaxdl.errors import ConfigError, as_typed, command_line
+from jaxdl.cluster import exits
+from jaxdl.cluster.agree import of_first_process
+from jaxdl.errors import ConfigError, _of_machine, as_typed, command_line
 
 
 @pytest.mark.parametrize(
@@ -82,3 +84,63 @@ def test_letters_that_stdout_lacks_are_escaped(encoding):
 def test_a_broken_pipe_of_another_program_is_an_error():
     with pytest.raises(BrokenPipeError), command_line():
         raise BrokenPipeError
+
+
+def of_jax(text):
+    """An error with this text that is raised in a file of JAX."""
+    try:
+        exec(compile("def fail(): raise ValueError(text)\nfail()", "/x/jax/core.py", "exec"), {"text": text})
+    except ValueError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "named"),
+    [
+        ("maybe", "invalid truth value 'maybe' for JAX_DEBUG_X", True),
+        ("maybe", "jax.debug.x: it is not a value", True),
+        ("maybe", "shapes do not fit", False),
+        ("raise", "jax_debug_x: an array leaked", False),
+        ("strict", "promotion of 'strict' dtypes", False),
+    ],
+)
+def test_a_variable_that_jax_refuses_is_told_from_what_jax_finds_with_it(value, text, named, monkeypatch):
+    monkeypatch.setenv("JAX_DEBUG_X", value)
+    reason = _of_machine(of_jax(text))
+    assert (reason is not None) == named
+    assert not named or reason.startswith(f"JAX_DEBUG_X={value}: JAX refuses it")
+
+
+def test_a_limit_of_the_shell_is_recognised():
+    outer = ValueError("RESOURCE_EXHAUSTED: Error opening: [OS error 24: EMFILE Too many open files]")
+    assert _of_machine(outer).endswith("Allow more: ulimit -n 4096.")
+    wrapped = ValueError("a checkpoint")
+    wrapped.__cause__ = RuntimeError("can't start new thread")
+    assert "ulimit -u" in _of_machine(wrapped)
+    assert _of_machine(ValueError("something else")) is None
+
+
+def test_a_mistake_that_names_a_path_that_is_not_utf8_reaches_all_processes():
+    def refuse():
+        raise ConfigError("workdir a\udcff: it is a file.")
+
+    with pytest.raises(ConfigError) as raised:
+        of_first_process(refuse)
+    assert str(raised.value) == "workdir a\udcff: it is a file."
+
+
+def test_the_last_line_of_a_process_may_name_a_path_that_is_not_utf8(monkeypatch):
+    written = []
+    monkeypatch.setattr(exits, "_ending", exits.threading.Lock())
+    monkeypatch.setattr(exits.os, "write", lambda number, data: written.append((number, data)))
+    monkeypatch.setattr(exits.os, "dup2", lambda *_: None)
+
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(exits.os, "_exit", leave)
+    with pytest.raises(SystemExit) as ended:
+        exits.end_process("lost: a\udcff", exits.BROKEN)
+    assert ended.value.code == exits.BROKEN
+    assert written == [(2, b"error: lost: a\\udcff\n")]
+    assert exits.stop_code(signal.SIGHUP) == exits.stop_code(signal.SIGTERM) == 143

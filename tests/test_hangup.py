@@ -6,11 +6,13 @@ import signal
 
 import pytest
 
+from jaxdl.cluster import shutdown
 from jaxdl.cluster.exits import stop_signals
 from jaxdl.errors import _outliving
 from jaxdl.launch.processes import signals_to
-from jaxdl.run.result import Interrupted
+from jaxdl.run.result import Interrupted, ended_at_once
 from jaxdl.run.signals import Stop, StopSignals
+from jaxdl.run.status import RunStatus
 
 
 def hang_up():
@@ -74,3 +76,16 @@ def test_what_is_printed_after_the_terminal_is_closed_is_lost_and_nothing_else()
             os.write(slave, b"lost")
         print("lost", file=stream, flush=True)
         print("lost too", file=stream, flush=True)
+
+
+def test_a_second_ctrl_c_without_a_workdir_says_that_nothing_was_kept(monkeypatch, capsys):
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(shutdown.os, "_exit", leave)
+    with pytest.raises(SystemExit) as ended, ended_at_once(), RunStatus(None, None, None, None):
+        raise KeyboardInterrupt
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == (
+        "SIGINT twice: ended at step 0; nothing was kept: the run has no workdir.\ninterrupted\n"
+    )

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -11,10 +12,12 @@ from runs import assert_bit_equal, rows, tiny_experiment, write_config
 
 import jaxdl
 from jaxdl.cluster import agree
-from jaxdl.files import INIT_FILE, MARK_FILE, step_dir
+from jaxdl.data.spec import TextSpec, spec_to_json
+from jaxdl.files import CONFIG_FILE, DATA_FILE, INIT_FILE, MARK_FILE, step_dir
 from jaxdl.mesh import MeshConfig
+from jaxdl.models import Transformer
 from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.initial import InitFrom, as_init, beginning
+from jaxdl.run.initial import InitFrom, _context, as_init, beginning
 from jaxdl.startup import first_look
 
 MESH = MeshConfig(replica=2, fsdp=2, tensor=2)
@@ -168,3 +171,14 @@ def test_a_damaged_checkpoint_is_refused(source, tmp_path):
         path.unlink()
     with pytest.raises(jaxdl.ConfigError, match=r"is damaged .*Choose another InitFrom.step"):
         begun(EXPERIMENT, InitFrom(tmp_path / "run"))
+
+
+def test_the_context_of_a_run_whose_config_cannot_be_read_is_not_known(tmp_path):
+    """Its own model may be on another machine; its parameters are taken as they are."""
+    spec = TextSpec(vocab_size=8, length=64, bytes_per_token=1.0)
+    (tmp_path / DATA_FILE).write_text(spec_to_json(spec))
+    found = SimpleNamespace(workdir=tmp_path, names=(), left=())
+    model = Transformer(num_layers=1, embed_dim=8, num_heads=1)
+    for text in ("{", '{"model": {"class": "/no/such/file.py:Own"}}'):
+        (tmp_path / CONFIG_FILE).write_text(text)
+        assert _context(found, model) is None

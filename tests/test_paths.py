@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +13,21 @@ from jaxdl.checkpoint import CheckpointConfig, Checkpoints
 from jaxdl.checkpoint.complete import check_complete
 from jaxdl.checkpoint.errors import Incomplete
 from jaxdl.checkpoint.literal import literal, with_names
+from jaxdl.compiler import CompilerConfig
 from jaxdl.config import ConfigError
-from jaxdl.data import remote
+from jaxdl.data import Tabular, remote
 from jaxdl.data.row_groups import found_files
 from jaxdl.data.staging import Stage
+from jaxdl.experiment import Experiment
 from jaxdl.files import step_dir
+from jaxdl.lease.holder import RECORD_BYTES, Holder
+from jaxdl.models import Perceptron
 from jaxdl.paths import expanded, matching
+from jaxdl.search.driver import PROGRAMS, Request
 from jaxdl.state import TrainState
+from jaxdl.status.record import Record, State, utc_now
 from jaxdl.status.rows import find_workdirs
+from jaxdl.tasks import Classification
 
 ODD = ("x=[256, 256]", "a\\b", "a*b", "a?b", "{0..1}", "~nobody", "#%41", "gs:", "a\nb", "'\"", "\U0001f600",
        os.fsdecode(b"\xff"))  # fmt: skip
@@ -134,3 +142,51 @@ def test_addresses_are_taken_by_the_letter_too(tmp_path):
         (found,) = remote.expand(f"file://{folder}/{name}.tar")
         assert (found.name, found.num_bytes) == (f"{name}.tar", 2)
         assert [one.name for one in remote.expand(f"file://{folder}/*.tar")] == [f"{name}.tar"]
+
+
+NOT_UTF8 = os.fsdecode(b"a\xff")
+
+
+def test_a_config_has_a_path_that_is_not_utf8():
+    experiment = Experiment(
+        data=Tabular(train=(NOT_UTF8,)), model=Perceptron(units=(4,)), task=Classification(), batch_size=4, steps=1
+    )
+    text = experiment.to_json()
+    assert text.isascii()
+    assert Experiment.from_json(text) == experiment
+    for damaged in (text[:-2], text.replace("tabular", "tables")):
+        with pytest.raises(ConfigError):
+            Experiment.from_json(damaged)
+
+
+def test_a_status_has_a_path_that_is_not_utf8():
+    now, process = utc_now(), Holder("token", command=f"jaxdl.train --workdir {NOT_UTF8}")
+    record = Record(State.PROCESSING, now, now, process=process)
+    assert Record.from_bytes(record.to_bytes()) == record
+    for letter in ("\u65e5", "\U0001f600", "\x1b", NOT_UTF8[1]):
+        lease = Holder("token", host="h", command=300 * letter)
+        assert len(lease.to_bytes()) == RECORD_BYTES
+        there = Holder.from_bytes(lease.to_bytes())
+        assert (there.token, there.command) == ("token", len(there.command) * letter)
+
+
+def test_a_folder_of_compiled_programs_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"compiler.cache_dir .*a.udcff': XLA refuses a path that is not UTF-8"):
+        CompilerConfig(cache_dir=str(tmp_path / NOT_UTF8)).keep_programs()
+    monkeypatch.delenv(PROGRAMS, raising=False)
+    assert Request.environment(SimpleNamespace(folder=tmp_path / NOT_UTF8)) == {}
+    assert Request.environment(SimpleNamespace(folder=tmp_path)) == {PROGRAMS: str(tmp_path / "programs")}
+
+
+def test_a_range_is_read_where_nobody_may_list(monkeypatch):
+    class Bucket:
+        def exists(self, path):
+            raise PermissionError(path)
+
+        def info(self, path):
+            return {"name": path, "size": len(path)}
+
+    monkeypatch.setattr(remote, "_filesystem", lambda address: (Bucket(), address.removeprefix("s3://")))
+    assert [one.address for one in remote.expand("s3://b/t-{09..11}.tar")] == [
+        f"s3://b/t-{number}.tar" for number in ("09", "10", "11")
+    ]

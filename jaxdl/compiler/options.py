@@ -22,7 +22,7 @@ from jaxdl.compiler.overlap import Links
 from jaxdl.compiler.profile import profile_of
 from jaxdl.config import Config, ConfigError
 from jaxdl.mesh import Axis
-from jaxdl.paths import expanded
+from jaxdl.paths import expanded, is_text
 
 Options = dict[str, bool | int | float | str]
 """XLA options: name -> value."""
@@ -105,14 +105,15 @@ class CompilerConfig(Config):
         Raises ConfigError for a folder that cannot be written.
         """
         present = jax.config.values["jax_compilation_cache_dir"]
+        source, given = "--compiler.cache-dir", self.cache_dir
+        if given is None:
+            source, given = "JAX_COMPILATION_CACHE_DIR", present
+        if given is not None and not is_text(given):
+            raise ConfigError(f"{source} {given!r}: XLA refuses a path that is not UTF-8. Choose another.")
         wanted = _replaced.pop(present, present)
         if self.cache_dir is not None:
             before = wanted
             wanted = self.cache_dir if "://" in self.cache_dir else str(expanded(self.cache_dir))
-            if not wanted.isprintable() and any("\ud800" <= one <= "\udfff" for one in wanted):
-                raise ConfigError(
-                    f"--compiler.cache-dir {wanted!r}: XLA refuses a path that is not UTF-8. Choose another."
-                )
             parent = os.path.dirname(os.path.abspath(wanted))
             writable = os.access(wanted if os.path.exists(wanted) else parent, os.W_OK | os.X_OK)
             if "://" not in wanted and not (writable and os.path.isdir(wanted if os.path.exists(wanted) else parent)):

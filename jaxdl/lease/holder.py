@@ -40,8 +40,11 @@ class Holder:
         return f"process {self.pid} on host {self.host}" if self.pid else "a process that left no name"
 
     def to_bytes(self) -> bytes:
-        """The content of the file, `RECORD_BYTES` long."""
-        return json.dumps(dataclasses.asdict(self)).encode().ljust(RECORD_BYTES)
+        """The content of the file, `RECORD_BYTES` long; a command of which the letters take more is cut."""
+        content = json.dumps(dataclasses.asdict(self)).encode()
+        if self.command and (excess := len(content) - RECORD_BYTES) > 0:
+            content = dataclasses.replace(self, command=self.command[:-excess]).to_bytes()
+        return content.ljust(RECORD_BYTES)
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Holder:

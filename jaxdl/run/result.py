@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxdl.checkpoint import Unreadable
-from jaxdl.cluster import BROKEN, DIVERGED, HALTED, MISTAKE, ClusterError, leave_and_exit
+from jaxdl.cluster import BROKEN, DIVERGED, HALTED, MISTAKE, ClusterError, current, leave_and_exit
 from jaxdl.cluster.exits import stop_code
 from jaxdl.errors import ConfigError, as_typed, command_line
 from jaxdl.report import Diverged, Summary, in_ipython, plot_history
@@ -121,6 +122,21 @@ def code_of(error: BaseException) -> int:
         return MISTAKE if error.lasting else BROKEN
     codes = {Diverged: DIVERGED, ClusterError: BROKEN, ConfigError: MISTAKE, KeyboardInterrupt: 130}
     return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
+
+
+@contextlib.contextmanager
+def ended_at_once() -> Iterator[None]:
+    """Context of the run of a program: a second Ctrl-C ends it where it is, when its status has been written.
+
+    At an ordinary end of the interpreter a thread that still writes a checkpoint, or compiles, would crash.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if current() is not None:
+            raise
+        print("interrupted", file=sys.stderr)
+        leave_and_exit(stop_code(signal.SIGINT))
 
 
 @contextlib.contextmanager

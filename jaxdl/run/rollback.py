@@ -346,7 +346,7 @@ class Rollbacks:
         )
         if self._workdir is not None and jax.process_index() == 0:
             try:
-                replace_file(self._workdir / REPORT_FILE, self._report(steps, message).encode())
+                replace_file(self._workdir / REPORT_FILE, self._report(steps, message).encode(errors="surrogateescape"))
                 message += f" The report is in {self._workdir / REPORT_FILE}."
             except OSError as error:
                 self._note(f"{REPORT_FILE} could not be written: {error.strerror}")

@@ -18,7 +18,7 @@ from jaxdl.cluster import BROKEN, DIVERGED, MISTAKE, ClusterError, current, hear
 from jaxdl.cluster.address import host_name
 from jaxdl.cluster.exits import called_before_end
 from jaxdl.cluster.shutdown import from_the_network
-from jaxdl.errors import ConfigError
+from jaxdl.errors import ConfigError, as_typed
 from jaxdl.experiment import Experiment, identity
 from jaxdl.files import HALT_FILE
 from jaxdl.lease import this_process
@@ -157,6 +157,9 @@ class RunStatus:
         with self._lock:
             self._over = True
         self._stack.close()
+        if self._workdir is None and isinstance(error, KeyboardInterrupt) and jax.process_index() == 0:
+            text = f"SIGINT twice: ended at step {self._step()}; nothing was kept: the run has no --workdir."
+            print(as_typed(text), file=sys.stderr, flush=True)
         if self._failure == 0:
             return
         if error is not None and self._writer is None:  # Another process than the first.

@@ -20,6 +20,7 @@ from jaxdl.cluster.exits import stop_signals
 from jaxdl.errors import ConfigError
 from jaxdl.files import TRIALS_FOLDER
 from jaxdl.launch.attempt import format_sec
+from jaxdl.paths import is_text
 from jaxdl.report.divergence import divergence, first_loss, losses
 from jaxdl.search.attempts import Attempts
 from jaxdl.search.engines import Job, Workers
@@ -80,9 +81,10 @@ class Request:
 
     def environment(self) -> dict[str, str]:
         """Variables of trials: one that resumes finds its compiled programs here, if there is no other place."""
-        if os.environ.get(PROGRAMS):
+        folder = str((self.folder / PROGRAMS_FOLDER).absolute())
+        if os.environ.get(PROGRAMS) or not is_text(folder):  # XLA refuses a path that is not UTF-8.
             return {}
-        return {PROGRAMS: str((self.folder / PROGRAMS_FOLDER).absolute())}
+        return {PROGRAMS: folder}
 
     def options(self, trial: Trial) -> list[str]:
         """The options that train a trial."""

@@ -95,7 +95,7 @@ def write_report(
         else:
             replace_file(folder / name, picture)
     page = _page(request, trials, found, [name for name, picture in pictures.items() if picture])
-    replace_file(folder / REPORT_FILE, page.encode())
+    replace_file(folder / REPORT_FILE, page.encode(errors="surrogateescape"))  # A path may be no UTF-8.
 
 
 def importances(trials: Sequence[Trial], request: Request) -> dict[str, float]:

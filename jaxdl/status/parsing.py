@@ -19,11 +19,11 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def check_types(one: Any) -> None:
-    """Raises ValueError for a field of another type than the dataclass declares, or a text that is no Unicode."""
+    """Raises ValueError for a field of another type than declared, or a text that is neither Unicode nor a path."""
     for name, declared in typing.get_type_hints(type(one)).items():
         value = getattr(one, name)
         allowed = (tuple,) if typing.get_origin(declared) is tuple else typing.get_args(declared) or (declared,)
         if type(value) not in allowed:
             raise ValueError(f"its {name} is {value!r:.60}")
         if isinstance(value, str):
-            value.encode()
+            value.encode(errors="surrogateescape")  # A path may have bytes that are not UTF-8.
