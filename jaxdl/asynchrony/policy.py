@@ -8,7 +8,7 @@ call `decide`. No clock is read here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pydantic
@@ -157,12 +157,7 @@ def _joined(policy: Policy, standing: Standing, event: Join, rules: int) -> Stan
     if not standing.begun:  # Those that come later are waited for from now on.
         members = {learner: replace(member, since_us=event.at_us) for learner, member in members.items()}
     member = members[event.learner]
-    clocks = _clocks(policy, members, event.at_us)
-    # It neither holds the others back nor may run ahead because it was away.
-    clock = max(member.clock, min(clocks, default=0))
-    if rules > 1 and clocks and policy.max_ahead is not None:
-        # Nor is it held: it may have run ahead while these were away, and would wait for rounds that it need not.
-        clock = min(clock, min(clocks) + policy.max_ahead)
+    clock = _clock_beside(policy, member.clock, members.values(), event.at_us, rules)
     members[event.learner] = replace(
         member,
         life=event.life,
@@ -205,10 +200,19 @@ def _is_awaited(policy: Policy, member: Member, at_us: int) -> bool:
     return not member.done and (until_us is None or at_us < until_us)
 
 
-def _clocks(policy: Policy, members: Mapping[int, Member], at_us: int) -> list[int]:
-    """The clocks of who is here and waited for; of all that are here if none of them is."""
-    present = [member for member in members.values() if member.present]
-    return [member.clock for member in present if _is_awaited(policy, member, at_us)] or [one.clock for one in present]
+def _clock_beside(policy: Policy, clock: int, others: Iterable[Member], at_us: int, rules: int = RULES) -> int:
+    """The clock of a learner that is counted from now on, beside those that are here and waited for.
+
+    It neither holds the others back nor may run ahead because it was away. Nor is it held: it may have run ahead while
+    these were away, and would wait for rounds that it need not.
+    """
+    present = [member for member in others if member.present]
+    clocks = [member.clock for member in present if _is_awaited(policy, member, at_us)]
+    slowest = min(clocks or [member.clock for member in present], default=None)
+    if slowest is None:
+        return clock
+    clock = max(clock, slowest)
+    return clock if policy.max_ahead is None or rules == 1 else min(clock, slowest + policy.max_ahead)
 
 
 def _arrived(policy: Policy, standing: Standing, event: Arrive, known: bool, rules: int) -> tuple[Standing, Verdict]:
@@ -230,8 +234,9 @@ def _arrived(policy: Policy, standing: Standing, event: Arrive, known: bool, rul
     if rules > 2 and verdict in ("unknown", "not finite"):
         member = _lost(member, event.at_us)
     elif member.losses:
-        if not _is_awaited(policy, member, event.at_us):  # The others went on, and need not wait until it is as far.
-            clock = max(clock, min(_clocks(policy, standing.members, event.at_us)))
+        if not _is_awaited(policy, member, event.at_us):
+            others = [other for learner, other in standing.members.items() if learner != event.learner]
+            clock = _clock_beside(policy, clock, others, event.at_us)
         member = replace(member, losses=0)
     member = replace(
         member,
@@ -312,13 +317,14 @@ def _who_may_go_on(policy: Policy, standing: Standing, *, just_over: bool) -> li
     if just_over:
         return list(present)
     held = {pending.learner for pending in standing.pending}
-    slowest = min(_clocks(policy, present, standing.at_us), default=0)
+    awaited = (member.clock for member in present.values() if _is_awaited(policy, member, standing.at_us))
+    slowest = min(awaited, default=None)
     return [
         learner
         for learner, member in present.items()
         if not member.working
         and learner not in held
-        and (standing.over or policy.max_ahead is None or member.clock - slowest <= policy.max_ahead)
+        and (standing.over or policy.max_ahead is None or slowest is None or member.clock - slowest <= policy.max_ahead)
     ]
 
 
