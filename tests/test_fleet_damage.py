@@ -1,14 +1,17 @@
 """A fleet whose files are damaged, whose runs are removed, and that has had many runs."""
 
 import json
+import os
 import shutil
 import sys
 
 import pytest
 from fleet_engine import fleet, states, submit
 
+from jaxdl.errors import ConfigError
 from jaxdl.fleet.__main__ import main
 from jaxdl.fleet.journal import Journal
+from jaxdl.fleet.store import Store
 
 DAMAGE = [
     b"",
@@ -220,6 +223,74 @@ def test_an_idle_turn_opens_as_many_files_for_any_number_of_ended_runs(tmp_path)
 
 
 OPENING = ("open", "os.listdir", "os.scandir", "glob.glob")
+
+
+def opened_by(call):
+    """(how many files and folders a call opened, what it returned)."""
+    opened, here = [], [True]
+    sys.addaudithook(lambda event, args: opened.append(args[0]) if here and event in OPENING else None)
+    found = call()
+    here.clear()
+    return len(opened), found
+
+
+def test_a_submission_reads_those_of_the_same_workdir_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    counts = []
+    for number in (3, 60):
+        store = Store(tmp_path / f"fleet{number}")
+        words = ["true", "--workdir"]
+        for one in range(number):
+            store.submit([*words, f"w/{one}"], [1])
+        shutil.rmtree(store.folder / "workdirs")  # As a fleet of an earlier version.
+        store.submit([*words, "w/first"], [1])
+        counts.append(opened_by(lambda: store.submit([*words, "w/second"], [1]))[0])
+        for taken in ("w/0", f"w/{number - 1}", "w/second"):
+            with pytest.raises(ConfigError, match="run 0.* has it"):
+                store.submit([*words, taken], [1])
+        store.ask("0001", "cancel")
+        again = store.submit([*words, "w/0"], [1]).name
+        store.remove(again)
+        assert store.submit([*words, "w/0"], [1]).name > again
+        (store.folder / "runs" / "0002" / "submission.json").write_text("{")
+        store.submit([*words, "w/new"], [1])
+    assert counts[0] == counts[1]
+
+
+def test_ended_runs_are_removed_without_a_look_at_all_others_for_each(tmp_path):
+    def turn_that_removes(number):
+        store, _, make = fleet(tmp_path / f"fleet{number}", 2)
+        for _ in range(number):
+            store.ask(submit(store, (1,)), "cancel")
+        server = make()
+        server.turn()
+        for name in store.names():
+            store.ask(name, "remove")
+        listed = []
+        monkey = pytest.MonkeyPatch()
+        listdir = os.listdir
+        monkey.setattr(os, "listdir", lambda path: listed.extend(listdir(path)) or listdir(path))
+        server.turn()
+        monkey.undo()
+        assert not server.members
+        return len(listed)
+
+    assert turn_that_removes(60) < 25 * turn_that_removes(3)
+
+
+def test_the_table_of_status_has_the_last_of_the_ended_runs(tmp_path, capsys):
+    store, _, make = fleet(tmp_path / "fleet", 2)
+    names = [submit(store, (1,)) for _ in range(54)]
+    for name in names[:53]:
+        store.ask(name, "cancel")
+    server = make()
+    server.turn()
+    main(["status", "--state", str(store.folder)])
+    printed = capsys.readouterr().out
+    assert "3 earlier runs have ended" in printed
+    assert [name for name in names if f" {name} " in printed] == names[3:]
+    main(["status", "--state", str(store.folder), "--json"])
+    assert [run["run"] for run in json.loads(capsys.readouterr().out)["runs"]] == names
 
 
 def test_a_node_is_in_service_or_not(tmp_path, capsys):

@@ -68,6 +68,12 @@ def test_a_trial_whose_loss_left_its_start_cannot_win(tmp_path, policy):
         ([1e12], 2.3, 1),
         ([2.3, math.inf, math.inf, math.inf], math.inf, 2),
         ([-5.0, 6000.0, 7000.0, 8000.0], math.inf, 2),
+        ([1e8, 1e3, 1.0, 1e5, 1e6, 1e7], math.inf, 4),  # It began in a bad place, and left a good one.
+        ([1.5**i for i in range(30)], math.inf, 19),  # Slowly.
+        ([1e-6, 1.0, 1e3, 1e5, 1e6, 1e6], math.inf, 3),
+        ([1e8, 1e6, 1e3, 1.0, 0.1], math.inf, None),
+        ([2.0, -100.0, -3000.0, 1500.0, 1500.0, 1500.0], math.inf, None),  # Of the size that it had.
+        ([-1.0, -1e3, -1e6, -1e6, -1e6], math.inf, None),
         ([1e12, 1e13, 1e14], math.inf, None),  # In this unit it only grew.
         ([2.3, 1.0, 1e9], math.inf, None),  # A spike, as it may be any report.
         ([2.3, 1e9, 1e9, 1e9, 1.0], math.inf, None),  # It came back.

@@ -16,6 +16,7 @@ from jaxdl import restore, train
 from jaxdl.config import ConfigError
 from jaxdl.evaluate.__main__ import main as evaluate
 from jaxdl.experiment import load_experiment
+from jaxdl.export.__main__ import main as export
 from jaxdl.mesh import MeshConfig
 from jaxdl.run.translation import quality
 from jaxdl.trained import parse_command
@@ -131,3 +132,15 @@ def test_quality_of_equal_and_of_other_texts():
     assert "version:" in found["BLEU"][1]
     with pytest.raises(ConfigError, match="2 translations and 1 references"):
         quality(texts, texts[:1])
+
+
+def test_an_export_has_the_parameters_alone(workdir, tmp_path, capsys):
+    to = tmp_path / "to"
+    places = ("--workdir", str(workdir), "--to", str(to))
+    told = refusal(capsys, *places, run=export)
+    assert "--format stablehlo: there is no function from inputs to predictions" in told
+    assert "Give --format safetensors" in told
+    assert not to.exists()
+    export([*places, "--format", "safetensors"])
+    assert sorted(path.name for path in to.iterdir()) == ["README.md", "params.safetensors"]
+    assert "predict.stablehlo" not in (to / "README.md").read_text()

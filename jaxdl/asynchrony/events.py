@@ -36,6 +36,10 @@ class Member:
     """When it got its last anchor."""
     speed: float | None = None
     """Steps per second in its last round."""
+    losses: int = 0
+    """How often it was lost, or sent a delta that cannot be merged, since its last one that could be."""
+    missed_us: int = 0
+    """When the first of these losses was."""
 
 
 @dataclass(frozen=True)

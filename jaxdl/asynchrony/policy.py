@@ -8,7 +8,7 @@ call `decide`. No clock is read here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pydantic
@@ -33,12 +33,13 @@ from jaxdl.asynchrony.events import (
 )
 from jaxdl.config import Config
 
-RULES = 2
+RULES = 3
 """The rules that `decide` follows by default; a tape says which ones its syncer had, and 1 if it says nothing.
 
 By the rules 1 a quorum counted every learner that was connected, also one that `max_ahead` held, and a learner that
-came back kept a clock beyond everyone's reach: learners could wait for each other for ever. A tape of such a syncer is
-still replayed as it went.
+came back kept a clock beyond everyone's reach: learners could wait for each other for ever. By the rules 2 a learner
+that came back began its `return_sec` anew each time: who came and died again and again, or sent nothing finite, was
+waited for for ever. A tape of such a syncer is still replayed as it went.
 """
 DESERTED_SEC = 600.0
 """A syncer whose learners have all been gone for so long ends, although the run is not over."""
@@ -55,7 +56,7 @@ class Policy(Config):
     """End of the run, in steps of all learners together that were merged; None: when all learners have finished."""
     quorum: int | None = Field(default=None, ge=1)
     """Deltas that a merge needs, None for half of the learners; who has finished, is gone for `return_sec`, or is held
-    by `max_ahead` is not waited for."""
+    by `max_ahead` is not waited for, nor who was lost twice without a delta, `return_sec` after the first time."""
     grace_sec: float = Field(default=0.0, ge=0)
     """Seconds that a merge waits for further deltas once it has its quorum."""
     grace_share: float | None = Field(default=None, gt=0)
@@ -69,7 +70,8 @@ class Policy(Config):
     equal_time: bool = False
     """Whether a slower learner makes fewer steps in a round, in proportion to its speed (dynamic local updates)."""
     return_sec: float = Field(default=60.0, ge=0)
-    """Seconds for which a quorum still counts on a learner that was lost, or has not come yet."""
+    """Seconds for which a quorum still counts on a learner that was lost, or has not come yet. Who is lost again before
+    it sent a delta that can be merged has no more of them, and is not waited for until it sends one."""
 
     @property
     def needed(self) -> int:
@@ -98,7 +100,8 @@ def decide(policy: Policy, standing: Standing, event: Event, *, known: bool = Tr
 
     As long as a learner is connected and the run is not over, one of them computes, or `wake_us` names a time at which
     a merge is made or a learner goes on; a learner that comes back computes at once, unless a delta of it waits for a
-    merge (`tests/test_asynchrony.py` searches all short sequences of events).
+    merge. Nobody waits for ever for learners that come and go, or send nothing that can be merged
+    (`tests/test_asynchrony_waiting.py` searches all short sequences of events, and their cycles).
     """
     verdict = None
     standing = replace(standing, at_us=event.at_us)
@@ -106,9 +109,9 @@ def decide(policy: Policy, standing: Standing, event: Event, *, known: bool = Tr
         case Join():
             standing = _joined(policy, standing, event, rules)
         case Leave():
-            standing = _left(standing, event)
+            standing = _left(standing, event, rules)
         case Arrive():
-            standing, verdict = _arrived(policy, standing, event, known)
+            standing, verdict = _arrived(policy, standing, event, known, rules)
         case Tick():
             pass
     if standing.over and isinstance(event, Join):
@@ -124,13 +127,15 @@ def decide(policy: Policy, standing: Standing, event: Event, *, known: bool = Tr
 
 def wake_us(policy: Policy, standing: Standing) -> int | None:
     """When a `Tick` is due if nothing else happens before; None if nothing waits for time to pass."""
-    if not standing.pending:
-        return None
-    if standing.quorum_us is not None:
+    members = standing.members
+    if standing.pending and standing.quorum_us is not None:
         return standing.quorum_us + _grace_us(policy, standing)
-    return_us = _us(policy.return_sec)
-    absent = [member.since_us + return_us for member in standing.members.values() if not member.present]
-    return min((at_us for at_us in absent if at_us > standing.at_us), default=None)
+    awaited = [*members.values()] if standing.pending else []
+    held = {pending.learner for pending in standing.pending}
+    if any(one.present and not one.working and learner not in held for learner, one in members.items()):
+        awaited += [one for one in members.values() if one.present]  # Those that `max_ahead` lets it wait for.
+    ends = [_awaited_until_us(policy, member) for member in awaited]
+    return min((at_us for at_us in ends if at_us is not None and at_us > standing.at_us), default=None)
 
 
 def is_finished(policy: Policy, standing: Standing, at_us: int) -> bool:
@@ -138,11 +143,13 @@ def is_finished(policy: Policy, standing: Standing, at_us: int) -> bool:
 
     That is `return_sec` once the run is over, and before at least `DESERTED_SEC`: all of them may have to start again.
     """
-    gone_us = _us(policy.return_sec if standing.over else max(policy.return_sec, DESERTED_SEC))
-    return standing.begun and all(
-        member.done or (not member.present and at_us >= member.since_us + gone_us)
-        for member in standing.members.values()
-    )
+
+    def is_gone(member: Member) -> bool:
+        if standing.over:
+            return not member.present and not _is_awaited(policy, member, at_us)
+        return not member.present and at_us >= member.since_us + _us(max(policy.return_sec, DESERTED_SEC))
+
+    return standing.begun and all(member.done or is_gone(member) for member in standing.members.values())
 
 
 def _joined(policy: Policy, standing: Standing, event: Join, rules: int) -> Standing:
@@ -150,12 +157,7 @@ def _joined(policy: Policy, standing: Standing, event: Join, rules: int) -> Stan
     if not standing.begun:  # Those that come later are waited for from now on.
         members = {learner: replace(member, since_us=event.at_us) for learner, member in members.items()}
     member = members[event.learner]
-    clocks = [other.clock for other in members.values() if other.present and not other.done]
-    # It neither holds the others back nor may run ahead because it was away.
-    clock = max(member.clock, min(clocks, default=0))
-    if rules > 1 and clocks and policy.max_ahead is not None:
-        # Nor is it held: it may have run ahead while these were away, and would wait for rounds that it need not.
-        clock = min(clock, min(clocks) + policy.max_ahead)
+    clock = _clock_beside(policy, member.clock, members.values(), event.at_us, rules)
     members[event.learner] = replace(
         member,
         life=event.life,
@@ -169,14 +171,51 @@ def _joined(policy: Policy, standing: Standing, event: Join, rules: int) -> Stan
     return replace(standing, members=members, begun=True)
 
 
-def _left(standing: Standing, event: Leave) -> Standing:
+def _left(standing: Standing, event: Leave, rules: int) -> Standing:
     member = replace(
         standing.members[event.learner], present=False, working=False, done=event.finished, since_us=event.at_us
     )
+    if rules > 2 and not event.finished:
+        member = _lost(member, event.at_us)
     return replace(standing, members={**standing.members, event.learner: member})
 
 
-def _arrived(policy: Policy, standing: Standing, event: Arrive, known: bool) -> tuple[Standing, Verdict]:
+def _lost(member: Member, at_us: int) -> Member:
+    return replace(member, losses=member.losses + 1, missed_us=member.missed_us if member.losses else at_us)
+
+
+def _awaited_until_us(policy: Policy, member: Member) -> int | None:
+    """When it is no longer waited for; None for as long as it is here.
+
+    Who was lost once is waited for when it is back. Who was lost twice since its last delta may go on so for ever: all
+    of that together is one absence.
+    """
+    if member.losses > 1:
+        return member.missed_us + _us(policy.return_sec)
+    return None if member.present else member.since_us + _us(policy.return_sec)
+
+
+def _is_awaited(policy: Policy, member: Member, at_us: int) -> bool:
+    until_us = _awaited_until_us(policy, member)
+    return not member.done and (until_us is None or at_us < until_us)
+
+
+def _clock_beside(policy: Policy, clock: int, others: Iterable[Member], at_us: int, rules: int = RULES) -> int:
+    """The clock of a learner that is counted from now on, beside those that are here and waited for.
+
+    It neither holds the others back nor may run ahead because it was away. Nor is it held: it may have run ahead while
+    these were away, and would wait for rounds that it need not.
+    """
+    present = [member for member in others if member.present]
+    clocks = [member.clock for member in present if _is_awaited(policy, member, at_us)]
+    slowest = min(clocks or [member.clock for member in present], default=None)
+    if slowest is None:
+        return clock
+    clock = max(clock, slowest)
+    return clock if policy.max_ahead is None or rules == 1 else min(clock, slowest + policy.max_ahead)
+
+
+def _arrived(policy: Policy, standing: Standing, event: Arrive, known: bool, rules: int) -> tuple[Standing, Verdict]:
     member = standing.members[event.learner]
     staleness = standing.version - event.version
     if event.round <= member.round or not member.working:
@@ -191,11 +230,18 @@ def _arrived(policy: Policy, standing: Standing, event: Arrive, known: bool) -> 
         verdict = "not finite"
     elif policy.max_staleness is not None and staleness > policy.max_staleness:
         verdict = "stale"
-    round_us = max(1, event.at_us - member.released_us)
+    round_us, clock = max(1, event.at_us - member.released_us), member.clock + 1
+    if rules > 2 and verdict in ("unknown", "not finite"):
+        member = _lost(member, event.at_us)
+    elif member.losses:
+        if not _is_awaited(policy, member, event.at_us):
+            others = [other for learner, other in standing.members.items() if learner != event.learner]
+            clock = _clock_beside(policy, clock, others, event.at_us)
+        member = replace(member, losses=0)
     member = replace(
         member,
         round=event.round,
-        clock=member.clock + 1,
+        clock=clock,
         working=False,
         speed=event.steps * SECOND_US / round_us,
     )
@@ -230,21 +276,17 @@ def _merged(policy: Policy, standing: Standing, at_us: int, rules: int) -> tuple
 def _expected(policy: Policy, standing: Standing, at_us: int, rules: int) -> int:
     """Learners of which the next merge may have a delta.
 
-    Those whose delta is here, who compute or are about to, and who may still come back. Who is held by `max_ahead` is
-    not among them: it may be waiting for a learner whose delta waits for this merge.
+    Those whose delta is here, and of those that are waited for who compute or are about to, or may still come back.
+    Who is held by `max_ahead` is not among them: it may be waiting for a learner whose delta waits for this merge.
     """
-    return_us = _us(policy.return_sec)
-    absent = {
-        learner
-        for learner, member in standing.members.items()
-        if not member.done and not member.present and at_us < member.since_us + return_us
-    }
-    present = {learner: member for learner, member in standing.members.items() if member.present}
+    awaited = {learner: one for learner, one in standing.members.items() if _is_awaited(policy, one, at_us)}
+    absent = {learner for learner, member in awaited.items() if not member.present}
+    present = {learner: member for learner, member in awaited.items() if member.present}
     if rules == 1:
         return len(absent) + len(present)
     working = {learner for learner, member in present.items() if member.working}
-    soon = _who_may_go_on(policy, standing, just_over=False)
-    return len(absent | working | {*soon} | {pending.learner for pending in standing.pending})
+    soon = awaited.keys() & _who_may_go_on(policy, standing, just_over=False)
+    return len(absent | working | soon | {pending.learner for pending in standing.pending})
 
 
 def _parts(policy: Policy, pending: tuple[Pending, ...]) -> Iterator[Part]:
@@ -275,13 +317,14 @@ def _who_may_go_on(policy: Policy, standing: Standing, *, just_over: bool) -> li
     if just_over:
         return list(present)
     held = {pending.learner for pending in standing.pending}
-    slowest = min((member.clock for member in present.values()), default=0)
+    awaited = (member.clock for member in present.values() if _is_awaited(policy, member, standing.at_us))
+    slowest = min(awaited, default=None)
     return [
         learner
         for learner, member in present.items()
         if not member.working
         and learner not in held
-        and (standing.over or policy.max_ahead is None or member.clock - slowest <= policy.max_ahead)
+        and (standing.over or policy.max_ahead is None or slowest is None or member.clock - slowest <= policy.max_ahead)
     ]
 
 

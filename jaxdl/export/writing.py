@@ -56,12 +56,18 @@ def export(
 
 
 def named_arrays(predictor: Predictor) -> dict[str, np.ndarray]:
-    """The parameters that are evaluated and the batch statistics, by dotted names such as `stem.conv.kernel`."""
+    """The parameters that are evaluated and the batch statistics, by dotted names such as `stem.conv.kernel`.
+
+    Raises ConfigError for two of one name.
+    """
     found: dict[str, np.ndarray] = {}
     for tree in (predictor.params, predictor.model_state):
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
             name = jax.tree_util.keystr(path, simple=True, separator=".")
-            assert name not in found, f"a parameter and a statistic are both named {name}"
+            if name in found:
+                raise ConfigError(
+                    f"--format safetensors: two arrays of the network are named {name}. Rename one of them."
+                )
             found[name] = np.ascontiguousarray(jax.device_get(x))
     return found
 
@@ -116,20 +122,30 @@ def _function(predictor: Predictor) -> tuple[Callable[[Any], jax.Array], Any]:
         return lambda tokens: predictor.probabilities(
             params, model_state, {"tokens": with_targets(tokens, jnp)}
         ), tokens
-    rows = predictor.parts.task.to_predict(spec.example(), spec, "export")
+    try:
+        rows = predictor.parts.task.to_predict(spec.example(), spec, "export")
+    except ConfigError as error:
+        raise ConfigError(
+            f"--format stablehlo: there is no function from inputs to predictions ({error}) Give --format safetensors, "
+            "for the parameters alone."
+        ) from None
     if len(rows) == 1:
         ((name, array),) = rows.items()
         return lambda array: predictor.probabilities(params, model_state, {name: array}), array
     return lambda batch: predictor.probabilities(params, model_state, batch), rows
 
 
-def _readme(predictor: Predictor, formats: Sequence[str], platforms: Sequence[str], batch_size: int | None) -> str:
-    """The text of the README.md that says how to load the files."""
-    experiment, rows = predictor.experiment, _function(predictor)[1]
+def _shapes(rows: Any, batch_size: int | None) -> str:
+    """What the function takes, in words."""
     size = "batch" if batch_size is None else str(batch_size)
     named = rows.items() if isinstance(rows, dict) else [("", rows)]
     shapes = [f"{name} {x.dtype} [{', '.join([size, *map(str, x.shape[1:])])}]".strip() for name, x in named]
-    shapes = f"a dictionary of {', '.join(shapes)}" if isinstance(rows, dict) else shapes[0]
+    return f"a dictionary of {', '.join(shapes)}" if isinstance(rows, dict) else shapes[0]
+
+
+def _readme(predictor: Predictor, formats: Sequence[str], platforms: Sequence[str], batch_size: int | None) -> str:
+    """The text of the README.md that says how to load the files."""
+    experiment = predictor.experiment
     network = experiment.model.users_name or experiment.model.kind
     parts = [
         f"# {network}, trained on {experiment.data.kind} for {predictor.step:,} steps\n\n"
@@ -145,7 +161,7 @@ def _readme(predictor: Predictor, formats: Sequence[str], platforms: Sequence[st
             '    config = json.loads(file.metadata()["config"])\n```\n'
         )
     if "stablehlo" in formats:
-        name = FILES["stablehlo"]
+        name, shapes = FILES["stablehlo"], _shapes(_function(predictor)[1], batch_size)
         text = predictor.parts.data_spec.example_text()
         values = f", {text}," if text else ""
         parts.append(

@@ -15,7 +15,7 @@ from typing import Any
 from jaxdl.errors import ConfigError
 from jaxdl.fleet.sizes import ReadConfig, UnreadError, devices_of_host, reader, trains
 from jaxdl.fleet.speed import Exchange
-from jaxdl.fleet.store import words_on
+from jaxdl.fleet.submission import words_on
 from jaxdl.launch.netns import parse_rate
 from jaxdl.startup import training_options
 

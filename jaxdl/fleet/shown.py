@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jaxdl.fleet.member import ENDED
 from jaxdl.fleet.resources import spelled
 from jaxdl.fleet.sizes import told
 from jaxdl.fleet.speed import GUESS, GUESSED, MEASURED, Estimate
@@ -20,14 +21,18 @@ from jaxdl.status import read_row
 
 _WIDE = 110
 """From so many characters on, workdirs have a column of their own."""
+_ENDED = 50
+"""So many of the runs that have ended are in the table, the last ones."""
 
 
 def show_status(store: Store, *, as_json: bool) -> None:
     """Prints the runs and nodes as the server last saw them, and the step that each run says it has."""
     view = store.view()
-    runs = [run | {"step": _step(run)} for run in view["runs"]]
-    shown = {run["run"] for run in runs}
-    waiting = [name for name in store.names() if name not in shown]
+    known = {run["run"] for run in view["runs"]}
+    waiting = [name for name in store.names() if name not in known]
+    ended = [run["run"] for run in view["runs"] if run["state"] in ENDED]
+    older = set() if as_json else {*ended[:-_ENDED]}
+    runs = [run | {"step": _step(run)} for run in view["runs"] if run["run"] not in older]
     if as_json:
         print(json.dumps(view | {"runs": runs, "not_seen": waiting}, indent=2))
         return
@@ -37,6 +42,10 @@ def show_status(store: Store, *, as_json: bool) -> None:
     table = _table(runs, beside=console.width >= _WIDE)
     table.title = f"{used} of {len(view['nodes'])} nodes have a run, {age:.0f} s ago"
     console.print(table)
+    if older:
+        console.print(
+            f"{len(older):,} earlier runs have ended: --json has them, `remove --ended` takes all that have ended away"
+        )
     if view.get("free"):
         left = Table(title="what is left of nodes")
         for column in ("node", "runs", "free"):

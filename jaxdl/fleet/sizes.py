@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxdl.errors import ConfigError
 from jaxdl.fleet.resources import Amounts
-from jaxdl.fleet.store import words_on
+from jaxdl.fleet.submission import words_on
 from jaxdl.startup import own_options, training_options
 
 _MOST_GPUS = 16

@@ -6,6 +6,7 @@
     lost.json               nodes that are out of service
     last.json               the highest number that a run ever had
     news/0007               something was submitted or asked of this run, and the server has not looked yet
+    workdirs/0007-3f0a...   a hash of the workdir of this run, so that `submit` need not read what all others have
     runs/0007/submission.json, asked.json, lock, attempts/2/{keeper.json, exit.json, output.txt}
 
 A submission is accepted once its file is on disk; no server need run for that. A file of one run that is damaged
@@ -24,7 +25,6 @@ import secrets
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,94 +32,21 @@ from jaxdl.errors import ConfigError
 from jaxdl.fleet.journal import JOURNAL_FILE, sync_folder
 from jaxdl.fleet.queued import queue
 from jaxdl.fleet.speed import Exchange
+from jaxdl.fleet.submission import DamagedFile, Submission, read_submission
+from jaxdl.fleet.workdirs import Workdirs
 from jaxdl.writing import replace_file
 
 Asked = Literal["run", "hold", "cancel", "remove"]
 RUNS, SUBMISSION = "runs", "submission.json"
 _ASKED, _LAST, _NEWS, _REMOVED = "asked.json", "last.json", "news", "removed"
+_FEW = 5
 FLEET_FILE, ENDED_FILE, LOST_FILE, SERVER_FOLDER = "fleet.json", "ended.json", "lost.json", "server"
 
 
-class DamagedFile(ConfigError):
-    """A file of the fleet does not have what it must; the message says which and what to do."""
-
-
-@dataclass(frozen=True)
-class Submission:
-    """A run as a user submitted it."""
-
-    name: str
-    """Its number in the fleet, such as 0007."""
-    command: tuple[str, ...]
-    """`{nodes}` stands for the number of nodes."""
-    sizes: tuple[int, ...]
-    """The numbers of nodes that it may have; of hosts, if it shares nodes."""
-    folder: str
-    """Where the command is run."""
-    weight: float = 1.0
-    priority: int = 0
-    not_before: float = 0.0
-    """Unix time before which it does not start."""
-    submitted: float = 0.0
-    needs: Mapping[str, float] = field(default_factory=dict)
-    """Resource -> how much of it each host takes of its node; empty: a whole node."""
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    """Numbers of nodes, or hosts, that were asked for and are not in `sizes` -> why the run cannot have them."""
-    exchange: Exchange | None = None
-    """What its gradient exchange takes, None where that is not known."""
-
-    def words(self, num_nodes: int) -> list[str]:
-        """The command on so many nodes, or hosts."""
-        return words_on(self.command, num_nodes)
-
-    @property
-    def workdir(self) -> Path | None:
-        """The workdir that the command names."""
-        for number, word in enumerate(self.command):
-            name, equals, value = word.partition("=")
-            if name == "--workdir":
-                following = self.command[number + 1 : number + 2]
-                return Path(self.folder) / (value if equals else following[0]) if equals or following else None
-        return None
-
-
-def _submission(path: Path) -> Submission:
-    """What a file says. Raises DamagedFile, and FileNotFoundError if the run was removed."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        lists = {name: tuple(values[name]) for name in ("command", "sizes")}
-        made = Submission(**(values | lists | {"exchange": _exchange(values.get("exchange"))}))
-        right = (
-            made.name == path.parent.name
-            and all(isinstance(word, str) for word in (*made.command, made.folder))
-            and made.sizes
-            and all(type(size) is int and size > 0 for size in made.sizes)
-            and all(isinstance(one, int | float) for one in (made.weight, made.priority, made.not_before))
-            and 0 < made.weight < math.inf
-        )
-        if not right:
-            raise ValueError("its values are not those of a submission")
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        why = " ".join(str(error).split()) or type(error).__name__
-        raise DamagedFile(
-            f"{path}: this is no submission ({why}). Restore the file, or cancel the run and submit it again."
-        ) from None
-    return made
-
-
-def _exchange(values: dict[str, Any] | None) -> Exchange | None:
-    """The field `exchange` of a submission from its JSON, which has no numbers as keys."""
-    if values is None:
-        return None
-    seconds = {int(size): float(sec) for size, sec in values["seconds"].items()}
-    return Exchange(values["network"], values["batch_size"], seconds)
-
-
-def words_on(command: Sequence[str], num_nodes: int) -> list[str]:
-    """A command on so many nodes, or hosts."""
-    return [word.replace("{nodes}", str(num_nodes)) for word in command]
+def _few(names: Sequence[str]) -> str:
+    """Names of runs in a message: of many, the first and the last ones."""
+    shown = names if len(names) <= 2 * _FEW else [*names[:_FEW], "...", *names[-_FEW:]]
+    return ", ".join(shown) or "none"
 
 
 class Store:
@@ -127,6 +54,7 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._workdirs = Workdirs(folder / "workdirs")
 
     def submit(
         self,
@@ -168,15 +96,16 @@ class Store:
             left_out={str(size): why for size, why in (left_out or {}).items()},
             exchange=exchange,
         )
-        for other in self.submissions() if made.workdir is not None else ():
-            if other.workdir == made.workdir and not self._is_free(other.name):
-                raise ConfigError(
-                    f"--workdir {made.workdir}: run {other.name} has it. Give another folder, or cancel that run first."
-                )
+        holder = None if made.workdir is None else self._holder(made.workdir)
+        if holder is not None:
+            raise ConfigError(
+                f"--workdir {made.workdir}: run {holder} has it. Give another folder, or cancel that run first."
+            )
         path = self._new_folder()
         made = dataclasses.replace(made, name=path.name, submitted=time.time())
         queue(made.command, made.workdir)  # Before a server sees the run, whose own status must be the last.
         replace_file(path / SUBMISSION, json.dumps(dataclasses.asdict(made), indent=2).encode())
+        self._workdirs.note(made.name, made.workdir)
         self._write_last(int(path.name))
         for one in (path, parent, self.folder):
             sync_folder(one)
@@ -207,7 +136,25 @@ class Store:
                 there = max([there, *map(int, told)])
             return there
 
+    def _holder(self, workdir: Path) -> str | None:
+        """The first run whose workdir this is and may not be another's; None without one.
+
+        Submissions are read of runs with this workdir alone, and once of those that an earlier version accepted.
+        """
+        names = (path.name for path in (self.folder / RUNS).iterdir())
+        for name, is_noted in sorted(self._workdirs.candidates(names, workdir), key=lambda one: (len(one[0]), one)):
+            with contextlib.suppress(DamagedFile, FileNotFoundError, NotADirectoryError):
+                other = self.submission(name)
+                if not is_noted:
+                    self._workdirs.note(name, other.workdir)
+                if other.workdir == workdir and not self._is_free(name):
+                    return name
+        return None
+
     def _write_last(self, number: int) -> None:
+        with contextlib.suppress(OSError, ValueError, TypeError):  # Of runs that are removed there may be thousands.
+            if number <= int(json.loads((self.folder / _LAST).read_text(encoding="utf-8"))):
+                return
         replace_file(self.folder / _LAST, json.dumps(max(number, self._last_number())).encode())
 
     def _is_free(self, name: str) -> bool:
@@ -223,7 +170,7 @@ class Store:
 
     def submission(self, name: str) -> Submission:
         """What was submitted. Raises DamagedFile, and FileNotFoundError if the run was removed."""
-        return _submission(self.folder / RUNS / name / SUBMISSION)
+        return read_submission(self.folder / RUNS / name / SUBMISSION)
 
     def submissions(self) -> list[Submission]:
         """All that were accepted, in their order, but those whose file is damaged."""
@@ -237,8 +184,7 @@ class Store:
         """The folder of a run. Raises ConfigError if there is none."""
         path = self.folder / RUNS / name.zfill(4)
         if not (path / SUBMISSION).is_file():
-            known = ", ".join(self.names()) or "none"
-            raise ConfigError(f"run {name}: there is no such run in {self.folder}. There are: {known}.")
+            raise ConfigError(f"run {name}: there is no such run in {self.folder}. There are: {_few(self.names())}.")
         return path
 
     def path_of(self, name: str) -> Path:
@@ -311,6 +257,8 @@ class Store:
     def remove(self, name: str) -> None:
         """Removes the folder of a run that has ended, not its workdir. No other run will have its number."""
         self._write_last(int(name) if name.isdecimal() else 0)
+        with contextlib.suppress(DamagedFile, FileNotFoundError, NotADirectoryError):
+            self._workdirs.forget(name, self.submission(name).workdir)
         removed = self.folder / _REMOVED
         removed.mkdir(exist_ok=True)
         with contextlib.suppress(FileNotFoundError):

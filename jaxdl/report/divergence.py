@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 LOSS = "train/loss"
 FACTOR = 1000.0
-"""A run has diverged whose loss is so many times that of its first report."""
+"""A run has diverged whose loss is so many times that of its first report, or the least that it has had."""
 _LEAST = 0.01
-"""A first loss below this counts as this: what is nearly 0 is a bad unit."""
+"""A loss below this counts as this: what is nearly 0 is a bad unit."""
 _REPORTS = 3
 """So many reports in a row, up to the last one, must say so: a spike is none. Of runs with fewer, all but the first."""
 
@@ -43,14 +43,18 @@ def first_loss(reports: Sequence[tuple[int, float]]) -> float:
 
 
 def divergence(reports: Sequence[tuple[int, float]], others: float = math.inf) -> Divergence | None:
-    """Whether the losses of a run have left its starting point, and stayed away up to its end; None if not.
+    """Whether the losses of a run have left where it was, and stayed away up to its end; None if not.
 
-    `others` is the least first loss of runs like it: its own first report may come after it diverged.
+    `others` is the least first loss of runs like it: its own first report may come after it diverged. A loss that falls
+    counts from the least that it has had, unless some are negative, such as those of log-likelihoods: then nothing but
+    the size of the first one says what is much.
     """
     start = min(first_loss(reports), others)
     if not reports or not math.isfinite(start):
         return None
-    bound = FACTOR * max(start, _LEAST)
+    least_loss = min(loss for _, loss in reports)
+    low = min(start, least_loss) if least_loss >= 0 else start
+    bound = FACTOR * max(low, _LEAST)
     away = 0
     while away < len(reports) and reports[-1 - away][1] > bound:
         away += 1
@@ -58,4 +62,5 @@ def divergence(reports: Sequence[tuple[int, float]], others: float = math.inf) -
     if not away or away < least:
         return None
     step, last = reports[-away][0], reports[-1][1]
-    return Divergence(step, f"the training loss is {last:.3g} at step {reports[-1][0]}, and was {start:.3g} at first")
+    before = f"was {start:.3g} at first" if low == start else f"had been {low:.3g}"
+    return Divergence(step, f"the training loss is {last:.3g} at step {reports[-1][0]}, and {before}")

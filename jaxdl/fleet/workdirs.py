@@ -1,0 +1,43 @@
+"""Which runs of a fleet have which workdir, known from names of files: submissions need not be read to find it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+
+class Workdirs:
+    """A folder with an empty file for each run, such as 0007-3f0a..., the latter a hash of its workdir."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def note(self, name: str, workdir: Path | None) -> None:
+        """Keeps which workdir, if any, a run has."""
+        self._folder.mkdir(exist_ok=True)
+        self._path(name, workdir).touch()
+
+    def forget(self, name: str, workdir: Path | None) -> None:
+        """Undoes `note`, of a run that is removed."""
+        self._path(name, workdir).unlink(missing_ok=True)
+
+    def noted(self) -> dict[str, str]:
+        """Run -> hash of its workdir, empty without one; runs that an earlier version accepted are not there."""
+        with contextlib.suppress(FileNotFoundError):
+            return dict(name.partition("-")[::2] for name in os.listdir(self._folder))
+        return {}
+
+    def candidates(self, names: Iterable[str], workdir: Path) -> list[tuple[str, bool]]:
+        """(run, whether it is noted) of those that may have this workdir."""
+        noted, wanted = self.noted(), _hash_of(workdir)
+        return [(name, name in noted) for name in names if noted.get(name, wanted) == wanted]
+
+    def _path(self, name: str, workdir: Path | None) -> Path:
+        return self._folder / f"{name}-{_hash_of(workdir)}"
+
+
+def _hash_of(workdir: Path | None) -> str:
+    return "" if workdir is None else hashlib.sha256(os.fsencode(workdir)).hexdigest()[:32]
