@@ -1,5 +1,6 @@
 """A fleet whose files are damaged, whose runs are removed, and that has had many runs."""
 
+import functools
 import json
 import os
 import shutil
@@ -244,9 +245,9 @@ def test_a_submission_reads_those_of_the_same_workdir_alone(tmp_path, monkeypatc
             store.submit([*words, f"w/{one}"], [1])
         shutil.rmtree(store.folder / "workdirs")  # As a fleet of an earlier version.
         store.submit([*words, "w/first"], [1])
-        counts.append(opened_by(lambda: store.submit([*words, "w/second"], [1]))[0])
+        counts.append(opened_by(functools.partial(store.submit, [*words, "w/second"], [1]))[0])
         for taken in ("w/0", f"w/{number - 1}", "w/second"):
-            with pytest.raises(ConfigError, match="run 0.* has it"):
+            with pytest.raises(ConfigError, match=r"run 0.* has it"):
                 store.submit([*words, taken], [1])
         store.ask("0001", "cancel")
         again = store.submit([*words, "w/0"], [1]).name
