@@ -212,7 +212,7 @@ class Splits:
 
     train: Source
     test: Source
-    earlier: Callable[[], Splits] | None = None
+    earlier: Callable[[], Splits] | None = dataclasses.field(default=None, kw_only=True)
     """Reads the same files as earlier versions did, where that gives other examples."""
 
     def as_recorded(self, recorded: Mapping[str, Any]) -> Splits:

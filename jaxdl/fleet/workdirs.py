@@ -27,7 +27,8 @@ class Workdirs:
     def noted(self) -> dict[str, str]:
         """Run -> hash of its workdir, empty without one; runs that an earlier version accepted are not there."""
         with contextlib.suppress(FileNotFoundError):
-            return dict(name.partition("-")[::2] for name in os.listdir(self._folder))
+            parts = [name.partition("-") for name in os.listdir(self._folder)]
+            return {run: workdir for run, _, workdir in parts}
         return {}
 
     def candidates(self, names: Iterable[str], workdir: Path) -> list[tuple[str, bool]]:
