@@ -88,8 +88,15 @@ class Predictor(Inference):
         """
         if isinstance(data, Data):
             check_data(self.workdir, data)
-        with held_out(data, self.parts.data_spec) as source:
+        with held_out(data, self.parts.data_spec, self._recorded(data)) as source:
             yield source.begun_by(self._mark) if isinstance(data, Data) and self._mark is not None else source
+
+    def _recorded(self, data: Any) -> Any:
+        """The content of the run's examples, if these are its data: earlier versions may have read them otherwise."""
+        if isinstance(data, Data) and data == self.experiment.data:
+            with contextlib.suppress(OSError, ValueError):  # Of a workdir without the file, or with a damaged one.
+                return json.loads((self.workdir / EXAMPLES_FILE).read_bytes())
+        return None
 
     @functools.cached_property
     def _mark(self) -> int | None:

@@ -5,18 +5,24 @@ import gzip
 import json
 import lzma
 
+import jax
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from runs import tiny_experiment
 
+import jaxdl
 from jaxdl.config import ConfigError
 from jaxdl.data import Documents, Pairs, Tabular
 from jaxdl.data.text import TextFiles
+from jaxdl.mesh import MeshConfig
+from jaxdl.models import Transformer
 from jaxdl.run.staged import as_begun
 from jaxdl.run.validate import read_splits
 from jaxdl.run.workdir import keep_examples
 from jaxdl.runs import read_lines
+from jaxdl.tasks import LanguageModelling
 
 TEXTS = ["first document", "second one", "third, é one"]
 FORMS = {
@@ -202,3 +208,31 @@ def test_a_run_goes_on_with_the_text_that_it_began_with(case, tmp_path):
     (folder / "a.txt").write_bytes((folder / "a.txt").read_bytes()[::-1])
     with pytest.raises(ConfigError, match="the data changed since its run began"):
         keep_examples(workdir, read(data, None).content(), read(data, None).former_contents())
+
+
+def test_train_and_evaluate_read_the_text_of_a_run_of_an_earlier_version(tmp_path):
+    """Its examples.json counts windows with a hidden file, which is not read today."""
+    folder, workdir = tmp_path / "texts", tmp_path / "run"
+    for place in (folder, workdir):
+        place.mkdir()
+    for name in ("a.txt", ".b.txt"):
+        (folder / name).write_bytes(bytes(range(97, 117)) * 5)
+    recorded = {"train": {"examples": 33, "content": ""}, "test": {"examples": 33, "content": ""}}
+    (workdir / "examples.json").write_text(json.dumps(recorded))
+    experiment = tiny_experiment(
+        data=TextFiles(paths=(str(folder),), glob="**/*.txt", length=3, test_fraction=0.5),
+        model=Transformer(num_layers=1, embed_dim=8, num_heads=1, mlp_dim=8),
+        task=LanguageModelling(),
+        batch_size=8,
+        steps=2,
+        mesh=MeshConfig(fsdp=1),
+        evaluation={"every_steps": 1},
+        checkpoint={"every_steps": 1},
+    )
+    for steps in (1, 2):
+        run = jaxdl.train(experiment, workdir, quiet=True, devices=jax.devices()[:1], max_steps=steps)
+        assert len(run.plan.splits.test) == 33
+    predictor = jaxdl.restore(workdir)
+    with predictor.held_out(experiment.data) as source:
+        assert len(source) == 33
+    assert predictor.evaluate()["loss"] == pytest.approx(run.summary["metrics"]["loss"], rel=1e-6)

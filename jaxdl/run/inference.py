@@ -176,11 +176,12 @@ def evaluate_once(
 
 
 @contextlib.contextmanager
-def held_out(data: Any, spec: DataSpec) -> Iterator[Source]:
+def held_out(data: Any, spec: DataSpec, recorded: Mapping[str, Any] | None = None) -> Iterator[Source]:
     """Context: the held-out examples of data, or the source itself. What is opened here is closed at the end.
 
     Anything that is not a data config, splits or a source is read as `Arrays` reads it, such as `(x, y)`; `spec` is
-    that of the network, whose arrays they have. Raises ConfigError for what cannot be read.
+    that of the network, whose arrays they have. `recorded` is the content of the examples of a run, where the data are
+    its data: they are read as it reads them. Raises ConfigError for what cannot be read.
     """
     if isinstance(data, Source):
         yield data
@@ -197,6 +198,7 @@ def held_out(data: Any, spec: DataSpec) -> Iterator[Source]:
         yield like(examples, spec, "evaluate")
         return
     splits = data.build() if isinstance(data, Data) else data
+    splits = splits if recorded is None else splits.as_recorded(recorded)
     with contextlib.ExitStack() as stack:
         if isinstance(data, Data):
             stack.callback(splits.train.close)

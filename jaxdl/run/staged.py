@@ -11,7 +11,7 @@ from jaxdl.config import ConfigError
 from jaxdl.data import Data, DataSpec, Splits, Stage
 from jaxdl.files import EXAMPLES_FILE
 from jaxdl.report import Start
-from jaxdl.run.validate import read_splits
+from jaxdl.run.validate import check_same_examples, read_splits
 from jaxdl.run.workdir import read_file
 
 Reader = Callable[[Data, DataSpec | None], Splits]
@@ -19,15 +19,23 @@ Reader = Callable[[Data, DataSpec | None], Splits]
 
 
 def as_begun(workdir: Path | None, read: Reader) -> Reader:
-    """Reads the examples that the run in the workdir recorded, where earlier versions read the same files otherwise."""
+    """Reads the examples that the run in the workdir recorded, where earlier versions read the same files otherwise.
+
+    The returned function raises ConfigError, on all processes, where they would not see the same examples then.
+    """
 
     def reader(data: Data, recorded: DataSpec | None) -> Splits:
         splits = read(data, recorded)
-        content = b"" if workdir is None or splits.earlier is None else read_file(workdir / EXAMPLES_FILE)
+        # On all processes, whatever each has found: the first one sends the file.
+        content = b"" if workdir is None else read_file(workdir / EXAMPLES_FILE)
+        if not content:
+            return splits
         try:
-            return splits.as_recorded(json.loads(content)) if content else splits
+            begun = splits.as_recorded(json.loads(content))
         except ValueError:  # Whoever checks the file says so.
             return splits
+        check_same_examples(begun)  # Files that only earlier versions read may differ between hosts.
+        return begun
 
     return reader
 
