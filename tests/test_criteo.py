@@ -145,9 +145,11 @@ def test_copies_on_two_hosts_have_the_same_content(tsv, tmp_path):
 
 
 @pytest.mark.parametrize("used", [True, False])
-def test_the_copy_of_what_a_file_was_is_removed_unless_it_is_used(tsv, tmp_path, used):
-    """The file changes and keeps its size; its copy has no other file."""
-    data, kept = Criteo(train=(str(tsv),), folder=str(tmp_path / "kept")), tmp_path / "kept"
+def test_the_copy_of_what_a_file_was_is_removed_unless_it_is_used(tsv, tmp_path, monkeypatch, used):
+    """The file changes and keeps its size; its copy, in the cache of this user, has no other file."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    kept = tmp_path / ".cache" / "jaxdl" / "kept"
+    data = Criteo(train=(str(tsv),), folder=str(kept))
     first = data.build()
     content, rows = first.train.content(), first.train.batch(np.arange(3))
     if not used:

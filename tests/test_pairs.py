@@ -1,5 +1,6 @@
 """Pairs of texts: read from three kinds of files, tokenized once, packed into rows, and what a batch holds."""
 
+import fcntl
 import gzip
 import hashlib
 import json
@@ -16,6 +17,7 @@ from test_tfds import TEXT, write_dataset
 from jaxdl.config import ConfigError
 from jaxdl.data import Codec, Pairs, PairSpec, TFDSPairs
 from jaxdl.data.__main__ import main
+from jaxdl.data.copies import Held
 from jaxdl.data.pair_files import pair_files
 from jaxdl.data.pair_rows import first_fit
 from jaxdl.data.shards import SOURCES
@@ -191,20 +193,34 @@ def test_a_second_start_tokenizes_nothing_and_changes_make_new_shards(folder, tm
     assert len(list(shards.iterdir())) == 5  # The training pairs again, and both splits in bytes.
 
 
-@pytest.mark.parametrize("used", [False, True])
-def test_tokens_of_what_a_file_was_are_removed_unless_they_are_used(folder, tmp_path, used):
-    shards, source = tmp_path / "shards", tmp_path / "train.tsv"
+@pytest.mark.parametrize("case", ["unused", "used", "being removed", "elsewhere", "damaged note"])
+def test_tokens_of_what_a_file_was_are_removed_unless_they_are_used(folder, tmp_path, monkeypatch, case):
+    """In the cache of this user alone: others may read another folder."""
+    monkeypatch.setenv("HOME", str(tmp_path / ("another" if case == "elsewhere" else "home")))
+    shards, source = tmp_path / "home" / ".cache" / "jaxdl" / "tokens", tmp_path / "train.tsv"
     content = (folder / "train.tsv").read_text()
     source.write_text(content)
     config = config_of(folder, train=(str(source),), shards=str(shards))
     first = config.build()
     rows = first.train.batch(np.arange(3))
-    if not used:
+    if case != "used":
         del first
+    if case == "damaged note":
+        for note in shards.glob(f"*/{SOURCES}"):
+            note.write_text(json.dumps(json.loads(note.read_bytes()) | {"places": 5, "seen": 5}))
+    if case == "being removed":  # A process that removes a folder has the lock, renames it, and then takes its time.
+        [former] = {one.parent for one in shards.glob(f"*/{SOURCES}") if str(source) in one.read_text()}
+        with (former / "used.lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            assert not Held(former).is_there
+        (former / "manifest.json").unlink()
+        former.rename(shards / f".{former.name}.{'0' * 32}")
+        np.testing.assert_array_equal(config.build().train.batch(np.arange(3))["source"], rows["source"])
     source.write_text(content.replace("w1", "w2"))
     config.build()
-    assert len([one for one in shards.iterdir() if not one.name.startswith(".")]) == (3 if used else 2)
-    if used:
+    kept = {"unused": 2, "being removed": 2}.get(case, 3)
+    assert len([one for one in shards.iterdir() if not one.name.startswith(".")]) == kept
+    if case == "used":
         np.testing.assert_array_equal(first.train.batch(np.arange(3))["source"], rows["source"])
 
 

@@ -19,14 +19,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxdl.config import ConfigError
 from jaxdl.data.locks import locked, saying
+from jaxdl.paths import expanded
 from jaxdl.writing import replace_file
 
 NOTE = "examples.json"
 _USED = "used.lock"
 """Whoever reads a copy has a shared lock of this file in it, so that nobody removes the copy."""
+_OWN = "~/.cache/jaxdl"
+"""Copies that nobody reads are removed here alone."""
 _NOTE_LOCK = ".note.lock"
-_TRIES = 10
+TRIES = 10
+"""A copy that another process removes is looked for again so often."""
 MOST_SEEN = 256
 """So many places and times of the same files are kept: hosts may share the folder and have files of their own."""
 
@@ -52,7 +57,7 @@ class Copies:
 
     def held(self, write: Callable[[Path], None]) -> tuple[Path, Held]:
         """The copy, as `made` gives it, and what keeps it from being removed. Raises OSError."""
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             made = self.made(write)
             held = Held(made)
             if held.is_there:  # Else another process removed it between the two.
@@ -120,6 +125,7 @@ class Copies:
                 break
         else:
             change_note(partial / NOTE, lambda _: {"files": [self._seen]})
+            allow_readers(partial)
             try:
                 partial.rename(made)
             except OSError:  # Without locks, another process may have been faster.
@@ -133,16 +139,18 @@ class Copies:
         """Removes copies of what these files were before, which nothing leads to any more; not those that are read."""
         paths = [path for path, _, _ in self._seen]
         for other, note in self._notes():
-            if other == made or not any([path for path, _, _ in one] == paths for one in note.get("files", [])):
-                continue
 
             def without(now: dict[str, Any]) -> dict[str, Any]:
                 return {"files": [one for one in now.get("files", []) if [path for path, _, _ in one] != paths]}
 
-            if without(note)["files"]:
-                change_note(other / NOTE, without)
-            else:
-                remove_unused(other)
+            with contextlib.suppress(ValueError, TypeError):  # A damaged note is left as it is.
+                left = without(note)["files"]
+                if other == made or left == note.get("files", []):
+                    continue
+                if left:
+                    change_note(other / NOTE, without)
+                else:
+                    remove_unused(other)
 
     def _notes(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Each copy, and its note; those without one are damaged."""
@@ -205,6 +213,10 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+class Removed(ConfigError):
+    """A copy is gone, since another process has removed it."""
+
+
 class Held:
     """While this object is there, nobody removes the copy, on a disk that has locks."""
 
@@ -212,9 +224,15 @@ class Held:
         self._file = -1
         self.is_there = True
         """False if it was removed before."""
-        with contextlib.suppress(OSError):  # Of a folder that this user may not write, and of a disk without locks.
-            self._file = os.open(made / _USED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        try:
+            self._file = _opened(made / _USED)
+            if self._file >= 0:
+                fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:  # Somebody removes it.
+            self.is_there = False
+            return
+        except OSError:  # Of a disk without locks, where nobody removes it.
+            pass
         try:
             self.is_there = self._file < 0 or os.path.samestat(os.fstat(self._file), (made / _USED).stat())
             self.is_there = self.is_there and made.is_dir()
@@ -226,19 +244,47 @@ class Held:
             os.close(self._file)
 
 
+def _opened(lock: Path) -> int:
+    """The file of a lock, made if it is not there; -1 where this user may not. A shared lock needs no more than read.
+
+    Raises BlockingIOError if its folder is gone.
+    """
+    for flags in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):
+        try:
+            return os.open(lock, flags | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:
+            if not lock.parent.is_dir():
+                raise BlockingIOError from None
+        except OSError:
+            continue
+    return -1
+
+
+def allow_readers(made: Path) -> None:
+    """Makes the file that readers of a copy lock, since some may read the folder and not write to it."""
+    with contextlib.suppress(OSError):
+        (made / _USED).touch(0o666)
+
+
 def change_note(path: Path, changed: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Changes values of a note, if this user may: otherwise the same is found out again the next time.
 
     `changed` gives them for the note as it is then: another process may change it as well, and is waited for.
     """
-    with contextlib.suppress(OSError, ValueError), locked(path.with_name(_NOTE_LOCK), lambda: None):
+    with contextlib.suppress(OSError, ValueError, TypeError), locked(path.with_name(_NOTE_LOCK), lambda: None):
         now = read_note(path)
         replace_file(path, json.dumps(now | changed(now)).encode())
 
 
 def remove_unused(made: Path) -> None:
-    """Removes a copy, unless somebody has it `Held`, and on disks without locks."""
-    with contextlib.suppress(OSError), (made / _USED).open("ab") as file:
+    """Removes a copy in this user's own cache, unless somebody has it `Held`, and on disks without locks.
+
+    Elsewhere it stays: other users may read it, and computers that do not know of each other's locks.
+    """
+    if not made.resolve().is_relative_to(expanded(_OWN).resolve()):
+        return
+    # Without the file it is of an earlier version, whose readers may hold nothing.
+    with contextlib.suppress(OSError), (made / _USED).open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Fails when it is read, and on a disk without locks.
         gone = made.with_name(f".{made.name}.{uuid.uuid4().hex}")
         os.rename(made, gone)

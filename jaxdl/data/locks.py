@@ -15,8 +15,13 @@ def locked(path: Path, waiting: Callable[[], None]) -> Iterator[bool]:
     """Context: no other process is in it; yields False where the disk has no locks, and then others may be.
 
     `path` is the lock's file, which stays; a lock ends with its process. `waiting` is called if another process has it.
+    Another user's file that this one may only read will do.
     """
-    with path.open("ab") as file:
+    try:
+        file = path.open("ab")
+    except PermissionError:
+        file = path.open("rb")
+    with file:
         yield _lock(file, waiting)
 
 

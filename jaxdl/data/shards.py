@@ -29,8 +29,8 @@ from typing import IO, Any, NamedTuple, Protocol
 import numpy as np
 
 from jaxdl.config import ConfigError
+from jaxdl.data import copies
 from jaxdl.data.codec import Codec
-from jaxdl.data.copies import MOST_SEEN, Held, change_note, of_equal_files, read_note, remove_unused, sha256_of
 from jaxdl.data.staging import Stage
 from jaxdl.paths import expanded
 from jaxdl.writing import replace_file
@@ -194,8 +194,7 @@ def write_shard(plan: Plan, number: int) -> Shard:
     table = np.array(index, np.int64).reshape(-1, 2)
     with _whole(folder / f"{name}.npy") as file:
         np.save(file, table)
-    num_tokens, num_bytes = (int(total) for total in table.sum(axis=0))
-    shard = Shard(len(table), num_tokens, num_bytes, crc, nulls)
+    shard = Shard(len(table), *table.sum(axis=0).tolist(), crc, nulls)
     with _whole(folder / f"{name}.json") as file:
         file.write(json.dumps(shard._asdict()).encode())
     return shard
@@ -215,10 +214,8 @@ def write_manifest(plan: Plan) -> None:
         "shards": [shard._asdict() for shard in shards if shard],
     }
     with contextlib.suppress(OSError):  # Of files in the cloud: without it they are known by their state alone.
-        hashes, now = (
-            list(map(sha256_of, plan.texts.sources)),
-            [file_state("", path)[1:] for path in plan.texts.sources],
-        )
+        hashes = list(map(copies.sha256_of, plan.texts.sources))
+        now = [file_state("", path)[1:] for path in plan.texts.sources]
         # Not of a file that has changed since its texts were read.
         if now and now == [tuple(state[1:]) for state in content["sources"]]:
             places = _places(plan)
@@ -227,6 +224,7 @@ def write_manifest(plan: Plan) -> None:
             _remove_former(plan, hashes, places)
     with _whole(plan.folder / MANIFEST) as file:
         file.write(json.dumps(content, indent=1).encode())
+    copies.allow_readers(plan.folder)  # Last: without it nobody removes the folder.
 
 
 def _of_equal_files(plan: Plan) -> Path | None:
@@ -240,11 +238,11 @@ def _of_equal_files(plan: Plan) -> Path | None:
         if note.get("key") == plan.content_key and (path.parent / MANIFEST).is_file()
     )
     with contextlib.suppress(OSError):  # Of files that cannot be read; whoever tokenizes them says so.
-        if path := of_equal_files(
-            of_same_texts, "seen", state, functools.cache(lambda: list(map(sha256_of, plan.texts.sources)))
+        if path := copies.of_equal_files(
+            of_same_texts, "seen", state, functools.cache(lambda: list(map(copies.sha256_of, plan.texts.sources)))
         ):
-            if places not in read_note(path).get("places", [places]):
-                change_note(path, lambda now: {"places": [*now["places"], places][-MOST_SEEN:]})
+            if places not in copies.read_note(path).get("places", [places]):
+                copies.change_note(path, lambda now: {"places": [*now.get("places", []), places][-copies.MOST_SEEN :]})
             return path.parent
     return None
 
@@ -255,20 +253,21 @@ def _places(plan: Plan) -> list[str]:
 
 def _notes(plan: Plan) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The notes of all folders of tokens; without those that are damaged."""
-    for path in sorted(expanded(plan.root).glob(f"*/{SOURCES}")):
+    for path in sorted(expanded(plan.root).glob(f"[!.]*/{SOURCES}")):  # With a dot: what is being removed.
         with contextlib.suppress(OSError, ValueError):
-            yield path, read_note(path)
+            yield path, copies.read_note(path)
 
 
 def _remove_former(plan: Plan, hashes: list[str], places: list[str]) -> None:
     """Removes the tokens of what was in these files before, unless they are read, or other places had the same."""
     for path, note in _notes(plan):
-        if places not in note.get("places", []) or note.get("sha256") == hashes:
+        known = note.get("places")
+        if not isinstance(known, list) or places not in known or note.get("sha256") == hashes:
             continue
-        if len(note["places"]) > 1:
-            change_note(path, lambda now: {"places": [one for one in now["places"] if one != places]})
+        if len(known) > 1:
+            copies.change_note(path, lambda now: {"places": [one for one in now.get("places", []) if one != places]})
         else:
-            remove_unused(path.parent)
+            copies.remove_unused(path.parent)
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -346,10 +345,12 @@ def _damaged(folder: Path, why: str) -> ConfigError:
 
 
 class TokenStore:
-    """The documents of a folder of shards, by number. Raises ConfigError for a folder that is damaged."""
+    """The documents of a folder of shards, by number. Raises ConfigError if it is damaged or gone (`Removed`)."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._held = folder, Held(folder)
+        self._folder, self._held = folder, copies.Held(folder)
+        if not self._held.is_there:
+            raise copies.Removed(f"{folder}: another process has removed it. Start again.")
         try:
             manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
             self._dtype = np.dtype(manifest["dtype"])

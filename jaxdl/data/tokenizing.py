@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import pickle
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxdl.config import ConfigError
+from jaxdl.data.copies import TRIES, Removed
 from jaxdl.data.locks import locked, saying
 from jaxdl.data.shards import MANIFEST, Plan, Shard, TokenStore, finished, write_manifest, write_shard
 
@@ -69,6 +71,14 @@ def prepared(plan: Plan, what: str) -> TokenStore:
 
     Raises ConfigError, which names `what`, if it is not, and for what cannot be read.
     """
+    for _ in range(TRIES):
+        with contextlib.suppress(Removed):
+            return _prepared(plan, what)
+        plan = dataclasses.replace(plan)  # It looks for its folder again.
+    return _prepared(plan, what)
+
+
+def _prepared(plan: Plan, what: str) -> TokenStore:
     if not ready(plan):
         if plan.num_bytes > SMALL_BYTES:
             raise ConfigError(
