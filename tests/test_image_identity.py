@@ -1,15 +1,21 @@
 """What images are known by: caches serve what is in the files, and a run notices other data."""
 
+import hashlib
+import json
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 from parquet_files import write
 from photographs import encoded, folder_of_photographs, photograph
 from test_image_sources import write_tar
+from test_tfds import LABEL, image_feature, write_dataset
 
-from jaxdl.data import Cache, ImageFolder, ImageTars, ParquetPhotos, Photos
+from jaxdl.config import ConfigError
+from jaxdl.data import TFDS, Cache, ImageFolder, ImageTars, ParquetPhotos, Photos
+from jaxdl.run.workdir import keep_examples
 
 PLAIN = Photos(size=48, workers=0, min_scale=0.2)
 
@@ -95,6 +101,74 @@ def test_a_run_notices_other_images_of_equal_names_and_sizes(kind, tmp_path):
     first, copy, other = made("first", 0), made("copy", 0), made("other", 1)
     assert first.content() == copy.content()
     assert all(first.content()[split] != other.content()[split] for split in ("train", "test"))
-    assert first.former_contents() == other.former_contents(), "what runs of earlier versions recorded"
-    recorded = first.former_contents()["train"][0]
-    assert recorded not in (first.content()["train"]["content"], "")
+    for split, record in (("train", 0), ("test", 1)):
+        earlier = first.train.pipeline.records[record].content
+        assert all(earlier in made.former_contents()[split] for made in (first, copy, other))
+        assert first.content()[split]["content"] not in other.former_contents()[split]
+
+
+def test_a_run_goes_on_whichever_of_its_images_could_be_read(tmp_path):
+    """An image may be out of reach when a run begins, or when it resumes, and be there at the other time."""
+    images, workdir = folder_of_photographs(tmp_path / "images", train=4, test=1), tmp_path / "run"
+    place, away = images / "train" / "a" / "1.jpg", tmp_path / "away.jpg"
+    workdir.mkdir()
+
+    def resume(lost):
+        """What is recorded once a run has resumed, with an image that cannot be opened."""
+        splits = source_of("folder", images)
+        if lost:
+            place.rename(away)
+        try:
+            keep_examples(workdir, splits.content(), splits.former_contents())
+        finally:
+            if lost:
+                away.rename(place)
+        return json.loads((workdir / "examples.json").read_text())["train"]["content"]
+
+    whole = source_of("folder", images).train.content()
+    assert [resume(lost).count("........") for lost in (True, True, False, True, False)] == [1, 1, 0, 1, 0]
+    assert resume(lost=False) == whole
+    records = source_of("folder", images).train.pipeline.records
+    for former in (records[0].content, first_hash(records[0])):  # As earlier versions recorded them.
+        recorded = source_of("folder", images).content()
+        recorded["train"]["content"] = former
+        (workdir / "examples.json").write_text(json.dumps(recorded))
+        assert resume(lost=False) == whole
+    place.write_bytes(place.read_bytes()[:-1] + b"!")
+    with pytest.raises(ConfigError, match="the data changed since its run began"):
+        resume(lost=False)
+
+
+def first_hash(records, content=None):
+    """SHA-256 of the content, and of 8 bytes of each image's BLAKE2b, which is salted with its label."""
+    digest = hashlib.sha256((content or records.content).encode())
+    for number in range(len(records)):
+        encoded_image, label = records.read(number)
+        digest.update(hashlib.blake2b(encoded_image, digest_size=8, salt=label.to_bytes(8, "little")).digest())
+    return digest.hexdigest()
+
+
+def test_a_folder_may_have_a_name_that_is_not_utf8(tmp_path):
+    images = folder_of_photographs(tmp_path / "images", train=2, test=1)
+    for kind in ("folder", "tars"):  # pyarrow opens no file in such a folder.
+        place = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff" + kind.encode()))
+        write_source(kind, images, tmp_path / kind)
+        (tmp_path / kind).rename(place)
+        records = source_of(kind, place).train.pipeline.records[0]
+        assert records.identity
+        assert 0 <= records.mark(1) < 2**64
+
+
+def test_other_labels_of_the_same_images_have_another_cache(tmp_path):
+    rows = [{"image": encoded(photograph(60, 70, seed=n)), "label": n % 3, "colour": n % 2} for n in range(4)]
+    features = {"image": image_feature(0, 0, 3), "label": LABEL, "colour": LABEL}
+    folder = write_dataset(tmp_path, features, {"train": rows, "test": rows})
+    usual, other = (
+        TFDS(name="tiny", data_dir=folder, photos=PLAIN, label_key=key).build().train for key in ("label", "colour")
+    )
+    assert usual.pipeline.cache_key() != other.pipeline.cache_key()
+    assert usual.pipeline.records[0].mark(0) != other.pipeline.records[0].mark(0)
+    assert usual.content() != other.content()
+    for source in (usual, other):
+        assert "tiny/1.0.0 train 4" in source.former_contents(), "what earlier versions recorded"
+        assert first_hash(source.pipeline.records[0], "tiny/1.0.0 train 4") in source.former_contents()

@@ -91,6 +91,8 @@ def _class(found: remote.Found) -> str:
 class FolderRecords(Records):
     """The image files of a folder."""
 
+    has_side_by_side_reads = True
+
     def __init__(
         self,
         found: Sequence[remote.Found],
@@ -107,12 +109,12 @@ class FolderRecords(Records):
         names = "\n".join(one.name for one in found).encode(*_NAMES)
         self._names = np.frombuffer(names, np.uint8)
         self._ends = np.cumsum([len(one.name.encode(*_NAMES)) + 1 for one in found])
-        sizes = np.array([one.num_bytes for one in found], np.int64)
-        self.content = hashlib.sha256(names + sizes.tobytes()).hexdigest()
+        self._sizes = np.array([one.num_bytes for one in found], np.int64)
+        self._versions = np.array([one.version.encode() for one in found], bytes)
+        self.content = hashlib.sha256(names + self._sizes.tobytes()).hexdigest()
         self.num_lost = len(lost or ())
         self.remark = left_out_remark(self._root.rstrip("/"), len(found), lost, unread)
-        self._marks = np.array([mark_of(f"{one.address} {one.num_bytes} {one.version}") for one in found], np.uint64)
-        self.identity = f"{self._root} {hashlib.sha256(self._marks.tobytes()).hexdigest()}"
+        self.identity = f"{self._root} {hashlib.sha256(self.content.encode() + self._versions.tobytes()).hexdigest()}"
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -128,7 +130,8 @@ class FolderRecords(Records):
 
     def mark(self, index: int) -> int:
         """See `Records.mark`: of the file."""
-        return int(self._marks[index])
+        version = self._versions[index].decode()
+        return mark_of(f"{self._root}{self._below(index)} {self._sizes[index]} {version}")
 
     def name(self, index: int) -> str:
         """The path of the file, beginning with the name of the root folder."""

@@ -246,7 +246,7 @@ class ParquetRecords(Records):
         self._order = np.argsort(rows.rows, kind="stable")
         self._sorted = rows.rows[self._order]
         marks = [f"{path.absolute()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in rows.groups.paths]
-        self.identity = hashlib.sha256("\n".join([*marks, self.content]).encode()).hexdigest()
+        self.identity = hashlib.sha256("\n".join([*marks, self.content]).encode("utf-8", "surrogateescape")).hexdigest()
 
     def __len__(self) -> int:
         return len(self._rows)

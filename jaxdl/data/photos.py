@@ -12,7 +12,7 @@ import os
 import re
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Container, Generator, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Literal
@@ -294,9 +294,9 @@ class PhotoSource(Source):
         """See `Records.examples`."""
         return self.pipeline.records[self._split].examples
 
-    def former_contents(self) -> tuple[str, ...]:
-        """See `Source.former_contents`: the names and sizes alone."""
-        return (self.pipeline.records[self._split].content,)
+    def former_contents(self) -> Container[str]:
+        """See `Source.former_contents`, and `Records.former_examples`."""
+        return self.pipeline.records[self._split].former_examples
 
     def activity(self) -> Activity:
         """Statistics of the pipeline so far, for all splits."""

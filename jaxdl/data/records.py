@@ -5,7 +5,8 @@ from __future__ import annotations
 import abc
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from jaxdl.data.remote import Outage
 
 SAMPLED = 64
 """Images that are read to know whether a data set is the one of before."""
+_READERS = 16
+"""Images that are read at once: it waits for disks and networks, not for the CPU."""
+_UNREAD = "." * 8
 _NAMED = 3
 """Names that are kept of what is left out for the same reason."""
 
@@ -96,6 +100,11 @@ class Records(abc.ABC):
     """Identifies the names and sizes of the examples, and their order: the same for a copy in another place. The key of
     their caches, which look into each file themselves."""
 
+    former_content: str | None = None
+    """What `content` was in earlier versions, where it was something else."""
+    has_side_by_side_reads: bool = False
+    """Whether threads may read at the same time."""
+
     remark: str = ""
     """What the user should know before training, such as storage that makes reading slow; empty for nothing."""
 
@@ -120,19 +129,42 @@ class Records(abc.ABC):
 
     @functools.cached_property
     def examples(self) -> str:
-        """`content`, and what is in some of the images.
+        """`content`, hashed, and a hash of each of some images, or dots for one that cannot be read now.
 
         To read all would take hours. So a data set that was exchanged for another is noticed, and one image among
         thousands is not. Raises ClusterError for storage out of reach.
         """
-        digest = hashlib.sha256(self.content.encode())
-        for index in np.linspace(0, len(self) - 1, min(SAMPLED, len(self))).astype(np.int64).tolist():
+        known = (_UNREAD if one is None else f"{one:016x}"[:8] for one in self._sampled)
+        return "-".join([hashlib.sha256(self.content.encode()).hexdigest()[:16], *known])
+
+    @property
+    def former_examples(self) -> Container[str]:
+        """What `examples` may have been of the same images: of earlier versions, and when others could be read."""
+        return _Former(self)
+
+    @functools.cached_property
+    def _sampled(self) -> list[int | None]:
+        """`source_of` evenly spaced images; None for one that cannot be read."""
+
+        def hashed(index: int) -> int | None:
             try:
-                digest.update(source_of(*self.read(index)).to_bytes(8, "little"))
+                return source_of(*self.read(index))
             except Outage as error:
                 raise ClusterError(f"{self.name(index)} is out of reach: {error}") from None
             except Exception:  # A damaged image ends no run here; libraries raise many classes.
-                digest.update(bytes(8))
+                return None
+
+        indices = np.linspace(0, len(self) - 1, min(SAMPLED, len(self))).astype(np.int64).tolist()
+        if not self.has_side_by_side_reads:
+            return list(map(hashed, indices))
+        with ThreadPoolExecutor(_READERS) as threads:
+            return list(threads.map(hashed, indices))
+
+    def first_examples(self) -> str:
+        """`examples` as they were first: one hash, of zeros for images that cannot be read."""
+        digest = hashlib.sha256((self.former_content or self.content).encode())
+        for one in self._sampled:
+            digest.update((one or 0).to_bytes(8, "little"))
         return digest.hexdigest()
 
     @abc.abstractmethod
@@ -143,3 +175,21 @@ class Records(abc.ABC):
         """Other examples that are read from storage together with this one, so that a cache should take them too."""
         del index
         return ()
+
+
+class _Former(Container[str]):
+    """What was recorded of images that are the same, as far as it is known."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+
+    def __contains__(self, recorded: object) -> bool:
+        if not isinstance(recorded, str):
+            return False
+        content = self._records.former_content or self._records.content
+        before, now = recorded.split("-"), self._records.examples.split("-")
+        if recorded == content or len(before) != len(now):
+            return recorded in (content, self._records.first_examples())
+        return before[0] == now[0] and all(
+            _UNREAD in (one, other) or one == other for one, other in zip(before[1:], now[1:], strict=True)
+        )

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -159,7 +159,7 @@ class Source(abc.ABC):
         """Identifies the examples and their order where the config alone does not: files may change."""
         return ""
 
-    def former_contents(self) -> tuple[str, ...]:
+    def former_contents(self) -> Container[str]:
         """What `content` was of the same examples in earlier versions: a run that recorded one of these goes on."""
         return ()
 
@@ -224,7 +224,7 @@ class Splits:
             now, former = before.content(), before.former_contents()
             same = all(
                 recorded[split]["examples"] == one["examples"]
-                and recorded[split]["content"] in (one["content"], *former[split])
+                and (recorded[split]["content"] == one["content"] or recorded[split]["content"] in former[split])
                 for split, one in now.items()
             )
         except (ConfigError, KeyError, TypeError):  # Of a damaged record; whoever checks it says so.
@@ -241,7 +241,7 @@ class Splits:
         splits = {"train": self.train, "test": self.test}
         return {name: {"examples": len(source), "content": source.content()} for name, source in splits.items()}
 
-    def former_contents(self) -> dict[str, tuple[str, ...]]:
+    def former_contents(self) -> dict[str, Container[str]]:
         """See `Source.former_contents`, of each split."""
         return {"train": self.train.former_contents(), "test": self.test.former_contents()}
 

@@ -62,7 +62,7 @@ class ImageTars(Data, kind="image_tars"):
     def _records(self, patterns: Sequence[str]) -> TarRecords:
         found = [one for pattern in patterns for one in remote.expand(pattern)]
         marks = "\n".join(f"{one.address} {one.num_bytes} {one.version}" for one in found)
-        identity = hashlib.sha256(marks.encode()).hexdigest()
+        identity = hashlib.sha256(marks.encode("utf-8", "surrogateescape")).hexdigest()
         disk = self.photos.cache.disk
         name = hashlib.sha256(f"{_VERSION} {identity}".encode()).hexdigest()[:16]
         kept = expanded(disk) / f"tars-{name}.table" if disk else None
@@ -156,6 +156,8 @@ def _together(scans: Iterable[_Scan]) -> _Scan:
 
 class TarRecords(Records):
     """The images of tar files."""
+
+    has_side_by_side_reads = True
 
     def __init__(self, found: Sequence[remote.Found], scan: _Scan, identity: str) -> None:
         rows, addresses = scan.rows, [one.address for one in found]

@@ -225,8 +225,10 @@ class TFDSRecords(Records):
         self._stored = open_split(builder, self._split, keys, check=check)
         files = sorted(map(str, builder.info.splits[self._split].filepaths))
         marks = [[Path(file).name, *_size_and_time(file)] for file in files]
-        self.identity = f"{builder.info.full_name} {self._split} {marks}"
-        self.content = f"{builder.info.full_name} {self._split} {len(self._stored)}"
+        other = "" if keys == ("image", "label") else f" {' '.join(keys)}"
+        self.identity = f"{builder.info.full_name} {self._split} {marks}{other}"
+        self.former_content = f"{builder.info.full_name} {self._split} {len(self._stored)}"
+        self.content = self.former_content + other
 
     def __getstate__(self) -> tuple[TFDS, str, int]:
         return self._config, self._split, self._num_classes

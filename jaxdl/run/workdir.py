@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +222,9 @@ def _refused(workdir: Path, error: OSError) -> ConfigError:
     return ConfigError(f"--workdir {workdir}: {error.strerror}. Choose a writable folder.")
 
 
-def keep_examples(workdir: Path, content: Mapping[str, Any], former: Mapping[str, Sequence[str]] | None = None) -> None:
+def keep_examples(
+    workdir: Path, content: Mapping[str, Any], former: Mapping[str, Container[str]] | None = None
+) -> None:
     """Records in `examples.json` which examples a run sees, or checks that a resumed run sees the same.
 
     `former` are other contents of the same examples, as earlier versions recorded them: the file is written again then.
