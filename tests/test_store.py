@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxdl.data.store import ENCODED, PIXELS, Record, Store
+from jaxdl.data.damage import Damage
+from jaxdl.data.store import ENCODED, PIXELS, Record, Store, num_records
 
 
 def record(number, length=None):
@@ -174,3 +175,24 @@ def test_many_processes_write_at_once(tmp_path):
         assert process.exitcode == 0
     store = open_store(tmp_path)
     assert all(same(store.get(number), record(number)) for number in range(450))
+
+
+def test_a_full_store_says_that_it_keeps_what_images_were(tmp_path):
+    store = open_store(tmp_path, budget=5_000)
+    kept = [store.put(number, record(number, 1000)._replace(mark=1, source=number)) for number in range(9)]
+    assert (sum(kept), store.problem) == (4, None), "a full store is as it should be"
+    assert not store.put(8, record(8, 1000)._replace(mark=2, source=8))
+    assert store.problem is None
+    assert not store.put(0, record(99, 1000)._replace(mark=2, source=99))
+    assert store.problem == f"{tmp_path} is full, also of images that have changed; remove it, and it is made again"
+    index = tmp_path / "index"
+    assert (num_records(index), num_records(index, lambda number: 1 + (number == 0))) == (4, 3)
+
+
+def test_changed_images_are_counted_once_some_have_been_named():
+    damage = Damage("data", [1000, 10], 100)
+    said = [damage.tell_changed({(0, number): f"{number}.jpg"}) for number in [*range(120), *range(50)]]
+    told = {number: "".join(one) for number, one in enumerate(said) if one}
+    assert list(told) == [0, 1, 2, 3, 4, 9, 99]
+    assert told[4].endswith("it is read again. More of them are counted, and not named.")
+    assert told[99] == "data: 100 images have changed since they were cached, lastly 99.jpg."

@@ -100,7 +100,10 @@ def prepare(data: Any, file: str) -> None:
     folder = expanded(config.cache.disk or "") / pipeline.cache_key()
     size = sum(path.stat().st_size for path in folder.glob("*/segment-*"))
     console.print(f"{tiers['origin']:,} images read, {tiers['disk']:,} already cached; {size / 1e9:.2f} GB in {folder}")
-    seen, kept = tiers["origin"] + tiers["disk"], sum(map(num_records, folder.glob("*/index")))
+    seen, kept = tiers["origin"] + tiers["disk"], 0
+    for split, records in enumerate(pipeline.records):
+        index = folder / str(split) / "index"
+        kept += num_records(index, records.mark) if index.is_file() else 0
     if kept < seen:
         console.print(
             f"warning: {seen - kept:,} images did not fit and will be read from the data set in every epoch. All take "

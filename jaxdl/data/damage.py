@@ -42,11 +42,22 @@ class Damage:
         return [f"{self._name}: {name} is skipped: {why}" for name, why in new.values()]
 
     def tell_changed(self, changed: Mapping[tuple[int, int], str]) -> list[str]:
-        """Returns a warning for each of the first images that are other ones than those that were cached."""
-        new = {place: name for place, name in changed.items() if place not in self._changed}
-        told, self._changed = len(self._changed), self._changed | new.keys()
-        warnings = [f"{self._name}: {name} has changed since it was cached: it is read again." for name in new.values()]
-        return warnings[: max(0, _CHANGES_TOLD - told)]
+        """Returns a warning for each of the first images that are other ones than those that were cached.
+
+        Later ones are counted: there is a warning of the 10th, the 100th, and so on.
+        """
+        warnings = []
+        for place, name in changed.items():
+            if place in self._changed:
+                continue
+            self._changed.add(place)
+            count = len(self._changed)
+            if count <= _CHANGES_TOLD:
+                more = " More of them are counted, and not named." if count == _CHANGES_TOLD else ""
+                warnings.append(f"{self._name}: {name} has changed since it was cached: it is read again.{more}")
+            elif str(count).strip("0") == "1":
+                warnings.append(f"{self._name}: {count:,} images have changed since they were cached, lastly {name}.")
+        return warnings
 
     def check(self) -> None:
         """Raises ConfigError if there are too many."""

@@ -198,10 +198,10 @@ class Maker:
             encoded, label = plans.records.read(index)
             start = _lap(made, "read", start)
             source = source_of(encoded, label) if lacking else 0
-            known = self._renewed(split, index, mark, source)
+            known, renewed = self._renewed(lacking, index, mark, source)
             if known is None and any(tier.has_other(index, source) for tier in lacking):
                 made.changed[split, index] = plans.records.name(index)
-            origin, record = known or (ORIGIN, self._record(encoded, label)._replace(mark=mark, source=source))
+            record = known or self._record(encoded, label)._replace(mark=mark, source=source)
             if known is None and self._plan.short_side is not None:
                 _lap(made, "decode", start)
         except Outage as error:
@@ -210,19 +210,29 @@ class Maker:
         except Exception as error:  # As above.
             made.bad[split, index] = plans.records.name(index), _why(error)
             return None
-        made.tiers[origin] += 1
-        self._store(lacking, index, record, made)
+        made.tiers[self._name(split, renewed)] += 1
+        self._store([tier for tier in lacking if tier is not renewed], index, record, made)
         if lacking:
             record = record._replace(data=record.data.copy())  # The next ones use its memory.
+            if renewed is not None:
+                renewed.release()
             self._store_beside(plans.records, lacking, index, made)
         return record, None
 
-    def _renewed(self, split: int, index: int, mark: int, source: int) -> tuple[str, Record] | None:
-        """(name of a tier, its record), if it was made of a file in which was the same as in the one of now."""
-        for plan, tier in zip(self._plan.splits[split].tiers, self._tiers[split], strict=True):
-            if tier is not None and (record := tier.renew(index, mark, source)) is not None:
-                return plan.name, record
-        return None
+    def _renewed(
+        self, tiers: list[Store], index: int, mark: int, source: int
+    ) -> tuple[Record, Store] | tuple[None, None]:
+        """(record, its tier), if it was made of a file in which was the same as in the one of now."""
+        for tier in tiers:
+            if (record := tier.renew(index, mark, source)) is not None:
+                return record, tier
+        return None, None
+
+    def _name(self, split: int, tier: Store | None) -> str:
+        """The name of a tier; of none, that of where the images are from."""
+        if tier is None:
+            return ORIGIN
+        return self._plan.splits[split].tiers[self._tiers[split].index(tier)].name
 
     def _record(self, encoded: bytes, label: int) -> Record:
         """An example as the tiers keep it; its data may be valid until the next call."""
@@ -240,7 +250,7 @@ class Maker:
                 with contextlib.suppress(Exception):  # A damaged one is reported when its turn comes.
                     encoded, label = records.read(other)
                     source = source_of(encoded, label)
-                    wanting = [tier for tier in wanting if tier.renew(other, mark, source) is None]
+                    wanting = [tier for tier in wanting if not _renews(tier, other, mark, source)]
                     if wanting:
                         record = self._record(encoded, label)._replace(mark=mark, source=source)
                         self._store(wanting, other, record, made)
@@ -248,10 +258,18 @@ class Maker:
     def _store(self, tiers: list[Store], index: int, record: Record, made: Made) -> None:
         if tiers:
             start = time.perf_counter()
-            others = [tier for tier in tiers if tier.renew(index, record.mark, record.source) is None]
+            others = [tier for tier in tiers if not _renews(tier, index, record.mark, record.source)]
             kept = [tier.put(index, record) for tier in others]
             if any(kept):
                 _lap(made, "store", start)
+
+
+def _renews(tier: Store, index: int, mark: int, source: int) -> bool:
+    """Whether a tier had the record, which has this mark then."""
+    renewed = tier.renew(index, mark, source) is not None
+    if renewed:
+        tier.release()
+    return renewed
 
 
 def _why(error: Exception) -> str:

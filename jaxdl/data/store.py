@@ -17,6 +17,7 @@ import mmap
 import os
 import threading
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,7 +81,8 @@ class Store:
     def __init__(self, folder: Path, count: int, budget: int, *, form: int, verify: bool) -> None:
         self.folder, self._count, self._budget, self._form, self._verify = folder, count, budget, form, verify
         self.problem: str | None = None
-        """Why nothing more is written; a full store is no problem. None while there is none."""
+        """Why nothing more is written; None while there is nothing. That a store is full is no problem, unless it has
+        records of files in which is something else now."""
         self._full = False
         self._lock = threading.Lock()
         self._maps: dict[int, mmap.mmap] = {}
@@ -164,12 +166,14 @@ class Store:
     def put(self, index: int, record: Record) -> bool:
         """Keeps a record, if there is room; returns whether it did. Never raises: an error goes to `problem`."""
         if self._full or self.problem is not None:
+            self._note_stale(index, record)
             return False
         length = record.data.nbytes
         content = zlib.crc32(record.data.data) if self._verify else 0
         with self._lock:
             try:
                 if not self._make_room(length):
+                    self._note_stale(index, record)
                     return False
                 assert self._own is not None
                 file, segment = self._own
@@ -185,6 +189,10 @@ class Store:
                 self.problem = why_not(self.folder, error)
                 return False
         return True
+
+    def _note_stale(self, index: int, record: Record) -> None:
+        if self.problem is None and self.has_other(index, record.source):
+            self.problem = f"{self.folder} is full, also of images that have changed; remove it, and it is made again"
 
     def close(self) -> None:
         """Releases the allocated space that is unused, and unlocks the segment."""
@@ -280,9 +288,11 @@ class Store:
         raise OSError("all segments are in use")
 
 
-def num_records(index: Path) -> int:
-    """How many records the store with this index has."""
-    return int((np.fromfile(index, _ENTRY)["check"] != 0).sum())
+def num_records(index: Path, mark: Callable[[int], int] | None = None) -> int:
+    """How many records the store with this index has; with `mark` of each, of the files as they are."""
+    entries = np.fromfile(index, _ENTRY)
+    there = np.flatnonzero(entries["check"])
+    return sum(mark is None or int(entries["mark"][number]) == mark(int(number)) for number in there)
 
 
 def _check(entry: np.ndarray) -> int:
