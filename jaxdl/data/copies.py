@@ -286,6 +286,8 @@ def remove_unused(made: Path) -> None:
     # Without the file it is of an earlier version, whose readers may hold nothing.
     with contextlib.suppress(OSError), (made / _USED).open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Fails when it is read, and on a disk without locks.
+        if not os.path.samestat(os.fstat(file.fileno()), (made / _USED).stat()):
+            return  # Another process has removed it, and a third has made it again.
         gone = made.with_name(f".{made.name}.{uuid.uuid4().hex}")
         os.rename(made, gone)
         shutil.rmtree(gone, ignore_errors=True)

@@ -184,7 +184,7 @@ class _Former(Container[str]):
         self._records = records
 
     def __contains__(self, recorded: object) -> bool:
-        if not isinstance(recorded, str):
+        if not isinstance(recorded, str) or recorded == self._records.examples:
             return False
         content = self._records.former_content or self._records.content
         before, now = recorded.split("-"), self._records.examples.split("-")

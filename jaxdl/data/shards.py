@@ -4,9 +4,8 @@ A folder has a shard for each piece of the source files. `00012.tokens` are the 
 uint32, each document with the tokens that end it; of pairs of texts, each text is a document, the source before its
 translation. `00012.npy` has a row for each document, (tokens, bytes of text), int64; `00012.json` says that both are
 whole. `sources.json` has a hash of each file, so that equal files of another time are known for the same.
-`manifest.json` is written last. What is in a shard follows from the files
-and the tokenizer alone, and files appear whole, so a process that is killed and started again, or several at once,
-write the same bytes.
+`manifest.json` is written last. What is in a shard follows from the files and the tokenizer alone, and files appear
+whole, so a process that is killed and started again, or several at once, write the same bytes.
 """
 
 from __future__ import annotations
@@ -194,7 +193,8 @@ def write_shard(plan: Plan, number: int) -> Shard:
     table = np.array(index, np.int64).reshape(-1, 2)
     with _whole(folder / f"{name}.npy") as file:
         np.save(file, table)
-    shard = Shard(len(table), *table.sum(axis=0).tolist(), crc, nulls)
+    num_tokens, num_bytes = table.sum(axis=0).tolist()
+    shard = Shard(len(table), num_tokens, num_bytes, crc, nulls)
     with _whole(folder / f"{name}.json") as file:
         file.write(json.dumps(shard._asdict()).encode())
     return shard
