@@ -113,7 +113,7 @@ def test_what_a_run_measured_after_it_diverged_is_not_its_best(runs, tmp_path, c
     monkeypatch.chdir(tmp_path)
     main(["runs", "--json"])
     found = json.loads(capsys.readouterr().out)["runs"]
-    why = "the training loss is 8e+21 at step 60, and had been 3"
+    why = "the training loss is 8e+21 at step 60, and had been 4"
     assert [found[name]["diverged"] for name in ("a", "gone")] == [None, why]
     main(["runs"])
     assert f"gone diverged at step 30: {why}; its best values are those before" in capsys.readouterr().out

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import random
 
+import numpy as np
 import optuna
 import pytest
 from search_made_up import RATE, MadeUp, Said, course, request_in, searched
@@ -67,10 +68,15 @@ def test_a_trial_whose_loss_left_its_start_cannot_win(tmp_path, policy):
         ([1e12, 1e13, 1e14], 2.3, 1),  # It diverged before its first report.
         ([1e12], 2.3, 1),
         ([2.3, math.inf, math.inf, math.inf], math.inf, 2),
-        ([-5.0, 6000.0, 7000.0, 8000.0], math.inf, 2),
-        ([1e8, 1e3, 1.0, 1e5, 1e6, 1e7], math.inf, 4),  # It began in a bad place, and left a good one.
-        ([1.5**i for i in range(30)], math.inf, 19),  # Slowly.
-        ([1e-6, 1.0, 1e3, 1e5, 1e6, 1e6], math.inf, 3),
+        ([-5.0, -6.0, -4.0, 6001.0, 7000.0, 8000.0], math.inf, 4),
+        ([2.3, 2.2, 1e7, 1e7, 1e7], math.inf, 3),
+        ([1e8, 1e3, 1.0, 1.0, 1.0, 1.0, 1e5, 1e6, 1e7], math.inf, 7),  # It began in a bad place, and left a good one.
+        ([1.5**i for i in range(30)], math.inf, 21),  # Slowly.
+        ([1e-6, 1e-6, 1e-6, 1e3, 1e5, 1e6, 1e6], math.inf, 4),
+        ([50.0, 50.0, 0.0, 50.0, 50.0, 50.0], math.inf, None),  # A dip, as any report may be.
+        ([0.0, 50.0, 50.0, 50.0, 50.0], math.inf, None),
+        ([5000.0, 5000.0, 5000.0], 2.3, None),
+        ([-5.0, 6000.0, 7000.0, 8000.0], math.inf, None),
         ([1e8, 1e6, 1e3, 1.0, 0.1], math.inf, None),
         ([2.0, -100.0, -3000.0, 1500.0, 1500.0, 1500.0], math.inf, None),  # Of the size that it had.
         ([-1.0, -1e3, -1e6, -1e6, -1e6], math.inf, None),
@@ -87,6 +93,20 @@ def test_a_trial_whose_loss_left_its_start_cannot_win(tmp_path, policy):
 def test_what_counts_as_divergence(losses, others, step):
     found = divergence(list(enumerate(losses, start=1)), others)
     assert (None if found is None else found.step) == step
+
+
+@pytest.mark.parametrize(("rows", "num_reports"), [(1, 12), (1, 79), (1, 1000), (2, 1000)])
+def test_noise_is_no_divergence(rows, num_reports):
+    """Squared errors of batches of a few rows, whose scale never changes, with the least first one of all runs."""
+    draw = np.random.default_rng(rows)
+    runs = 1e4 * (draw.standard_normal((200, num_reports, rows)) ** 2).mean(2)
+    assert not [found for run in runs if (found := divergence([*enumerate(run.tolist())], runs[:, 0].min()))]
+
+
+def test_the_reason_says_whose_losses_were_low():
+    found = divergence([(1, 5e12), (2, 5e12)], 2.3)
+    assert found is not None
+    assert found.why == "the training loss is 5e+12 at step 2, and other runs began at 2.3"
 
 
 def test_reports_in_which_nothing_counted_are_no_divergence():

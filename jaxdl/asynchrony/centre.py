@@ -90,7 +90,8 @@ class Centre:
         """What follows from an event; `delta` comes with an `Arrive`. A merge has been made when this returns."""
         known = not isinstance(event, Arrive) or self._hashes.get(event.version) == event.anchor
         outcome = decide(self.policy, self.standing, event, known=known, rules=self._rules)
-        if not isinstance(event, Tick) or outcome.decisions:
+        has_quorum = outcome.standing.quorum_us != self.standing.quorum_us  # The grace begins, and ends at that time.
+        if not isinstance(event, Tick) or outcome.decisions or has_quorum:
             verdict = {} if outcome.verdict is None else {"verdict": outcome.verdict}
             self._record({"kind": type(event).__name__.lower(), **vars(event), **verdict})
         if isinstance(event, Arrive) and outcome.verdict == "kept":
@@ -117,7 +118,7 @@ class Centre:
     def saved(self) -> Saved:
         """A copy to go on from; deltas that wait for a merge are not in it, and count as never sent."""
         assert self.anchor is not None
-        fields = {"standing": standing_to_json(_without_pending(self.standing)), "count": self._slow.count}
+        fields = {"standing": standing_to_json(_to_go_on_from(self.standing)), "count": self._slow.count}
         hashes = {str(version): text for version, text in self._hashes.items()}
         return Saved(fields | {"hashes": hashes}, self.anchor, self._slow)
 
@@ -132,9 +133,12 @@ class Centre:
             raise ValueError("the anchor is not the one that was saved")
 
 
-def _without_pending(standing: Standing) -> Standing:
-    """The standing before its pending deltas arrived, so that their learners may send them again."""
-    members = dict(standing.members)
+def _to_go_on_from(standing: Standing) -> Standing:
+    """The standing before its pending deltas arrived, so that their learners may send them again.
+
+    No failure of a learner is in it: when the syncer is started again, so may all of them be, and that is none.
+    """
+    members = {learner: dataclasses.replace(member, losses=0) for learner, member in standing.members.items()}
     for pending in standing.pending:
         member = members[pending.learner]
         if member.round >= pending.round:

@@ -37,9 +37,10 @@ class Member:
     speed: float | None = None
     """Steps per second in its last round."""
     losses: int = 0
-    """How often it was lost, or sent a delta that cannot be merged, since its last one that could be."""
+    """How often its process ended and it came as another one, or its delta was not finite, since its last one that was
+    finite."""
     missed_us: int = 0
-    """When the first of these losses was."""
+    """When the first of these failures was: when that process was lost, or when the delta arrived."""
 
 
 @dataclass(frozen=True)

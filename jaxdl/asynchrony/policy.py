@@ -39,7 +39,9 @@ RULES = 3
 By the rules 1 a quorum counted every learner that was connected, also one that `max_ahead` held, and a learner that
 came back kept a clock beyond everyone's reach: learners could wait for each other for ever. By the rules 2 a learner
 that came back began its `return_sec` anew each time: who came and died again and again, or sent nothing finite, was
-waited for for ever. A tape of such a syncer is still replayed as it went.
+waited for for ever. A tape of such a syncer is still replayed as it went. By the rules 3 a learner has failed that
+comes as another process than before, or whose delta is not finite; who fails twice in a row is not waited for. Lost
+connections are no failures, nor is a restart of the syncer.
 """
 DESERTED_SEC = 600.0
 """A syncer whose learners have all been gone for so long ends, although the run is not over."""
@@ -55,8 +57,8 @@ class Policy(Config):
     total_steps: int | None = Field(default=None, ge=1)
     """End of the run, in steps of all learners together that were merged; None: when all learners have finished."""
     quorum: int | None = Field(default=None, ge=1)
-    """Deltas that a merge needs, None for half of the learners; who has finished, is gone for `return_sec`, or is held
-    by `max_ahead` is not waited for, nor who was lost twice without a delta, `return_sec` after the first time."""
+    """Deltas that a merge needs, None for half of the learners. It does not wait for a learner that has finished, is
+    gone for `return_sec`, fails again and again, or is held by `max_ahead`."""
     grace_sec: float = Field(default=0.0, ge=0)
     """Seconds that a merge waits for further deltas once it has its quorum."""
     grace_share: float | None = Field(default=None, gt=0)
@@ -70,8 +72,8 @@ class Policy(Config):
     equal_time: bool = False
     """Whether a slower learner makes fewer steps in a round, in proportion to its speed (dynamic local updates)."""
     return_sec: float = Field(default=60.0, ge=0)
-    """Seconds for which a quorum still counts on a learner that was lost, or has not come yet. Who is lost again before
-    it sent a delta that can be merged has no more of them, and is not waited for until it sends one."""
+    """Seconds for which a quorum still counts on a learner that was lost, or has not come yet. Who fails twice in a row
+    is not waited for, so long after the first time, until a delta of it can be merged."""
 
     @property
     def needed(self) -> int:
@@ -109,7 +111,7 @@ def decide(policy: Policy, standing: Standing, event: Event, *, known: bool = Tr
         case Join():
             standing = _joined(policy, standing, event, rules)
         case Leave():
-            standing = _left(standing, event, rules)
+            standing = _left(standing, event)
         case Arrive():
             standing, verdict = _arrived(policy, standing, event, known, rules)
         case Tick():
@@ -144,12 +146,11 @@ def is_finished(policy: Policy, standing: Standing, at_us: int) -> bool:
     That is `return_sec` once the run is over, and before at least `DESERTED_SEC`: all of them may have to start again.
     """
 
-    def is_gone(member: Member) -> bool:
-        if standing.over:
-            return not member.present and not _is_awaited(policy, member, at_us)
-        return not member.present and at_us >= member.since_us + _us(max(policy.return_sec, DESERTED_SEC))
-
-    return standing.begun and all(member.done or is_gone(member) for member in standing.members.values())
+    gone_us = _us(policy.return_sec if standing.over else max(policy.return_sec, DESERTED_SEC))
+    return standing.begun and all(
+        member.done or (not member.present and at_us >= member.since_us + gone_us)
+        for member in standing.members.values()
+    )
 
 
 def _joined(policy: Policy, standing: Standing, event: Join, rules: int) -> Standing:
@@ -158,6 +159,8 @@ def _joined(policy: Policy, standing: Standing, event: Join, rules: int) -> Stan
         members = {learner: replace(member, since_us=event.at_us) for learner, member in members.items()}
     member = members[event.learner]
     clock = _clock_beside(policy, member.clock, members.values(), event.at_us, rules)
+    if rules > 2 and member.life not in ("", event.life) and not member.done:
+        member = _failed(member, member.since_us)
     members[event.learner] = replace(
         member,
         life=event.life,
@@ -171,24 +174,22 @@ def _joined(policy: Policy, standing: Standing, event: Join, rules: int) -> Stan
     return replace(standing, members=members, begun=True)
 
 
-def _left(standing: Standing, event: Leave, rules: int) -> Standing:
+def _left(standing: Standing, event: Leave) -> Standing:
     member = replace(
         standing.members[event.learner], present=False, working=False, done=event.finished, since_us=event.at_us
     )
-    if rules > 2 and not event.finished:
-        member = _lost(member, event.at_us)
     return replace(standing, members={**standing.members, event.learner: member})
 
 
-def _lost(member: Member, at_us: int) -> Member:
+def _failed(member: Member, at_us: int) -> Member:
     return replace(member, losses=member.losses + 1, missed_us=member.missed_us if member.losses else at_us)
 
 
 def _awaited_until_us(policy: Policy, member: Member) -> int | None:
     """When it is no longer waited for; None for as long as it is here.
 
-    Who was lost once is waited for when it is back. Who was lost twice since its last delta may go on so for ever: all
-    of that together is one absence.
+    Who failed once is waited for when it is back. Who failed twice since its last delta may go on so for ever: all of
+    that together is one absence.
     """
     if member.losses > 1:
         return member.missed_us + _us(policy.return_sec)
@@ -231,9 +232,9 @@ def _arrived(policy: Policy, standing: Standing, event: Arrive, known: bool, rul
     elif policy.max_staleness is not None and staleness > policy.max_staleness:
         verdict = "stale"
     round_us, clock = max(1, event.at_us - member.released_us), member.clock + 1
-    if rules > 2 and verdict in ("unknown", "not finite"):
-        member = _lost(member, event.at_us)
-    elif member.losses:
+    if rules > 2 and verdict == "not finite":
+        member = _failed(member, event.at_us)
+    elif member.losses and verdict != "unknown":  # Its anchor was lost with the syncer's process, or it is old.
         if not _is_awaited(policy, member, event.at_us):
             others = [other for learner, other in standing.members.items() if learner != event.learner]
             clock = _clock_beside(policy, clock, others, event.at_us)

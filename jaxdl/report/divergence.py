@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 LOSS = "train/loss"
 FACTOR = 1000.0
-"""A run has diverged whose loss is so many times that of its first report, or the least that it has had."""
+"""A run has diverged whose loss is so many times that of a place where it was."""
 _LEAST = 0.01
 """A loss below this counts as this: what is nearly 0 is a bad unit."""
 _REPORTS = 3
-"""So many reports in a row, up to the last one, must say so: a spike is none. Of runs with fewer, all but the first."""
+"""So many reports in a row, up to the last one, must say so: a spike is none. Of runs with fewer, all but the first.
+
+So many also say where a run was: a single one may be low by chance, as of a batch of one row. Of a loss that only the
+first report or the first two had, it must be `FACTOR` times as many for each one that is missing.
+"""
+_SHARE = 20
+"""After the first reports a place is one more of them in a row, and at least one in so many of them all: of many
+reports, some in a row are low by chance."""
 
 
 class Divergence(NamedTuple):
@@ -43,18 +50,16 @@ def first_loss(reports: Sequence[tuple[int, float]]) -> float:
 
 
 def divergence(reports: Sequence[tuple[int, float]], others: float = math.inf) -> Divergence | None:
-    """Whether the losses of a run have left where it was, and stayed away up to its end; None if not.
+    """Whether the losses of a run have left a place where it was, and stayed away up to its end; None if not.
 
     `others` is the least first loss of runs like it: its own first report may come after it diverged. A loss that falls
-    counts from the least that it has had, unless some are negative, such as those of log-likelihoods: then nothing but
-    the size of the first one says what is much.
+    counts from the least that it has had for some reports, unless some are negative, such as those of log-likelihoods:
+    then nothing but the sizes of the first ones says what is much.
     """
-    start = min(first_loss(reports), others)
-    if not reports or not math.isfinite(start):
+    places = [*_places([loss for _, loss in reports], others)]
+    if not places:
         return None
-    least_loss = min(loss for _, loss in reports)
-    low = min(start, least_loss) if least_loss >= 0 else start
-    bound = FACTOR * max(low, _LEAST)
+    bound, before = min(places)
     away = 0
     while away < len(reports) and reports[-1 - away][1] > bound:
         away += 1
@@ -62,5 +67,19 @@ def divergence(reports: Sequence[tuple[int, float]], others: float = math.inf) -
     if not away or away < least:
         return None
     step, last = reports[-away][0], reports[-1][1]
-    before = f"was {start:.3g} at first" if low == start else f"had been {low:.3g}"
     return Divergence(step, f"the training loss is {last:.3g} at step {reports[-1][0]}, and {before}")
+
+
+def _places(values: Sequence[float], others: float) -> Iterator[tuple[float, str]]:
+    """(the loss above which a run has left it, what it was, in words) of each place where a run was."""
+    sizes = [abs(loss) for loss in values if math.isfinite(loss)][:_REPORTS]
+    if others < min(sizes[:1], default=math.inf) and values:
+        yield max(others, _LEAST) * FACTOR**_REPORTS, f"other runs began at {others:.3g}"
+    for count in range(1, len(sizes) + 1):
+        low = max(sizes[:count])
+        before = f"was {low:.3g} at first" if count == 1 else f"had been {low:.3g}"
+        yield max(low, _LEAST) * FACTOR ** (_REPORTS + 1 - count), before
+    width = max(_REPORTS + 1, len(values) // _SHARE)
+    if len(values) >= width and min(values) >= 0:
+        low = min(max(values[start : start + width]) for start in range(len(values) - width + 1))
+        yield max(low, _LEAST) * FACTOR, f"had been {low:.3g}"
