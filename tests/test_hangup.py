@@ -3,12 +3,14 @@
 import os
 import pty
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from jaxdl.cluster import shutdown
 from jaxdl.cluster.exits import stop_signals
-from jaxdl.errors import _outliving
+from jaxdl.errors import _outliving, command_line, outliving_readers
 from jaxdl.launch.processes import signals_to
 from jaxdl.run.result import Interrupted, ended_at_once
 from jaxdl.run.signals import Stop, StopSignals
@@ -76,6 +78,34 @@ def test_what_is_printed_after_the_terminal_is_closed_is_lost_and_nothing_else()
             os.write(slave, b"lost")
         print("lost", file=stream, flush=True)
         print("lost too", file=stream, flush=True)
+
+
+@pytest.mark.parametrize("signals", [[], [signal.SIGINT]])
+def test_a_run_that_nobody_reads_saves_and_ends_as_the_signal_before_or_after_says(monkeypatch, signals):
+    """As under `2>&1 | tee log`, where Ctrl-C ends tee too."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stdout, open(os.dup(writer), "w") as stderr:
+        monkeypatch.setattr("sys.stdout", stdout)
+        monkeypatch.setattr("sys.stderr", stderr)
+        with command_line(), StopSignals() as stop:
+            print("lost", file=sys.stderr)
+            assert stop.signum is None
+            with outliving_readers(stop.unread):
+                print("lost", flush=True)
+                for signum in signals:
+                    os.kill(os.getpid(), signum)
+                print("lost too", file=sys.stderr, flush=True)
+                with pytest.raises(Stop) as raised:
+                    stop.poll()
+        assert sys.stdout is stdout
+    assert Interrupted(raised.value.signum, "").code == (130 if signals else 141)
+
+
+def test_a_last_word_that_nobody_reads_changes_no_exit_code():
+    program = "from jaxdl.errors import command_line, ConfigError\nwith command_line(): raise ConfigError('no')"
+    done = subprocess.run(["bash", "-c", '"$0" -c "$1" 2>&1 | true; exit ${PIPESTATUS[0]}', sys.executable, program])
+    assert done.returncode == 2
 
 
 def test_a_second_ctrl_c_without_a_workdir_says_that_nothing_was_kept(monkeypatch, capsys):
