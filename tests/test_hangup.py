@@ -117,5 +117,5 @@ def test_a_second_ctrl_c_without_a_workdir_says_that_nothing_was_kept(monkeypatc
         raise KeyboardInterrupt
     assert ended.value.code == 130
     assert capsys.readouterr().err == (
-        "SIGINT twice: ended at step 0; nothing was kept: the run has no workdir.\ninterrupted\n"
+        "a second signal: ended at step 0; nothing was kept: the run has no workdir.\ninterrupted\n"
     )

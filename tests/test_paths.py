@@ -1,5 +1,6 @@
 """A path is no pattern: folders and files of any name are taken by the letter."""
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,6 +169,9 @@ def test_a_status_has_a_path_that_is_not_utf8():
         assert len(lease.to_bytes()) == RECORD_BYTES
         there = Holder.from_bytes(lease.to_bytes())
         assert (there.token, there.command) == ("token", len(there.command) * letter)
+        assert (len(there.command) + 1) * (
+            len(json.dumps(letter)) - 2
+        ) > RECORD_BYTES - 500 or there.command == lease.command
 
 
 def test_a_folder_of_compiled_programs_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
