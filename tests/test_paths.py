@@ -177,6 +177,15 @@ def test_a_status_has_a_path_that_is_not_utf8():
 def test_a_folder_of_compiled_programs_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"compiler.cache_dir .*a.udcff': XLA refuses a path that is not UTF-8"):
         CompilerConfig(cache_dir=str(tmp_path / NOT_UTF8)).keep_programs()
+    before = jax.config.values["jax_compilation_cache_dir"]
+    try:
+        jax.config.update("jax_compilation_cache_dir", NOT_UTF8)
+        for name in ("jax_compilation_cache_dir", PROGRAMS):  # Of the program, and of the shell.
+            with pytest.raises(ConfigError, match=rf"^{name} '.*not UTF-8"):
+                CompilerConfig().keep_programs()
+            monkeypatch.setenv(PROGRAMS, NOT_UTF8)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
     monkeypatch.delenv(PROGRAMS, raising=False)
     assert Request.environment(SimpleNamespace(folder=tmp_path / NOT_UTF8)) == {}
     assert Request.environment(SimpleNamespace(folder=tmp_path)) == {PROGRAMS: str(tmp_path / "programs")}
