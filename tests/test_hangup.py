@@ -1,4 +1,4 @@
-"""A terminal that is closed: SIGHUP ends a run as SIGTERM does, and what is printed after it fails nothing."""
+"""A terminal that is closed, a reader that is gone, a second Ctrl-C: how a run ends, and what is printed after."""
 
 import os
 import pty
@@ -6,15 +6,27 @@ import signal
 import subprocess
 import sys
 
+import jax
 import pytest
+from runs import ONE_DEVICE, finish, start, write_config
 
+import jaxdl
+from jaxdl.checkpoint import CheckpointConfig
 from jaxdl.cluster import shutdown
 from jaxdl.cluster.exits import stop_signals
+from jaxdl.data import Tabular
 from jaxdl.errors import _outliving, command_line, outliving_readers
+from jaxdl.experiment import Experiment
 from jaxdl.launch.processes import signals_to
+from jaxdl.models import Perceptron
+from jaxdl.optim import SGD
+from jaxdl.report import ReportConfig
 from jaxdl.run.result import Interrupted, ended_at_once
 from jaxdl.run.signals import Stop, StopSignals
 from jaxdl.run.status import RunStatus
+from jaxdl.runs import newest_step
+from jaxdl.status import State, read_record
+from jaxdl.tasks import Classification
 
 
 def hang_up():
@@ -119,3 +131,45 @@ def test_a_second_ctrl_c_without_a_workdir_says_that_nothing_was_kept(monkeypatc
     assert capsys.readouterr().err == (
         "a second signal: ended at step 0; nothing was kept: the run has no workdir.\ninterrupted\n"
     )
+
+
+INTERRUPTED_TWICE = """
+import atexit, os, signal, threading, time
+from pathlib import Path
+
+def interrupt():
+    while not [*Path("WORKDIR/checkpoints").glob("step_40*")]:  # It is being written.
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+    while signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=interrupt, daemon=True).start()
+atexit.register(print, "an ordinary end")
+"""
+
+
+def test_a_second_ctrl_c_ends_where_the_run_is_and_it_resumes_from_the_newest_checkpoint(tmp_path):
+    """At an ordinary end of the interpreter threads that compile or write would crash."""
+    (tmp_path / "x.csv").write_text("x,label\n" + "0.5,0\n-0.5,1\n" * 8)
+    experiment = Experiment(
+        data=Tabular(train=(str(tmp_path / "x.csv"),), label="label"), model=Perceptron(units=()),
+        task=Classification(), optimizer=SGD(learning_rate=0.1), batch_size=4, steps=10**6, mesh=ONE_DEVICE,
+        report=ReportConfig(curves=False, tensorboard=False), checkpoint=CheckpointConfig(every_steps=20),
+    )  # fmt: skip
+    config, workdir = write_config(tmp_path, experiment), tmp_path / "run"
+    config.write_text(config.read_text() + INTERRUPTED_TWICE.replace("WORKDIR", str(workdir)))
+    code, printed = finish(start(config, workdir, "--devices", "1"))
+    assert (code, "an ordinary end" in printed) == (130, False)
+    record, newest = read_record(workdir), newest_step(workdir)
+    assert record is not None
+    assert record.state == State.HALTED
+    assert record.reason.text.endswith(f"the newest checkpoint is of step {newest}")
+    assert "interrupted" in printed.splitlines()
+    seen = []
+    run = jaxdl.train(
+        experiment, workdir, devices=jax.devices()[:1], max_steps=newest + 2, quiet=True,
+        on_step=lambda info: seen.append(info.step),
+    )  # fmt: skip
+    assert (seen, run.summary["steps"]) == ([newest + 1, newest + 2], newest + 2)
