@@ -15,6 +15,7 @@ import re
 import resource
 import select
 import signal
+import stat
 import sys
 import traceback
 import typing
@@ -55,18 +56,20 @@ def command_line() -> Iterator[None]:
     before, _options = _options, True
     make_writable()
     try:
-        with outliving_terminal(), _until_unread():
-            yield
-    except ConfigError as error:
-        fail(str(error))
-    except KeyboardInterrupt:
-        end_interrupted()
-    except Exception as error:
-        reason = _of_machine(error)
-        if reason is None:
-            raise
-        atexit.register(_end_quietly)
-        fail(reason)
+        with outliving_readers():  # Around the last words too.
+            try:
+                with _until_unread():
+                    yield
+            except ConfigError as error:
+                fail(str(error))
+            except KeyboardInterrupt:
+                end_interrupted()
+            except Exception as error:
+                reason = _of_machine(error)
+                if reason is None:
+                    raise
+                atexit.register(_end_quietly)
+                fail(reason)
     finally:
         _options = before
 
@@ -209,39 +212,56 @@ def _until_unread() -> Iterator[None]:
         raise SystemExit(128 + signal.SIGPIPE) from None
 
 
-class _Terminal(io.FileIO):
-    """A terminal; when it is closed, what is written is lost, and the program goes on."""
+class _Outliving(io.FileIO):
+    """A terminal or a pipe; when nobody reads it any more, what is written is lost, and the program goes on."""
+
+    unread: Callable[[], None] | None = None
+    """Called at each write to a pipe that nobody reads any more."""
 
     def write(self, data: typing.Any) -> int:
         """See `io.FileIO`."""
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno != errno.EIO:
+            if error.errno not in (errno.EIO, errno.EPIPE):
                 raise
+            if error.errno == errno.EPIPE and self.unread is not None:
+                self.unread()
             return len(data)
 
 
 @contextlib.contextmanager
-def outliving_terminal() -> Iterator[None]:
-    """Context in which a terminal that is closed fails no print: a run that ignores SIGHUP, or saves after it, goes on.
+def outliving_readers(unread: Callable[[], None] | None = None) -> Iterator[None]:
+    """Context in which a terminal that is closed fails no print, and neither does an stderr that nobody reads any more
+    (`2>&1 | tee log`, where Ctrl-C ends tee first): a run that ignores SIGHUP, or saves after a signal, goes on.
 
-    Standard output and error are other objects meanwhile if they are terminals.
+    With `unread` a stdout that nobody reads fails no print either, but calls it. Standard output and error are other
+    objects meanwhile if they are terminals or pipes.
     """
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (_outliving(one) for one in before)
+    sys.stdout = _outliving(sys.stdout, unread, pipes=unread is not None)
+    sys.stderr = _outliving(sys.stderr)
     try:
         yield
     finally:
+        for stream in (sys.stdout, sys.stderr):
+            if stream not in before:
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
         sys.stdout, sys.stderr = before
 
 
-def _outliving(stream: typing.TextIO) -> typing.TextIO:
-    if type(stream) is not io.TextIOWrapper or not stream.isatty():
+def _outliving(stream: typing.TextIO, unread: Callable[[], None] | None = None, *, pipes: bool = True) -> typing.TextIO:
+    if type(stream) is not io.TextIOWrapper or stream.closed:
         return stream
-    stream.flush()
-    written = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
-    return io.TextIOWrapper(written, stream.encoding, stream.errors, line_buffering=True)
+    kind = os.fstat(stream.fileno()).st_mode
+    if not (stream.isatty() or (pipes and (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)))):
+        return stream
+    with contextlib.suppress(BrokenPipeError):
+        stream.flush()
+    raw = _Outliving(stream.fileno(), "w", closefd=False)
+    raw.unread = unread
+    return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True)
 
 
 def _is_unread(stream: typing.TextIO) -> bool:

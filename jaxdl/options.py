@@ -289,21 +289,57 @@ def _unknown(flag: str, names: Mapping[str, str], default: Any) -> str:
         return f"{flag}: not an option itself; its options are {', '.join(inside)}."
     if experiment is not None and name.replace("-", "_") in type(experiment).model_fields:
         return f"{flag}: not an option; {name} are set in a config file."
-    every = [*names, *(f"--{path.replace('_', '-')}" for path in parts if not group)]
-    near = difflib.get_close_matches(f"--{name}", every, n=3, cutoff=0.75)
+    first = name.partition(".")[0]
+    begins = () if experiment is None else type(experiment).model_fields
     having = [kind for kind, cls in kinds.items() if last in cls.model_fields]
+    every = [*names, *(f"--{path.replace('_', '-')}" for path in parts)]
+    if group and not any(one.startswith(f"--{first}.") for one in every) and first.replace("-", "_") not in begins:
+        return f"{flag}: {_no_part(name, every)}"
+    near = _nearest(name, every)
     if f"{dashed}.arguments" in names and (having or not near):
         return f"{flag}: there is no such option. Further arguments are given as {dashed}.arguments {last}=VALUE."
+    own = ", ".join(one for one in names if group and one.startswith(f"{dashed}."))
     if experiment is not None and having:
         current = field_at(experiment, group).kind
-        own = ", ".join(one for one in names if one.startswith(f"{dashed}."))
         return (
             f"{flag}: {group} {current} has no {last}; {', '.join(having)} {'has' if len(having) == 1 else 'have'} it. "
             + (f"The options of {current} are {own}." if own else f"{current} has no options.")
         )
-    near = near[:1] or [one for one in names if one.rpartition(".")[2] == last.replace("_", "-")][:3]
+    if not near and own:
+        return f"{flag}: there is no such option. Those of {dashed} are {own}."
     advice = f"Did you mean {' or '.join(near)}? --help lists all." if near else "--help lists the options."
     return f"{flag}: there is no such option. {advice}"
+
+
+def _nearest(name: str, every: Sequence[str]) -> list[str]:
+    """The options that may be meant by a name without the dashes: of its part alone, if it names one.
+
+    The words after the last dots are compared; with those before them all options of a part would be similar.
+    """
+    group, _, last = name.rpartition(".")
+    inside = {one: one.rpartition(".")[2] for one in every if group and one.startswith(f"--{group}.")}
+    if close := difflib.get_close_matches(last, inside.values(), n=1, cutoff=0.75):
+        return [one for one, word in inside.items() if word == close[0]][:3]
+    # The part is right, and what is between the dots may not be.
+    first = name.partition(".")[0]
+    among = [one for one in every if not group or one.startswith(f"--{first}.")]
+    near = difflib.get_close_matches(f"--{name}", [one for one in among if one not in inside], n=1, cutoff=0.75)
+    return near or [one for one in among if one.rpartition(".")[2] == last][:3]
+
+
+def _no_part(name: str, every: Sequence[str]) -> str:
+    """The message for an option of a part that does not exist."""
+    first, _, rest = name.partition(".")
+    parts = list(dict.fromkeys(one.removeprefix("--").partition(".")[0] for one in every if "." in one))
+    near = difflib.get_close_matches(first, parts, n=1)
+    if near and f"--{near[0]}.{rest}" in every:
+        return f"there is no such option. Did you mean --{near[0]}.{rest}? --help lists all."
+    if near:
+        inside = ", ".join(one for one in every if one.startswith(f"--{near[0]}."))
+        return f"there is no part {first}; {near[0]} is one, with {inside}."
+    similar = [one for one in every if one.rpartition(".")[2] == rest.rpartition(".")[2]][:3]
+    advice = f"Did you mean {' or '.join(similar)}? --help lists all." if similar else "--help lists the options."
+    return f"there is no such option. {advice}"
 
 
 @contextlib.contextmanager

@@ -153,9 +153,26 @@ def test_the_command(runs, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "args",
+    [
+        ["--metric", "train/loss", "runs/a", "runs/sweep/b", "--json"],
+        ["--json", "--metric", "train/loss", "runs/*", "runs/sweep"],
+        ["runs/a", "--metric", "train/loss", "runs/sweep", "--json"],
+        ["--json", "runs/a", "runs/sweep", "--metric", "train/loss"],
+    ],
+)
+def test_workdirs_may_follow_the_metrics(runs, tmp_path, capsys, monkeypatch, args):
+    monkeypatch.chdir(tmp_path)
+    main(args)
+    found = json.loads(capsys.readouterr().out)["runs"]
+    assert {name: [*run["metrics"]] for name, run in found.items()} == {"a": ["train/loss"], "sweep/b": ["train/loss"]}
+
+
+@pytest.mark.parametrize(
     ("args", "words"),
     [
         ([], "no workdir"),
+        (["--metric", "eval/loss", "rums"], "no workdir: --metric took eval/loss rums. Put workdirs first"),
         (["runs/a"], "this is one run"),
         (["runs", "--metric", "beauty"], "none of these runs has it"),
         (["runs", "--by", "moon"], "invalid choice: 'moon'"),

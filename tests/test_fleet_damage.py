@@ -294,6 +294,75 @@ def test_the_table_of_status_has_the_last_of_the_ended_runs(tmp_path, capsys):
     assert [run["run"] for run in json.loads(capsys.readouterr().out)["runs"]] == names
 
 
+def test_status_hides_no_run_that_failed_or_ended_just_now(tmp_path, capsys):
+    store, _, make = fleet(tmp_path / "fleet")
+    for _ in range(60):
+        submit(store, (1,))
+    make().turn()
+    at_work = {"nodes": [], "attempt": 1, "resized": 0, "share": 1.0}
+    runs = [one | at_work | {"ended": 0.0, "since": 5.0} for one in store.view()["runs"]]
+    for one, state, at in zip(
+        runs, ["completed", "failed", "halted", *["cancelled"] * 57], (900, *range(59)), strict=True
+    ):
+        one.update(state=state, ended=float(at))
+    store.write_view(store.view() | {"runs": []})
+    store.write_ended(runs)
+    main(["status", "--state", str(store.folder)])
+    printed = capsys.readouterr().out
+    there = [one["run"] for one in runs if f" {one['run']} " in printed]
+    assert there == [f"{number:04d}" for number in (1, 2, 3, *range(12, 61))]
+    assert "8 earlier runs have ended" in printed
+
+
+@pytest.mark.parametrize("broken", ["workdirs", "news", "last.json"])
+def test_what_follows_the_acceptance_of_a_run_does_not_undo_it(tmp_path, broken):
+    """As on a full disk, or for the second of several users."""
+    store, engine, make = fleet(tmp_path / "fleet")
+    path = store.folder / broken
+    path.mkdir() if broken == "last.json" else path.write_text("no folder")
+    name = store.submit(["true", "--workdir", str(tmp_path / "w")], [1]).name
+    with pytest.raises(ConfigError, match=f"run {name} has it"):
+        store.submit(["true", "--workdir", str(tmp_path / "w")], [1])
+    if broken == "workdirs":
+        server = make()
+        server.turn()
+        assert set(engine.live) == {name}
+        store.remove(name)
+        assert not store.names()
+
+
+def test_a_run_that_cannot_be_removed_ends_no_service(tmp_path, monkeypatch):
+    store, _, make = fleet(tmp_path / "fleet")
+    names = [submit(store, (1,)) for _ in range(2)]
+    for name in names:
+        store.ask(name, "cancel")
+    server = make()
+    server.turn()
+    remove = Store.remove
+
+    def refused(store, name):
+        if name == names[0]:
+            raise PermissionError(13, "Permission denied", "removed/0001")
+        remove(store, name)
+
+    monkeypatch.setattr(Store, "remove", refused)
+    for name in names:
+        store.ask(name, "remove")
+    server.turn()
+    assert [(one["run"], one["reason"]) for one in store.view()["runs"]] == [
+        (names[0], "it cannot be removed (Permission denied: removed/0001)")
+    ]
+
+
+def test_nothing_stays_of_a_damaged_run_that_is_removed(tmp_path):
+    store = Store(tmp_path / "fleet")
+    for one in ("a", "b"):
+        store.submit(["true", "--workdir", f"w/{one}"], [1])
+    (store.folder / "runs" / "0001" / "submission.json").write_text("{")
+    store.remove("0001")
+    assert [path.name[:5] for path in (store.folder / "workdirs").iterdir()] == ["0002-"]
+
+
 def test_a_node_is_in_service_or_not(tmp_path, capsys):
     store, _, make = fleet(tmp_path / "fleet")
     make().turn()

@@ -139,11 +139,11 @@ def test_kinds_of_an_installed_package(package, monkeypatch, capsys):
     with pytest.warns(UserWarning, match="broken_module, which an installed package names in jaxdl.kinds, cannot be"):
         assert {"face", "deep"} <= kinds.choices(Experiment)["model"].keys()
     # The first look at a command line, which knows jaxdl's own options alone, refuses nothing then.
-    begin(["--config", "digits", "--model", "deep", "--model.dept", "3"], "prog")
+    begin(["--config", "digits", "--model", "deep", "--step.clip-nor", "3"], "prog")
     package.joinpath("netsy-1.0.dist-info", "entry_points.txt").unlink()
     package.joinpath("broken-1.0.dist-info", "entry_points.txt").unlink()
-    with pytest.raises(ConfigError, match=r"Did you mean model\.depth"):
-        begin(["--config", "digits", "--model", "deep", "--model.dept", "3"], "prog")
+    with pytest.raises(ConfigError, match=r"Did you mean step\.clip_norm"):
+        begin(["--config", "digits", "--model", "deep", "--step.clip-nor", "3"], "prog")
 
 
 OWN_EXPERIMENT = '''
@@ -201,7 +201,7 @@ def test_the_first_look_leaves_foreign_options_alone(mine, tmp_path, capsys):
     kept = tmp_path / "config.json"
     kept.write_text(jaxdl.load(loads).to_json())
     for path in (loads, kept):
-        begin(["--config", str(path), "--model.hiden", "3"], "prog")
+        begin(["--config", str(path), "--step.clip-nor", "3"], "prog")
     kept.write_text(Experiment(exchange=Dense(), steps=3).to_json())
     with pytest.raises(ConfigError, match="there is no such option"):
-        begin(["--config", str(kept), "--model.dept", "3"], "prog")
+        begin(["--config", str(kept), "--step.clip-nor", "3"], "prog")

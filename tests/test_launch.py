@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import queue
 import signal
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from jaxdl.launch import Launch, local_hosts
 from jaxdl.launch import processes as processes_module
+from jaxdl.launch.attempt import UNREAD, Attempt
 
 ROOT = Path(__file__).parent.parent
 LONG_SEC = 20.0
@@ -239,6 +241,24 @@ time.sleep(100)
     assert launch.wait(LONG_SEC) == 143
     assert not [pid for pid in pids.values() if alive(pid)]
     assert "host0 and host1 killed by the second SIGTERM" in stderr.getvalue()
+
+
+@pytest.mark.parametrize("signals", [(signal.SIGINT, UNREAD, UNREAD), (UNREAD, signal.SIGINT)])
+def test_ctrl_c_that_ends_the_reader_of_the_output_too_is_no_second_signal(signals):
+    """As under `| tee log`: the hosts save."""
+    events, heard = queue.SimpleQueue(), []
+
+    class Process:
+        failed, killed, ended_sec, host = True, False, 0.0, local_hosts(1)[0]
+        code = property(lambda self: None if not events.empty() else 143)  # It ends last.
+        signal, kill = staticmethod(heard.append), staticmethod(lambda: heard.append("killed"))
+        clean_up = staticmethod(lambda _: False)
+
+    process = Process()
+    for event in (*signals, process):
+        events.put(event)
+    Attempt([process], events, grace_sec=1.0, say=lambda _: None).run()
+    assert heard == [signal.SIGTERM if signals[0] == UNREAD else signal.SIGINT]
 
 
 def test_a_signal_in_the_pause_ends_the_run(monkeypatch):

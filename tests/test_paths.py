@@ -1,5 +1,6 @@
 """A path is no pattern: folders and files of any name are taken by the letter."""
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,11 +169,23 @@ def test_a_status_has_a_path_that_is_not_utf8():
         assert len(lease.to_bytes()) == RECORD_BYTES
         there = Holder.from_bytes(lease.to_bytes())
         assert (there.token, there.command) == ("token", len(there.command) * letter)
+        assert (len(there.command) + 1) * (
+            len(json.dumps(letter)) - 2
+        ) > RECORD_BYTES - 500 or there.command == lease.command
 
 
 def test_a_folder_of_compiled_programs_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"compiler.cache_dir .*a.udcff': XLA refuses a path that is not UTF-8"):
         CompilerConfig(cache_dir=str(tmp_path / NOT_UTF8)).keep_programs()
+    before = jax.config.values["jax_compilation_cache_dir"]
+    try:
+        jax.config.update("jax_compilation_cache_dir", NOT_UTF8)
+        for name in ("jax_compilation_cache_dir", PROGRAMS):  # Of the program, and of the shell.
+            with pytest.raises(ConfigError, match=rf"^{name} '.*not UTF-8"):
+                CompilerConfig().keep_programs()
+            monkeypatch.setenv(PROGRAMS, NOT_UTF8)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
     monkeypatch.delenv(PROGRAMS, raising=False)
     assert Request.environment(SimpleNamespace(folder=tmp_path / NOT_UTF8)) == {}
     assert Request.environment(SimpleNamespace(folder=tmp_path)) == {PROGRAMS: str(tmp_path / "programs")}

@@ -138,7 +138,7 @@ def test_an_export_has_the_parameters_alone(workdir, tmp_path, capsys):
     to = tmp_path / "to"
     places = ("--workdir", str(workdir), "--to", str(to))
     told = refusal(capsys, *places, run=export)
-    assert "--format stablehlo: there is no function from inputs to predictions" in told
+    assert "predict.stablehlo: the function from inputs to predictions cannot be made" in told
     assert "Give --format safetensors" in told
     assert not to.exists()
     export([*places, "--format", "safetensors"])

@@ -16,7 +16,7 @@ from jaxdl.errors import ConfigError, command_line, print_out
 from jaxdl.report.style import png
 from jaxdl.runs import check_writable
 from jaxdl.status import find_workdirs
-from jaxdl.status.arguments import Parser
+from jaxdl.status.arguments import Parser, no_workdir
 from jaxdl.writing import replace_file
 
 PROG = "python -m jaxdl.compare"
@@ -41,13 +41,13 @@ def parser() -> Parser:
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the command line. Exits with 2 after a user error."""
     with command_line():
-        run(parser().parse_args(sys.argv[1:] if args is None else list(args)))
+        run(parser().parse(sys.argv[1:] if args is None else args))
 
 
 def run(options: argparse.Namespace) -> None:
     """Compares the runs. Raises ConfigError."""
     if not options.workdirs:
-        raise ConfigError(f"no workdir. Give the folders of two runs or more, such as {PROG} runs/a runs/b.")
+        raise ConfigError(no_workdir(options, f"Give the folders of two runs or more, such as {PROG} runs/a runs/b."))
     workdirs = find_workdirs(options.workdirs, closed=False)
     if len(workdirs) < 2:
         raise ConfigError(f"{' '.join(options.workdirs)}: this is one run, {workdirs[0]}. Give two or more.")

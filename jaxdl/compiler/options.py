@@ -47,6 +47,7 @@ ASSUMED = Links(replica_bytes_per_sec=ASSUMED_GBPS * 1e9 / 8)
 
 _replaced: dict[str | None, str | None] = {}
 """Cache folder that a run has set -> the previous one."""
+_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 _OF_ONE_PLATFORM = {"xla_cpu_": "cpu", "xla_gpu_": "gpu", "xla_tpu_": "tpu"}
 
 
@@ -107,7 +108,8 @@ class CompilerConfig(Config):
         present = jax.config.values["jax_compilation_cache_dir"]
         source, given = "--compiler.cache-dir", self.cache_dir
         if given is None:
-            source, given = "JAX_COMPILATION_CACHE_DIR", present
+            given = present  # The variable's, or what a program has given to jax.config.update.
+            source = _VARIABLE if given == os.environ.get(_VARIABLE) else "jax_compilation_cache_dir"
         if given is not None and not is_text(given):
             raise ConfigError(f"{source} {given!r}: XLA refuses a path that is not UTF-8. Choose another.")
         wanted = _replaced.pop(present, present)

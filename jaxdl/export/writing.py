@@ -126,8 +126,8 @@ def _function(predictor: Predictor) -> tuple[Callable[[Any], jax.Array], Any]:
         rows = predictor.parts.task.to_predict(spec.example(), spec, "export")
     except ConfigError as error:
         raise ConfigError(
-            f"--format stablehlo: there is no function from inputs to predictions ({error}) Give --format safetensors, "
-            "for the parameters alone."
+            f"{FILES['stablehlo']}: the function from inputs to predictions cannot be made ({error}) Give --format "
+            "safetensors, for the parameters alone."
         ) from None
     if len(rows) == 1:
         ((name, array),) = rows.items()

@@ -31,6 +31,8 @@ class Member:
     """When the server first saw a report of a step of the current attempt; 0 before."""
     size: int = 0
     """The hosts of the current attempt, or of the last one."""
+    ended: float = 0.0
+    """When it ended last; 0 before."""
     from_step: int = 0
     """The last step that was reported before the current attempt."""
     stopping: float = 0.0
@@ -72,6 +74,7 @@ class Member:
             "resized": self.resized,
             "killed": self.killed,
             "since": self.changed or one.submitted,
+            "ended": self.ended,
             "code": self.code,
             "reason": self.problem or self.reason,
             "decided": self.decided,

@@ -145,7 +145,7 @@ class Members:
             member.failures, member.not_before = event["failures"], event["not_before"]
         elif what == ENDING:
             member.state, member.nodes, member.code = event["state"], (), event.get("code", member.code)
-            member.num_asked = event.get("num_asked", 0)
+            member.num_asked, member.ended = event.get("num_asked", 0), at
         elif what == RESUMED:
             member.state, member.failures, member.not_before = WAITING, 0, 0.0
         else:

@@ -233,7 +233,12 @@ class Server:
         if asked == "remove" and not self._read_only:
             if member.attempt and self.engine.poll(member.submission, member.attempt) is None:
                 return False
-            self.store.remove(name)
+            try:
+                self.store.remove(name)
+            except OSError as error:  # The folder of another user, say; it is tried again when it is asked again.
+                member.problem = f"it cannot be removed ({error.strerror}: {error.filename})"
+                self.known.ended.add(name)
+                return True
             self.known.drop(name)
         elif asked == "run" and member.state in RESUMABLE and self.store.num_asked(name) > member.num_asked:
             self.known.write(RESUMED, member, reason="resumed")

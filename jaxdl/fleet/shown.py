@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxdl.fleet.member import ENDED
+from jaxdl.fleet.member import ENDED, RESUMABLE
 from jaxdl.fleet.resources import spelled
 from jaxdl.fleet.sizes import told
 from jaxdl.fleet.speed import GUESS, GUESSED, MEASURED, Estimate
@@ -22,7 +22,7 @@ from jaxdl.status import read_row
 _WIDE = 110
 """From so many characters on, workdirs have a column of their own."""
 _ENDED = 50
-"""So many of the runs that have ended are in the table, the last ones."""
+"""So many of the runs that are complete or were cancelled are in the table, those that ended last."""
 
 
 def show_status(store: Store, *, as_json: bool) -> None:
@@ -30,8 +30,7 @@ def show_status(store: Store, *, as_json: bool) -> None:
     view = store.view()
     known = {run["run"] for run in view["runs"]}
     waiting = [name for name in store.names() if name not in known]
-    ended = [run["run"] for run in view["runs"] if run["state"] in ENDED]
-    older = set() if as_json else {*ended[:-_ENDED]}
+    older = set[str]() if as_json else _older(view["runs"])
     runs = [run | {"step": _step(run)} for run in view["runs"] if run["run"] not in older]
     if as_json:
         print(json.dumps(view | {"runs": runs, "not_seen": waiting}, indent=2))
@@ -59,6 +58,14 @@ def show_status(store: Store, *, as_json: bool) -> None:
         console.print(f"damaged: {escape(problem)}", soft_wrap=True)
     if waiting:
         console.print(f"accepted, and not seen by a server yet: {', '.join(waiting)}")
+
+
+def _older(runs: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The runs that are not in the table. Those that somebody may have to look after are in it."""
+    done = [run for run in runs if run["state"] in ENDED and run["state"] not in RESUMABLE]
+    # A server of an earlier version did not tell when they ended.
+    done.sort(key=lambda run: run.get("ended") or run.get("since") or 0.0)
+    return {run["run"] for run in done[:-_ENDED]}
 
 
 def _table(runs: Sequence[Mapping[str, Any]], *, beside: bool) -> Table:

@@ -105,11 +105,13 @@ class Store:
         made = dataclasses.replace(made, name=path.name, submitted=time.time())
         queue(made.command, made.workdir)  # Before a server sees the run, whose own status must be the last.
         replace_file(path / SUBMISSION, json.dumps(dataclasses.asdict(made), indent=2).encode())
-        self._workdirs.note(made.name, made.workdir)
-        self._write_last(int(path.name))
         for one in (path, parent, self.folder):
             sync_folder(one)
-        self._tell(made.name)
+        # It is accepted now. What is missing of the following, on a full disk, say, costs a server or `submit` a look.
+        for keep in (lambda: self._write_last(int(path.name)), lambda: self._tell(made.name)):
+            with contextlib.suppress(OSError):
+                keep()
+        self._workdirs.note(made.name, made.workdir)
         return made
 
     def _new_folder(self) -> Path:
@@ -257,8 +259,10 @@ class Store:
     def remove(self, name: str) -> None:
         """Removes the folder of a run that has ended, not its workdir. No other run will have its number."""
         self._write_last(int(name) if name.isdecimal() else 0)
-        with contextlib.suppress(DamagedFile, FileNotFoundError, NotADirectoryError):
+        try:
             self._workdirs.forget(name, self.submission(name).workdir)
+        except (DamagedFile, FileNotFoundError, NotADirectoryError):
+            self._workdirs.forget_any(name)
         removed = self.folder / _REMOVED
         removed.mkdir(exist_ok=True)
         with contextlib.suppress(FileNotFoundError):

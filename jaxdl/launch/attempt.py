@@ -10,7 +10,10 @@ from collections.abc import Callable, Sequence
 from jaxdl.launch.host import HostProcess, describe_code, exit_code, first_failure
 
 Events = queue.SimpleQueue[HostProcess | int]
-"""What an attempt waits for: a process that has ended, or the number of a signal to forward."""
+"""What an attempt waits for: a process that has ended, or the number of a signal to forward, or `UNREAD`."""
+UNREAD = 0
+"""Nobody reads what the launcher prints any more: as SIGTERM, but Ctrl-C under `| tee` is this and SIGINT at once, and
+such a second one kills nobody."""
 
 
 class Attempt:
@@ -26,6 +29,7 @@ class Attempt:
         self._grace_sec = grace_sec
         self._say = say
         self._began_sec = time.monotonic()
+        self._unread = False
         self._ended: list[HostProcess] = []
         self._deadline_sec: float | None = None
 
@@ -84,6 +88,13 @@ class Attempt:
                 self._say(f"{self._describe(process)}; the others have {format_sec(self._grace_sec)} to exit")
 
     def _forward(self, signum: int) -> None:
+        if signum == UNREAD:
+            if self.stopped is not None:
+                return
+            self._unread, signum = True, signal.SIGTERM
+        elif self._unread:
+            self._unread = False
+            return
         name = signal.Signals(signum).name
         if self.stopped is None:
             self.stopped = signum

@@ -18,7 +18,7 @@ from typing import NamedTuple, TextIO
 from jaxdl.asynchrony.service import LEARNER_VARIABLE, LEARNERS_VARIABLE, Service
 from jaxdl.cluster.address import SYNCER_VARIABLE
 from jaxdl.cluster.token import VARIABLE, make_token
-from jaxdl.launch.attempt import Events, format_sec
+from jaxdl.launch.attempt import UNREAD, Events, format_sec
 from jaxdl.launch.host import Host, HostProcess, describe_code, exit_code
 from jaxdl.launch.output import LAUNCHER, Printer
 from jaxdl.launch.processes import NOT_RESTARTED, free_port, resolved, write_pids
@@ -86,11 +86,12 @@ class Learners:
         self._deadline: float | None = None
         """When whatever still runs is killed."""
         self._stopped: int | None = None
+        self._unread = False
         self._code: int | None = None
         """The exit code of the run, once it is known."""
         names = [SYNCER, *self._numbers]
         out, err = stdout or sys.stdout, stderr or sys.stderr
-        self._printer = Printer(names, out, err, lambda: self.stop(signal.SIGTERM))
+        self._printer = Printer(names, out, err, lambda: self.stop(UNREAD))
 
     def stop(self, signum: int = signal.SIGTERM) -> None:
         """Forwards a signal to all processes; a second call kills them. From any thread, or a signal handler."""
@@ -222,6 +223,13 @@ class Learners:
             process.signal(signal.SIGTERM)
 
     def _forward(self, signum: int) -> None:
+        if signum == UNREAD:
+            if self._stopped is not None:
+                return
+            self._unread, signum = True, signal.SIGTERM
+        elif self._unread:
+            self._unread = False
+            return
         name = signal.Signals(signum).name
         if self._stopped is not None:
             self._kill_rest()

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TextIO
 from jaxdl.cluster import DIVERGED, HALTED, MISTAKE
 from jaxdl.cluster.token import VARIABLE, make_token
 from jaxdl.config import ConfigError
-from jaxdl.launch.attempt import Attempt, Events, format_sec
+from jaxdl.launch.attempt import UNREAD, Attempt, Events, format_sec
 from jaxdl.launch.failures import keep_ends
 from jaxdl.launch.host import Host, HostProcess
 from jaxdl.launch.output import LAUNCHER, Printer
@@ -93,7 +93,7 @@ class Launch:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         names = [host.name for host in self.hosts]
-        self._printer = Printer(names, stdout or sys.stdout, stderr or sys.stderr, lambda: self.stop(signal.SIGTERM))
+        self._printer = Printer(names, stdout or sys.stdout, stderr or sys.stderr, lambda: self.stop(UNREAD))
 
     def start(self) -> Launch:
         """Starts `run` in a thread; `wait` returns its result. Returns itself."""
@@ -200,6 +200,7 @@ class Launch:
         with contextlib.suppress(queue.Empty):
             signum = self._events.get(timeout=pause_sec)
             assert isinstance(signum, int), "a process of an earlier run has ended twice"
+            signum = signal.SIGTERM if signum == UNREAD else signum
             self._say(f"ended by {signal.Signals(signum).name} while no process was running")
             self._result = 128 + signum
             return True

@@ -16,6 +16,9 @@ from pathlib import Path
 RECORD_BYTES = 2048
 """Records are padded to this size, so that one write replaces a record in place."""
 
+_LETTER_BYTES = 12
+"""The most that a letter takes as JSON: one beyond U+FFFF is two escapes."""
+
 
 @dataclass(frozen=True)
 class Holder:
@@ -43,7 +46,8 @@ class Holder:
         """The content of the file, `RECORD_BYTES` long; a command of which the letters take more is cut."""
         content = json.dumps(dataclasses.asdict(self)).encode()
         if self.command and (excess := len(content) - RECORD_BYTES) > 0:
-            content = dataclasses.replace(self, command=self.command[:-excess]).to_bytes()
+            letters = -(-excess // _LETTER_BYTES)  # Too few where they take less: then it is cut again.
+            content = dataclasses.replace(self, command=self.command[:-letters]).to_bytes()
         return content.ljust(RECORD_BYTES)
 
     @classmethod

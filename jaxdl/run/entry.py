@@ -13,7 +13,7 @@ import jax
 
 from jaxdl.cluster import Watchdog, heartbeat
 from jaxdl.config import ConfigError
-from jaxdl.errors import outliving_terminal, without_frames
+from jaxdl.errors import outliving_readers, without_frames
 from jaxdl.experiment import Experiment, as_experiment
 from jaxdl.files import hang_file
 from jaxdl.mesh import Device
@@ -78,7 +78,7 @@ def train(
     workdir = check_workdir(workdir)
     callbacks.check(workdir)
     init, start = as_init(init_from, workdir), Start(quiet=quiet)
-    with outliving_terminal(), StopSignals() as stop, contextlib.ExitStack() as stack:
+    with StopSignals() as stop, outliving_readers(stop.unread), contextlib.ExitStack() as stack:
         status = RunStatus(workdir, experiment, stop, start)
         stack.callback(status.release)  # After everything that writes there is closed.
         stack.enter_context(status)

@@ -61,12 +61,17 @@ class StopSignals:
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         del frame
-        self.signum = self.signum or signum
+        if self.signum in (None, signal.SIGPIPE):  # Ctrl-C ends `tee` too, whose end may be noticed first.
+            self.signum = signum
         self._restore(signal.SIGTERM, signal.SIGINT)
 
     def halt(self) -> None:
         """The halt file has been found: as if a signal had come, unless one has. For any thread."""
         self.signum = self.signum or HALT
+
+    def unread(self) -> None:
+        """Nobody reads what the run prints any more (`| head`): as if a signal had come, unless one has."""
+        self.signum = self.signum or signal.SIGPIPE
 
     def _restore(self, *signums: int) -> None:
         for signum in signums:

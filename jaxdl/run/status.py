@@ -29,6 +29,7 @@ from jaxdl.run.signals import HALT, Stop, StopSignals
 from jaxdl.run.trainer import Trainer
 from jaxdl.run.workdir import is_of_this_run, make_lease, take_lease
 from jaxdl.runs import newest_step
+from jaxdl.startup import is_first_process
 from jaxdl.status import (
     Action,
     Reason,
@@ -157,8 +158,8 @@ class RunStatus:
         with self._lock:
             self._over = True
         self._stack.close()
-        if self._workdir is None and isinstance(error, KeyboardInterrupt) and jax.process_index() == 0:
-            text = f"SIGINT twice: ended at step {self._step()}; nothing was kept: the run has no --workdir."
+        if self._workdir is None and isinstance(error, KeyboardInterrupt) and is_first_process():
+            text = f"a second signal: ended at step {self._step()}; nothing was kept: the run has no --workdir."
             print(as_typed(text), file=sys.stderr, flush=True)
         if self._failure == 0:
             return

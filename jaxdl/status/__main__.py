@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxdl.errors import ConfigError, command_line, print_out
-from jaxdl.status.arguments import Parser
+from jaxdl.status.arguments import Parser, no_workdir
 from jaxdl.status.rows import find_workdirs, read_row
 from jaxdl.status.table import SORT_KEYS, as_json, for_terminal, plain, shown_metrics, sorted_rows
 
@@ -40,9 +40,9 @@ def parser() -> Parser:
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the command line. Exits with 2 after a user error, 130 after Ctrl-C."""
     with command_line():
-        options = parser().parse_args(sys.argv[1:] if args is None else list(args))
+        options = parser().parse(sys.argv[1:] if args is None else args)
         if not options.workdirs:
-            raise ConfigError(f"no workdir. Give the folders of runs, such as {PROG} runs.")
+            raise ConfigError(no_workdir(options, f"Give the folders of runs, such as {PROG} runs."))
         if options.watch and options.json:
             raise ConfigError("--watch and --json: give one of them.")
         if options.every_sec is not None and (not options.watch or not 0 < options.every_sec <= MOST_SEC):
