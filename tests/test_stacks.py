@@ -272,7 +272,7 @@ def test_a_resumed_run_is_told_its_stacks(tmp_path, capsys):
     """Those of the file; without it, as an earlier version's run, none: in training, --explain and evaluation."""
     mesh = MeshConfig(replica=1, fsdp=1, tensor=1)
     optimizer, step = LAMB(learning_rate=0.1), {"ema_decay": None}
-    experiment = tiny_experiment(model=FromModule(Towers), optimizer=optimizer, mesh=mesh, steps=3, step=step)
+    experiment = tiny_experiment(model=FromModule(Towers), optimizer=optimizer, mesh=mesh, steps=2, step=step)
     earlier, new = tmp_path / "earlier", tmp_path / "new"
     train(experiment, new, devices=jax.devices()[:1], max_steps=1, quiet=True)
     assert set(read_stacks(new).values()) == {(0,)}
@@ -286,8 +286,6 @@ def test_a_resumed_run_is_told_its_stacks(tmp_path, capsys):
     assert ["were not known to stack layers" in lines[one] for one in (new, earlier)] == [False, True]
     found = [restore(one) for one in (new, earlier)]
     assert [len(named_stacks(one.parts.network.axes)) for one in found] == [12, 0]
-    decayed = [bool(np.any(np.asarray(one.params["tower"]["blocks"]["gain"]) < 1)) for one in found]
-    assert decayed == [False, True]
     assert not (earlier / STACKS_FILE).exists()
     print_plan(experiment, earlier)
     assert "were not known to stack layers" in " ".join(capsys.readouterr().out.split())
