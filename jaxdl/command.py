@@ -25,7 +25,7 @@ from jaxdl.run.entry import train
 from jaxdl.run.exchanged import describe_traffic
 from jaxdl.run.initial import InitFrom
 from jaxdl.run.result import ended_at_once, exit_codes
-from jaxdl.run.workdir import check_workdir, read_choice, read_plan, read_spec
+from jaxdl.run.workdir import check_workdir, read_choice, read_plan, read_spec, read_stacks
 from jaxdl.startup import PROG
 
 
@@ -126,7 +126,7 @@ def print_plan(experiment: Experiment, workdir: str | Path | None = None) -> Non
     folder = check_workdir(workdir)
     start = Start()
     there = {"chosen": lambda: read_choice(folder), "recorded": lambda: read_spec(folder)}
-    there |= {"stored": lambda: read_plan(folder)}
+    there |= {"stored": lambda: read_plan(folder), "stacks": lambda: read_stacks(folder)}
     plan = make_plan(experiment, **there, start=start)
     for reason in plan.reasons:
         print(reason)

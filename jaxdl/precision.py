@@ -18,6 +18,8 @@ from jax.typing import DTypeLike
 from jaxdl.config import ConfigError
 from jaxdl.kinds import Choice
 
+_LAYER_DIMS = ("layers", "stack", "stack as before")
+"""The logical names of dimensions that count layers, see `jaxdl.sharding` and `jaxdl.models.stacks`."""
 LossScale = dict[str, jax.Array]
 """`scale` (float32), `good_steps` since its last change, `skipped_steps` of the run (int32); empty without scaling."""
 
@@ -186,6 +188,6 @@ def cast_weights(params: Any, axes: Any, dtype: DTypeLike) -> Any:
     """Weights (two dimensions or more, not counting stacked layers) in `dtype`; biases and norm scales unchanged."""
 
     def one(names: tuple[str, ...], x: jax.Array) -> jax.Array:
-        return x.astype(dtype) if sum(name not in ("layers", "stack") for name in names) > 1 else x
+        return x.astype(dtype) if sum(name not in _LAYER_DIMS for name in names) > 1 else x
 
     return jax.tree.map(one, axes, params, is_leaf=lambda node: isinstance(node, tuple))

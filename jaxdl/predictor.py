@@ -32,6 +32,7 @@ from jaxdl.run.generation import Decoder, Sampling, Writing
 from jaxdl.run.inference import Inference, held_out, of_phase
 from jaxdl.run.initial import reading_spec
 from jaxdl.run.translation import Translator
+from jaxdl.run.workdir import read_stacks
 from jaxdl.runs import Which, check_run, check_which
 from jaxdl.sharding import Params
 from jaxdl.state import ModelState
@@ -64,7 +65,7 @@ class Predictor(Inference):
         if model is self.experiment.model:
             return self
         experiment = self.experiment.replaced({"model": model})
-        parts = _parts(experiment, self.parts.data_spec, self.parts.layout.mesh)
+        parts = _parts(experiment, self.parts.data_spec, self.parts.layout.mesh, self.workdir)
         return Predictor(experiment, parts, params, self.model_state, self.step, self.workdir)
 
     def evaluate(
@@ -298,7 +299,7 @@ def restore(
     with contextlib.suppress(ConfigError):  # JAX may run on other devices already, and those will do.
         start_devices(mesh or experiment.mesh)
     found = make_mesh(mesh) if mesh is not None else make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
-    parts = _parts(experiment, spec, found)
+    parts = _parts(experiment, spec, found, folder)
     checkpoints = Checkpoints(
         folder,
         experiment.checkpoint,
@@ -326,7 +327,9 @@ def trained_on(workdir: Path) -> DataSpec:
     return spec_from_json((workdir / DATA_FILE).read_text(encoding="utf-8"))
 
 
-def _parts(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> Parts:
-    """The parts of a network that only predicts."""
+def _parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, workdir: Path) -> Parts:
+    """The parts of a network that only predicts; its stacks are those of the run, which rounds weights by them."""
     # How long the run was plays no part in prediction; no schedule's warm-up is longer than this.
-    return make_parts(experiment, spec, mesh, make_timeline(1, 1, epochs=None, steps=2**31 - 1))
+    return make_parts(
+        experiment, spec, mesh, make_timeline(1, 1, epochs=None, steps=2**31 - 1), stacks=read_stacks(workdir)
+    )

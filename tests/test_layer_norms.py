@@ -25,7 +25,7 @@ def test_norms_over_the_range_of_float32(size, backend, monkeypatch):
     leaves = [
         jnp.asarray(x) for x in (normal((3, 40, 50)) * np.float32(size), normal((7,)), np.zeros((2, 2), np.float32))
     ]
-    found = jax.jit(lambda leaves: (layer_norms(leaves, [1, 0, 0]), global_norm(leaves)))(leaves)
+    found = jax.jit(lambda leaves: (layer_norms(leaves, [(0,), (), ()]), global_norm(leaves)))(leaves)
     whole = [np.asarray(x, np.float64) for x in leaves]
     np.testing.assert_allclose(found[0][0][:, 0, 0], np.linalg.norm(whole[0].reshape(3, -1), axis=1), rtol=1e-5)
     assert found[0][0].shape == (3, 1, 1)
@@ -38,7 +38,7 @@ def test_norms_over_the_range_of_float32(size, backend, monkeypatch):
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_norms_of_what_is_not_finite(bad):
-    [norm] = jax.jit(lambda x: layer_norms([x], [1]))(jnp.array([[1.0, 2.0], [bad, 1.0]]))
+    [norm] = jax.jit(lambda x: layer_norms([x], [(0,)]))(jnp.array([[1.0, 2.0], [bad, 1.0]]))
     np.testing.assert_allclose(norm[:, 0], [np.sqrt(5), bad], rtol=1e-6)
 
 
@@ -47,7 +47,7 @@ def test_norms_of_what_is_not_finite(bad):
 def test_trust_ratios_over_the_range_of_float32(kind, size):
     """LARS steps as far whatever the size of the gradient, LAMB whatever that of the direction."""
     kernel, gradient = normal((16, 8)), normal((16, 8))[::-1]
-    mask, stacked = {"kernel": True}, {"kernel": 0}
+    mask, stacked = {"kernel": True}, {"kernel": ()}
     transformation = (
         scale_by_lars_trust_ratio(0.001, 0.0, 0.0, mask, stacked)
         if kind == "lars"

@@ -87,6 +87,7 @@ def plain():
         (("embed", "rank"), (0,), (1,)),
         (("rank", "heads", "head_dim"), (0,), (1, 2)),
         (("", ""), (0,), (1,)),
+        (("embed", "layers", "mlp"), (0,), (2,)),
     ],
 )
 def test_matrices_inside_the_network(names, rows, columns):

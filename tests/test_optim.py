@@ -20,9 +20,9 @@ from jaxdl.optim import (
     Rates,
     SignSGD,
     decay_mask,
-    num_stacked_dims,
     num_updates,
     scale_by_lars_trust_ratio,
+    stacked_dims,
 )
 
 AXES = {
@@ -124,9 +124,9 @@ def test_masks():
         "scalar": (),
     }
     mask = {"stack": {"kernel": True, "scale": False}, "table": True, "bias": False, "scalar": False}
-    stacked = {"stack": {"kernel": 1, "scale": 1}, "table": 0, "bias": 0, "scalar": 0}
+    stacked = {"stack": {"kernel": (0,), "scale": (0,)}, "table": (), "bias": (), "scalar": ()}
     assert decay_mask(axes) == mask
-    assert num_stacked_dims(axes) == stacked
+    assert stacked_dims(axes) == stacked
     assert decay_mask(AXES) == WEIGHTS
 
 
@@ -310,7 +310,7 @@ def test_zero_gradient_decays_weights_fully():
 @pytest.mark.parametrize(("clip", "ratio"), [(None, 2.0), ((0.0, 0.5), 0.5), ((3.0, 9.0), 3.0), ((1.0, 3.0), 2.0)])
 def test_clip(clip, ratio):
     params, grads = {"w": jnp.full((2, 2), 4.0)}, {"w": jnp.full((2, 2), 2.0)}
-    lars = scale_by_lars_trust_ratio(1.0, 0.0, 0.0, {"w": True}, {"w": 0}, clip)
+    lars = scale_by_lars_trust_ratio(1.0, 0.0, 0.0, {"w": True}, {"w": ()}, clip)
     updates, _ = lars.update(grads, lars.init(params), params)
     np.testing.assert_allclose(updates["w"], 2.0 * ratio, rtol=1e-6)
     lamb = LAMB(weight_decay=0.0, trust_ratio_clip=clip).build({"w": ("embed", "mlp")})

@@ -1,5 +1,8 @@
 """Layers that a user stacks: their biases and scales are those of single layers to optimizers and precision."""
 
+import functools
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,17 +10,17 @@ import pytest
 from flax import linen, nnx
 from runs import tiny_experiment
 
-from jaxdl import Experiment, FromModule
+from jaxdl import Experiment, FromModule, restore, train
 from jaxdl.config import ConfigError
 from jaxdl.files import STACKS_FILE
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import Network
-from jaxdl.models.stacks import named_stacks
-from jaxdl.optim import AdamW, Muon, decay_mask, num_stacked_dims
+from jaxdl.models.stacks import as_recorded, named_stacks
+from jaxdl.optim import LAMB, AdamW, Muon, Rates, decay_mask, stacked_dims
 from jaxdl.optim.muon import matrix_dims
 from jaxdl.precision import cast_weights
 from jaxdl.run.build import make_plan
-from jaxdl.run.remarks import decayed_biases
+from jaxdl.run.remarks import decayed_biases, earlier_stacks, unclear_stacks
 from jaxdl.run.workdir import read_stacks, stacks_file
 from jaxdl.sharding import is_names
 
@@ -92,7 +95,8 @@ class LinenNet(linen.Module):
 def test_stacked_parameters_are_those_of_their_layers(model):
     """By the parameters of the same network with single layers: a dimension more is a stack."""
     network = FromModule(model).network([X], **SIZES)
-    stacked = dict(jax.tree.leaves_with_path(num_stacked_dims(network.axes)))
+    flat = jax.tree.leaves_with_path(stacked_dims(network.axes), is_leaf=lambda node: isinstance(node, tuple))
+    stacked = dict(flat)
     num_dims = {"kernel": 2, "bias": 1, "scale": 1, "gain": 1, "product": 2}
     weights, checked = jax.tree.leaves(decay_mask(network.axes)), 0
     cast = jax.eval_shape(lambda params: cast_weights(params, network.axes, jnp.bfloat16), network.param_shapes)
@@ -102,7 +106,7 @@ def test_stacked_parameters_are_those_of_their_layers(model):
         if "attention" in str(path):
             continue
         wanted = num_dims[path[-1].key]
-        assert stacked[path] == x.ndim - wanted, path
+        assert stacked[path] == tuple(range(x.ndim - wanted)), path
         assert weight == (wanted > 1), path
         assert (rounded.dtype == jnp.bfloat16) == (wanted > 1), path
         dims = matrix_dims(axes)
@@ -114,7 +118,7 @@ def test_stacked_parameters_are_those_of_their_layers(model):
 
 def test_attention_is_not_taken_for_a_stack():
     network = FromModule(Net).network([X], **SIZES)
-    assert set(jax.tree.leaves(num_stacked_dims(network.axes["attention"]))) == {0}
+    assert not jax.tree.leaves(stacked_dims(network.axes["attention"]))
 
 
 def test_rows_beside_a_stack_are_no_layers():
@@ -123,7 +127,7 @@ def test_rows_beside_a_stack_are_no_layers():
     found = named_stacks(network.axes)
     assert {name.rpartition("/")[0] for name in found} == {f"tower/{x}" for x in (
         "blocks", "blocks/layer", "blocks/norm", "by_hand", "by_hand/layer", "by_hand/norm")}  # fmt: skip
-    assert set(found.values()) == {1}
+    assert set(found.values()) == {(0,)}
     assert len(found) == 12
 
 
@@ -132,8 +136,10 @@ def test_a_run_goes_on_with_the_stacks_that_it_began_with(tmp_path):
     assert read_stacks(None) is read_stacks(tmp_path) is None
     (tmp_path / "checkpoints" / "step_5").mkdir(parents=True)
     assert read_stacks(tmp_path) == {}
-    (tmp_path / STACKS_FILE).write_bytes(stacks_file({"blocks/bias": 1})[STACKS_FILE])
-    assert read_stacks(tmp_path) == {"blocks/bias": 1}
+    (tmp_path / STACKS_FILE).write_bytes(stacks_file({"blocks/bias": (0,), "blocks/kernel": (1,)})[STACKS_FILE])
+    assert read_stacks(tmp_path) == {"blocks/bias": (0,), "blocks/kernel": (1,)}
+    (tmp_path / STACKS_FILE).write_text('{"blocks/bias": 2}')  # As it was written at first.
+    assert read_stacks(tmp_path) == {"blocks/bias": (0, 1)}
     (tmp_path / STACKS_FILE).write_text("[1")
     with pytest.raises(ConfigError, match="does not say which parameters are stacked"):
         read_stacks(tmp_path)
@@ -171,3 +177,135 @@ def test_a_stack_does_not_change_what_is_computed():
     params, state = network.init(jax.random.key(0))
     x = np.ones((2, 6), np.float32)
     assert network.apply(params, state, x, train=False)[0].shape == (2, 4)
+
+
+class LinenTower(linen.Module):
+    """Blocks that are stacked along an axis of the user's choice."""
+
+    axis: int
+    length: int = 3
+
+    @linen.compact
+    def __call__(self, x):
+        axes = {"variable_axes": {"params": self.axis}, "split_rngs": {"params": True}, "length": self.length}
+        return linen.scan(LinenBlock, **axes)()(x, None)[0]
+
+
+class NnxTower(nnx.Module):
+    """As `LinenTower`, with matrices of two sizes."""
+
+    def __init__(self, axis, length=3, *, rngs):
+        self.blocks = nnx.split_rngs(splits=length)(nnx.vmap(Block, in_axes=(0,), out_axes=axis))(rngs)
+        self.wide = nnx.split_rngs(splits=length)(
+            nnx.vmap(lambda rngs: nnx.Linear(6, 5, rngs=rngs), in_axes=(0,), out_axes=axis)
+        )(rngs)
+
+    def __call__(self, x):
+        return x
+
+
+@pytest.mark.parametrize("optimizer", [LAMB(weight_decay=0.1), Muon()])
+@pytest.mark.parametrize(("model", "axis"), [(LinenTower, 1), (NnxTower, -1), (NnxTower, -2)])
+def test_layers_along_another_axis_are_updated_as_those_along_the_first(model, axis, optimizer):
+    """By the updates of the same layers along the first; and biases and scales are no weights there either."""
+    networks = [FromModule(model, axis=one).network([X], **SIZES) for one in (axis, 0)]
+    values = [jax.tree.map(lambda x, key=key: draw(key, x.shape), networks[1].param_shapes) for key in range(2)]
+    move = functools.partial(jax.tree.map, lambda x: jnp.moveaxis(x, 0, axis))
+    found = []
+    for network, (params, grads) in zip(networks, (map(move, values), values), strict=True):
+        assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda x: x.shape, network.param_shapes)
+        made = optimizer.build(network.axes)
+        found.append(made.update(grads, made.init(params), params, rates=Rates(jnp.float32(0.1)))[0])
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-6), found[0], move(found[1])
+    )
+    casts = [
+        jax.eval_shape(lambda x, net=net: cast_weights(x, net.axes, jnp.bfloat16), net.param_shapes) for net in networks
+    ]
+    assert jax.tree.map(lambda x: x.dtype, casts[0]) == jax.tree.map(lambda x: x.dtype, casts[1])
+
+
+def draw(key, shape):
+    return jax.random.normal(jax.random.key(key), shape)
+
+
+class Changed(nnx.Module):
+    """Parameters that are given another shape after they are made; squares along another axis, and what tells it."""
+
+    def __init__(self, *, rngs):
+        self.late, self.flat = nnx.Param(jnp.empty(0)), nnx.Param(jnp.zeros(12))
+        self.late.set_value(jnp.ones((3, 4)))
+        self.flat.set_value(jnp.ones((3, 4)))
+        self.told, self.open = (
+            nnx.split_rngs(splits=6)(nnx.vmap(make, out_axes=1))(rngs)
+            for make in (Block, lambda r: nnx.Linear(6, 6, rngs=r))
+        )
+        self.wide = nnx.split_rngs(splits=6)(nnx.vmap(lambda rngs: nnx.Linear(2, 5, rngs=rngs), out_axes=1))(rngs)
+
+    def __call__(self, x):
+        return x
+
+
+def test_a_shape_that_changes_is_no_stack():
+    assert not [
+        name for name in named_stacks(FromModule(Changed).network([X], **SIZES).axes) if name in ("late", "flat")
+    ]
+
+
+def test_layers_as_many_as_elements_are_along_the_axis_of_those_beside_them():
+    """Where shapes tell it of none, the leading axis is taken, and it is said."""
+    network = FromModule(Changed).network([X], **SIZES)
+    dims = named_stacks(network.axes)
+    names = [name for name in dims if name.startswith(("told", "open"))]
+    assert len(names) == 8
+    assert {dims[name] for name in names} == {(1,)}
+    assert not unclear_stacks(network)
+    network = FromModule(LinenTower, axis=0, length=6).network([X], **SIZES)
+    assert set(named_stacks(network.axes).values()) == {(0,)}
+    (line,) = unclear_stacks(network)
+    assert "Dense_0/bias (dimension 0)" in line
+    assert "out_axes=0 of nnx.vmap" in line
+
+
+def test_a_resumed_run_is_told_its_stacks(tmp_path, capsys):
+    """Those of the file; without it, as an earlier version's run, none: in training and in evaluation."""
+    mesh = MeshConfig(replica=1, fsdp=1, tensor=1)
+    optimizer, step = LAMB(learning_rate=0.1), {"ema_decay": None}
+    experiment = tiny_experiment(model=FromModule(Towers), optimizer=optimizer, mesh=mesh, steps=2, step=step)
+    earlier, new = tmp_path / "earlier", tmp_path / "new"
+    train(experiment, new, devices=jax.devices()[:1], max_steps=1, quiet=True)
+    assert set(read_stacks(new).values()) == {(0,)}
+    shutil.copytree(new, earlier)
+    (earlier / STACKS_FILE).unlink()
+    capsys.readouterr()
+    lines = {}
+    for workdir in (new, earlier):
+        train(experiment, workdir, devices=jax.devices()[:1])
+        lines[workdir] = " ".join(capsys.readouterr().out.split())
+    assert ["were not known to stack layers" in lines[one] for one in (new, earlier)] == [False, True]
+    found = [restore(one) for one in (new, earlier)]
+    assert [len(named_stacks(one.parts.network.axes)) for one in found] == [12, 0]
+    assert not (earlier / STACKS_FILE).exists()
+
+
+def test_the_line_on_earlier_stacks_says_which_way_they_differ():
+    network = FromModule(LinenTower, axis=1).network([X], **SIZES)
+    network.restacked = {"unknown": ((), (0,)), "moved": ((0,), (1,)), "gone": ((0,), ())}
+    unknown, others = earlier_stacks(network)
+    assert "unknown were not known to stack layers" in unknown
+    assert "moved, gone stacked layers along other dimensions (stacks.json" in others
+    assert all("also where it starts over" in line for line in earlier_stacks(network, start_over=True))
+
+
+def test_named_layers_along_another_axis_are_as_recorded():
+    """They are layers; a run that began when they were not keeps the rounding of its scales, and their decay."""
+    axes = {"kernel": ("embed", "layers", "mlp"), "scale": ("embed", "layers"), "first": ("layers", "embed")}
+    assert named_stacks(axes) == {"kernel": (1,), "scale": (1,)}
+    assert as_recorded(axes, named_stacks(axes)) == axes
+    begun = as_recorded(axes, {})
+    assert decay_mask(axes) == {"kernel": True, "scale": False, "first": False}
+    assert decay_mask(begun) == {"kernel": True, "scale": True, "first": False}
+    shapes = {name: jnp.ones((2,) * len(names)) for name, names in axes.items()}
+    for one in (axes, begun):
+        dtypes = {name: x.dtype.name for name, x in cast_weights(shapes, one, jnp.bfloat16).items()}
+        assert dtypes == {"kernel": "bfloat16", "scale": "float32", "first": "float32"}

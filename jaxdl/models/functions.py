@@ -148,7 +148,9 @@ def linen_network(
         shapes, stacks = linen_stacks(lambda: jax.eval_shape(boxed, jax.random.key(0)))
         axes = with_stacks(jax.tree.map(_axes, shapes.get("params", {}), is_leaf=_is_box), stacks)
         is_random = _draws(init, apply, inputs)
-    return FunctionNetwork(init, apply, what, is_random=is_random, written=(call, call), axes=axes)
+    network = FunctionNetwork(init, apply, what, is_random=is_random, written=(call, call), axes=axes)
+    network.unclear_stacks = stacks.unclear
+    return network
 
 
 def _streams(key: jax.Array) -> dict[str, jax.Array]:

@@ -44,12 +44,22 @@ def check_evaluation(network: Network, inputs: Sequence[Any], allows: Collection
 def idle_dropout(network: Network, inputs: Sequence[Any]) -> tuple[list[str], str]:
     """(the dropouts of a network that is never random in training, what to do), on inputs of these shapes.
 
-    Known are the dropouts of flax with a rate above 0, other modules with such a field (`dropout_rate`), and functions
-    that take a random key; none for a network whose outputs depend on a random key in training.
+    Known are the dropouts of flax with a rate above 0 and other modules with such a field (`dropout_rate`); none for a
+    network whose outputs depend on a random key in training. Of functions that take a key and do not use it, too, there
+    is something to do, without a dropout.
     """
     dropouts: dict[str, None] = {}
-    # Networks of functions have no modules of their own: those of linen are seen when they are called.
-    network.changed(lambda module: _note_dropouts(nnx.iter_graph(module), dropouts))
+    has_more = True  # Networks of functions have no modules of their own: those of linen are seen when they are called.
+
+    def note(module: nnx.Module) -> None:
+        nonlocal has_more
+        parts = [(path, part) for path, part in nnx.iter_graph(module) if isinstance(part, nnx.Module)]
+        has_more = any(isinstance(field, linen.Module) for _, part in parts for field in vars(part).values())
+        _note_dropouts(parts, dropouts)
+
+    network.changed(note)
+    if not dropouts and not has_more:
+        return [], ""
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         _note_dropouts([(context.module.path, context.module)], dropouts)
@@ -57,9 +67,7 @@ def idle_dropout(network: Network, inputs: Sequence[Any]) -> tuple[list[str], st
 
     with linen.intercept_methods(intercept):
         is_random = _random_in_training(network, inputs)
-    if "." not in network.called.__qualname__.rpartition("<locals>.")[2] and network.is_random:  # No method.
-        dropouts[network.called.__qualname__] = None
-    if is_random or not dropouts:
+    if is_random or not (dropouts or network.key_argument):
         return [], ""
     name = network.called.__qualname__
     for one, default in _switches(network, inputs).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from jaxdl.models.features import layer_output
 from jaxdl.models.logits import projected
 from jaxdl.models.loop import BESIDE_LOOP
 from jaxdl.models.modes import call_modes, set_modes
-from jaxdl.models.stacks import nnx_stacks, noted_dims, with_stacks
+from jaxdl.models.stacks import Dims, nnx_stacks, noted_shapes, with_stacks
 from jaxdl.sharding import STACKED, UNNAMED, LogicalAxes, Params, is_names
 from jaxdl.user_code import user_code
 
@@ -36,8 +37,11 @@ class Network:
       is_random: whether the network draws random numbers in training, as dropout does.
       norms: the paths of the running statistics of `nnx.BatchNorm` in `state_shapes`.
       what: for a network of a user's code, its name in messages; else None.
-      restacked: the parameters whose stacked dimensions in `axes` are not those of the module, but those that the run
-        began with.
+      restacked: by parameter, where `axes` has the stacked dimensions that the run began with: these, and those of the
+        module, which are others.
+      unclear_stacks: the names of parameters whose shapes do not tell which of their dimensions counts layers, with the
+        ones that were taken.
+      key_argument: the argument of a user's function that is a random key, or empty.
       switches: further arguments of each call.
     """
 
@@ -47,7 +51,9 @@ class Network:
     state_shapes: ModelState
     is_random: bool
     norms: frozenset[tuple[str, ...]] = frozenset()
-    restacked: tuple[str, ...] = ()
+    restacked: Mapping[str, tuple[Dims, Dims]] = types.MappingProxyType({})
+    unclear_stacks: tuple[str, ...] = ()
+    key_argument: str = ""
     switches: Mapping[str, Any]
 
     def __init__(
@@ -75,7 +81,9 @@ class Network:
         self._keys = [(path, one) for path, one in nnx.to_flat_state(keys)]
         self._param_names, self._state_names = Names(nnx.to_pure_dict(params)), Names(nnx.to_pure_dict(rest))
         axes = jax.tree.map(self._axes, params, is_leaf=lambda node: isinstance(node, nnx.Variable))
-        self.axes = with_stacks(self._param_names.named(nnx.to_pure_dict(axes), is_leaf=is_names), nnx_stacks(abstract))
+        stacks = nnx_stacks(abstract)
+        self.axes = with_stacks(self._param_names.named(nnx.to_pure_dict(axes), is_leaf=is_names), stacks)
+        self.unclear_stacks = stacks.unclear
         looped = jax.tree.map(self._looped, params, is_leaf=lambda node: isinstance(node, nnx.Variable))
         self.looped = self._param_names.named(nnx.to_pure_dict(looped))
         self.param_shapes = self._param_names.named(nnx.to_pure_dict(params))
@@ -157,7 +165,7 @@ class Network:
 
     def _made(self, rngs: nnx.Rngs) -> nnx.Module:
         # Names of mesh axes in a module's metadata are read here, not acted upon by Flax.
-        with nnx.use_eager_sharding(False), noted_dims():
+        with nnx.use_eager_sharding(False), noted_shapes():
             module = self._make(rngs)
         if not isinstance(module, nnx.Module):
             raise ConfigError(

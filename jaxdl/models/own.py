@@ -287,4 +287,6 @@ class FromFunctions(OwnModel, kind="from_functions"):
                 )
             return made
 
-        return FunctionNetwork(make, run, what, is_random=bool(keys), written=(init, apply))
+        network = FunctionNetwork(make, run, what, is_random=bool(keys), written=(init, apply))
+        network.key_argument = " and ".join(keys)
+        return network

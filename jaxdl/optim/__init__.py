@@ -10,7 +10,7 @@ from jaxdl.optim.averages import averaged, keeps_average
 from jaxdl.optim.freezing import EVERYTHING, Trainable, make_trainable, param_names
 from jaxdl.optim.layerwise import add_weight_decay, scale_by_lars_trust_ratio
 from jaxdl.optim.making import check_average, make_optimizer
-from jaxdl.optim.masks import decay_mask, num_stacked_dims
+from jaxdl.optim.masks import decay_mask, stacked_dims
 from jaxdl.optim.muon import Muon
 from jaxdl.optim.optimizers import LAMB, LARS, SGD, AdamW, Optimizer, SignSGD
 from jaxdl.optim.own import Optax
@@ -44,9 +44,9 @@ __all__ = [
     "make_optimizer",
     "make_trainable",
     "noam_peak",
-    "num_stacked_dims",
     "num_updates",
     "param_names",
     "scale_by_lars_trust_ratio",
     "scale_by_learning_rate",
+    "stacked_dims",
 ]

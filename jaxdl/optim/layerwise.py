@@ -1,6 +1,6 @@
 """Trust ratios: each layer's update is scaled by the norm of its weights over that of its gradient.
 
-A *layer* here is one parameter, or one slice of a parameter that stacks layers along its leading dimension, so a
+A *layer* here is one parameter, or one slice of a parameter that stacks layers along a dimension, so a
 scanned network has the same ratios as an unrolled one. `jaxdl.optim.masks` makes `mask` and `stacked`.
 """
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxdl.optim.masks import Mask, NumStacked
+from jaxdl.optim.masks import Mask, Stacked
 from jaxdl.optim.norms import layer_norms
 
 TrustRatioClip = tuple[float, float]
@@ -24,7 +24,7 @@ def scale_by_lars_trust_ratio(
     weight_decay: float,
     epsilon: float,
     mask: Mask,
-    stacked: NumStacked,
+    stacked: Stacked,
     clip: TrustRatioClip | None = None,
 ) -> optax.GradientTransformation:
     """Adds weight decay and scales each layer by the trust ratio of LARS, as in MLPerf's ResNet-50 reference:
@@ -55,7 +55,7 @@ def scale_by_lars_trust_ratio(
 
 
 def scale_by_lamb_trust_ratio(
-    mask: Mask, stacked: NumStacked, clip: TrustRatioClip | None = None
+    mask: Mask, stacked: Stacked, clip: TrustRatioClip | None = None
 ) -> optax.GradientTransformation:
     """Scales each layer's update u (Adam's direction plus weight decay) by |w| / |u|, or by 1 where either is zero.
 
@@ -105,7 +105,7 @@ def _trust_ratio(
     return ratio if clip is None else jnp.clip(ratio, *clip)
 
 
-def _layer_norms(trees: tuple[Any, ...], mask: Mask, stacked: NumStacked) -> tuple[Any, ...]:
+def _layer_norms(trees: tuple[Any, ...], mask: Mask, stacked: Stacked) -> tuple[Any, ...]:
     """The float32 2-norm of every layer of each tree, shaped to broadcast against the parameter; 0 if masked out."""
     masked_in, treedef = jax.tree.flatten(mask)
     dims = treedef.flatten_up_to(stacked)

@@ -10,28 +10,27 @@ from jaxdl.sharding import LAYER_DIMS, LogicalAxes, is_names
 
 Mask = dict[str, Any]
 """A bool for each parameter: whether it takes part."""
-NumStacked = dict[str, Any]
-"""For each parameter, how many leading dimensions count layers: 0 or 1, more in a user's stack of stacks."""
+Stacked = dict[str, Any]
+"""For each parameter the dimensions that count layers, a tuple: the leading one, or others in a user's stack."""
 
 
-def num_layer_dims(names: tuple[str, ...]) -> int:
-    """How many leading dimensions of a parameter with these logical axes count layers."""
-    return next((dim for dim, name in enumerate(names) if name not in LAYER_DIMS), len(names))
+def layer_dims(names: tuple[str, ...]) -> tuple[int, ...]:
+    """Which dimensions of a parameter with these logical axes count layers."""
+    return tuple(dim for dim, name in enumerate(names) if name in LAYER_DIMS)
 
 
-def num_stacked_dims(axes: LogicalAxes) -> NumStacked:
-    """How many leading dimensions of each parameter count layers: 1 for `("layers", ...)`, 0 without.
+def stacked_dims(axes: LogicalAxes) -> Stacked:
+    """Which dimensions of each parameter count layers: `(0,)` for `("layers", ...)`, `()` without.
 
-    `axes` is a tree whose leaves are tuples of logical names, one a dimension; the result has an int for each.
+    `axes` is a tree whose leaves are tuples of logical names, one a dimension; the result has a tuple for each.
     """
-    return jax.tree.map(num_layer_dims, axes, is_leaf=is_names)
+    return jax.tree.map(layer_dims, axes, is_leaf=is_names)
 
 
 def decay_mask(axes: LogicalAxes) -> Mask:
     """Whether each parameter is a weight: in one layer it has two dimensions or more.
 
     The others are biases and norm scales, which weight decay and trust ratios should exclude. `axes` is as in
-    `num_stacked_dims`; the result has a bool for each parameter.
+    `stacked_dims`; the result has a bool for each parameter.
     """
-    stacked = num_stacked_dims(axes)
-    return jax.tree.map(lambda names, dims: len(names) - dims >= 2, axes, stacked, is_leaf=is_names)
+    return jax.tree.map(lambda names: len(names) - len(layer_dims(names)) >= 2, axes, is_leaf=is_names)

@@ -14,7 +14,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from jaxdl.config import ConfigError
 from jaxdl.optim.layerwise import add_weight_decay
-from jaxdl.optim.masks import decay_mask, num_layer_dims
+from jaxdl.optim.masks import decay_mask, layer_dims
 from jaxdl.optim.optimizers import AdamOptimizer
 from jaxdl.optim.rates import scale_by_learning_rate
 from jaxdl.patterns import check_patterns, matches
@@ -114,10 +114,10 @@ class Muon(AdamOptimizer, kind="muon"):
 def matrix_dims(names: tuple[str, ...]) -> MuonDimensionNumbers | None:
     """Which dimensions of a parameter with these logical axes are the rows and columns of a matrix inside the network.
 
-    The last dimension, or heads and their size, are the outputs; a leading one that counts layers is neither. None for
+    The last dimension, or heads and their size, are the outputs; one that counts layers is neither. None for
     embeddings and heads, and for what has fewer than two dimensions in a layer.
     """
-    dims = tuple(range(num_layer_dims(names), len(names)))
+    dims = tuple(dim for dim in range(len(names)) if dim not in layer_dims(names))
     if len(dims) < 2 or _EDGES & {*names} or {*names} >= _PATCHES:
         return None
     num_outputs = 2 if len(dims) > 2 and names[-1] == "head_dim" else 1

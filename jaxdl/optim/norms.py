@@ -27,27 +27,27 @@ _SAFE = np.float32(2.0**-72), np.float32(2.0**120)
 """Within these a plain sum of squares loses nothing: a number 2^27 times smaller than the norm still has a square."""
 
 
-def layer_norms(leaves: Sequence[jax.Array], num_stacked: Sequence[int]) -> list[jax.Array]:
+def layer_norms(leaves: Sequence[jax.Array], layer_dims: Sequence[tuple[int, ...]]) -> list[jax.Array]:
     """The float32 2-norm of every layer of each array, shaped to broadcast against it.
 
-    The leading `num_stacked` dimensions of each count layers. Right for norms from 1e-30 to 1e30, infinite or
+    The dimensions `layer_dims` of each count layers. Right for norms from 1e-30 to 1e30, infinite or
     NaN where an element is. All sums are joined in one vector before anything depends on them: where arrays are
     sharded, one small all-reduce of the partial sums serves all layers instead of one per layer.
     (The parallel tensor operator of Shi et al., arXiv 2010.10458, with shards of layers where that has whole layers.)
     """
     if not leaves:
         return []
-    sizes = [math.prod(leaf.shape[:dims]) for leaf, dims in zip(leaves, num_stacked, strict=True)]
+    sizes = [math.prod(leaf.shape[dim] for dim in dims) for leaf, dims in zip(leaves, layer_dims, strict=True)]
 
     def sums(leaves: Sequence[jax.Array], scale: np.float32) -> jax.Array:
-        parts = [_square_sums(leaf, dims, scale) for leaf, dims in zip(leaves, num_stacked, strict=True)]
+        parts = [_square_sums(leaf, dims, scale) for leaf, dims in zip(leaves, layer_dims, strict=True)]
         return jnp.concatenate(parts)
 
     joined = _norms(list(leaves), sums)
     ends = np.cumsum(sizes)[:-1].tolist()
     return [
-        part.reshape(leaf.shape[:dims] + (1,) * (leaf.ndim - dims))
-        for leaf, dims, part in zip(leaves, num_stacked, jnp.split(joined, ends), strict=True)
+        part.reshape([size if dim in dims else 1 for dim, size in enumerate(leaf.shape)])
+        for leaf, dims, part in zip(leaves, layer_dims, jnp.split(joined, ends), strict=True)
     ]
 
 
@@ -58,7 +58,7 @@ def global_norm(tree: Any) -> jax.Array:
         return jnp.float32(0)
 
     def sums(leaves: Sequence[jax.Array], scale: np.float32) -> jax.Array:
-        return jnp.concatenate([_square_sums(leaf, 0, scale) for leaf in leaves]).sum(keepdims=True)
+        return jnp.concatenate([_square_sums(leaf, (), scale) for leaf in leaves]).sum(keepdims=True)
 
     return _norms(leaves, sums)[0]
 
@@ -84,7 +84,7 @@ def _norms(leaves: list[jax.Array], sums: Callable[[Sequence[jax.Array], np.floa
     return lax.platform_dependent(*leaves, cpu=plain_first, default=scaled)
 
 
-def _square_sums(leaf: jax.Array, num_stacked: int, scale: np.float32) -> jax.Array:
+def _square_sums(leaf: jax.Array, layer_dims: tuple[int, ...], scale: np.float32) -> jax.Array:
     """`[layers]`: the sum of squares of each layer times `scale`."""
     squares = jnp.square(leaf.astype(jnp.float32) * scale)
-    return squares.sum(axis=tuple(range(num_stacked, leaf.ndim))).reshape(math.prod(leaf.shape[:num_stacked]))
+    return squares.sum(axis=tuple(dim for dim in range(leaf.ndim) if dim not in layer_dims)).reshape(-1)

@@ -17,7 +17,7 @@ import pydantic
 
 from jaxdl.kinds import Choice
 from jaxdl.optim.layerwise import add_weight_decay, scale_by_lamb_trust_ratio, scale_by_lars_trust_ratio
-from jaxdl.optim.masks import Mask, decay_mask, num_stacked_dims
+from jaxdl.optim.masks import Mask, decay_mask, stacked_dims
 from jaxdl.optim.rates import changing_momentum, scale_by_learning_rate
 from jaxdl.sharding import LogicalAxes
 from jaxdl.user_code import parameters
@@ -242,7 +242,7 @@ class LARS(MomentumOptimizer, kind="lars"):
             self.weight_decay,
             self.epsilon,
             mask=_mask(axes, self.exclude_vectors),
-            stacked=num_stacked_dims(axes),
+            stacked=stacked_dims(axes),
             clip=self.trust_ratio_clip,
         )
         return optax.chain(trust_ratio, scale_by_learning_rate(), self._trace())
@@ -273,7 +273,7 @@ class LAMB(AdamOptimizer, kind="lamb"):
         return optax.chain(
             optax.scale_by_adam(self.b1, self.b2, self.epsilon),
             add_weight_decay(self.weight_decay, mask),
-            scale_by_lamb_trust_ratio(mask, num_stacked_dims(axes), self.trust_ratio_clip),
+            scale_by_lamb_trust_ratio(mask, stacked_dims(axes), self.trust_ratio_clip),
             scale_by_learning_rate(),
         )
 

@@ -15,7 +15,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from jaxdl.config import ConfigError
 from jaxdl.kinds import SOURCE
-from jaxdl.optim.masks import decay_mask, num_stacked_dims
+from jaxdl.optim.masks import decay_mask, layer_dims
 from jaxdl.optim.optimizers import Optimizer
 from jaxdl.optim.rates import follow_rates
 from jaxdl.reference import Reference, as_json, resolved
@@ -168,10 +168,11 @@ def _muon_dimensions(axes: LogicalAxes) -> Any:
     By default `optax.contrib.muon` takes arrays of two dimensions alone, and would leave stacked layers to Adam.
     """
 
-    def one(names: tuple[str, ...], stacked: int) -> MuonDimensionNumbers | None:
-        return MuonDimensionNumbers(stacked, stacked + 1) if len(names) - stacked == 2 else None
+    def one(names: tuple[str, ...]) -> MuonDimensionNumbers | None:
+        inside = [dim for dim in range(len(names)) if dim not in layer_dims(names)]
+        return MuonDimensionNumbers(*inside) if len(inside) == 2 else None
 
-    return jax.tree.map(one, axes, num_stacked_dims(axes), is_leaf=is_names)
+    return jax.tree.map(one, axes, is_leaf=is_names)
 
 
 def _found_in_optax(path: str) -> Any:

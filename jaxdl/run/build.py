@@ -24,6 +24,7 @@ from jaxdl.exchange import Auto, Dense, ExchangeConfig
 from jaxdl.experiment import LENGTH, Experiment, as_experiment
 from jaxdl.kinds import without_source
 from jaxdl.mesh import Axis, Device, batch_sharding, batch_ways, make_mesh, platform
+from jaxdl.models.stacks import Dims
 from jaxdl.optim import Rates, check_average, keeps_average, make_optimizer
 from jaxdl.phases import Segment, Timeline, make_timeline
 from jaxdl.report import Start
@@ -157,7 +158,7 @@ def make_plan(
     *,
     chosen: Callable[[], ExchangeConfig | None] = lambda: None,
     recorded: Callable[[], DataSpec | None] = lambda: None,
-    stacks: Callable[[], Mapping[str, int] | None] = lambda: None,
+    stacks: Callable[[], Mapping[str, Dims] | None] = lambda: None,
     started: Callable[[], None] = lambda: None,
     initial: Callable[[TrainState], tuple[Initial | None, str]] = lambda _: (None, ""),
     start: Start | None = None,
@@ -225,7 +226,7 @@ def make_parts(
     mesh: Mesh,
     timeline: Timeline,
     most_rows: int | None = None,
-    stacks: Mapping[str, int] | None = None,
+    stacks: Mapping[str, Dims] | None = None,
 ) -> Parts:
     """All that steps are made of, for data that `spec` describes. Raises ConfigError for parts that do not fit.
 

@@ -29,7 +29,7 @@ from jaxdl.exchange.cost import Gradients
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis, platform
 from jaxdl.models import Network
-from jaxdl.models.stacks import as_recorded, named_stacks
+from jaxdl.models.stacks import Dims, as_recorded, named_stacks
 from jaxdl.optim import Trainable, make_trainable
 from jaxdl.report.explanation import readable_bytes
 from jaxdl.run.validate import check_with_tables, task_inputs
@@ -62,7 +62,7 @@ def describe_traffic(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> str:
     )
 
 
-def make_network(experiment: Experiment, spec: DataSpec, stacks: Mapping[str, int] | None = None) -> Network:
+def make_network(experiment: Experiment, spec: DataSpec, stacks: Mapping[str, Dims] | None = None) -> Network:
     """The network of an experiment for data that `spec` describes.
 
     `stacks` are the stacks of a user's network that it has had so far in its run, see `read_stacks`.
@@ -70,7 +70,8 @@ def make_network(experiment: Experiment, spec: DataSpec, stacks: Mapping[str, in
     inputs = task_inputs(experiment.task, spec, spec.blank())
     network = experiment.model.network(inputs, **spec.sizes(), dtype=experiment.precision.dtype)
     if stacks is not None and (now := named_stacks(network.axes)) != stacks:
-        network.restacked = tuple(name for name in {**now, **stacks} if now.get(name) != stacks.get(name))
+        pairs = {name: (stacks.get(name, ()), now.get(name, ())) for name in {**now, **stacks}}
+        network.restacked = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
         network.axes = as_recorded(network.axes, stacks)
     return network
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxdl.experiment import Experiment
+from jaxdl.files import STACKS_FILE
 from jaxdl.models import Network
 from jaxdl.models.mode_check import idle_dropout
 from jaxdl.models.norm_rows import row_norms
@@ -26,7 +27,8 @@ def settings_remarks(experiment: Experiment, parts: Parts, num_replicas: int) ->
     decayed = decayed_biases(experiment, parts.network)
     norms = norms_of_rows(experiment, parts, num_replicas)
     mode = unusual_mode(parts.task) + dropout_off(experiment, parts, num_replicas)
-    return mode + norms + decayed + earlier_stacks(parts.network)
+    stacks = earlier_stacks(parts.network, start_over=experiment.checkpoint.start_over) + unclear_stacks(parts.network)
+    return mode + norms + decayed + stacks
 
 
 def dropout_off(experiment: Experiment, parts: Parts, num_replicas: int) -> tuple[str, ...]:
@@ -35,6 +37,12 @@ def dropout_off(experiment: Experiment, parts: Parts, num_replicas: int) -> tupl
         return ()
     rows = max(1, experiment.batch_size // num_replicas // experiment.step.microbatches)
     names, advice = idle_dropout(parts.network, _input_shapes(experiment, parts, rows))
+    if not names and advice:
+        called, key = parts.network.called.__qualname__, parts.network.key_argument
+        return (
+            f"{called} takes a random key ({key}), but in training its outputs do not depend on it: nothing is random, "
+            f"and nothing is dropped. {advice} If nothing random is meant, leave the argument {key} out.",
+        )
     if not names:
         return ()
     return (
@@ -43,15 +51,37 @@ def dropout_off(experiment: Experiment, parts: Parts, num_replicas: int) -> tupl
     )
 
 
-def earlier_stacks(network: Network) -> tuple[str, ...]:
-    """A line when a run goes on with parameters that stack layers, and that it has not taken for such so far."""
-    if not network.restacked:
+def earlier_stacks(network: Network, *, start_over: bool = False) -> tuple[str, ...]:
+    """Lines when a run goes on with other stacks of layers than its network has: those that it began with."""
+    unknown = [name for name, (begun, _) in network.restacked.items() if not begun]
+    others = [name for name, (begun, _) in network.restacked.items() if begun]
+    goes_on = "goes on as it began" + (", also where it starts over" if start_over else "")
+    anew = "begin a new run with its parameters: --init-from this --workdir, and another --workdir."
+    lines = []
+    if unknown:
+        lines.append(
+            f"this run began when {_listed(unknown)} were not known to stack layers, so its optimizer's state is for "
+            f"arrays without layers, and it {goes_on}: weight decay, trust ratios, Muon and --precision take each of "
+            f"them as a whole. To take their layers one by one, {anew}"
+        )
+    if others:
+        lines.append(
+            f"this run began when {_listed(others)} stacked layers along other dimensions ({STACKS_FILE} says which) "
+            f"than they do now, or when they do not now, and it {goes_on}: weight decay, trust ratios, Muon and "
+            f"--precision take the dimensions that it began with. To take them as they are now, {anew}"
+        )
+    return tuple(lines)
+
+
+def unclear_stacks(network: Network) -> tuple[str, ...]:
+    """A line when the shapes of stacked parameters leave open which dimension counts their layers."""
+    if not network.unclear_stacks:
         return ()
     return (
-        f"this run began when {_listed(network.restacked)} were not known to stack layers, so its optimizer's state is "
-        "for arrays without layers, and it goes on as it began: weight decay, trust ratios, Muon and --precision take "
-        "each of them as a whole. To take their layers one by one, begin a new run with its parameters: --init-from "
-        "this --workdir, and another --workdir.",
+        f"{_listed(network.unclear_stacks)} stack layers, and several dimensions have as many elements as there are "
+        "layers: weight decay, trust ratios, Muon and --precision take the layers to be along those in brackets. If "
+        "this is not so, stack them along dimension 0 (out_axes=0 of nnx.vmap, "
+        'variable_axes={"params": 0} of nn.scan), or name the dimensions.',
     )
 
 

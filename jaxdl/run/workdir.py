@@ -31,6 +31,7 @@ from jaxdl.files import (
 from jaxdl.kinds import find
 from jaxdl.lease import Lease
 from jaxdl.lease.shared import check_shared
+from jaxdl.models.stacks import Dims
 from jaxdl.report import replace_file
 from jaxdl.run.planning import Kept
 from jaxdl.trackers import Tracker
@@ -334,12 +335,16 @@ def read_choice(workdir: Path | None) -> ExchangeConfig | None:
         ) from None
 
 
-def stacks_file(stacks: Mapping[str, int]) -> dict[str, bytes]:
-    """`stacks.json` and its content: what `read_stacks` returns when the run resumes. Nothing without stacks."""
-    return {STACKS_FILE: (json.dumps(dict(stacks), indent=2) + "\n").encode()} if stacks else {}
+def stacks_file(stacks: Mapping[str, Dims]) -> dict[str, bytes]:
+    """`stacks.json` and its content: what `read_stacks` returns when the run resumes. Nothing without stacks.
+
+    By parameter, how many leading dimensions count layers; where others do, the list of these.
+    """
+    found = {name: len(dims) if dims == (*range(len(dims)),) else dims for name, dims in stacks.items()}
+    return {STACKS_FILE: (json.dumps(found, indent=2) + "\n").encode()} if stacks else {}
 
 
-def read_stacks(workdir: Path | None) -> dict[str, int] | None:
+def read_stacks(workdir: Path | None) -> dict[str, Dims] | None:
     """The stacks of a user's network as they were when the run in a workdir began; None where it begins now.
 
     They decide what the state of its optimizer is like. A run with checkpoints and no such file has none: earlier
@@ -352,7 +357,8 @@ def read_stacks(workdir: Path | None) -> dict[str, int] | None:
     if not content:
         return {} if begun else None
     try:
-        return {str(name): int(count) for name, count in json.loads(content).items()}
+        found = json.loads(content).items()
+        return {name: (*range(dims),) if isinstance(dims, int) else (*map(int, dims),) for name, dims in found}
     except (ValueError, TypeError, AttributeError):
         raise ConfigError(
             f"{workdir / STACKS_FILE}: it does not say which parameters are stacked. Restore it, or choose another "
