@@ -17,12 +17,12 @@ Planned without the data, and without GPUs, from made-up clicks with the same ta
 """
 
 from jaxdl.data import CRITEO_NUM_IDS, CRITEO_ROWS, Clicks, Criteo
-from jaxdl.embedding import EmbeddingConfig, RowAdaGrad, RowWise, TableWise
-from jaxdl.evaluation import EvaluationConfig
-from jaxdl.experiment import Experiment
 from jaxdl.models import DCNv2
 from jaxdl.optim import Constant, Optax
-from jaxdl.tasks import Binary
+from jaxdl.parallel.embedding import EmbeddingConfig, RowAdaGrad, RowWise, TableWise
+from jaxdl.training.evaluation import EvaluationConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.tasks import Binary
 
 
 def config() -> Experiment:

@@ -8,12 +8,12 @@ Small, on a CPU: --config configs/criteo_synthetic.py:smoke
 """
 
 from jaxdl.data import Clicks
-from jaxdl.embedding import EmbeddingConfig, RowWiseAdaGrad
-from jaxdl.evaluation import EvaluationConfig
-from jaxdl.experiment import Experiment
 from jaxdl.models import DLRM
 from jaxdl.optim import Constant, Optax
-from jaxdl.tasks import Binary
+from jaxdl.parallel.embedding import EmbeddingConfig, RowWiseAdaGrad
+from jaxdl.training.evaluation import EvaluationConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.tasks import Binary
 
 
 def config() -> Experiment:

@@ -6,11 +6,11 @@ Expect: test accuracy 0.992 to 1.000 after 30 epochs (three seeds). Time: about 
 """
 
 from jaxdl.data import Digits
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet
 from jaxdl.optim import SGD, Cosine
-from jaxdl.tasks import Classification
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.tasks import Classification
 
 
 def config() -> Experiment:

@@ -7,11 +7,11 @@ Expect: test accuracy 0.922 after 10 epochs. Time: about 2 minutes on 2 CPU core
 """
 
 from jaxdl.data import TFDS
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet
 from jaxdl.optim import SGD, Cosine
-from jaxdl.tasks import Classification
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.tasks import Classification
 
 
 def config() -> Experiment:

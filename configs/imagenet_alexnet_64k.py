@@ -15,10 +15,10 @@ Small, on a CPU: --config configs/imagenet_alexnet_64k.py:smoke
 
 from imagenet_common import mlperf, small
 
-from jaxdl.experiment import Experiment
 from jaxdl.models import AlexNet
-from jaxdl.precision import Float16
-from jaxdl.tasks import Classification
+from jaxdl.parallel.precision import Float16
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.tasks import Classification
 
 
 def config() -> Experiment:

@@ -4,15 +4,15 @@ They read `imagenet2012` of TensorFlow Datasets, prepared as ArrayRecord files i
 """
 
 from jaxdl.data import TFDS, Photos
-from jaxdl.evaluation import EvaluationConfig
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig
+from jaxdl.data.phases import Phase
 from jaxdl.models import ResNet, ViT
 from jaxdl.optim import LARS, Polynomial
-from jaxdl.phases import Phase
-from jaxdl.precision import BFloat16, Float32
-from jaxdl.sharding import ShardingConfig
-from jaxdl.tasks import Classification
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.parallel.precision import BFloat16, Float32
+from jaxdl.parallel.sharding import ShardingConfig
+from jaxdl.training.evaluation import EvaluationConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.tasks import Classification
 
 EXAMPLES = 1_281_167
 """Images to train on."""

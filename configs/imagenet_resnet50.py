@@ -16,10 +16,10 @@ Small, on a CPU: --config configs/imagenet_resnet50.py:smoke
 
 from imagenet_common import MESH, REPLICATED, imagenet, small
 
-from jaxdl.experiment import Experiment
 from jaxdl.models import ResNet
 from jaxdl.optim import SGD, Steps
-from jaxdl.precision import BFloat16
+from jaxdl.parallel.precision import BFloat16
+from jaxdl.training.experiment import Experiment
 
 
 def config() -> Experiment:

@@ -18,13 +18,13 @@ Small, on a CPU: --config configs/imagenet_resnet50_dawnbench.py:smoke, or scrip
 
 from imagenet_common import MESH, REPLICATED, imagenet, small
 
-from jaxdl.evaluation import EvaluationConfig
-from jaxdl.experiment import Experiment
+from jaxdl.data.phases import Phase
 from jaxdl.models import ResNet
 from jaxdl.optim import LARS, Linear
-from jaxdl.phases import Phase
-from jaxdl.precision import BFloat16
-from jaxdl.tasks import Classification
+from jaxdl.parallel.precision import BFloat16
+from jaxdl.training.evaluation import EvaluationConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.tasks import Classification
 
 
 def config() -> Experiment:

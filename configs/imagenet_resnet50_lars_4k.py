@@ -12,7 +12,7 @@ Small, on a CPU: --config configs/imagenet_resnet50_lars_4k.py:smoke
 
 from imagenet_common import mlperf, small
 
-from jaxdl.experiment import Experiment
+from jaxdl.training.experiment import Experiment
 
 
 def config() -> Experiment:

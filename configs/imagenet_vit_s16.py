@@ -15,12 +15,12 @@ Small, on a CPU: --config configs/imagenet_vit_s16.py:smoke
 
 from imagenet_common import MESH, imagenet, small
 
-from jaxdl.experiment import Experiment
 from jaxdl.models import ViT
 from jaxdl.optim import AdamW, Cosine
-from jaxdl.precision import BFloat16
-from jaxdl.step import StepConfig
-from jaxdl.tasks import Classification
+from jaxdl.parallel.precision import BFloat16
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.step import StepConfig
+from jaxdl.training.tasks import Classification
 
 
 def config() -> Experiment:

@@ -1,10 +1,10 @@
 """The common part of the language model configs; it is not an experiment."""
 
 from jaxdl.data import TextFiles
-from jaxdl.evaluation import EvaluationConfig
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig
-from jaxdl.precision import Float32
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.parallel.precision import Float32
+from jaxdl.training.evaluation import EvaluationConfig
+from jaxdl.training.experiment import Experiment
 
 MESH = MeshConfig(without_gpus=MeshConfig(cpu_devices=2))
 """All GPUs; several nodes: --mesh.replica NODES. Without GPUs two virtual CPU devices."""

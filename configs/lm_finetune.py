@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxdl.data import Documents, TextFiles
-from jaxdl.evaluation import EvaluationConfig
-from jaxdl.experiment import Experiment, load_experiment
-from jaxdl.mesh import MeshConfig
 from jaxdl.models import LoRA, Model, Transformer, preset
 from jaxdl.optim import AdamW, Linear
-from jaxdl.precision import BFloat16, Float32
-from jaxdl.step import StepConfig
-from jaxdl.tasks import LanguageModelling
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.parallel.precision import BFloat16, Float32
+from jaxdl.training.evaluation import EvaluationConfig
+from jaxdl.training.experiment import Experiment, load_experiment
+from jaxdl.training.step import StepConfig
+from jaxdl.training.tasks import LanguageModelling
 
 ADAPTERS = LoRA(rank=8, alpha=16, targets=("attention.query", "attention.value"))
 

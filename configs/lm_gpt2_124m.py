@@ -19,15 +19,15 @@ Small, on a CPU: --config configs/lm_gpt2_124m.py:smoke
 
 from lm_common import MESH, small
 
-from jaxdl.checkpoint import CheckpointConfig
 from jaxdl.data import Documents
-from jaxdl.evaluation import EvaluationConfig
-from jaxdl.experiment import Experiment
 from jaxdl.models import preset
 from jaxdl.optim import AdamW, Cosine
-from jaxdl.precision import BFloat16
-from jaxdl.step import StepConfig
-from jaxdl.tasks import LanguageModelling
+from jaxdl.parallel.precision import BFloat16
+from jaxdl.training.checkpoint import CheckpointConfig
+from jaxdl.training.evaluation import EvaluationConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.step import StepConfig
+from jaxdl.training.tasks import LanguageModelling
 
 
 def config() -> Experiment:

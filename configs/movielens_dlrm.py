@@ -7,14 +7,14 @@ The data come with the package recbole, and have terms of their own:
 """
 
 from jaxdl.data import MovieLens
-from jaxdl.embedding import EmbeddingConfig, RowWiseAdaGrad
-from jaxdl.evaluation import EvaluationConfig
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig
 from jaxdl.models import DLRM
 from jaxdl.optim import Constant, Optax
-from jaxdl.step import StepConfig
-from jaxdl.tasks import Binary
+from jaxdl.parallel.embedding import EmbeddingConfig, RowWiseAdaGrad
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.evaluation import EvaluationConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.step import StepConfig
+from jaxdl.training.tasks import Binary
 
 
 def config() -> Experiment:

@@ -11,12 +11,12 @@ are held out (--data.train-split "train[:75%]" --data.test-split "train[75%:]") 
 """
 
 from jaxdl.data import TFDS, Cache, Photos
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig
+from jaxdl.data.phases import Phase
 from jaxdl.models import ResNet
 from jaxdl.optim import SGD, Cosine
-from jaxdl.phases import Phase
-from jaxdl.tasks import Classification
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.tasks import Classification
 
 
 def config() -> Experiment:

@@ -6,15 +6,15 @@ python -m jaxdl.generate --workdir runs/python_lm --prompt "def "
 Expect: 1.91 bits per byte on held-out files after 1,000 steps (2 MB of text). Time: about 5 minutes on 2 CPU cores.
 """
 
-from jaxdl.checkpoint import CheckpointConfig
 from jaxdl.data import TextFiles
-from jaxdl.evaluation import EvaluationConfig
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig
 from jaxdl.models import Transformer
 from jaxdl.optim import AdamW, Cosine
-from jaxdl.step import StepConfig
-from jaxdl.tasks import LanguageModelling
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.checkpoint import CheckpointConfig
+from jaxdl.training.evaluation import EvaluationConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.step import StepConfig
+from jaxdl.training.tasks import LanguageModelling
 
 
 def config() -> Experiment:

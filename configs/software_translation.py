@@ -15,16 +15,16 @@ it (Sennrich and Zhang 2019, arXiv 1905.11901).
 Small, on a CPU, without the pairs: --config configs/software_translation.py:smoke
 """
 
-from jaxdl.checkpoint import CheckpointConfig
 from jaxdl.data import Pairs, SyntheticPairs
-from jaxdl.evaluation import EvaluationConfig
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig
 from jaxdl.models import EncoderDecoder
 from jaxdl.optim import AdamW, Cosine
+from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.report import ReportConfig
-from jaxdl.step import StepConfig
-from jaxdl.tasks import Translation
+from jaxdl.training.checkpoint import CheckpointConfig
+from jaxdl.training.evaluation import EvaluationConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.step import StepConfig
+from jaxdl.training.tasks import Translation
 
 
 def config() -> Experiment:

@@ -8,12 +8,12 @@ The files have columns of numbers, and a column of class numbers; here those of 
 """
 
 from jaxdl.data import Tabular
-from jaxdl.evaluation import EvaluationConfig
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig
 from jaxdl.models import Perceptron
 from jaxdl.optim import AdamW, Cosine
-from jaxdl.tasks import Classification
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.evaluation import EvaluationConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.tasks import Classification
 
 
 def config() -> Experiment:

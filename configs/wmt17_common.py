@@ -4,15 +4,15 @@ They read WMT 2017 of TensorFlow Datasets, prepared as ArrayRecord files in TFDS
 of 37,000 tokens trained on both languages, as many as the paper has.
 """
 
-from jaxdl.checkpoint import CheckpointConfig
 from jaxdl.data import SyntheticPairs, TFDSPairs
-from jaxdl.evaluation import EvaluationConfig
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig
 from jaxdl.models import EncoderDecoder
 from jaxdl.optim import AdamW, InverseSqrt, noam_peak
-from jaxdl.precision import BFloat16, Float32
-from jaxdl.tasks import Translation
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.parallel.precision import BFloat16, Float32
+from jaxdl.training.checkpoint import CheckpointConfig
+from jaxdl.training.evaluation import EvaluationConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.tasks import Translation
 
 WARMUP_STEPS = 4000
 

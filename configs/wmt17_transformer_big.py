@@ -18,8 +18,8 @@ Small, on a CPU: --config configs/wmt17_transformer_big.py:smoke
 
 from wmt17_common import small, vaswani
 
-from jaxdl.experiment import Experiment
 from jaxdl.models import EncoderDecoder
+from jaxdl.training.experiment import Experiment
 
 
 def config() -> Experiment:

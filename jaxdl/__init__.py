@@ -12,46 +12,50 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jaxdl.core.moved import install
+
 if TYPE_CHECKING:
+    from jaxdl.core.errors import ConfigError
     from jaxdl.data import Arrays, Data
-    from jaxdl.errors import ConfigError
     from jaxdl.exchange import ExchangeConfig
-    from jaxdl.experiment import Experiment, load
+    from jaxdl.inference.predictor import Predictor, restore
     from jaxdl.models import FromFunctions, FromModule, Model
     from jaxdl.optim import Optax, Optimizer, Schedule
-    from jaxdl.predictor import Predictor, restore
-    from jaxdl.run.entry import train
-    from jaxdl.run.fit import fit
-    from jaxdl.run.initial import InitFrom
-    from jaxdl.run.result import Interrupted, Run
-    from jaxdl.tasks import Loss, Task
-    from jaxdl.trackers import Tracker
+    from jaxdl.report.trackers import Tracker
+    from jaxdl.training.experiment import Experiment, load
+    from jaxdl.training.run.fit import fit
+    from jaxdl.training.run.plan.init_from import InitFrom
+    from jaxdl.training.run.result import Interrupted, Run
+    from jaxdl.training.run.train import train
+    from jaxdl.training.tasks import Loss, Task
 
 __version__ = "0.1.0"
 
+install()
+
 _HOMES = {
     "Arrays": "jaxdl.data",
-    "ConfigError": "jaxdl.errors",
+    "ConfigError": "jaxdl.core.errors",
     "Data": "jaxdl.data",
     "ExchangeConfig": "jaxdl.exchange",
-    "Experiment": "jaxdl.experiment",
+    "Experiment": "jaxdl.training.experiment",
     "FromFunctions": "jaxdl.models",
     "FromModule": "jaxdl.models",
-    "load": "jaxdl.experiment",
+    "load": "jaxdl.training.experiment",
     "Model": "jaxdl.models",
     "Optax": "jaxdl.optim",
     "Optimizer": "jaxdl.optim",
     "Schedule": "jaxdl.optim",
-    "Loss": "jaxdl.tasks",
-    "Task": "jaxdl.tasks",
-    "Tracker": "jaxdl.trackers",
-    "InitFrom": "jaxdl.run.initial",
-    "Interrupted": "jaxdl.run.result",
-    "Run": "jaxdl.run.result",
-    "train": "jaxdl.run.entry",
-    "fit": "jaxdl.run.fit",
-    "Predictor": "jaxdl.predictor",
-    "restore": "jaxdl.predictor",
+    "Loss": "jaxdl.training.tasks",
+    "Task": "jaxdl.training.tasks",
+    "Tracker": "jaxdl.report.trackers",
+    "InitFrom": "jaxdl.training.run.plan.init_from",
+    "Interrupted": "jaxdl.training.run.result",
+    "Run": "jaxdl.training.run.result",
+    "train": "jaxdl.training.run.train",
+    "fit": "jaxdl.training.run.fit",
+    "Predictor": "jaxdl.inference.predictor",
+    "restore": "jaxdl.inference.predictor",
 }
 
 __all__ = [

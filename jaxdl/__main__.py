@@ -6,33 +6,45 @@ import importlib
 import sys
 
 from jaxdl import __version__
-from jaxdl.errors import command_line, fail, print_out
+from jaxdl.core.errors import command_line, fail, print_out
 
 COMMANDS = {
     "train": ("jaxdl.train", "trains an experiment: --config FILE --workdir FOLDER"),
-    "evaluate": ("jaxdl.evaluate.__main__", "evaluates a checkpoint of a run: --workdir FOLDER"),
-    "export": ("jaxdl.export.__main__", "writes a trained network for other programs: --workdir FOLDER --to FOLDER"),
-    "convert": ("jaxdl.convert.__main__", "takes over checkpoints of Hugging Face, and writes them"),
+    "evaluate": ("jaxdl.inference.evaluate.__main__", "evaluates a checkpoint of a run: --workdir FOLDER"),
+    "export": (
+        "jaxdl.inference.export.__main__",
+        "writes a trained network for other programs: --workdir FOLDER --to FOLDER",
+    ),
+    "convert": ("jaxdl.inference.convert.__main__", "takes over checkpoints of Hugging Face, and writes them"),
     "generate": (
-        "jaxdl.generate.__main__",
+        "jaxdl.inference.generate.__main__",
         "continues texts by a trained language model: --workdir FOLDER --prompt TEXT",
     ),
-    "score": ("jaxdl.score.__main__", "perplexity of texts, multiple-choice questions: --workdir FOLDER --text FILE"),
-    "translate": ("jaxdl.translate.__main__", "translates texts with a trained network: --workdir FOLDER"),
+    "score": (
+        "jaxdl.inference.score.__main__",
+        "perplexity of texts, multiple-choice questions: --workdir FOLDER --text FILE",
+    ),
+    "translate": ("jaxdl.inference.translate.__main__", "translates texts with a trained network: --workdir FOLDER"),
     "data": ("jaxdl.data.__main__", "prepares the data of an experiment before it trains"),
     "search": (
-        "jaxdl.search.__main__",
+        "jaxdl.platform.search.__main__",
         "searches settings: --config FILE --workdir FOLDER --vary NAME=VALUES --trials N",
     ),
-    "launch": ("jaxdl.launch.__main__", "starts several processes: on this machine, or by a job file for a cluster"),
-    "status": ("jaxdl.status.__main__", "a table of runs, also of many, and live: FOLDER..."),
-    "compare": ("jaxdl.compare.__main__", "curves of runs over each other, and how their configs differ: FOLDER..."),
-    "fleet": ("jaxdl.fleet.__main__", "lets several runs share the nodes of a cluster, and resizes them"),
+    "launch": (
+        "jaxdl.platform.launch.__main__",
+        "starts several processes: on this machine, or by a job file for a cluster",
+    ),
+    "status": ("jaxdl.report.status.__main__", "a table of runs, also of many, and live: FOLDER..."),
+    "compare": (
+        "jaxdl.report.compare.__main__",
+        "curves of runs over each other, and how their configs differ: FOLDER...",
+    ),
+    "fleet": ("jaxdl.platform.fleet.__main__", "lets several runs share the nodes of a cluster, and resizes them"),
     "planner": (
-        "jaxdl.planner.__main__",
+        "jaxdl.performance.planner.__main__",
         "plans mesh, sharding, exchange and tables for GPUs not at hand: --config FILE --nodes N",
     ),
-    "bench": ("jaxdl.bench.__main__", "measures exchanges, steps, the input pipeline, start-up"),
+    "bench": ("jaxdl.performance.bench.__main__", "measures exchanges, steps, the input pipeline, start-up"),
 }
 """Name -> (module with a function main(args), description)."""
 
@@ -68,7 +80,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _print_completion(args: list[str]) -> None:
-    from jaxdl.completion import script
+    from jaxdl.training.completion import script
 
     with command_line():
         print_out(script(args, list(COMMANDS)))

@@ -10,17 +10,17 @@ import types
 from typing import Any
 
 from jaxdl import __version__
-from jaxdl.errors import command_line
-from jaxdl.overview import first_line, overview
-from jaxdl.startup import PROG, check_names, check_source, first_look, is_first_process
+from jaxdl.core.errors import command_line
+from jaxdl.core.overview import first_line, overview
+from jaxdl.core.startup import PROG, check_names, check_source, first_look, is_first_process
 
 
 def main(args: list[str] | None = None, *, prog: str = PROG) -> None:
-    """Runs the command line. For exit codes see `jaxdl.run.result.exit_codes`."""
+    """Runs the command line. For exit codes see `jaxdl.training.run.result.exit_codes`."""
     line = sys.argv[1:] if args is None else args
     with command_line():
         begin(line, prog)
-        from jaxdl.command import run
+        from jaxdl.training.command import run
 
         run(line, prog)
 
@@ -28,7 +28,7 @@ def main(args: list[str] | None = None, *, prog: str = PROG) -> None:
 def begin(args: list[str], prog: str) -> None:
     """Checks the command line and prints the config and workdir of the run. Raises ConfigError.
 
-    Exits after `--version`, and after `--help` without a config; with one, `jaxdl.command` prints the help.
+    Exits after `--version`, and after `--help` without a config; with one, `jaxdl.training.command` prints the help.
     """
     helped = "--help" in args or "-h" in args
     if helped and not any(arg.partition("=")[0] == "--config" for arg in args):
@@ -48,7 +48,7 @@ class _CallableModule(types.ModuleType):
     """`jaxdl.train` is this module and also the function of that name, so calling the module calls the function."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from jaxdl.run.entry import train
+        from jaxdl.training.run.train import train
 
         return train(*args, **kwargs)
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jaxdl
+from jaxdl.core.files import METRICS_FILE
+from jaxdl.core.options import parse_options
+from jaxdl.core.runs import check_checkpoint, check_run, check_writable
 from jaxdl.data import PairData
-from jaxdl.files import METRICS_FILE
-from jaxdl.options import parse_options
+from jaxdl.inference.translation import quality
 from jaxdl.report.style import dress, new_figure, png
-from jaxdl.run.result import exit_codes
-from jaxdl.run.translation import quality
-from jaxdl.runs import check_checkpoint, check_run, check_writable
+from jaxdl.training.run.result import exit_codes
 
 
 @dataclass(frozen=True)

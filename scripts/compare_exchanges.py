@@ -26,11 +26,11 @@ from rich.table import Table
 from trials import folder_name, parse, side_flags
 
 import jaxdl
-from jaxdl.config import ConfigError
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig
+from jaxdl.core.config import ConfigError
+from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.report import Diverged, style
-from jaxdl.run.result import Run, exit_codes
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.result import Run, exit_codes
 
 EXCHANGES = (
     "dense",

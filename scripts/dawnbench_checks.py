@@ -9,18 +9,18 @@ from typing import NamedTuple
 import jax
 from dawnbench_entry import ALIBABA_IMAGES_PER_SEC
 
-from jaxdl.cluster import wait_for_all
-from jaxdl.cluster.agree import all_processes
-from jaxdl.config import ConfigError
-from jaxdl.data.photos import processes_of_host
-from jaxdl.data.shm import available_bytes
+from jaxdl.core.config import ConfigError
+from jaxdl.data.images.photos import processes_of_host
+from jaxdl.data.images.shm import available_bytes
 from jaxdl.exchange import Dense
 from jaxdl.exchange.cost import predict
 from jaxdl.exchange.probe import probe
-from jaxdl.mesh import Axis
+from jaxdl.parallel.cluster import wait_for_all
+from jaxdl.parallel.cluster.agree import all_processes
+from jaxdl.parallel.mesh import Axis
 from jaxdl.report.summary import versions
-from jaxdl.run.build import Plan
-from jaxdl.run.exchanged import exchanged_gradients
+from jaxdl.training.run.plan.build import Plan
+from jaxdl.training.run.plan.exchange import exchanged_gradients
 
 TRAIN_IMAGES, VALIDATION_IMAGES = 1_281_167, 50_000
 _CHECKPOINT_COPIES = 4

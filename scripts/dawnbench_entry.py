@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxdl.errors import ConfigError, fail
+from jaxdl.core.errors import ConfigError, fail
 from jaxdl.report import replace_file
 
 TARGET = 93.0

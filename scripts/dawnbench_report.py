@@ -14,13 +14,13 @@ from dawnbench_checks import Line
 from dawnbench_entry import ALIBABA_IMAGES_PER_SEC, PUBLISHED, TARGET, Epoch, reached
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdl.cluster import wait_for_all
 from jaxdl.exchange import exchanged_on_mesh
-from jaxdl.mesh import Axis
+from jaxdl.parallel.cluster import wait_for_all
+from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.sharding import is_spec
 from jaxdl.report import event_of, replace_file, style
-from jaxdl.run.build import Plan, make_exchange_state
-from jaxdl.run.result import Run
-from jaxdl.sharding import is_spec
+from jaxdl.training.run.plan.build import Plan, make_exchange_state
+from jaxdl.training.run.result import Run
 
 
 class PhaseSpeed(NamedTuple):

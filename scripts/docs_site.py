@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal, Union
 
 import pydantic
 
-from jaxdl.config import Config, several_of
-from jaxdl.experiment import Experiment
-from jaxdl.kinds import Choice, choices, kinds
+from jaxdl.core.config import Config, several_of
+from jaxdl.core.kinds import Choice, choices, kinds
+from jaxdl.training.experiment import Experiment
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = "reference/config"

@@ -50,11 +50,11 @@ def floors() -> bytes:
         width = min(1.72, 10.3 / len(rooms) - 0.12)
         for index, room in enumerate(rooms):
             left = 1.15 + index * (width + 0.12)
-            slow = room in shown["shard_map"]
+            slow = any(place.split("/")[0] == room for place in shown["shard_map"])
             face, edge = (SLOW_FILL, SLOW) if slow else (PAPER, DEVICE_EDGE)
             box(axes, left, bottom + 0.07, width, 0.38, facecolor=face, edgecolor=edge, lw=1.3, rounding=0.08)
             axes.text(left + width / 2, bottom + 0.255, room, fontsize=10.5, color=INK, va="center", ha="center")
-            if room in shown["disk"]:
+            if any(place.split("/")[0] == room for place in shown["disk"]):
                 axes.add_patch(Circle((left + width - 0.12, bottom + 0.35), 0.05, facecolor=DISK, edgecolor=DISK))
     top = height - 0.45
     box(axes, 8.05, top - 0.1, 0.3, 0.2, facecolor=SLOW_FILL, edgecolor=SLOW, lw=1.3, rounding=0.05)
@@ -68,7 +68,7 @@ def step() -> bytes:
     """The picture of one training step, PNG."""
     figure, axes = _page(16, 7.2)
     axes.text(0.5, 6.75, "One training step", fontsize=22, fontweight="bold", color=INK, va="center")
-    under = "jaxdl/step: one jitted function of (state, batch)"
+    under = "jaxdl/training/step: one jitted function of (state, batch)"
     axes.text(0.5, 6.28, under, fontsize=12.5, color=GREY, va="center")
     regions: Sequence[tuple[str, str, Sequence[str], bool]] = (
         (

@@ -32,7 +32,8 @@ import large_batch
 import measure_async
 import time_to_accuracy
 
-from jaxdl.bench import cluster_report, schedule
+from jaxdl.performance.bench import schedule
+from jaxdl.performance.bench.cluster import cluster_report
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

@@ -20,9 +20,9 @@ from rich.console import Console
 from trials import parse, read_rows, same_request, train_on_hosts
 
 import jaxdl
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.report import style
-from jaxdl.run.result import exit_codes
+from jaxdl.training.run.result import exit_codes
 
 CHANGES = ("--exchange", "topk", "--exchange.density", "0.01", "--batch-size", "240", "--epochs", "None")
 WINDOW_STEPS = 50

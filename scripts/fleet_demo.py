@@ -32,9 +32,9 @@ from typing import Any
 from fleet_demo_report import Asked, check, measure, write_report
 
 import jaxdl
-from jaxdl.fleet.engine import PIDS_FILE
-from jaxdl.fleet.store import Store
-from jaxdl.run.compile import shared_programs
+from jaxdl.platform.fleet.engine import PIDS_FILE
+from jaxdl.platform.fleet.store import Store
+from jaxdl.training.run.compile import shared_programs
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "scripts" / "fleet_demo_config.py"

@@ -6,14 +6,14 @@ Its mesh is no part of the model, as it would be with batch norm, whose statisti
 import jax
 import jax.numpy as jnp
 
-from jaxdl.checkpoint import CheckpointConfig
 from jaxdl.data import Digits
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig
 from jaxdl.models import FromFunctions
 from jaxdl.optim import SGD, Constant
+from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.report import ReportConfig
-from jaxdl.tasks import Classification
+from jaxdl.training.checkpoint import CheckpointConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.tasks import Classification
 
 EVERY_STEPS = 10
 """Steps between two checkpoints."""

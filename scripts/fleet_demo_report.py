@@ -14,10 +14,10 @@ from fleet_demo_config import EVERY_STEPS
 from rich.console import Console
 from rich.table import Table
 
-from jaxdl.files import METRICS_FILE
-from jaxdl.fleet.policy import fairness_loss
-from jaxdl.fleet.simulate import Job, shares_of
-from jaxdl.writing import replace_file
+from jaxdl.core.files import METRICS_FILE
+from jaxdl.core.writing import replace_file
+from jaxdl.platform.fleet.policy import fairness_loss
+from jaxdl.platform.fleet.simulate import Job, shares_of
 
 TOLERANCE = 1e-5
 """Largest difference of a loss, relative to the larger of it and 1, after the mesh has changed: sums of float32 in

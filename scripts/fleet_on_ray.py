@@ -27,7 +27,7 @@ from fleet_demo import CONFIG, compiled_once, options_of, train_command
 from fleet_demo_report import Asked, Attempt, check, lines, names_of, pairs_of, print_compared, read_attempts
 from rich.console import Console
 
-from jaxdl.fleet.store import Store
+from jaxdl.platform.fleet.store import Store
 
 NODES = 2
 SECOND_AT_STEP = 10

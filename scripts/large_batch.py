@@ -30,12 +30,12 @@ from rich.table import Table
 from trials import parse, same_request
 
 import jaxdl
-from jaxdl.errors import ConfigError, fail
-from jaxdl.experiment import Experiment
+from jaxdl.core.errors import ConfigError, fail
 from jaxdl.optim import LARS, SGD, Cosine
+from jaxdl.platform.search.command import run as search
 from jaxdl.report import Diverged, style
-from jaxdl.run.result import exit_codes
-from jaxdl.search.command import run as search
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.result import exit_codes
 
 REFERENCE = 0.2 / 256
 """The learning rate an image of the batch that the factors multiply."""

@@ -34,18 +34,18 @@ import jax
 import jax.numpy as jnp
 
 import jaxdl
-from jaxdl.agreement import Asynchronous
-from jaxdl.asynchrony.replay import Difference
-from jaxdl.asynchrony.simulator import decided, simulated
-from jaxdl.asynchrony.storage import TAPE_FILE, read_tape
 from jaxdl.data import Digits
-from jaxdl.evaluation import EvaluationConfig
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig
+from jaxdl.exchange.agreement import Asynchronous
 from jaxdl.models import FromFunctions
 from jaxdl.optim import SGD, Constant
+from jaxdl.parallel.asynchrony.replay import Difference
+from jaxdl.parallel.asynchrony.simulator import decided, simulated
+from jaxdl.parallel.asynchrony.storage import TAPE_FILE, read_tape
+from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.report import ReportConfig, style
-from jaxdl.run.relearning import replay_runs
+from jaxdl.training.evaluation import EvaluationConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.learners.replay import replay_runs
 
 NUM_LEARNERS, SLOW, EVERY_STEPS = 4, 3, 16
 """Learners, the number of the slow one, and a learner's steps in a round."""

@@ -16,15 +16,15 @@ import jax
 import jax.numpy as jnp
 
 import jaxdl
-from jaxdl.agreement import EmulatedStaleness
 from jaxdl.data import Digits
-from jaxdl.evaluation import EvaluationConfig
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig
+from jaxdl.exchange.agreement import EmulatedStaleness
 from jaxdl.models import FromFunctions
 from jaxdl.optim import SGD, Cosine
+from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.report import Diverged, ReportConfig
-from jaxdl.run.compile import shared_programs
+from jaxdl.training.evaluation import EvaluationConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.compile import shared_programs
 
 STEPS, BATCH = 3072, 8
 STALENESS = (0, 7, 15, 31)

@@ -17,11 +17,11 @@ from pathlib import Path
 import jax
 
 import jaxdl
-from jaxdl.cluster import end_together
-from jaxdl.command import parse_command
-from jaxdl.fleet.speed import GUESS
-from jaxdl.run.hooks import StepInfo
-from jaxdl.run.result import exit_codes
+from jaxdl.parallel.cluster import end_together
+from jaxdl.platform.fleet.speed import GUESS
+from jaxdl.training.command import parse_command
+from jaxdl.training.run.hooks import StepInfo
+from jaxdl.training.run.result import exit_codes
 
 
 class Pace:

@@ -37,21 +37,21 @@ from rich.console import Console  # noqa: E402
 from trials import parse, side_flags  # noqa: E402
 
 import jaxdl  # noqa: E402
-from jaxdl.cluster import end_together  # noqa: E402
-from jaxdl.cluster.agree import from_first_process  # noqa: E402
-from jaxdl.config import ConfigError  # noqa: E402
+from jaxdl.core.config import ConfigError  # noqa: E402
+from jaxdl.core.files import CONFIG_FILE  # noqa: E402
+from jaxdl.core.options import parse as parse_options  # noqa: E402
 from jaxdl.data import Digits, ImageFolder, Photos  # noqa: E402
+from jaxdl.data.phases import Phase  # noqa: E402
 from jaxdl.exchange import Auto, Dense  # noqa: E402
-from jaxdl.experiment import Experiment  # noqa: E402
-from jaxdl.files import CONFIG_FILE  # noqa: E402
-from jaxdl.mesh import MeshConfig  # noqa: E402
 from jaxdl.models import ResNet  # noqa: E402
-from jaxdl.options import parse as parse_options  # noqa: E402
-from jaxdl.phases import Phase  # noqa: E402
-from jaxdl.precision import Float32  # noqa: E402
+from jaxdl.parallel.cluster import end_together  # noqa: E402
+from jaxdl.parallel.cluster.agree import from_first_process  # noqa: E402
+from jaxdl.parallel.mesh import MeshConfig  # noqa: E402
+from jaxdl.parallel.precision import Float32  # noqa: E402
 from jaxdl.report import replace_file  # noqa: E402
-from jaxdl.run.build import make_devices, make_parts, make_plan, settled  # noqa: E402
-from jaxdl.run.result import exit_codes  # noqa: E402
+from jaxdl.training.experiment import Experiment  # noqa: E402
+from jaxdl.training.run.plan.build import make_devices, make_parts, make_plan, settled  # noqa: E402
+from jaxdl.training.run.result import exit_codes  # noqa: E402
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs/imagenet_resnet50_dawnbench.py"
 _MOST_REHEARSED = 5_000

@@ -26,11 +26,11 @@ from rich.table import Table
 from trials import finished, folder_name, parse, read_rows, same_request, side_flags, train_on_hosts
 
 import jaxdl
-from jaxdl.files import CONFIG_FILE
-from jaxdl.launch.netns import parse_rate
+from jaxdl.core.files import CONFIG_FILE
+from jaxdl.platform.launch.netns import parse_rate
 from jaxdl.report import style
-from jaxdl.run.result import exit_codes
-from jaxdl.tasks.base import Task
+from jaxdl.training.run.result import exit_codes
+from jaxdl.training.tasks.base import Task
 
 
 def main() -> None:

@@ -24,9 +24,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jaxdl
-from jaxdl.errors import command_line
-from jaxdl.experiment import Experiment
-from jaxdl.run.compile import shared_programs
+from jaxdl.core.errors import command_line
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.compile import shared_programs
 
 FIRST = 20
 """The steps before are not measured: the run fills its caches."""

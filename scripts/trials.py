@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdl.config import ConfigError
-from jaxdl.files import METRICS_FILE, SUMMARY_FILE
+from jaxdl.core.config import ConfigError
+from jaxdl.core.files import METRICS_FILE, SUMMARY_FILE
 
 
 def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:

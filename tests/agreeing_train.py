@@ -11,11 +11,11 @@ import sys
 import jax
 
 import jaxdl
-from jaxdl.cluster import end_together
-from jaxdl.command import parse_command
-from jaxdl.run.compile import shared_programs
-from jaxdl.run.hooks import StepInfo
-from jaxdl.run.result import exit_codes
+from jaxdl.parallel.cluster import end_together
+from jaxdl.training.command import parse_command
+from jaxdl.training.run.compile import shared_programs
+from jaxdl.training.run.hooks import StepInfo
+from jaxdl.training.run.result import exit_codes
 
 STOPPED_AT = 6
 """Within a round of four steps."""

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxdl.asynchrony.learner import Learner, learn
-from jaxdl.asynchrony.outer import Outer, digest
-from jaxdl.asynchrony.policy import Policy
-from jaxdl.asynchrony.service import find_syncer
-from jaxdl.asynchrony.syncer import Syncer
+from jaxdl.parallel.asynchrony.learner import Learner, learn
+from jaxdl.parallel.asynchrony.outer import Outer, digest
+from jaxdl.parallel.asynchrony.policy import Policy
+from jaxdl.parallel.asynchrony.service import find_syncer
+from jaxdl.parallel.asynchrony.syncer import Syncer
 
 TOKEN = "a token of sixteen or more"
 CLASSES, FEATURES = 10, 64

@@ -15,9 +15,9 @@ from pathlib import Path
 from orbax.checkpoint.utils import checkpoint_steps
 from runs import ROOT, rows
 
-from jaxdl.config import ConfigError
-from jaxdl.files import CHECKPOINTS_FOLDER, step_dir
-from jaxdl.launch.netns import Network, check_possible
+from jaxdl.core.config import ConfigError
+from jaxdl.core.files import CHECKPOINTS_FOLDER, step_dir
+from jaxdl.platform.launch.netns import Network, check_possible
 
 FAULTS = ("kill a worker", "stop a worker", "cut a link", "kill the launcher", "terminate one host", "damage")
 NUM_HOSTS = 2

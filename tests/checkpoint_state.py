@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdl.checkpoint import CheckpointConfig, Checkpoints
-from jaxdl.state import TrainState
+from jaxdl.training.checkpoint import CheckpointConfig, Checkpoints
+from jaxdl.training.state import TrainState
 
 SHAPES = {"w": (16, 24), "odd": (7, 5)}
 

@@ -1,4 +1,4 @@
-"""One process of a run, for the tests of `jaxdl.cluster`: meets the others, sends heartbeats. No JAX.
+"""One process of a run, for the tests of `jaxdl.parallel.cluster`: meets the others, sends heartbeats. No JAX.
 
 Its options: {"address": "127.0.0.1:1234", "num_processes": 3, "process": 1, "at": 5, "do": "die", ...}.
 """
@@ -11,12 +11,12 @@ import sys
 import threading
 import time
 
-from jaxdl.cluster import ClusterError, Watchdog, end_together, heartbeat, leave_and_exit, membership
-from jaxdl.cluster.address import ClusterSpec
-from jaxdl.cluster.rendezvous import meet
-from jaxdl.cluster.roles import begin
-from jaxdl.errors import ConfigError, fail
-from jaxdl.run.signals import Stop, StopSignals
+from jaxdl.core.errors import ConfigError, fail
+from jaxdl.parallel.cluster import ClusterError, Watchdog, end_together, heartbeat, leave_and_exit, membership
+from jaxdl.parallel.cluster.address import ClusterSpec
+from jaxdl.parallel.cluster.rendezvous import meet
+from jaxdl.parallel.cluster.roles import begin
+from jaxdl.training.run.signals import Stop, StopSignals
 
 
 def stuck_for_good():

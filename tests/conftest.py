@@ -47,7 +47,9 @@ def eight_devices():
 @pytest.fixture(autouse=True, scope="module")
 def shared_steps():
     """The runs of a file compile each program once; those of a test that counts compilations ask for their own."""
-    from jaxdl.run.compile import shared_programs  # Here, because the tests of lint and documents need no engine.
+    from jaxdl.training.run.compile import (
+        shared_programs,  # Here, because the tests of lint and documents need no engine.
+    )
 
     with shared_programs() as programs:
         yield programs
@@ -80,4 +82,4 @@ def pytest_configure(config):
 @pytest.fixture
 def on_command_line(monkeypatch):
     """Messages name settings as options, as in a program with a command line whose functions the test calls itself."""
-    monkeypatch.setattr("jaxdl.errors._options", True)
+    monkeypatch.setattr("jaxdl.core.errors._options", True)

@@ -15,11 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxdl
-from jaxdl.checkpoint import Checkpoints
-from jaxdl.cluster import end_together
-from jaxdl.command import parse_command
-from jaxdl.data.clicks import ClickSource
-from jaxdl.embedding import (
+from jaxdl.data.tables.clicks import ClickSource
+from jaxdl.models.recommendation import RecommendationModule
+from jaxdl.parallel.cluster import end_together
+from jaxdl.parallel.embedding import (
     ColumnWise,
     DataParallel,
     EmbeddingConfig,
@@ -29,14 +28,15 @@ from jaxdl.embedding import (
     TableRowWise,
     TableWise,
 )
-from jaxdl.embedding.cache import CacheConfig
-from jaxdl.embedding.places import to_json
-from jaxdl.embedding.store import Store
-from jaxdl.models.recommendation import RecommendationModule
-from jaxdl.run.build import make_plan
-from jaxdl.run.compile import shared_programs
-from jaxdl.run.result import exit_codes
-from jaxdl.run.whole import training_batches
+from jaxdl.parallel.embedding.cache import CacheConfig
+from jaxdl.parallel.embedding.places import to_json
+from jaxdl.parallel.embedding.store import Store
+from jaxdl.training.checkpoint import Checkpoints
+from jaxdl.training.command import parse_command
+from jaxdl.training.run.compile import shared_programs
+from jaxdl.training.run.plan.build import make_plan
+from jaxdl.training.run.result import exit_codes
+from jaxdl.training.run.tables.global_ids import training_batches
 
 SCHEMES = (
     TableWise(),

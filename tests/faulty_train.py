@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 
 import jaxdl
-from jaxdl.cluster import end_together
-from jaxdl.command import parse_command
 from jaxdl.data import TrainLoader
-from jaxdl.lease import shared
-from jaxdl.run.result import exit_codes
-from jaxdl.tasks import Classification
+from jaxdl.parallel.cluster import end_together
+from jaxdl.parallel.lease import shared
+from jaxdl.training.command import parse_command
+from jaxdl.training.run.result import exit_codes
+from jaxdl.training.tasks import Classification
 
 LOSS, GRADIENT = 1000, 2000
 """A label of at least this much makes its example's loss NaN, or only the gradient of that."""

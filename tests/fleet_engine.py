@@ -3,12 +3,12 @@
 import itertools
 from collections import Counter
 
-from jaxdl.fleet.engine import LOST, Engine
-from jaxdl.fleet.journal import Journal
-from jaxdl.fleet.policy import Rules
-from jaxdl.fleet.resources import Room
-from jaxdl.fleet.server import Server, Settings
-from jaxdl.fleet.store import Store
+from jaxdl.platform.fleet.engine import LOST, Engine
+from jaxdl.platform.fleet.journal import Journal
+from jaxdl.platform.fleet.policy import Rules
+from jaxdl.platform.fleet.resources import Room
+from jaxdl.platform.fleet.server import Server, Settings
+from jaxdl.platform.fleet.store import Store
 
 SETTINGS = Settings(Rules(fairness=1.0, resized=1.0, solve_sec=60.0), between_sec=0.0, failures=3)
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxdl import kinds
+from jaxdl.core import kinds
 
 MINE = '''
 import jaxdl
@@ -11,8 +11,8 @@ import pydantic
 from jaxdl import Data, Experiment, Model, Optimizer, Schedule
 from jaxdl.exchange import Dense
 from jaxdl.models import ResNet
-from jaxdl.precision import Precision
-from jaxdl.tasks import Classification
+from jaxdl.parallel.precision import Precision
+from jaxdl.training.tasks import Classification
 
 class MyModel(Model):
     """A model of the user."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from jax._src.clusters import ClusterEnv
 
-from jaxdl.launch.jobs import COMMANDS
+from jaxdl.platform.launch.jobs import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 CONFIG = str(ROOT / "configs" / "digits.py")

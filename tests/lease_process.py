@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from jaxdl.errors import ConfigError
-from jaxdl.lease import Lease, holder
+from jaxdl.core.errors import ConfigError
+from jaxdl.parallel.lease import Lease, holder
 
 FOLDER = Path(sys.argv[1])
 OUTCOMES = FOLDER.with_suffix(".outcomes")

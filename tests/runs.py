@@ -15,18 +15,18 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxdl.checkpoint import Checkpoints
+from jaxdl.core.kinds import forgotten
 from jaxdl.data import SyntheticImages
-from jaxdl.evaluation import EvaluationConfig
-from jaxdl.experiment import Experiment
-from jaxdl.kinds import forgotten
-from jaxdl.mesh import MeshConfig
 from jaxdl.models import EncoderDecoder, ResNet
 from jaxdl.optim import LARS, AdamW, Constant, Cosine
+from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.report import ReportConfig
-from jaxdl.run.build import make_plan
-from jaxdl.step import StepConfig
-from jaxdl.tasks import Classification, Translation
+from jaxdl.training.checkpoint import Checkpoints
+from jaxdl.training.evaluation import EvaluationConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.plan.build import make_plan
+from jaxdl.training.step import StepConfig
+from jaxdl.training.tasks import Classification, Translation
 
 ROOT = Path(__file__).resolve().parents[1]
 ONE_DEVICE = MeshConfig(replica=1, fsdp=1, tensor=1)
@@ -92,7 +92,7 @@ def write_config(folder: Path, experiment: Experiment) -> Path:
     """A config file that returns the experiment."""
     path = folder / "tiny.py"
     path.write_text(
-        "from jaxdl.experiment import Experiment\n\n"
+        "from jaxdl.training.experiment import Experiment\n\n"
         f"def config():\n    return Experiment.from_json({experiment.to_json()!r})\n"
     )
     return path

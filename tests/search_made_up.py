@@ -2,11 +2,11 @@
 
 import json
 
-from jaxdl.search.driver import Request, Search
-from jaxdl.search.journal import Journal
-from jaxdl.search.samplers import Random
-from jaxdl.search.schedulers import Course
-from jaxdl.search.space import Choices
+from jaxdl.platform.search.driver import Request, Search
+from jaxdl.platform.search.journal import Journal
+from jaxdl.platform.search.samplers import Random
+from jaxdl.platform.search.schedulers import Course
+from jaxdl.platform.search.space import Choices
 
 RATE = Choices("optimizer.learning_rate", (0.1, 0.2, 0.4, 0.8))
 

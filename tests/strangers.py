@@ -7,9 +7,9 @@ import socket
 import threading
 import time
 
-from jaxdl.cluster.address import ClusterSpec
-from jaxdl.cluster.consistency import describe_process
-from jaxdl.cluster.rendezvous import meet
+from jaxdl.parallel.cluster.address import ClusterSpec
+from jaxdl.parallel.cluster.consistency import describe_process
+from jaxdl.parallel.cluster.rendezvous import meet
 
 DESCRIPTION = describe_process({"batch_size": 8}, 1)
 TOKEN = "0123456789abcdef-of-the-tests"

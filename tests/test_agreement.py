@@ -9,23 +9,23 @@ from jax.sharding import NamedSharding
 from runs import assert_bit_equal, tiny_experiment
 
 import jaxdl
-from jaxdl.agreement import Elastic, Gossip, Outer, Periodic
-from jaxdl.bench.wire import sent_bytes
-from jaxdl.compiler.groups import KINDS, axes_of
 from jaxdl.data import SyntheticText, TrainLoader
 from jaxdl.exchange import Dense, Quantized, TopK, by_name
+from jaxdl.exchange.agreement import Elastic, Gossip, Outer, Periodic
 from jaxdl.exchange.cost import Link, Machine
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Transformer
 from jaxdl.optim import SGD, AdamW, Constant
-from jaxdl.rounds import make_local_step, make_merge
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.compile import EachStep, compile_rounds, compile_train_step
-from jaxdl.run.exchanged import exchanged_gradients
-from jaxdl.state import OUTER
-from jaxdl.step import make_train_step
-from jaxdl.tasks import LanguageModelling
+from jaxdl.parallel.compiler.groups import KINDS, axes_of
+from jaxdl.parallel.compiler.wire_bytes import sent_bytes
+from jaxdl.parallel.mesh import MeshConfig, batch_sharding
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.rounds import make_local_step, make_merge
+from jaxdl.training.run.compile import EachStep, compile_rounds, compile_train_step
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.run.plan.exchange import exchanged_gradients
+from jaxdl.training.state import OUTER
+from jaxdl.training.step import make_train_step
+from jaxdl.training.tasks import LanguageModelling
 
 TEXT = Experiment(
     data=SyntheticText(vocab_size=32, length=16, num_train=256, num_test=32),

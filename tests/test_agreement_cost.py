@@ -4,13 +4,13 @@ import jax
 import pytest
 from runs import tiny_experiment
 
-from jaxdl.agreement import Asynchronous, Elastic, EveryStep, Gossip, Periodic
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.exchange import Auto, Dense, GradientLayout, Quantized, TopK
+from jaxdl.exchange.agreement import Asynchronous, Elastic, EveryStep, Gossip, Periodic
 from jaxdl.exchange.auto import recommend
 from jaxdl.exchange.cost import Cost, Gradients, Link, Machine, Speeds, predict
-from jaxdl.mesh import Axis, MeshConfig
-from jaxdl.run.build import make_plan
+from jaxdl.parallel.mesh import Axis, MeshConfig
+from jaxdl.training.run.plan.build import make_plan
 
 REPLICA = Axis.REPLICA.value
 LAYERS = 8

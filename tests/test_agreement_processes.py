@@ -12,7 +12,7 @@ from test_processes import EXPERIMENT as TEXT
 from test_processes import start_pair
 
 import jaxdl
-from jaxdl.agreement import Outer, Periodic
+from jaxdl.exchange.agreement import Outer, Periodic
 
 ROUND, LAST = 4, 12
 EXPERIMENT = tiny_experiment(

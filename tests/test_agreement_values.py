@@ -9,19 +9,19 @@ import pytest
 from runs import TinyResNet, tiny_experiment
 from test_agreement import TEXT
 
-from jaxdl.agreement import Gossip, Outer, Periodic
 from jaxdl.data import SyntheticImages
 from jaxdl.exchange import resplit
-from jaxdl.guard import GuardConfig
-from jaxdl.mesh import MeshConfig, batch_sharding
+from jaxdl.exchange.agreement import Gossip, Outer, Periodic
 from jaxdl.optim import SGD
-from jaxdl.precision import Float16
+from jaxdl.parallel.mesh import MeshConfig, batch_sharding
+from jaxdl.parallel.precision import Float16
 from jaxdl.report import OWN, Report
 from jaxdl.report.fetching import described
-from jaxdl.rounds import make_local_step, make_merge, make_settle
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.rollback import Rollbacks
-from jaxdl.step import ema_decay
+from jaxdl.training.guard import GuardConfig
+from jaxdl.training.rounds import make_local_step, make_merge, make_settle
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.run.rollback import Rollbacks
+from jaxdl.training.step import ema_decay
 
 WEIGHTS = np.float32([3, 0, 1, 4])
 """What each replica has trained on since the last merge: the second one skipped all of its steps."""

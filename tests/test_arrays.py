@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
+from jaxdl.core.errors import ConfigError
 from jaxdl.data import Arrays, ArraySpec, EpochShuffle, ImageSpec, TextSpec, TrainLoader, spec_from_json, spec_to_json
-from jaxdl.data.readers import in_memory, rows_of
-from jaxdl.errors import ConfigError
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig, batch_sharding, make_mesh
+from jaxdl.data.arrays.readers import in_memory, rows_of
+from jaxdl.parallel.mesh import MeshConfig, batch_sharding, make_mesh
+from jaxdl.training.experiment import Experiment
 
 N = 21
 X = np.random.default_rng(0).normal(size=(N, 3))

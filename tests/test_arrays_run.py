@@ -8,12 +8,12 @@ import pytest
 from runs import TinyResNet
 
 import jaxdl
+from jaxdl.core.errors import ConfigError
 from jaxdl.data import Arrays, Source
-from jaxdl.errors import ConfigError
-from jaxdl.mesh import MeshConfig
 from jaxdl.optim import AdamW
+from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.report import ReportConfig
-from jaxdl.run.compile import shared_programs
+from jaxdl.training.run.compile import shared_programs
 
 N = 21
 X = np.random.default_rng(0).normal(size=(N, 3))

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from asynchronous import Softmax, accuracy, digits
 
-from jaxdl.asynchrony.centre import Centre
-from jaxdl.asynchrony.codec import BLOCK, Codec, Encoder
-from jaxdl.asynchrony.events import Arrive, Join, Leave, Merge, Tick, standing_from_json, standing_to_json
-from jaxdl.asynchrony.outer import Outer, Slow, first_slow, mean_of, outer_step
-from jaxdl.asynchrony.policy import Policy, decide, first_standing, is_finished, wake_us
-from jaxdl.asynchrony.simulator import Simulation, steady
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.parallel.asynchrony.centre import Centre
+from jaxdl.parallel.asynchrony.codec import BLOCK, Codec, Encoder
+from jaxdl.parallel.asynchrony.events import Arrive, Join, Leave, Merge, Tick, standing_from_json, standing_to_json
+from jaxdl.parallel.asynchrony.outer import Outer, Slow, first_slow, mean_of, outer_step
+from jaxdl.parallel.asynchrony.policy import Policy, decide, first_standing, is_finished, wake_us
+from jaxdl.parallel.asynchrony.simulator import Simulation, steady
 
 SECOND = 1_000_000
 
@@ -322,7 +322,7 @@ def test_the_simulator_trains():
 
 def test_the_syncer_needs_no_jax():
     """It runs on a machine without accelerators, and starts at once."""
-    names = ", ".join(f"jaxdl.asynchrony.{name}" for name in ("syncer", "replay", "learner", "simulator"))
+    names = ", ".join(f"jaxdl.parallel.asynchrony.{name}" for name in ("syncer", "replay", "learner", "simulator"))
     code = f"import sys, {names}; print('jax' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "False\n")

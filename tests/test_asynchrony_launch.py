@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from asynchronous import Softmax, digits
 
-from jaxdl.asynchrony.replay import replay
-from jaxdl.asynchrony.service import Service, find_syncer
-from jaxdl.asynchrony.storage import TAPE_FILE, newest_state, read_tape
-from jaxdl.cluster.address import several_processes
-from jaxdl.config import ConfigError
-from jaxdl.launch.learners import Learners
-from jaxdl.launch.processes import free_port
-from jaxdl.options import parse_options
+from jaxdl.core.config import ConfigError
+from jaxdl.core.options import parse_options
+from jaxdl.parallel.asynchrony.replay import replay
+from jaxdl.parallel.asynchrony.service import Service, find_syncer
+from jaxdl.parallel.asynchrony.storage import TAPE_FILE, newest_state, read_tape
+from jaxdl.parallel.cluster.address import several_processes
+from jaxdl.platform.launch.learners import Learners
+from jaxdl.platform.launch.processes import free_port
 
 PROGRAM = str(Path(__file__).with_name("asynchronous.py"))
 

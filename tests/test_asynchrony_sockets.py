@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 from asynchronous import SIZE, TOKEN, Running, Softmax, accuracy, digits, make_learner, vanish
 
-from jaxdl.asynchrony.frames import Channel
-from jaxdl.asynchrony.messages import Beat, Begin, read_to_syncer
-from jaxdl.asynchrony.outer import Outer
-from jaxdl.asynchrony.policy import Policy
-from jaxdl.asynchrony.replay import Difference, replay
-from jaxdl.asynchrony.simulator import decided, simulated
-from jaxdl.asynchrony.storage import TAPE_FILE, Tape, newest_state, read_tape
-from jaxdl.asynchrony.syncer import Syncer
-from jaxdl.cluster import ClusterError
-from jaxdl.cluster.wire import Lost
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.parallel.asynchrony.frames import Channel
+from jaxdl.parallel.asynchrony.messages import Beat, Begin, read_to_syncer
+from jaxdl.parallel.asynchrony.outer import Outer
+from jaxdl.parallel.asynchrony.policy import Policy
+from jaxdl.parallel.asynchrony.replay import Difference, replay
+from jaxdl.parallel.asynchrony.simulator import decided, simulated
+from jaxdl.parallel.asynchrony.storage import TAPE_FILE, Tape, newest_state, read_tape
+from jaxdl.parallel.asynchrony.syncer import Syncer
+from jaxdl.parallel.cluster import ClusterError
+from jaxdl.parallel.cluster.wire import Lost
 
 OUTER = Outer(learning_rate=0.7, momentum=0.5)
 LIMIT_SEC = 30.0

@@ -7,12 +7,12 @@ import pytest
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import connected_components
 
-from jaxdl.asynchrony.centre import Centre, as_json, centre_of
-from jaxdl.asynchrony.events import Arrive, Join, Leave, Merge, Tick, standing_from_json
-from jaxdl.asynchrony.outer import Outer
-from jaxdl.asynchrony.policy import RULES, Policy, decide, first_standing, is_finished, wake_us
-from jaxdl.asynchrony.replay import replay
-from jaxdl.asynchrony.simulator import Round, Simulation, Stay, decided, simulated
+from jaxdl.parallel.asynchrony.centre import Centre, as_json, centre_of
+from jaxdl.parallel.asynchrony.events import Arrive, Join, Leave, Merge, Tick, standing_from_json
+from jaxdl.parallel.asynchrony.outer import Outer
+from jaxdl.parallel.asynchrony.policy import RULES, Policy, decide, first_standing, is_finished, wake_us
+from jaxdl.parallel.asynchrony.replay import replay
+from jaxdl.parallel.asynchrony.simulator import Round, Simulation, Stay, decided, simulated
 
 SECOND = 1_000_000
 

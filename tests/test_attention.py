@@ -9,18 +9,18 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from runs import tiny_experiment
 
-from jaxdl.collectives.attention import flash_attention
-from jaxdl.collectives.packed_attention import Packed, documents, packed_attention
+from jaxdl.core.files import DATA_FILE
 from jaxdl.data import SyntheticText, spec_to_json
-from jaxdl.export.writing import function_file
-from jaxdl.files import DATA_FILE
+from jaxdl.inference.export.writing import function_file
+from jaxdl.inference.predictor import Predictor
 from jaxdl.models import Transformer, attention
 from jaxdl.models.loop import rematerialized
-from jaxdl.precision import BFloat16
-from jaxdl.predictor import Predictor
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.sharding import Layout, ShardingConfig, use_layout
-from jaxdl.tasks import LanguageModelling
+from jaxdl.parallel.collectives.attention import flash_attention
+from jaxdl.parallel.collectives.packed_attention import Packed, documents, packed_attention
+from jaxdl.parallel.precision import BFloat16
+from jaxdl.parallel.sharding import Layout, ShardingConfig, use_layout
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.tasks import LanguageModelling
 
 BATCH, LENGTH, HEAD_DIM = 4, 6, 8
 

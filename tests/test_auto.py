@@ -4,10 +4,10 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.exchange import Dense, GradientLayout, PowerSGD, Quantized, Sign, TopK
 from jaxdl.exchange.auto import Auto
-from jaxdl.mesh import Axis, MeshConfig, make_mesh
+from jaxdl.parallel.mesh import Axis, MeshConfig, make_mesh
 
 EIGHT = MeshConfig(replica=8, fsdp=1)
 SHAPES = {"stem/kernel": (1024, 1024), "head/kernel": (1024, 2048), "bias": (1024,)}

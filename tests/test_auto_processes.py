@@ -10,14 +10,14 @@ import sys
 import pytest
 from runs import ROOT
 
-from jaxdl.config import ConfigError
-from jaxdl.launch.netns import Network, check_possible
+from jaxdl.core.config import ConfigError
+from jaxdl.platform.launch.netns import Network, check_possible
 
 CODE = """
 import json
-from jaxdl.cluster import start_devices
+from jaxdl.parallel.cluster import start_devices
 from jaxdl.exchange import Auto, GradientLayout
-from jaxdl.mesh import Axis, MeshConfig, make_mesh
+from jaxdl.parallel.mesh import Axis, MeshConfig, make_mesh
 start_devices(MeshConfig())
 mesh = make_mesh(MeshConfig(replica=2, fsdp=2))
 import jax

@@ -8,9 +8,9 @@ import pytest
 from mistakes import refusal
 
 import jaxdl
-from jaxdl.evaluate.__main__ import main as evaluate
-from jaxdl.export.__main__ import main as export
-from jaxdl.mesh import MeshConfig
+from jaxdl.inference.evaluate.__main__ import main as evaluate
+from jaxdl.inference.export.__main__ import main as export
+from jaxdl.parallel.mesh import MeshConfig
 
 MESH = MeshConfig(replica=2, fsdp=2, tensor=2)
 

@@ -9,10 +9,11 @@ import pytest
 from photographs import folder_of_photographs
 from test_bad_inputs_data import PLAIN, photos_of, read_all
 
-from jaxdl.config import ConfigError
-from jaxdl.data import Cache, ImageFolder, shm
-from jaxdl.data.private import private_folder
-from jaxdl.data.store import ENCODED, Record, Store
+from jaxdl.core.config import ConfigError
+from jaxdl.data import Cache, ImageFolder
+from jaxdl.data.images import shm
+from jaxdl.data.images.private import private_folder
+from jaxdl.data.images.store import ENCODED, Record, Store
 
 
 @pytest.fixture(scope="module")

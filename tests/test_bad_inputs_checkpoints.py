@@ -11,9 +11,9 @@ from runs import rows, tiny_experiment, write_config
 from test_checkpoint_faults import damage
 
 import jaxdl
-from jaxdl.checkpoint import reading
-from jaxdl.files import CHECKPOINTS_FOLDER, FAILURES_FOLDER, MANIFEST_FILE, STATUS_FILE, step_dir, step_folder
-from jaxdl.mesh import MeshConfig
+from jaxdl.core.files import CHECKPOINTS_FOLDER, FAILURES_FOLDER, MANIFEST_FILE, STATUS_FILE, step_dir, step_folder
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.checkpoint import reading
 
 TINY = tiny_experiment(mesh=MeshConfig(), steps=4, checkpoint={"every_steps": 2}, evaluation={"every_steps": 2})
 

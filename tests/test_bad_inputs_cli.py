@@ -14,15 +14,15 @@ from mistakes import refusal
 
 import jaxdl
 from jaxdl import __main__ as face
-from jaxdl.command import parse_command
-from jaxdl.config import Config
+from jaxdl.core.config import Config
+from jaxdl.core.fields import inner_fields
+from jaxdl.core.kinds import Choice, kinds
+from jaxdl.core.startup import shipped_configs
 from jaxdl.data import Digits
-from jaxdl.experiment import Experiment
-from jaxdl.fields import inner_fields
-from jaxdl.kinds import Choice, kinds
 from jaxdl.models import ResNet
 from jaxdl.optim import SGD
-from jaxdl.startup import shipped_configs
+from jaxdl.training.command import parse_command
+from jaxdl.training.experiment import Experiment
 
 ROOT = Path(__file__).parent.parent
 DIGITS = str(ROOT / "configs" / "digits.py")
@@ -108,7 +108,7 @@ FILES = {
         "line 3",
         "lerning_rate: there is no such field. Did you mean learning_rate? SGD has ",
     ],
-    "from jaxdl.step import StepConfig\ndef config():\n    return StepConfig(clip_norm=-3)\n": [
+    "from jaxdl.training.step import StepConfig\ndef config():\n    return StepConfig(clip_norm=-3)\n": [
         "line 3",
         "clip_norm: ",
     ],
@@ -247,7 +247,7 @@ def test_the_word_none_is_no_text():
 def test_a_config_with_an_experiment_of_its_own_has_options_of_its_own(tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text(
-        "from jaxdl.experiment import Experiment\nclass Mine(Experiment):\n    moon: int = 3\n"
+        "from jaxdl.training.experiment import Experiment\nclass Mine(Experiment):\n    moon: int = 3\n"
         "\ndef config():\n    return Mine(steps=3)\n"
     )
     assert parse_command(["--config", str(file), "--moon", "4"]).experiment.moon == 4
@@ -259,7 +259,7 @@ def test_an_experiment_from_elsewhere_has_options_of_its_own(tmp_path, capsys, m
     package = tmp_path / "their_experiments"
     package.mkdir()
     (package / "__init__.py").write_text(
-        "from jaxdl.experiment import Experiment\nclass Mine(Experiment):\n    momentum: float = 0.9\n"
+        "from jaxdl.training.experiment import Experiment\nclass Mine(Experiment):\n    momentum: float = 0.9\n"
     )
     (tmp_path / "config").mkdir()
     beside = tmp_path / "mine.py"
@@ -281,7 +281,7 @@ def test_an_experiment_from_elsewhere_has_options_of_its_own(tmp_path, capsys, m
 )
 def test_a_function_that_is_given_its_arguments_is_called(source, tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("import functools\nfrom jaxdl.experiment import Experiment\n" + source)
+    file.write_text("import functools\nfrom jaxdl.training.experiment import Experiment\n" + source)
     assert jaxdl.load(file).steps == 3
 
 

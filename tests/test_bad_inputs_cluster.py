@@ -6,7 +6,7 @@ import pytest
 from job_files import CLUSTER_VARIABLES, ROOT
 from mistakes import refusal
 
-from jaxdl.cluster import address
+from jaxdl.parallel.cluster import address
 
 DIGITS = ("--config", ROOT / "configs" / "digits.py")
 SET_ALL = "Set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in each of them, or none"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from photographs import folder_of_photographs
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import Cache, ImageFolder, ImageTars, Photos, PhotoSource, TextFiles
 from jaxdl.data.source import TrainRows
 

@@ -7,8 +7,8 @@ from mistakes import refusal
 from runs import tiny_experiment, write_config
 
 import jaxdl
-from jaxdl.mesh import MeshConfig
-from jaxdl.run.workdir import check_workdir
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.run.workdir.workdir import check_workdir
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_a_folder_that_cannot_be_written(capsys, config, monkeypatch, tmp_path):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(jaxdl.lease.lease.Path, "mkdir", refuse)
+    monkeypatch.setattr(jaxdl.parallel.lease.lease.Path, "mkdir", refuse)
     message = refusal(capsys, "--config", config, "--workdir", tmp_path / "run")
     assert message == (f"error: --workdir {tmp_path / 'run'}: Permission denied. Choose a writable folder.")
 

@@ -16,13 +16,13 @@ from runs import tiny_experiment, write_config
 from test_tfds import LABEL, TEXT, encode, image_feature, write_dataset
 
 import jaxdl
-from jaxdl.cluster import ClusterError
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import TFDS, Photos, prepared, remote
 from jaxdl.data.order import EpochShuffle
 from jaxdl.data.source import TrainRows, channel_statistics
-from jaxdl.mesh import MeshConfig
 from jaxdl.models import ViT
+from jaxdl.parallel.cluster import ClusterError
+from jaxdl.parallel.mesh import MeshConfig
 
 RECORDS = "tiny-train.array_record-00000-of-00001"
 HELD_OUT = "tiny-test.array_record-00000-of-00001"

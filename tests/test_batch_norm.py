@@ -10,13 +10,13 @@ from exchange_cases import FAST_COMPILE
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxdl.collectives.neighbours import Neighbours
-from jaxdl.compiler import hlo
-from jaxdl.mesh import Axis
 from jaxdl.models import ResNet
 from jaxdl.models.batch_norm import BatchNormOptions, batch_norm_of_product
 from jaxdl.models.layers import Norm, conv, max_pool
-from jaxdl.sharding import Layout, ShardingConfig, use_layout
+from jaxdl.parallel.collectives.neighbours import Neighbours
+from jaxdl.parallel.compiler import hlo
+from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.sharding import Layout, ShardingConfig, use_layout
 
 NUM, SIZE, INCOMING, OUTGOING = 16, 5, 3, 8
 RELATIVE = 1e-5

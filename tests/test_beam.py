@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdl.decoding import beam_search
+from jaxdl.inference.decoding import beam_search
 
 VOCAB, LENGTH, START, END = 4, 4, 0, 3
 

@@ -14,17 +14,17 @@ from runs import tiny_experiment
 from test_convert import write_checkpoint
 
 import jaxdl
-from jaxdl.config import ConfigError
-from jaxdl.convert.__main__ import main as convert
+from jaxdl.core.config import ConfigError
 from jaxdl.data import Converted, Documents, Mixture, TextFiles
 from jaxdl.data.__main__ import main as data_command
-from jaxdl.generate.__main__ import main as generate
-from jaxdl.mesh import MeshConfig
+from jaxdl.inference.convert.__main__ import main as convert
+from jaxdl.inference.generate.__main__ import main as generate
+from jaxdl.inference.scoring import Question, Scorer, score_choices, score_documents
 from jaxdl.models import Transformer
 from jaxdl.optim import AdamW
-from jaxdl.run.codec import codec_of_run
-from jaxdl.run.scoring import Question, Scorer, score_choices, score_documents
-from jaxdl.tasks import LanguageModelling
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.run.workdir.tokenizer import codec_of_run
+from jaxdl.training.tasks import LanguageModelling
 
 LENGTH, HEADS = 16, 2
 TEXTS = [f"{number} fish, {word} fish" for number in range(12) for word in ("red", "blue", "old", "new")]
@@ -201,8 +201,8 @@ def test_the_older_form_of_llama_begins_as_its_config_says(files, tmp_path, conf
 @pytest.mark.parametrize("name", ["own.json", "pairs.model", "bytes"])
 @pytest.mark.parametrize("begins", [True, False])
 def test_an_exported_tokenizer_begins_alike(files, tmp_path, name, begins):
-    from jaxdl.convert.special import write_tokenizer
     from jaxdl.data import Codec
+    from jaxdl.inference.convert.special import write_tokenizer
 
     codec = Codec(None if name == "bytes" else str(files / name))
     codec = codec.trained((codec.packed_mark,) if begins else ())

@@ -13,21 +13,30 @@ from mistakes import refusal
 from PIL import Image
 from runs import Started
 
-from jaxdl.bench import balance
-from jaxdl.bench.__main__ import main
-from jaxdl.bench.balance_report import LOCAL, SUM, alike, figure, ideal, make_row, of_set, sets_table
-from jaxdl.bench.balance_run import Clock, Side, Times, check_silent, doubled, measure
-from jaxdl.bench.balance_thresholds import check_about, compared, of_rows, parse_thresholds
-from jaxdl.bench.balance_work import Work, balanced_rate, block, chosen, planned, work_of
-from jaxdl.bench.flops import step_flops
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.kinds import forgotten
 from jaxdl.exchange import Dense
 from jaxdl.exchange.probe import repeated_sum
-from jaxdl.kinds import forgotten
-from jaxdl.mesh import Axis, MeshConfig, make_mesh
 from jaxdl.models import Transformer
-from jaxdl.run.build import make_initial_state
-from jaxdl.run.compile import compile_train_step
+from jaxdl.parallel.mesh import Axis, MeshConfig, make_mesh
+from jaxdl.performance.bench.__main__ import main
+from jaxdl.performance.bench.balance import balance
+from jaxdl.performance.bench.balance.balance_report import (
+    LOCAL,
+    SUM,
+    alike,
+    figure,
+    ideal,
+    make_row,
+    of_set,
+    sets_table,
+)
+from jaxdl.performance.bench.balance.balance_run import Clock, Side, Times, check_silent, doubled, measure
+from jaxdl.performance.bench.balance.balance_thresholds import check_about, compared, of_rows, parse_thresholds
+from jaxdl.performance.bench.balance.balance_work import Work, balanced_rate, block, chosen, planned, work_of
+from jaxdl.performance.bench.flops import step_flops
+from jaxdl.training.run.compile import compile_train_step
+from jaxdl.training.run.plan.build import make_initial_state
 
 REPLICA = Axis.REPLICA.value
 PATH = Path("earlier.json")

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdl.bench.balance_check import check_all, rounding
-from jaxdl.bench.balance_run import Clock
-from jaxdl.bench.balance_work import block
 from jaxdl.exchange import Dense, Quantized, TopK
-from jaxdl.mesh import MeshConfig, make_mesh
+from jaxdl.parallel.mesh import MeshConfig, make_mesh
+from jaxdl.performance.bench.balance.balance_check import check_all, rounding
+from jaxdl.performance.bench.balance.balance_run import Clock
+from jaxdl.performance.bench.balance.balance_work import block
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdl.agreement import Elastic, Gossip, Periodic
-from jaxdl.bench import cluster
-from jaxdl.bench.cluster_hosts import HostFailed, Workers
-from jaxdl.bench.cluster_report import (
+from jaxdl.core.config import ConfigError
+from jaxdl.data import SyntheticImages
+from jaxdl.exchange import Dense, GradientLayout, exchanged_on_mesh
+from jaxdl.exchange.agreement import Elastic, Gossip, Periodic
+from jaxdl.models import ResNet
+from jaxdl.parallel.compiler.wire_bytes import collectives, lower
+from jaxdl.parallel.mesh import Axis, MeshConfig, make_mesh
+from jaxdl.performance.bench.cluster import cluster
+from jaxdl.performance.bench.cluster.cluster_hosts import HostFailed, Workers
+from jaxdl.performance.bench.cluster.cluster_report import (
     Merges,
     Turn,
     best,
@@ -28,7 +34,7 @@ from jaxdl.bench.cluster_report import (
     rate_table,
     summary,
 )
-from jaxdl.bench.cluster_variants import (
+from jaxdl.performance.bench.cluster.cluster_variants import (
     AGREEMENTS,
     BASELINE,
     EXCHANGES,
@@ -40,15 +46,9 @@ from jaxdl.bench.cluster_variants import (
     floor_of,
     merges_of_round,
 )
-from jaxdl.bench.wire import collectives, lower
-from jaxdl.config import ConfigError
-from jaxdl.data import SyntheticImages
-from jaxdl.exchange import Dense, GradientLayout, exchanged_on_mesh
-from jaxdl.exchange.idle import NoExchange
-from jaxdl.launch.host import Host
-from jaxdl.launch.netns import parse_rate
-from jaxdl.mesh import Axis, MeshConfig, make_mesh
-from jaxdl.models import ResNet
+from jaxdl.performance.planner.idle_exchange import NoExchange
+from jaxdl.platform.launch.host import Host
+from jaxdl.platform.launch.netns import parse_rate
 
 REPLICA = Axis.REPLICA.value
 TINY = cluster.default_experiment().replaced(
@@ -270,9 +270,7 @@ def test_the_cluster_is_measured(tmp_path):
     if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
         pytest.skip("network namespaces cannot be made here")
     config, results = tmp_path / "config.py", tmp_path / "results.json"
-    config.write_text(
-        f"from jaxdl.experiment import Experiment\ndef config(): return Experiment.from_json({TINY.to_json()!r})\n"
-    )
+    config.write_text(f"from jaxdl import Experiment\ndef config(): return Experiment.from_json({TINY.to_json()!r})\n")
     command = [sys.executable, "-m", "jaxdl.bench", "cluster", "--config", str(config), "--hosts", "2"]
     command += ["--devices-per-host", "1", "--num-rounds", "1", "--num-repeats", "1", "--rates", "10mbit"]
     local, streamed = AGREEMENTS[0], next(name for name in AGREEMENTS if "beside" in name)

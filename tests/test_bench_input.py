@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from photographs import encoded, photograph
 
-from jaxdl.bench.__main__ import main
-from jaxdl.bench.input import conclusions, make_images, summarize
-from jaxdl.data.photo import Photo
+from jaxdl.data.images.photo import Photo
+from jaxdl.performance.bench.__main__ import main
+from jaxdl.performance.bench.input import conclusions, make_images, summarize
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,10 @@
 
 import pytest
 
-from jaxdl.bench import memory
-from jaxdl.compiler import hlo
-from jaxdl.compiler.roofline import kernels, summed
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.parallel.compiler import hlo
+from jaxdl.parallel.compiler.roofline import kernels, summed
+from jaxdl.performance.bench import memory
 
 HOST = """ENTRY %main (x: bf16[4,8], i: s32[]) -> bf16[4,8] {
   %x = bf16[4,8]{1,0} parameter(0)

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdl.bench import __main__ as bench
-from jaxdl.bench import select
-from jaxdl.collectives.select import KERNELS, LEADING, METHODS, MOST_BY_KERNELS
-from jaxdl.config import ConfigError
-from jaxdl.planner.h100 import h100_mesh
+from jaxdl.core.config import ConfigError
+from jaxdl.parallel.collectives.select import KERNELS, LEADING, METHODS, MOST_BY_KERNELS
+from jaxdl.performance.bench import __main__ as bench
+from jaxdl.performance.bench import select
+from jaxdl.performance.planner.h100 import h100_mesh
 
 
 @pytest.mark.slow

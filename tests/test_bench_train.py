@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxdl.bench import optim, torch_side, train
-from jaxdl.bench.flops import count, step_flops
-from jaxdl.bench.torch_decoder import decoder
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import SyntheticImages, SyntheticText
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.models import ResNet, Transformer
 from jaxdl.models.rotary import RopeScaling
 from jaxdl.optim import LARS, SGD, AdamW
-from jaxdl.planner.trial import resident
-from jaxdl.run.build import make_plan
-from jaxdl.step import StepConfig
-from jaxdl.tasks import Classification, LanguageModelling
+from jaxdl.parallel.mesh import MeshConfig, make_mesh
+from jaxdl.performance.bench import optim, torch_side, train
+from jaxdl.performance.bench.flops import count, step_flops
+from jaxdl.performance.bench.torch_decoder import decoder
+from jaxdl.performance.planner.trial import resident
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.plan.build import make_plan
+from jaxdl.training.step import StepConfig
+from jaxdl.training.tasks import Classification, LanguageModelling
 
 ONE = MeshConfig(replica=1, fsdp=1)
 
@@ -77,7 +77,7 @@ def test_train(tmp_path, capsys):
     data = "jaxdl.data.SyntheticImages(height=8, width=8, channels=1, num_classes=4, num_train=64, num_test=16)"
     config = tmp_path / "tiny.py"
     config.write_text(
-        "import jaxdl.data\nfrom jaxdl.experiment import Experiment\nfrom jaxdl.models import ResNet\n"
+        "import jaxdl.data\nfrom jaxdl.training.experiment import Experiment\nfrom jaxdl.models import ResNet\n"
         f"def config():\n    return Experiment(data={data}, model=ResNet(depth=8, width=4), batch_size=16, epochs=3)\n"
     )
     train.main(["--config", str(config), "--num-steps", "2", "--num-repeats", "2", "--json", str(path)])

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdl import sharding
-from jaxdl.compiler.hlo import is_collective, parse
-from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.models import Transformer
-from jaxdl.sharding import Layout, ShardingConfig, named, param_specs
+from jaxdl.parallel import sharding
+from jaxdl.parallel.compiler.hlo import is_collective, parse
+from jaxdl.parallel.mesh import MeshConfig, make_mesh
+from jaxdl.parallel.sharding import Layout, ShardingConfig, named, param_specs
 
 VOCAB, PADDED, STEPS = 16, 6, 5
 LENGTHS = np.array([6, 3, 1, 4])  # Of the prompts.

@@ -12,10 +12,10 @@ import pytest
 from runs import assert_bit_equal, measured, nothing_is_written, tiny_experiment
 
 import jaxdl
-from jaxdl.files import MANIFEST_FILE, step_folder
-from jaxdl.mesh import MeshConfig
+from jaxdl.core.files import MANIFEST_FILE, step_folder
+from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.report import Stopwatch
-from jaxdl.run.hooks import Callbacks, Hooks
+from jaxdl.training.run.hooks import Callbacks, Hooks
 
 ONE = jax.devices()[:1]
 EXPERIMENT = tiny_experiment(mesh=MeshConfig(), steps=6, checkpoint={"every_steps": 2}, evaluation={"every_steps": 3})

@@ -5,11 +5,11 @@ import pytest
 from runs import measured, rows, tiny_experiment
 
 import jaxdl
-from jaxdl.config import ConfigError
-from jaxdl.experiment import read_experiment
-from jaxdl.mesh import MeshConfig
+from jaxdl.core.config import ConfigError
 from jaxdl.optim import Constant
-from jaxdl.run.changes import change_of_settings, check_may_change, without
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.experiment import read_experiment
+from jaxdl.training.run.plan.changed_settings import change_of_settings, check_may_change, without
 
 TWO = jax.devices()[:2]
 EXPERIMENT = tiny_experiment(mesh=MeshConfig(replica=2, fsdp=1), schedule=Constant(), steps=8)

@@ -12,7 +12,7 @@ from chaos import FAULTS, Chaos, draw, why_no_hosts
 from runs import assert_bit_equal, rows, saved_state, tiny_experiment, write_config
 
 from jaxdl.exchange import TopK
-from jaxdl.mesh import MeshConfig
+from jaxdl.parallel.mesh import MeshConfig
 
 SEED = int(os.environ.get("JAXDL_CHAOS_SEED", "0"))
 NUM_FAULTS = 10

@@ -9,18 +9,18 @@ import pytest
 from runs import assert_bit_equal, saved_state, tiny_experiment
 
 import jaxdl
-from jaxdl.checkpoint import Checkpoints
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.files import step_dir, step_folder
 from jaxdl.data import SyntheticText, eval_batches
-from jaxdl.evaluation import evaluate, make_eval_step
-from jaxdl.experiment import Experiment, identity
-from jaxdl.files import step_dir, step_folder
-from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Transformer
 from jaxdl.optim import AdamW
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.workdir import claim_workdir, keep_examples
-from jaxdl.tasks import LanguageModelling
+from jaxdl.parallel.mesh import MeshConfig, batch_sharding
+from jaxdl.training.checkpoint import Checkpoints
+from jaxdl.training.evaluation import evaluate, make_eval_step
+from jaxdl.training.experiment import Experiment, identity
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.run.workdir.workdir import claim_workdir, keep_examples
+from jaxdl.training.tasks import LanguageModelling
 
 IMAGES = tiny_experiment(mesh=MeshConfig(replica=2, fsdp=2), steps=4)
 TEXT = tiny_experiment(

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from checkpoint_state import make_state, names, open_checkpoints, restore, same, save
 
-from jaxdl.checkpoint import NoneLeft, Unreadable, Unusable, manifest, reading
-from jaxdl.checkpoint.errors import read_refused
-from jaxdl.checkpoint.fingerprint import first_sums
-from jaxdl.checkpoint.items import to_items
-from jaxdl.checkpoint.meta import META_FILE, checksum
-from jaxdl.files import MANIFEST_FILE, step_dir, step_folder
+from jaxdl.core.files import MANIFEST_FILE, step_dir, step_folder
+from jaxdl.training.checkpoint import NoneLeft, Unreadable, Unusable, manifest, reading
+from jaxdl.training.checkpoint.errors import read_refused
+from jaxdl.training.checkpoint.fingerprint import first_sums
+from jaxdl.training.checkpoint.items import to_items
+from jaxdl.training.checkpoint.meta import META_FILE, checksum
 
 FAULTS = [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ETIMEDOUT]
 IGNORED = {"commit_success.txt", "_CHECKPOINT_METADATA"}

@@ -11,14 +11,14 @@ from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression, Ridge
 
-from jaxdl import classics
-from jaxdl.classics.components import _scatter
-from jaxdl.classics.kmeans import _distances_to_rows, _lloyd
-from jaxdl.classics.logistic import _loss, _sums
-from jaxdl.classics.ridge import _products
-from jaxdl.classics.rows import as_rows, on_all
-from jaxdl.errors import ConfigError
-from jaxdl.mesh import MeshConfig, make_mesh
+from jaxdl.core.errors import ConfigError
+from jaxdl.parallel.mesh import MeshConfig, make_mesh
+from jaxdl.training import classics
+from jaxdl.training.classics.components import _scatter
+from jaxdl.training.classics.kmeans import _distances_to_rows, _lloyd
+from jaxdl.training.classics.logistic import _loss, _sums
+from jaxdl.training.classics.ridge import _products
+from jaxdl.training.classics.rows import as_rows, on_all
 
 MESHES = {
     1: {"replica": 1, "fsdp": 1},

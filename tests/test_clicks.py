@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import CRITEO_NUM_IDS, CRITEO_ROWS, Clicks
-from jaxdl.data.clicks import auc_and_loss, shuffled, zipf_rank
-from jaxdl.planner.zipf import distinct_rows
+from jaxdl.data.tables.clicks import auc_and_loss, shuffled, zipf_rank
+from jaxdl.performance.planner.zipf import distinct_rows
 
 SMALL = Clicks(rows=(1000, 50, 3), num_ids=(1, 4, 1), train_examples=3000, test_examples=500)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import cluster_process
 import pytest
 
-from jaxdl.cluster import address, consistency, gathering, meeting, rendezvous
-from jaxdl.cluster.heartbeat import Heartbeat
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.parallel.cluster import address, consistency, gathering, meeting, rendezvous
+from jaxdl.parallel.cluster.heartbeat import Heartbeat
 
 BROKEN, MISTAKE = 75, 2
 DESCRIPTION = {"versions": {}, "files": {}, "config": {}, "devices": 2}
@@ -339,7 +339,7 @@ def test_the_difference_of_many():
 def test_own_description():
     description = consistency.describe_process({"a": {"b": 1, "c": {}}, "d": None}, 4)
     assert description["config"] == {"a.b": 1, "a.c": {}, "d": None}
-    assert "jaxdl/cluster/consistency.py" in description["files"]
+    assert "jaxdl/parallel/cluster/consistency.py" in description["files"]
     assert description["versions"]["numpy"] == __import__("numpy").__version__
     assert description["devices"] == 4
 

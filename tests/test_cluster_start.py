@@ -15,12 +15,12 @@ from jax.experimental import multihost_utils
 from runs import finish, has_step, tiny_experiment, wait_for, write_config
 from test_processes import start_pair
 
-from jaxdl.cluster import address, start, start_devices
-from jaxdl.cluster.meeting import Meeting
-from jaxdl.cluster.missing import missing_message
-from jaxdl.command import parse_command
-from jaxdl.config import ConfigError
-from jaxdl.mesh import MeshConfig
+from jaxdl.core.config import ConfigError
+from jaxdl.parallel.cluster import address, start, start_devices
+from jaxdl.parallel.cluster.meeting import Meeting
+from jaxdl.parallel.cluster.missing import missing_message
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.command import parse_command
 
 EXPERIMENT = tiny_experiment(
     steps=100_000,
@@ -48,8 +48,8 @@ def test_start_devices_after_jax_has_started_on_others():
 def test_start_devices_in_a_fresh_process():
     """Even if the environment asks for other devices."""
     code = """
-from jaxdl.cluster import start_devices
-from jaxdl.mesh import MeshConfig
+from jaxdl.parallel.cluster import start_devices
+from jaxdl.parallel.mesh import MeshConfig
 start_devices(MeshConfig(cpu_devices=3))
 import jax
 print(jax.default_backend(), jax.device_count())
@@ -69,9 +69,9 @@ def test_several_processes_need_numbers(monkeypatch):
 @pytest.mark.parametrize("given", ["JAX_COORDINATOR_ADDRESS=localhost:1", "JAXDL_DISTRIBUTED=1"])
 def test_several_processes_that_are_not_described(given):
     code = """
-from jaxdl.config import ConfigError
-from jaxdl.cluster import start_devices
-from jaxdl.mesh import MeshConfig
+from jaxdl.core.config import ConfigError
+from jaxdl.parallel.cluster import start_devices
+from jaxdl.parallel.mesh import MeshConfig
 try:
     start_devices(MeshConfig())
 except ConfigError as error:

@@ -8,11 +8,11 @@ from mistakes import refusal
 from rights import without_rights
 
 import jaxdl
-from jaxdl.compare import config_differences, plot_runs, read_curves, short_names
-from jaxdl.compare.__main__ import main
-from jaxdl.compare.curves import metrics_of
-from jaxdl.files import CONFIG_FILE, EXAMPLES_FILE, METRICS_FILE
-from jaxdl.status import Record, State, utc_now, write_record
+from jaxdl.core.files import CONFIG_FILE, EXAMPLES_FILE, METRICS_FILE
+from jaxdl.report.compare import config_differences, plot_runs, read_curves, short_names
+from jaxdl.report.compare.__main__ import main
+from jaxdl.report.compare.curves import metrics_of
+from jaxdl.report.status import Record, State, utc_now, write_record
 
 EXAMPLES, BATCH = 200, 20
 

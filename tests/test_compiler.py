@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import pytest
 from runs import tiny_experiment
 
-from jaxdl.compiler import CompilerConfig, compiled
-from jaxdl.compiler.options import ASSUMED, INSIDE_REPLICAS
-from jaxdl.config import ConfigError
-from jaxdl.mesh import MeshConfig
-from jaxdl.run.build import make_plan
-from jaxdl.run.compile import compile_train_step
+from jaxdl.core.config import ConfigError
+from jaxdl.parallel.compiler import CompilerConfig, compiled
+from jaxdl.parallel.compiler.options import ASSUMED, INSIDE_REPLICAS
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.run.compile import compile_train_step
+from jaxdl.training.run.plan.build import make_plan
 
 AXES = {"replica": 2, "fsdp": 4}
 

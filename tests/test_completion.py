@@ -7,14 +7,14 @@ import pytest
 from mistakes import refusal
 
 from jaxdl.__main__ import COMMANDS, main
-from jaxdl.experiment import Experiment
-from jaxdl.kinds import choices
+from jaxdl.core.kinds import choices
+from jaxdl.training.experiment import Experiment
 
 
 @pytest.fixture(scope="module")
 def script():
     """The text of the script."""
-    from jaxdl.completion import script
+    from jaxdl.training.completion import script
 
     return script(["bash"], list(COMMANDS))
 

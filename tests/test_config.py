@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 import jaxdl
-from jaxdl.command import parse_command
-from jaxdl.config import Config
+from jaxdl.core.config import Config
+from jaxdl.core.kinds import choices
+from jaxdl.core.modules import load_file
 from jaxdl.data import MovieLens, Pairs, SyntheticImages, SyntheticText
-from jaxdl.experiment import Experiment, as_experiment
-from jaxdl.kinds import choices
-from jaxdl.mesh import MeshConfig
 from jaxdl.models import DLRM, EncoderDecoder, ResNet, Transformer
-from jaxdl.modules import load_file
 from jaxdl.optim import LARS, SGD, Polynomial
-from jaxdl.precision import Float16
-from jaxdl.sharding import ShardingConfig
-from jaxdl.tasks import Binary, LanguageModelling, Translation
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.parallel.precision import Float16
+from jaxdl.parallel.sharding import ShardingConfig
 from jaxdl.train import main
+from jaxdl.training.command import parse_command
+from jaxdl.training.experiment import Experiment, as_experiment
+from jaxdl.training.tasks import Binary, LanguageModelling, Translation
 
 ROOT = Path(__file__).parent.parent
 DIGITS = str(ROOT / "configs" / "digits.py")

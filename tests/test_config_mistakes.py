@@ -9,20 +9,20 @@ import pytest
 from test_config import DIGITS, ROOT, TEXT, images, text
 
 import jaxdl
-from jaxdl import fields, startup
-from jaxdl.bench import step
-from jaxdl.config import ConfigError
+from jaxdl.core import fields, startup
+from jaxdl.core.config import ConfigError
+from jaxdl.core.kinds import choices
+from jaxdl.core.options import _flag, _options, parse
 from jaxdl.data import Digits
-from jaxdl.experiment import Experiment
-from jaxdl.generate.__main__ import main as generate
-from jaxdl.kinds import choices
-from jaxdl.mesh import MeshConfig
+from jaxdl.inference.generate.__main__ import main as generate
 from jaxdl.optim import Cosine
-from jaxdl.options import _flag, _options, parse
-from jaxdl.run.build import make_plan
-from jaxdl.sharding import ShardingConfig
-from jaxdl.tasks import Classification
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.parallel.sharding import ShardingConfig
+from jaxdl.performance.bench import step
 from jaxdl.train import main
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.plan.build import make_plan
+from jaxdl.training.tasks import Classification
 
 # Mistakes on the command line: one message on stderr, exit code 2, nothing compiled
 
@@ -121,7 +121,7 @@ BROKEN_FILES = {
         ["line 4", "lerning_rate", "no such field"],
     ),
     "impossible value": (
-        "from jaxdl.experiment import Experiment\n\ndef config():\n    return Experiment(batch_size=-3, steps=1)\n",
+        "from jaxdl import Experiment\n\ndef config():\n    return Experiment(batch_size=-3, steps=1)\n",
         ["line 4", "batch_size", "-3"],
     ),
     "own message": (
@@ -220,8 +220,8 @@ def test_ctrl_c_is_one_line_and_exit_code_130(capsys, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxdl.command.print_plan", interrupted)
-    monkeypatch.setattr("jaxdl.runs.begin_command", interrupted)
+    monkeypatch.setattr("jaxdl.training.command.print_plan", interrupted)
+    monkeypatch.setattr("jaxdl.core.runs.begin_command", interrupted)
     for end in (lambda: main(["--config", DIGITS, "--explain"]), lambda: generate(["--workdir", "anywhere"])):
         with pytest.raises(SystemExit) as exit:
             end()
@@ -284,7 +284,7 @@ def test_a_plan_that_cannot_be_run_is_refused_before_anything_is_compiled(make, 
 
 
 def test_configs_are_frozen():
-    with pytest.raises(ConfigError, match="frozen"), jaxdl.config.one_message():
+    with pytest.raises(ConfigError, match="frozen"), jaxdl.core.config.one_message():
         Classification().label_smoothing = 0.3
 
 

@@ -13,12 +13,12 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import jaxdl
-from jaxdl.convert import from_hf
-from jaxdl.convert.__main__ import main
-from jaxdl.convert.checkpoint import Checkpoint
-from jaxdl.convert.layouts import layout_for, layout_of
-from jaxdl.lease import Lease
+from jaxdl.inference.convert import from_hf
+from jaxdl.inference.convert.__main__ import main
+from jaxdl.inference.convert.checkpoint import Checkpoint
+from jaxdl.inference.convert.layouts import layout_for, layout_of
 from jaxdl.models import RopeScaling, Transformer
+from jaxdl.parallel.lease import Lease
 
 WORDS = {"type": "WordLevel", "vocab": {"<eos>": 0, **{f"w{n}": n for n in range(1, 30)}}, "unk_token": "<eos>"}
 TOKENIZER = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": WORDS}

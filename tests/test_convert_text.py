@@ -11,12 +11,12 @@ from mistakes import refusal
 from test_convert import write_checkpoint
 
 import jaxdl
-from jaxdl.convert.__main__ import main
-from jaxdl.convert.byte_bpe import gpt2_tokenizer
 from jaxdl.data import Converted, TextFiles
-from jaxdl.experiment import load_experiment
-from jaxdl.generate.__main__ import main as generate
-from jaxdl.score.__main__ import main as score
+from jaxdl.inference.convert.__main__ import main
+from jaxdl.inference.convert.byte_bpe import gpt2_tokenizer
+from jaxdl.inference.generate.__main__ import main as generate
+from jaxdl.inference.score.__main__ import main as score
+from jaxdl.training.experiment import load_experiment
 
 
 @pytest.mark.parametrize("added", [False, True])

@@ -8,12 +8,12 @@ from hf_cases import CONFIGS, TOKENS
 from test_convert import write_checkpoint
 
 import jaxdl
-from jaxdl.convert.__main__ import main
 from jaxdl.data import TextFiles
-from jaxdl.experiment import Experiment
+from jaxdl.inference.convert.__main__ import main
 from jaxdl.models import Transformer
 from jaxdl.optim import AdamW
-from jaxdl.tasks import LanguageModelling
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.tasks import LanguageModelling
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

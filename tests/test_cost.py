@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxdl.bench import exchange as bench
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.exchange import (
     Dense,
     GradientLayout,
@@ -35,7 +34,8 @@ from jaxdl.exchange.cost import (
     predict,
 )
 from jaxdl.exchange.probe import fit_link, probe
-from jaxdl.mesh import Axis, MeshConfig, make_mesh
+from jaxdl.parallel.mesh import Axis, MeshConfig, make_mesh
+from jaxdl.performance.bench import exchange as bench
 
 RESNET50 = 25_600_000
 REPLICA = Axis.REPLICA.value

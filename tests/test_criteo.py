@@ -15,9 +15,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from jaxdl.config import ConfigError
-from jaxdl.data import Criteo, copies, criteo
-from jaxdl.data.criteo import hash_of
+from jaxdl.core.config import ConfigError
+from jaxdl.data import Criteo, copies
+from jaxdl.data.tables import criteo
+from jaxdl.data.tables.criteo import hash_of
 from jaxdl.data.text_files import Table
 
 NUM_EXAMPLES = 40

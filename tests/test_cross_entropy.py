@@ -10,17 +10,17 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, PartitionSpec
 from runs import tiny_experiment
 
-from jaxdl.collectives.cross_entropy import TokenLoss
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import SyntheticText
-from jaxdl.evaluation import make_eval_step
-from jaxdl.mesh import batch_sharding
 from jaxdl.models import FromFunctions, Transformer, logits
 from jaxdl.optim import SGD
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.compile import compile_train_step
-from jaxdl.step import make_train_step
-from jaxdl.tasks import LanguageModelling
+from jaxdl.parallel.collectives.cross_entropy import TokenLoss
+from jaxdl.parallel.mesh import batch_sharding
+from jaxdl.training.evaluation import make_eval_step
+from jaxdl.training.run.compile import compile_train_step
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.step import make_train_step
+from jaxdl.training.tasks import LanguageModelling
 
 BATCH, LENGTH, EMBED, VOCAB = 8, 11, 16, 24
 Z_LOSS, FACTOR = 0.01, 3.0

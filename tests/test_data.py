@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import Digits, ImageSpec, SyntheticImages, SyntheticText, TextFiles, TextSpec, standard_library_files
 from jaxdl.data.digits import stratified_split
 from jaxdl.data.source import channel_statistics
-from jaxdl.data.text import find_files
+from jaxdl.data.text.token_windows import find_files
 
 CONFIGS = [
     Digits(),

@@ -22,10 +22,10 @@ from reproduce_dawnbench import CONFIG, fitted, main  # noqa: E402
 from reproduce_dawnbench import _first_start as first_start  # noqa: E402
 
 import jaxdl  # noqa: E402
-from jaxdl.config import ConfigError  # noqa: E402
+from jaxdl.core.config import ConfigError  # noqa: E402
 from jaxdl.exchange import PowerSGD, TopK  # noqa: E402
-from jaxdl.run.build import make_plan  # noqa: E402
-from jaxdl.run.validate import check_batches, check_norms  # noqa: E402
+from jaxdl.training.run.plan.build import make_plan  # noqa: E402
+from jaxdl.training.run.plan.validate import check_batches, check_norms  # noqa: E402
 
 RECORD = {
     "version": "v1.0",

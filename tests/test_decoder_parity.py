@@ -9,11 +9,11 @@ from runs import MESHES, ONE_DEVICE
 from test_parity import losses_and_params
 
 from jaxdl.data import Source, Splits, SyntheticText
-from jaxdl.experiment import Experiment
 from jaxdl.models import Transformer
 from jaxdl.models.rotary import RopeScaling
 from jaxdl.optim import AdamW, Constant
-from jaxdl.tasks import LanguageModelling
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.tasks import LanguageModelling
 
 NUM_STEPS = 10
 

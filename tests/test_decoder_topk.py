@@ -11,11 +11,11 @@ from test_parity import losses_and_params
 
 from jaxdl.data import TrainLoader
 from jaxdl.exchange import TopK, by_name
-from jaxdl.mesh import MeshConfig, batch_sharding, make_mesh
 from jaxdl.optim import SGD
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.exchanged import exchanged_gradients
-from jaxdl.step import make_update
+from jaxdl.parallel.mesh import MeshConfig, batch_sharding, make_mesh
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.run.plan.exchange import exchanged_gradients
+from jaxdl.training.step import make_update
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from test_models import random_weights, run
 from test_transformer import VOCAB, numpy_rms, tokens_of, unstacked
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.models import Network, Transformer
 from jaxdl.models.rotary import RopeScaling
 

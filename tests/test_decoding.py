@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdl.decoding.loop import Rows, row_keys, write_on
-from jaxdl.decoding.sampling import kept_logits, sample
+from jaxdl.inference.decoding.loop import Rows, row_keys, write_on
+from jaxdl.inference.decoding.sampling import kept_logits, sample
 
 ODDS = np.array([[0.05, 0.4, 0.25, 0.2, 0.1], [0.3, 0.1, 0.2, 0.15, 0.25]])
 

@@ -12,18 +12,18 @@ from exchange_cases import EXCHANGES, NAMED_SHAPES, PLACES, Run, run_of
 from runs import assert_bit_equal, rows, tiny_experiment
 
 import jaxdl
-from jaxdl.bench.wire import sent_bytes
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.files import step_dir
 from jaxdl.data import SyntheticText, TrainLoader
 from jaxdl.exchange import Auto, Dense, TopK, by_name
-from jaxdl.files import step_dir
-from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Transformer
 from jaxdl.optim import SGD, Constant
-from jaxdl.precision import Float16
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.compile import compile_train_step
-from jaxdl.tasks import LanguageModelling
+from jaxdl.parallel.compiler.wire_bytes import sent_bytes
+from jaxdl.parallel.mesh import MeshConfig, batch_sharding
+from jaxdl.parallel.precision import Float16
+from jaxdl.training.run.compile import compile_train_step
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.tasks import LanguageModelling
 
 PLACE = "replica 4 x fsdp 2"
 CASES = ("dense", "topk block", "quantized 8", "powersgd")

@@ -14,8 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from runs import tiny_experiment
 
-from jaxdl.bench.wire import sent_bytes
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.exchange import (
     Auto,
     DeMo,
@@ -30,10 +29,11 @@ from jaxdl.exchange import (
 from jaxdl.exchange.auto import recommend
 from jaxdl.exchange.cost import NOMINAL_SPEEDS, Gradients, Link, Machine
 from jaxdl.exchange.demo import cosines, cut, joined, num_chunks
-from jaxdl.mesh import MeshConfig
 from jaxdl.optim import Rates, SignSGD
-from jaxdl.planner.h100 import h100_mesh
-from jaxdl.run.build import make_plan
+from jaxdl.parallel.compiler.wire_bytes import sent_bytes
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.performance.planner.h100 import h100_mesh
+from jaxdl.training.run.plan.build import make_plan
 
 
 @pytest.mark.parametrize("side", [2, 7, 64])

@@ -13,10 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mistakes import refusal
 from test_embedding import NUM_IDS, TABLES, mesh_of, whole
 
-from jaxdl.checkpoint import CheckpointConfig, Checkpoints, NoneLeft, differential
-from jaxdl.checkpoint.fingerprint import row_fingerprints
-from jaxdl.checkpoint.manager import HALF
-from jaxdl.embedding import (
+from jaxdl.core.files import step_folder
+from jaxdl.parallel.embedding import (
     ColumnWise,
     DataParallel,
     EmbeddingConfig,
@@ -27,8 +25,10 @@ from jaxdl.embedding import (
     Tables,
     TableWise,
 )
-from jaxdl.files import step_folder
-from jaxdl.state import TrainState
+from jaxdl.training.checkpoint import CheckpointConfig, Checkpoints, NoneLeft, differential
+from jaxdl.training.checkpoint.fingerprint import row_fingerprints
+from jaxdl.training.checkpoint.manager import HALF
+from jaxdl.training.state import TrainState
 
 LARGE = (0, 5, 50, 100)
 """The ids of one table whose rows change with every step; the last step changes one of them and a row of another."""

@@ -16,12 +16,12 @@ from orbax.checkpoint.utils import checkpoint_steps
 from runs import assert_bit_equal, nothing_is_written, rows, saved_state, tiny_experiment
 
 import jaxdl
-from jaxdl.checkpoint import Checkpoints
-from jaxdl.checkpoint.disk import disk_reason
-from jaxdl.files import CHECKPOINTS_FOLDER, METRICS_FILE, step_dir, step_folder
-from jaxdl.mesh import MeshConfig
+from jaxdl.core.files import CHECKPOINTS_FOLDER, METRICS_FILE, step_dir, step_folder
+from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.report import Event, History
-from jaxdl.run.build import make_initial_state, make_plan
+from jaxdl.training.checkpoint import Checkpoints
+from jaxdl.training.checkpoint.disk import disk_reason
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
 
 EXPERIMENT = tiny_experiment(mesh=MeshConfig(), checkpoint={"every_steps": 2, "keep": 1, "keep_best": 0}, steps=8)
 EXPERIMENT = EXPERIMENT.replaced({"evaluation.every_steps": 8, "report.every_steps": 2, "report.curves": True})

@@ -30,22 +30,22 @@ from runs import ROOT, rows
 
 import jaxdl
 import jaxdl.train
-from jaxdl import files
 from jaxdl.__main__ import main as commands_of_jaxdl
-from jaxdl.bench.__main__ import BENCHES
-from jaxdl.bench.__main__ import main as bench
-from jaxdl.checkpoint.items import ITEMS
-from jaxdl.cluster.exits import BROKEN, DIVERGED, HALTED, MISTAKE
-from jaxdl.command import parse_command
-from jaxdl.config import Config
+from jaxdl.core import files
+from jaxdl.core.config import Config
+from jaxdl.core.kinds import choices, forgotten, kinds
 from jaxdl.data import Data
-from jaxdl.experiment import Experiment
-from jaxdl.kinds import choices, forgotten, kinds
-from jaxdl.launch import __main__ as launch
-from jaxdl.launch import asynchronous
-from jaxdl.launch.learners import numbered
-from jaxdl.report.directions import HIGHER, LOWER
-from jaxdl.search import command as searching
+from jaxdl.parallel.cluster.exits import BROKEN, DIVERGED, HALTED, MISTAKE
+from jaxdl.performance.bench.__main__ import BENCHES
+from jaxdl.performance.bench.__main__ import main as bench
+from jaxdl.platform.launch import __main__ as launch
+from jaxdl.platform.launch import asynchronous
+from jaxdl.platform.launch.learners import numbered
+from jaxdl.platform.search import command as searching
+from jaxdl.report.better_direction import HIGHER, LOWER
+from jaxdl.training.checkpoint.items import ITEMS
+from jaxdl.training.command import parse_command
+from jaxdl.training.experiment import Experiment
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import docs_site
@@ -224,9 +224,9 @@ def test_names_of_the_api_exist():
 def test_the_config_reference_has_every_config_class_and_field():
     # The options of a program of its own; its --help has them.
     programs = (
-        "jaxdl.asynchrony.", "jaxdl.bench", "jaxdl.evaluate.", "jaxdl.export.", "jaxdl.launch", "jaxdl.search",
-        "jaxdl.trained", "jaxdl.translate.",
-        "jaxdl.spark.",  # It needs pyspark, and has no configs.
+        "jaxdl.parallel.asynchrony.", "jaxdl.inference.evaluate.", "jaxdl.inference.export.", "jaxdl.inference.trained",
+        "jaxdl.inference.translate.", "jaxdl.performance.bench", "jaxdl.platform.launch", "jaxdl.platform.search",
+        "jaxdl.platform.spark.",  # It needs pyspark, and has no configs.
     )  # fmt: skip
     for one in pkgutil.walk_packages(jaxdl.__path__, "jaxdl."):
         if not one.name.endswith("__main__") and not one.name.startswith(programs):
@@ -253,22 +253,23 @@ def test_the_config_reference_has_every_config_class_and_field():
 
 
 ELSEWHERE = {
-    "train/perplexity": "tasks/language.py", "train/bits_per_byte": "tasks/language.py",
-    "eval/perplexity": "tasks/language.py", "eval/bits_per_byte": "tasks/language.py",
-    "train/empty_steps": "report/seen.py",
-    "train/momentum": "step/update.py", "train/loss_scale": "step/update.py", "train/skipped_steps": "step/update.py",
-    "train/agreement/loss": "report/fetching.py", "train/agreement/distance": "rounds/merge.py",
-    "train/agreement/bad_replicas": "rounds/merge.py", "train/agreement/staleness": "step/program.py",
-    "eval/replicas/loss": "run/evaluation.py",
-    "tokens_per_sec": "tasks/language.py", "tokens_seen": "report/seen.py",
-    "eval/loss/NAME": "run/inference.py", "eval/bits_per_byte/NAME": "tasks/language.py",
-    "train/normalized_entropy": "tasks/binary.py", "train/calibration": "tasks/binary.py",
-    "eval/normalized_entropy": "tasks/binary.py", "eval/calibration": "tasks/binary.py",
-    "eval/auc": "tasks/binary.py", "eval/auc_error": "tasks/binary.py",
-    "epochs/NAME": "data/mixture.py", "tokens/NAME": "data/mixture.py",
-    "train/agreement/merges": "run/learning.py", "train/agreement/wait_sec": "run/learning.py",
-    "input/hits/TIER": "report/inputs.py", "input/per_sec/STAGE": "report/inputs.py",
-    "checkpoint/table_bytes": "run/saver.py", "checkpoint/table_bytes_whole": "run/saver.py",
+    "train/perplexity": "training/tasks/language.py", "train/bits_per_byte": "training/tasks/language.py",
+    "eval/perplexity": "training/tasks/language.py", "eval/bits_per_byte": "training/tasks/language.py",
+    "train/empty_steps": "report/consumed.py", "train/momentum": "training/step/update.py",
+    "train/loss_scale": "training/step/update.py", "train/skipped_steps": "training/step/update.py",
+    "train/agreement/loss": "report/fetching.py", "train/agreement/distance": "training/rounds/merge.py",
+    "train/agreement/bad_replicas": "training/rounds/merge.py",
+    "train/agreement/staleness": "training/step/program.py", "eval/replicas/loss": "training/run/evaluation.py",
+    "tokens_per_sec": "training/tasks/language.py", "tokens_seen": "report/consumed.py",
+    "eval/loss/NAME": "training/run/inference.py", "eval/bits_per_byte/NAME": "training/tasks/language.py",
+    "train/normalized_entropy": "training/tasks/binary.py", "train/calibration": "training/tasks/binary.py",
+    "eval/normalized_entropy": "training/tasks/binary.py", "eval/calibration": "training/tasks/binary.py",
+    "eval/auc": "training/tasks/binary.py", "eval/auc_error": "training/tasks/binary.py",
+    "epochs/NAME": "data/text/mixture.py", "tokens/NAME": "data/text/mixture.py",
+    "train/agreement/merges": "training/run/learners/learning.py",
+    "train/agreement/wait_sec": "training/run/learners/learning.py", "input/hits/TIER": "report/inputs.py",
+    "input/per_sec/STAGE": "report/inputs.py", "checkpoint/table_bytes": "training/run/saver.py",
+    "checkpoint/table_bytes_whole": "training/run/saver.py",
 }  # fmt: skip
 """Metrics that a small run on digits does not write -> where they are made."""
 

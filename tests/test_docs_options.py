@@ -12,12 +12,12 @@ from runs import ROOT
 from test_docs import PAGES
 
 import jaxdl
-from jaxdl.config import Config, several_of
-from jaxdl.experiment import Experiment
-from jaxdl.kinds import choices
-from jaxdl.launch import asynchronous
-from jaxdl.options import parse
-from jaxdl.search.config import SearchConfig
+from jaxdl.core.config import Config, several_of
+from jaxdl.core.kinds import choices
+from jaxdl.core.options import parse
+from jaxdl.platform.launch import asynchronous
+from jaxdl.platform.search.config import SearchConfig
+from jaxdl.training.experiment import Experiment
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import docs_site

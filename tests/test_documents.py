@@ -12,12 +12,12 @@ import time
 import numpy as np
 import pytest
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import Codec, Documents
 from jaxdl.data.__main__ import main
-from jaxdl.data.documents import EVERY_FILE, Reading, document_texts, find_documents, format_of, read_documents
-from jaxdl.data.shards import Plan, TokenStore
-from jaxdl.data.tokenizing import prepared
+from jaxdl.data.text.documents import EVERY_FILE, Reading, document_texts, find_documents, format_of, read_documents
+from jaxdl.data.text.shards import Plan, TokenStore
+from jaxdl.data.text.tokenizing import prepared
 
 TEXTS = ["one", "", "zwei — 𝄞", "three\twith tab", "a longer document, " * 9, "é"]
 
@@ -150,7 +150,7 @@ def test_nulls_are_left_out_and_counted(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
 def test_a_large_plain_file_is_not_one_document(tmp_path, name, monkeypatch):
-    monkeypatch.setattr("jaxdl.data.documents.LARGEST_DOCUMENT", 1000)
+    monkeypatch.setattr("jaxdl.data.text.documents.LARGEST_DOCUMENT", 1000)
     content = b"x\n" * 501
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     with pytest.raises(ConfigError, match=rf"{name}: .*of plain text would be one document.* set document to line"):
@@ -160,7 +160,7 @@ def test_a_large_plain_file_is_not_one_document(tmp_path, name, monkeypatch):
 
 def test_a_store_of_many_shards_reads_as_one(tmp_path, monkeypatch):
     """Against the tokens of each document in a list; the shards are more than may be open."""
-    monkeypatch.setattr("jaxdl.data.shards._PIECE_BYTES", 1)
+    monkeypatch.setattr("jaxdl.data.text.shards._PIECE_BYTES", 1)
     for number in range(300):
         (tmp_path / f"{number:03}.txt").write_text(f"{number} " * (number % 7 + 1))
     plan = Plan(document_texts([[str(tmp_path)]], EVERY_FILE, Reading())[0], None, str(tmp_path / "shards"))
@@ -252,7 +252,7 @@ from jaxdl.data import Documents
 
 def config():
     from jaxdl.models import Transformer
-    from jaxdl.tasks import LanguageModelling
+    from jaxdl.training.tasks import LanguageModelling
     data = Documents(paths=({path!r},), document="line", tokenizer={tokenizer!r})
     return Experiment(data=data, model=Transformer(), task=LanguageModelling(), epochs=1)
 """

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdl.config import ConfigError
-from jaxdl.data.tabular import Feature, counted_ids
-from jaxdl.embedding import (
+from jaxdl.core.config import ConfigError
+from jaxdl.core.kinds import kinds
+from jaxdl.data.tables.tabular import Feature, counted_ids
+from jaxdl.parallel.embedding import (
     ColumnWise,
     DataParallel,
     EmbeddingConfig,
@@ -29,8 +30,7 @@ from jaxdl.embedding import (
     TableWise,
     sorting,
 )
-from jaxdl.embedding.jagged import fitting, packed
-from jaxdl.kinds import kinds
+from jaxdl.parallel.embedding.jagged import fitting, packed
 
 TABLES = (
     Table(name="shared", rows=50, columns=8, features=("one", "three")),

@@ -10,8 +10,8 @@ import pytest
 from chaos import why_no_hosts
 from runs import ROOT, saved_state, tiny_experiment, write_config
 
-from jaxdl.mesh import MeshConfig
 from jaxdl.optim import SGD
+from jaxdl.parallel.mesh import MeshConfig
 
 EXPERIMENT = tiny_experiment(
     optimizer=SGD(learning_rate=0.05, momentum=0.9),

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from jaxdl.cluster import exits
-from jaxdl.cluster.agree import of_first_process
-from jaxdl.errors import ConfigError, _of_machine, as_typed, command_line
+from jaxdl.core.errors import ConfigError, _of_machine, as_typed, command_line
+from jaxdl.parallel.cluster import exits
+from jaxdl.parallel.cluster.agree import of_first_process
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_help_that_nobody_reads_ends_without_a_word(buffered):
 def test_a_stream_that_is_closed_ends_no_program(tmp_path, closed):
     """And no file that is opened later gets what is printed."""
     program = (
-        "import os, sys; from jaxdl.errors import command_line\n"
+        "import os, sys; from jaxdl.core.errors import command_line\n"
         "with command_line():\n"
         f"    file = open({str(tmp_path / 'kept')!r}, 'w')\n"
         "    print('a'); print('b', file=sys.stderr); os.write(1, b'c'); os.write(2, b'd'); sys.stdout.flush()\n"
@@ -74,7 +74,7 @@ def test_a_stream_that_is_closed_ends_no_program(tmp_path, closed):
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_letters_that_stdout_lacks_are_escaped(encoding):
-    program = "from jaxdl.errors import command_line\nwith command_line(): print('l\\xe4ufe/\\u65e5 \\udcff')"
+    program = "from jaxdl.core.errors import command_line\nwith command_line(): print('l\\xe4ufe/\\u65e5 \\udcff')"
     environment = os.environ | {"PYTHONIOENCODING": encoding}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment, check=False)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -10,7 +10,7 @@ from runs import rows
 
 import jaxdl
 from jaxdl.data import SyntheticImages
-from jaxdl.evaluate.__main__ import main
+from jaxdl.inference.evaluate.__main__ import main
 
 
 @pytest.fixture

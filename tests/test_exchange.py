@@ -14,17 +14,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from runs import assert_bit_equal, tiny_experiment
 
-from jaxdl.bench.scheme import operations
-from jaxdl.checkpoint import Checkpoints
 from jaxdl.data import SyntheticText
 from jaxdl.exchange import Dense, PowerSGD, Quantized, Sign, TopK, by_name
-from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Transformer
 from jaxdl.optim import SGD, Constant
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.state import make_state_spec
-from jaxdl.step import make_train_step
-from jaxdl.tasks import LanguageModelling
+from jaxdl.parallel.mesh import MeshConfig, batch_sharding
+from jaxdl.performance.bench.scheme import operations
+from jaxdl.training.checkpoint import Checkpoints
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.state import make_state_spec
+from jaxdl.training.step import make_train_step
+from jaxdl.training.tasks import LanguageModelling
 
 EXPERIMENT = tiny_experiment(
     data=SyntheticText(vocab_size=16, length=8, num_train=64, num_test=16),

@@ -11,8 +11,6 @@ from exchange_cases import FAST_COMPILE, run_of
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxdl.bench.wire import collectives, lower, sent_bytes
-from jaxdl.collectives.halves import all_reduce_sent_bytes, half_all_reduce
 from jaxdl.exchange import (
     Dense,
     GradientLayout,
@@ -25,6 +23,8 @@ from jaxdl.exchange import (
     state_specs,
 )
 from jaxdl.exchange.powersgd import matrix_shape
+from jaxdl.parallel.collectives.halves import all_reduce_sent_bytes, half_all_reduce
+from jaxdl.parallel.compiler.wire_bytes import collectives, lower, sent_bytes
 
 FEEDBACK = [
     TopK(density=0.05, method="exact", min_elements=0),

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from runs import tiny_experiment
 
-from jaxdl.bench.schedule import ScheduleBench, exchanges
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.kinds import forgotten
 from jaxdl.exchange import Compressed, Dense, Gradients, Link, Machine, TopK, kinds, predict
 from jaxdl.exchange.auto import recommend
 from jaxdl.exchange.cost import Cost
-from jaxdl.kinds import forgotten
-from jaxdl.mesh import Axis
+from jaxdl.parallel.mesh import Axis
+from jaxdl.performance.bench.schedule import ScheduleBench, exchanges
 
 GRADIENTS = Gradients({"kernel": (1000, 1000), "bias": (1000,)}, 8)
 MACHINE = Machine({Axis.REPLICA.value: Link(1e-5, 1e8)})
@@ -65,8 +65,8 @@ def test_an_exchange_that_costs_nothing_is_no_division_by_zero():
 
 
 OWN_KIND = """
-from jaxdl.bench.cluster_variants import VARIANTS
-from jaxdl.bench.exchange import exchanges, parse_command
+from jaxdl.performance.bench.cluster.cluster_variants import VARIANTS
+from jaxdl.performance.bench.exchange import exchanges, parse_command
 from jaxdl.exchange import Auto, TopK, kinds
 
 before = len(exchanges(parse_command([])))

@@ -11,14 +11,14 @@ from jax.sharding import PartitionSpec as P
 from runs import tiny_experiment
 
 import jaxdl
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.exchange import Auto, Dense, GradientLayout, PowerSGD, Quantized, TopK
-from jaxdl.mesh import MeshConfig, batch_sharding, make_mesh
 from jaxdl.optim import SGD
-from jaxdl.precision import Float16
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.compile import compile_train_step
-from jaxdl.run.workdir import read_choice
+from jaxdl.parallel.mesh import MeshConfig, batch_sharding, make_mesh
+from jaxdl.parallel.precision import Float16
+from jaxdl.training.run.compile import compile_train_step
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.run.workdir.workdir import read_choice
 
 REPLICAS = MeshConfig(replica=8, fsdp=1)
 GIVEN = Auto(bandwidth_gbps=1.0, latency_us=20.0)

@@ -10,14 +10,14 @@ import pytest
 from exchange_cases import COMMON, NAMED_SHAPES, ORDER, SHAPES, STACKED, Place, Run, is_shape
 from exchange_oracle import Oracle
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import SyntheticImages
 from jaxdl.exchange import Dense, PowerSGD, Quantized, Sign, TopK, backward_order, by_name, init_on_mesh
 from jaxdl.exchange.buckets import make_buckets
-from jaxdl.experiment import Experiment
 from jaxdl.models import ResNet
 from jaxdl.models.network import Network
 from jaxdl.optim import SGD
+from jaxdl.training.experiment import Experiment
 
 PLACE = Place(2, 2)
 

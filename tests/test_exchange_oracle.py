@@ -7,8 +7,8 @@ from demo_oracle import DemoOracle
 from exchange_cases import EXCHANGES, NAMED_SHAPES, ORDER, PLACES, STACKED, Place, Run, assert_same_everywhere, run_of
 from exchange_oracle import Oracle
 
-from jaxdl.bench.wire import sent_bytes
 from jaxdl.exchange import Dense, by_name
+from jaxdl.parallel.compiler.wire_bytes import sent_bytes
 
 EVERYWHERE = (
     "dense",

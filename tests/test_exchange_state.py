@@ -11,17 +11,17 @@ from jax.sharding import PartitionSpec as P
 from runs import assert_bit_equal, rows, tiny_experiment
 
 import jaxdl
-from jaxdl.checkpoint import Checkpoints
+from jaxdl.core.files import step_dir
 from jaxdl.data import SyntheticText, TrainLoader
 from jaxdl.exchange import DeMo, PowerSGD, Quantized, Sign, TopK, by_name, exchanged_on_mesh
-from jaxdl.files import step_dir
-from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Transformer
 from jaxdl.optim import SGD, Constant
-from jaxdl.run.build import make_exchange_state, make_initial_state, make_plan
-from jaxdl.run.compile import compile_train_step
-from jaxdl.sharding import spec_axes
-from jaxdl.tasks import LanguageModelling
+from jaxdl.parallel.mesh import MeshConfig, batch_sharding
+from jaxdl.parallel.sharding import spec_axes
+from jaxdl.training.checkpoint import Checkpoints
+from jaxdl.training.run.compile import compile_train_step
+from jaxdl.training.run.plan.build import make_exchange_state, make_initial_state, make_plan
+from jaxdl.training.tasks import LanguageModelling
 
 TOPK = TopK(
     density=0.1, method="block", min_elements=64, momentum_correction=0.9, dense_warmup_steps=1, density_warmup_steps=4

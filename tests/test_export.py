@@ -13,15 +13,15 @@ from safetensors import safe_open
 
 import jaxdl
 from jaxdl.data import Clicks, ImageSpec, Tabular, TextSpec
-from jaxdl.data.columns import NumbersSpec
 from jaxdl.data.spec import ArrayInfo, ArraySpec
-from jaxdl.data.tabular import Feature, TabularSpec
-from jaxdl.experiment import Experiment
-from jaxdl.export.__main__ import main
+from jaxdl.data.tables.columns import NumbersSpec
+from jaxdl.data.tables.tabular import Feature, TabularSpec
+from jaxdl.inference.export.__main__ import main
 from jaxdl.models import DLRM, Perceptron
 from jaxdl.optim import AdamW
-from jaxdl.step import StepConfig
-from jaxdl.tasks import Binary, Classification
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.step import StepConfig
+from jaxdl.training.tasks import Binary, Classification
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ import pytest
 from runs import ROOT, assert_bit_equal, rows
 
 import jaxdl
-from jaxdl import kinds
-from jaxdl.experiment import Experiment, load_experiment
+from jaxdl.core import kinds
 from jaxdl.report.tracking import Trackers
+from jaxdl.training.experiment import Experiment, load_experiment
 
 TEXTS = [(ROOT / "docs" / name).read_text() for name in ("extending.md", "howto/coming_from.md")]
 BLOCKS = [block for text in TEXTS for block in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.S)]

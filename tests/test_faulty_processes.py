@@ -13,8 +13,8 @@ from runs import finish, rows, tiny_experiment, write_config
 from test_processes import start_pair
 
 import jaxdl
-from jaxdl.lease.shared import appears
-from jaxdl.run.compile import shared_programs
+from jaxdl.parallel.lease.shared import appears
+from jaxdl.training.run.compile import shared_programs
 
 EXPERIMENT = tiny_experiment(
     mesh={"replica": 2, "fsdp": 1, "tensor": 1, "cpu_devices": 1},

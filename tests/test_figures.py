@@ -21,10 +21,11 @@ import large_batch
 import time_to_accuracy
 from dawnbench_entry import Epoch
 
-from jaxdl.bench import cluster_report, exchange_plot, schedule
-from jaxdl.bench import exchange as exchange_bench
-from jaxdl.bench.cluster_variants import VARIANTS
 from jaxdl.exchange.cost import NOMINAL_SPEEDS, Gradients, Link, Machine, predict
+from jaxdl.performance.bench import exchange as exchange_bench
+from jaxdl.performance.bench import exchange_plot, schedule
+from jaxdl.performance.bench.cluster import cluster_report
+from jaxdl.performance.bench.cluster.cluster_variants import VARIANTS
 from jaxdl.report import plot_history, style
 
 LONG = "topk,density=0.01,method=threshold,error_feedback=False,momentum_correction=0.9,delay_steps=1"

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdl.checkpoint import fingerprints
-from jaxdl.checkpoint.disk import disk_reason
-from jaxdl.checkpoint.fingerprint import Stale, row_fingerprints, tag_words, tagged, tagged_texts, text
+from jaxdl.training.checkpoint import fingerprints
+from jaxdl.training.checkpoint.disk import disk_reason
+from jaxdl.training.checkpoint.fingerprint import Stale, row_fingerprints, tag_words, tagged, tagged_texts, text
 
 RANDOM = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
 

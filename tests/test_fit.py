@@ -16,10 +16,10 @@ from runs import assert_bit_equal
 import jaxdl
 from jaxdl import Arrays, Experiment, FromModule, Loss
 from jaxdl.data import SyntheticImages
-from jaxdl.data.labels import class_numbers
-from jaxdl.mesh import MeshConfig
+from jaxdl.data.arrays.labels import class_numbers
 from jaxdl.optim import AdamW
-from jaxdl.run.fit import _data
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.run.fit import _data
 
 
 @pytest.fixture

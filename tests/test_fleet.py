@@ -5,12 +5,12 @@ import os
 
 import pytest
 
-from jaxdl.config import ConfigError
-from jaxdl.fleet.__main__ import main
-from jaxdl.fleet.engine import LOST, make_engine
-from jaxdl.fleet.journal import Journal
-from jaxdl.fleet.policy import Rules
-from jaxdl.fleet.simulate import (
+from jaxdl.core.config import ConfigError
+from jaxdl.platform.fleet.__main__ import main
+from jaxdl.platform.fleet.engine import LOST, make_engine
+from jaxdl.platform.fleet.journal import Journal
+from jaxdl.platform.fleet.policy import Rules
+from jaxdl.platform.fleet.simulate import (
     Costs,
     Job,
     elastic,
@@ -21,8 +21,8 @@ from jaxdl.fleet.simulate import (
     static,
     static_shared,
 )
-from jaxdl.fleet.speed import last_speed, last_step
-from jaxdl.fleet.store import Store
+from jaxdl.platform.fleet.speed import last_speed, last_step
+from jaxdl.platform.fleet.store import Store
 
 
 def test_a_journal_whose_last_line_was_not_written_whole_is_read(tmp_path):

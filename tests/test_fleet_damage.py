@@ -9,10 +9,10 @@ import sys
 import pytest
 from fleet_engine import fleet, states, submit
 
-from jaxdl.errors import ConfigError
-from jaxdl.fleet.__main__ import main
-from jaxdl.fleet.journal import Journal
-from jaxdl.fleet.store import Store
+from jaxdl.core.errors import ConfigError
+from jaxdl.platform.fleet.__main__ import main
+from jaxdl.platform.fleet.journal import Journal
+from jaxdl.platform.fleet.store import Store
 
 DAMAGE = [
     b"",

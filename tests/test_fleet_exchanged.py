@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from fleet_engine import SETTINGS, MadeUp
 
-from jaxdl.bench.cluster import default_experiment
-from jaxdl.errors import ConfigError
-from jaxdl.fleet.__main__ import main
-from jaxdl.fleet.exchanged import exchange_of, exchange_seconds
-from jaxdl.fleet.server import Server
-from jaxdl.fleet.speed import GUESSED, MEASURED, Exchange, estimates
-from jaxdl.fleet.store import Store
-from jaxdl.run.validate import read_splits
+from jaxdl.core.errors import ConfigError
+from jaxdl.performance.bench.cluster.cluster import default_experiment
+from jaxdl.platform.fleet.__main__ import main
+from jaxdl.platform.fleet.exchanged import exchange_of, exchange_seconds
+from jaxdl.platform.fleet.server import Server
+from jaxdl.platform.fleet.speed import GUESSED, MEASURED, Exchange, estimates
+from jaxdl.platform.fleet.store import Store
+from jaxdl.training.run.plan.validate import read_splits
 
 ROOT = Path(__file__).parent.parent
 DIGITS = str(ROOT / "configs/digits.py")
@@ -87,7 +87,7 @@ def test_devices_of_a_host_share_its_network():
 
 def test_no_device_is_started_for_it():
     program = (
-        "from jaxdl.fleet.exchanged import exchange_of\n"
+        "from jaxdl.platform.fleet.exchanged import exchange_of\n"
         f"assert exchange_of({TRAIN}, (2,), [8], '1gbit')[0].seconds[2] > 0\n"
         "from jax._src import xla_bridge\n"
         "print(xla_bridge.backends_are_initialized())"

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from test_fleet_policy import linear, runs_of
 
-from jaxdl.config import ConfigError
-from jaxdl.fleet.mixed import EACH_CHANGE, decide_mixed, dominant, fair_hosts, num_nodes, value
-from jaxdl.fleet.policy import Rules, Run, at_share, decide
-from jaxdl.fleet.resources import Room, parse_amounts, parse_nodes, totals
+from jaxdl.core.config import ConfigError
+from jaxdl.platform.fleet.policy import Rules, Run, at_share, decide
+from jaxdl.platform.fleet.resources import Room, parse_amounts, parse_nodes, totals
+from jaxdl.platform.fleet.shared_nodes_policy import EACH_CHANGE, decide_mixed, dominant, fair_hosts, num_nodes, value
 
 ENOUGH = 60.0  # Seconds, so that no limit strikes on a slow machine.
 

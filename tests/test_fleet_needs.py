@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 from fleet_engine import SETTINGS, Killed, MadeUp, dying_write, fleet, states, submit
 
-from jaxdl.errors import ConfigError
-from jaxdl.fleet.__main__ import main
-from jaxdl.fleet.engine import make_engine
-from jaxdl.fleet.journal import Journal
-from jaxdl.fleet.mixed import decide_mixed
-from jaxdl.fleet.server import Server
-from jaxdl.fleet.store import Store
+from jaxdl.core.errors import ConfigError
+from jaxdl.platform.fleet.__main__ import main
+from jaxdl.platform.fleet.engine import make_engine
+from jaxdl.platform.fleet.journal import Journal
+from jaxdl.platform.fleet.server import Server
+from jaxdl.platform.fleet.shared_nodes_policy import decide_mixed
+from jaxdl.platform.fleet.store import Store
 
 GPUS = {"gpus": 4.0, "cpus": 16.0}
 ONE, CPUS = {"gpus": 1.0, "cpus": 2.0}, {"cpus": 4.0}
@@ -84,7 +84,7 @@ def test_a_decision_that_was_cut_short_is_made_once_more(tmp_path, monkeypatch):
         limits.append(rules.solve_sec)
         return replace(decide_mixed(runs, nodes, rules), proven=False)
 
-    monkeypatch.setattr("jaxdl.fleet.server.decide_mixed", cut_short)
+    monkeypatch.setattr("jaxdl.platform.fleet.server.decide_mixed", cut_short)
     server = make()
     for _ in range(150):  # Each reads the clock several times, a second later each time.
         server.turn()

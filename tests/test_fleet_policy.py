@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from jaxdl.fleet.policy import Rules, Run, at_share, decide, fair_shares, fairness_loss
+from jaxdl.platform.fleet.policy import Rules, Run, at_share, decide, fair_shares, fairness_loss
 
 
 def linear(*sizes):

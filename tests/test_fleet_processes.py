@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from chaos import why_no_hosts
 
-from jaxdl.fleet.engine import LOST, make_engine
-from jaxdl.fleet.store import Store
+from jaxdl.platform.fleet.engine import LOST, make_engine
+from jaxdl.platform.fleet.store import Store
 
 # It makes 150 steps, each a line of a file; the first of its hosts makes them. SIGTERM ends it between two steps.
 WORKER = """
@@ -139,7 +139,7 @@ def test_a_command_whose_folder_is_gone_ends_with_a_code(tmp_path, monkeypatch):
 def test_a_detached_reaper_is_no_child_and_ends_what_a_killed_process_has_started(tmp_path):
     """As a worker of Ray ends, by SIGKILL for it and for its children, and not for theirs."""
     program = (
-        "import subprocess, sys, time; from jaxdl.launch.reaper import Reaper;"
+        "import subprocess, sys, time; from jaxdl.platform.launch.reaper import Reaper;"
         "reaper = Reaper(detached=True);"
         'run = \'import subprocess, time; print(subprocess.Popen(["sleep", "300"]).pid, flush=True); time.sleep(300)\';'
         "one = subprocess.Popen([sys.executable, '-c', run], start_new_session=True);"

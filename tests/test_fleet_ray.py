@@ -12,11 +12,11 @@ import pytest
 from runs import ROOT
 from test_fleet_processes import lines, running, wait_for
 
-from jaxdl.errors import ConfigError
-from jaxdl.fleet.policy import Rules
-from jaxdl.fleet.ray_engine import OnRay
-from jaxdl.fleet.server import Server, Settings
-from jaxdl.fleet.store import Store
+from jaxdl.core.errors import ConfigError
+from jaxdl.platform.fleet.policy import Rules
+from jaxdl.platform.fleet.ray_engine import OnRay
+from jaxdl.platform.fleet.server import Server, Settings
+from jaxdl.platform.fleet.store import Store
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'jaxdl[ray]'")
 

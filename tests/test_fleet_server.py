@@ -8,11 +8,11 @@ import shutil
 import pytest
 from fleet_engine import SETTINGS, Killed, MadeUp, dying_write, fleet, states, submit
 
-from jaxdl.config import ConfigError
-from jaxdl.fleet.__main__ import main
-from jaxdl.fleet.journal import Journal
-from jaxdl.fleet.server import Server, Settings
-from jaxdl.status import Reason, Record, State, read_row, utc_now, write_record
+from jaxdl.core.config import ConfigError
+from jaxdl.platform.fleet.__main__ import main
+from jaxdl.platform.fleet.journal import Journal
+from jaxdl.platform.fleet.server import Server, Settings
+from jaxdl.report.status import Reason, Record, State, read_row, utc_now, write_record
 
 
 def test_runs_share_nodes_grow_and_end(tmp_path):

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from fleet_engine import MadeUp, fleet, submit
 
-from jaxdl.fleet.__main__ import main
-from jaxdl.fleet.mixed import decide_mixed
-from jaxdl.fleet.policy import Rules, Run, decide
-from jaxdl.fleet.simulate import Costs, Job, static, static_shared
-from jaxdl.fleet.sizes import fitting, gpus_of_host
-from jaxdl.fleet.store import Store
-from jaxdl.status import Action, Reason, Record, State, read_record, utc_now, write_record
+from jaxdl.platform.fleet.__main__ import main
+from jaxdl.platform.fleet.policy import Rules, Run, decide
+from jaxdl.platform.fleet.shared_nodes_policy import decide_mixed
+from jaxdl.platform.fleet.simulate import Costs, Job, static, static_shared
+from jaxdl.platform.fleet.sizes import fitting, gpus_of_host
+from jaxdl.platform.fleet.store import Store
+from jaxdl.report.status import Action, Reason, Record, State, read_record, utc_now, write_record
 
 DIGITS = str(Path(__file__).parent.parent / "configs/digits.py")
 TRAIN = ["python", "-m", "jaxdl.train", "--config", DIGITS]
@@ -237,7 +237,7 @@ def test_a_run_that_is_cancelled_while_it_waits_is_halted(tmp_path):
     server, _, store, name, workdir = accepted(tmp_path)
     store.ask(name, "cancel")
     store.write_view(server.view())
-    from jaxdl.fleet.server import Server
+    from jaxdl.platform.fleet.server import Server
 
     Server(store, MadeUp(store, 1), server.settings, read_only=True).propose()
     assert read_record(workdir).state == State.QUEUED  # A dry run changes nothing.

@@ -1,11 +1,7 @@
 """The layout of the code: imports go down only, each kind of thing has one home, nothing grows too large."""
 
 import ast
-import itertools
-import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -14,58 +10,45 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 # From the ground up. A room may use the floors below its own; rooms on one floor do not know each other.
 FLOORS = [
-    {"errors", "files", "paths", "solver", "writing"},
-    {"fields", "runs", "user_code"},
-    {"startup"},
-    {"config", "modules", "overview", "patterns"},
-    {"kinds"},
-    {"reference"},
-    {"mesh", "option_values"},
-    {"options"},
-    {"cluster"},
-    {"sharding", "precision", "collectives", "guard", "compiler", "lease", "phases", "plans", "asynchrony", "trackers"},
-    {"embedding", "status", "classics"},
-    {"models", "optim", "exchange", "data", "decoding"},
-    {"report", "agreement"},
-    {"state", "tasks"},
-    {"step"},
-    {"checkpoint", "rounds"},
-    {"evaluation"},
-    {"experiment"},
-    {"run"},
-    {"predictor", "launch", "completion"},
-    {"trained", "planner", "fleet"},
-    {"generate", "translate", "score", "bench", "command", "evaluate", "export", "convert", "compare", "search"},
-    {"train", "testing", "spark"},
+    {"core"},
+    {"parallel"},
+    {"exchange", "models", "data", "optim"},
+    {"report"},
+    {"training"},
+    {"inference"},
+    {"platform"},
+    {"performance"},
+    {"train"},
     {"__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
-MENTION_SHARD_MAP = {"embedding", "step", "rounds", "exchange", "collectives"}
-TOUCH_THE_DISK = {
-    "writing", "lease", "status", "fleet", "run", "report", "checkpoint", "launch", "data", "export", "convert",
-    "trained", "compare", "search", "trackers", "spark",
-}  # fmt: skip
+MENTION_SHARD_MAP = (
+    "exchange", "parallel/collectives", "parallel/embedding", "training/rounds", "training/step",
+)  # fmt: skip
+TOUCH_THE_DISK = (
+    "core/writing.py", "data", "inference/convert", "inference/export", "inference/trained.py",
+    "parallel/lease",
+    "platform/fleet", "platform/launch", "platform/search", "platform/spark", "report", "training/checkpoint",
+    "training/run",
+)  # fmt: skip
 MEASURES_FILES = {
-    "bench/balance_thresholds.py", "bench/input.py", "bench/input_sides.py", "bench/roofline.py", "bench/startup.py",
-    "bench/tokenize.py", "bench/trace.py",
-}  # fmt: skip
-KEEPS_FILES = {"asynchrony/storage.py"}
-READ_FILES = {
-    "paths": "what a user gives is looked for",
-    "modules": "config files, and files that define kinds, are run",
-    "kinds": "a file that defines a kind may have moved",
-    "startup": "a config file is parsed before jax is imported",
-    "fields": "the options are read off the source before jax is imported",
-    "experiment": "load_experiment reads the config.json of a run",
-    "predictor": "restore reads a finished run",
-    "runs": "a workdir is looked at before jax is imported",
-    "cluster": "the hosts compare the hashes of jaxdl's own source files",
+    f"performance/bench/{name}.py"
+    for name in ("balance/balance_thresholds", "input", "input_sides", "roofline", "startup", "tokenize", "trace")
 }
-HEAVY = {
-    "tensorflow_datasets", "tensorflow", "sklearn", "tokenizers", "sentencepiece", "pyarrow", "datasets",
-    "tensorboardX", "PIL", "cv2", "simplejpeg", "fsspec", "mlflow", "wandb", "trackio", "optuna",
-}  # fmt: skip
+KEEPS_FILES = {"parallel/asynchrony/storage.py"}
+READ_FILES = {
+    "core/paths.py": "what a user gives is looked for",
+    "core/modules.py": "config files, and files that define kinds, are run",
+    "core/kinds.py": "a file that defines a kind may have moved",
+    "core/startup.py": "a config file is parsed before jax is imported",
+    "core/fields.py": "the options are read off the source before jax is imported",
+    "core/runs.py": "a workdir is looked at before jax is imported",
+    "training/experiment.py": "load_experiment reads the config.json of a run",
+    "inference/predictor.py": "restore reads a finished run",
+    "inference/generation.py": "tokenizers are loaded",
+    "parallel/cluster": "the hosts compare the hashes of jaxdl's own source files",
+}
 WRITING_CALLS = {
     "open", "write_text", "write_bytes", "mkdir", "makedirs", "unlink", "remove", "rename", "rmtree", "rmdir", "touch",
     "savefig", "dump", "save", "savez", "copyfile", "copytree", "symlink_to", "NamedTemporaryFile", "mkdtemp",
@@ -77,6 +60,11 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 def room(name):
     """The room of a module file: its folder in jaxdl, or the file itself. The package's face, __init__, has none."""
     return name.split("/")[0].removesuffix(".py")
+
+
+def lies_in(name, places):
+    """Whether a module file is one of the places, or inside of one: `parallel/cluster`, `core/paths.py`."""
+    return any(name == place or name.startswith(f"{place}/") for place in places)
 
 
 def imported_rooms(tree):
@@ -126,31 +114,61 @@ def test_imports_go_down_only():
 
 def test_the_check_of_imports_sees_all_forms():
     source = """
-import jaxdl.step
+import jaxdl.training.step
 from jaxdl.data.loader import TrainLoader
-from jaxdl import sharding
+from jaxdl.parallel import sharding
 def late():
-    import jaxdl.run.trainer as trainer
+    import jaxdl.training.run.trainer as trainer
     from jaxdl import Run
 import jax, os
 """
     rooms = [other for _, other in imported_rooms(ast.parse(source))]
-    assert sorted(rooms) == ["Run", "data", "run", "sharding", "step"]
+    assert sorted(rooms) == ["Run", "data", "parallel", "training", "training"]
 
 
-def test_the_rooms_are_those_of_the_design():
-    """The order that the design gives, from top to bottom."""
-    order = [
-        ["train"],
-        ["run", "launch", "bench"],
-        ["step", "evaluation", "checkpoint"],
-        ["state", "tasks"],
-        ["models", "optim", "exchange", "data", "report"],
-        ["collectives", "sharding", "precision"],
-        ["config", "mesh"],
-    ]
-    for upper, lower in itertools.pairwise(order):
-        assert min(FLOOR[name] for name in upper) > max(FLOOR[name] for name in lower)
+def circles(arrows):
+    """The sets of nodes that reach each other: the strongly connected parts of a graph, of more than one node."""
+    reached = {node: {node} for arrow in arrows for node in arrow}
+    grown = True
+    while grown:
+        grown = False
+        for start, end in arrows:
+            if not reached[end] <= reached[start]:
+                reached[start] |= reached[end]
+                grown = True
+    found = {frozenset(end for end in reached[node] if node in reached[end]) for node in reached}
+    return sorted(sorted(circle) for circle in found if len(circle) > 1)
+
+
+def module_arrows():
+    """(module, imported module) of all imports, wherever they stand; packages are named by their folder."""
+    known = {name.removesuffix(".py").removesuffix("/__init__"): name for name in MODULES}
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                imported = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            else:
+                continue
+            for one in imported:
+                path = one.removeprefix("jaxdl.").replace(".", "/")
+                found = path if path in known else path.rpartition("/")[0]
+                start = name.removesuffix(".py").removesuffix("/__init__")
+                if one.startswith("jaxdl.") and found in known and found != start:
+                    yield start, found
+
+
+def test_no_modules_import_each_other():
+    arrows = {pair for pair in module_arrows() if "__init__" not in pair}
+    assert circles(arrows) == []
+    for depth in (2, 3):
+        rooms = {("/".join(start.split("/")[:depth]), "/".join(end.split("/")[:depth])) for start, end in arrows}
+        assert circles({(start, end) for start, end in rooms if start != end}) == []
+    assert circles({("a", "b"), ("b", "c"), ("c", "a"), ("c", "d")}) == [["a", "b", "c"]]
+
+
+def test_no_name_says_nothing():
     assert not [name for name in MODULES if Path(name).stem in ("utils", "helpers", "common", "misc")]
 
 
@@ -158,7 +176,7 @@ def test_only_some_rooms_mention_shard_map():
     found = [
         f"{name}:{node.lineno} uses shard_map: that belongs in {MENTION_SHARD_MAP}"
         for name, tree in TREES.items()
-        if room(name) not in MENTION_SHARD_MAP
+        if not lies_in(name, MENTION_SHARD_MAP)
         for node in ast.walk(tree)
         if (isinstance(node, ast.Attribute) and "shard_map" in node.attr)
         or (isinstance(node, ast.Name) and "shard_map" in node.id)
@@ -169,12 +187,11 @@ def test_only_some_rooms_mention_shard_map():
 
 def calls_to_the_disk(name):
     """The calls of a module that its room may not make."""
-    own = room(name)
-    if own in TOUCH_THE_DISK or name in MEASURES_FILES | KEEPS_FILES:
+    if lies_in(name, TOUCH_THE_DISK) or name in MEASURES_FILES | KEEPS_FILES:
         return []
-    forbidden = WRITING_CALLS if own in READ_FILES else WRITING_CALLS | READING_CALLS
+    forbidden = WRITING_CALLS if lies_in(name, READ_FILES) else WRITING_CALLS | READING_CALLS
     # The device files of GPUs; a text is loaded into a tokenizer; `jaxdl.load`; /dev/null in place of a closed stream.
-    forbidden = forbidden - {"mesh": {"glob", "load"}, "bench": {"glob", "load"}, "errors": {"open"}}.get(own, set())
+    forbidden = forbidden - {"parallel/mesh.py": {"glob"}, "core/errors.py": {"open"}}.get(name, {"load"})
     return [(line, called) for line, called in called_names(TREES[name]) if called in forbidden]
 
 
@@ -203,9 +220,9 @@ def spelt_axes(tree):
 
 def test_axis_names_are_written_in_mesh_only():
     found = [
-        f"{name}:{line} spells the mesh axis {axis}: use jaxdl.mesh.Axis"
+        f"{name}:{line} spells the mesh axis {axis}: use jaxdl.parallel.mesh.Axis"
         for name, tree in TREES.items()
-        if name != "mesh.py"
+        if name != "parallel/mesh.py"
         for line, axis in spelt_axes(tree)
     ]
     assert not found, "\n".join(found)
@@ -213,9 +230,9 @@ def test_axis_names_are_written_in_mesh_only():
 
 def test_nothing_grows_too_large():
     found = []
-    loop = sum(MODULES[name].read_text().count("\n") for name in ("train.py", "run/trainer.py"))
+    loop = sum(MODULES[name].read_text().count("\n") for name in ("train.py", "training/run/trainer.py"))
     if loop >= MAX_FILE_LINES:
-        found.append(f"train.py and run/trainer.py have {loop} lines together: a trainer rots by growing there")
+        found.append(f"train.py and trainer.py have {loop} lines together: a trainer rots by growing there")
     for name, tree in TREES.items():
         lines = MODULES[name].read_text().count("\n")
         if lines >= MAX_FILE_LINES:
@@ -259,7 +276,7 @@ def test_the_state_of_a_run_is_declared():
     found = [
         f"{name}:{line}: {attribute} first appears outside __init__"
         for name, tree in TREES.items()
-        if room(name) == "run"
+        if name.startswith("training/run/")
         for line, attribute in late_attributes(tree)
     ]
     assert not found, "\n".join(found)
@@ -273,17 +290,17 @@ def patched_rooms(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jaxdl":
             for alias in node.names:
-                homes[alias.asname or alias.name] = [*f"{node.module}.{alias.name}".split("."), ""][1]
+                homes[alias.asname or alias.name] = f"{node.module}.{alias.name}".removeprefix("jaxdl.")
 
     def home(node):
         path = []
         while isinstance(node, ast.Attribute):
             path, node = [node.attr, *path], node.value
         if isinstance(node, ast.Constant) and str(node.value).startswith("jaxdl."):
-            return node.value.split(".")[1]
+            return node.value.removeprefix("jaxdl.")
         if not isinstance(node, ast.Name):
             return None
-        return (path[0] if path else None) if node.id == "jaxdl" else homes.get(node.id)
+        return ".".join(path) if node.id == "jaxdl" else homes.get(node.id)
 
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -296,103 +313,23 @@ def patched_rooms(tree):
 
 def test_no_test_patches_the_loop():
     found = [
-        f"{path.name}:{line} replaces a part of jaxdl.run: use on_step, shared_programs or a fault below the loop"
+        f"{path.name}:{line} replaces a part of the loop: use on_step, shared_programs or a fault below the loop"
         for path in sorted((ROOT / "tests").glob("*.py"))
         for line, patched in patched_rooms(ast.parse(path.read_text()))
-        if patched == "run"
+        if (patched or "").startswith("training.run.")
     ]
     assert not found, "\n".join(found)
     source = """
 import jaxdl
-from jaxdl.run import trainer
-from jaxdl.run.trainer import Trainer
+from jaxdl.training.run import trainer
+from jaxdl.training.run.trainer import Trainer
 monkeypatch.setattr(trainer.Trainer, "run", None)
-monkeypatch.setattr(jaxdl.run.trainer, "evaluate", None)
-monkeypatch.setattr("jaxdl.run.trainer.evaluate", None)
+monkeypatch.setattr(jaxdl.training.run.trainer, "evaluate", None)
+monkeypatch.setattr("jaxdl.training.run.trainer.evaluate", None)
 Trainer.run = None
 patch(jaxdl.data, "run", None)
 """
-    assert sorted(room for _, room in patched_rooms(ast.parse(source))) == ["data", "run", "run", "run", "run"]
-
-
-def early_imports(tree):
-    """(line, module) of the imports that run when the module itself is imported."""
-    late = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        or (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING")
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in late:
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            yield from ((node.lineno, one) for one in names)
-
-
-def test_heavy_packages_are_imported_when_they_are_used():
-    found = [
-        f"{name}:{line} imports {module} at the top: import it in the function that needs it"
-        for name, tree in TREES.items()
-        for line, module in early_imports(tree)
-        if module.split(".")[0] in HEAVY or module.startswith("matplotlib.pyplot")
-    ]
-    assert not found, "\n".join(found)
-
-
-def in_a_fresh_process(code):
-    """What a fresh interpreter prints as JSON on its last line."""
-    environment = {"PYTHONPATH": ":".join([str(ROOT), *filter(None, sys.path)]), "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
-
-
-def test_nothing_runs_when_the_package_is_imported():
-    loaded = in_a_fresh_process("import sys, json, jaxdl; dir(jaxdl); print(json.dumps(sorted(sys.modules)))")
-    names = {name for name in loaded if name.startswith("jaxdl")}
-    assert names == {"jaxdl"}
-    assert not {"jax", "jaxlib", "numpy", "flax", "pydantic"} & set(loaded)
-
-
-def test_config_needs_no_jax():
-    loaded = in_a_fresh_process("import sys, json, jaxdl.config; print(json.dumps(sorted(sys.modules)))")
-    assert not {"jax", "jaxlib", "flax"} & set(loaded)
-
-
-def test_importing_everything_starts_no_backend_and_nothing_heavy():
-    code = """
-import sys, json, jaxdl, jaxdl.train
-from jax._src import xla_bridge
-used = [getattr(jaxdl, name) for name in jaxdl.__all__ if name != "train"]
-jaxdl.load("configs/digits.py").to_json()
-print(json.dumps([sorted(sys.modules), xla_bridge.backends_are_initialized()]))
-""".replace('"configs', f'"{ROOT.as_posix()}/configs')
-    loaded, started = in_a_fresh_process(code)
-    assert not started
-    assert not (HEAVY - {"PIL"}) & set(loaded)  # matplotlib imports PIL.
-    assert "matplotlib.pyplot" not in loaded
-
-
-def test_the_face_of_the_package():
-    code = """
-import json, jaxdl
-found = {name: [getattr(jaxdl, name).__module__, callable(getattr(jaxdl, name))] for name in jaxdl.__all__}
-import jaxdl.train
-found["module"] = [jaxdl.train.__name__, callable(jaxdl.train)]
-try:
-    jaxdl.nothing
-except AttributeError as error:
-    found["nothing"] = str(error)
-print(json.dumps(found))
-"""
-    found = in_a_fresh_process(code)
-    assert found.pop("nothing") == "module 'jaxdl' has no attribute 'nothing'"
-    assert found["train"] == ["jaxdl.run.entry", True]
-    assert found["module"] == ["jaxdl.train", True], "after its import, jaxdl.train is a module that can be called"
-    assert found["load"] == ["jaxdl.experiment", True]
-    assert set(found) == {
-        "Arrays", "ConfigError", "Data", "ExchangeConfig", "Experiment", "FromFunctions", "FromModule", "InitFrom",
-        "Interrupted", "Loss", "Model", "Optax", "Optimizer", "Predictor", "Run", "Schedule", "Task", "Tracker", "fit",
-        "load", "module", "restore", "train",
-    }  # fmt: skip
+    loop = "training.run.trainer"
+    assert sorted(str(place) for _, place in patched_rooms(ast.parse(source))) == [
+        "data", loop, loop, f"{loop}.Trainer", f"{loop}.evaluate",
+    ]  # fmt: skip

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 from test_own_optim import EIGHT, small, train
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.options import parse
+from jaxdl.core.patterns import matches
 from jaxdl.exchange import by_name
 from jaxdl.optim import LARS, SGD, AdamW, Optax
-from jaxdl.options import parse
-from jaxdl.patterns import matches
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.step import StepConfig
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.step import StepConfig
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,20 @@ from runs import tiny_experiment
 from test_predictor import make_oracle
 
 import jaxdl
-from jaxdl.bench.generate import main as bench
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.runs import command_of_run
 from jaxdl.data import Codec, TextFiles
-from jaxdl.decoding.text import TextStream
-from jaxdl.generate.__main__ import main
-from jaxdl.generate.command import Generate, read_prompts
-from jaxdl.mesh import MeshConfig
+from jaxdl.inference.decoding.text import TextStream
+from jaxdl.inference.generate.__main__ import main
+from jaxdl.inference.generate.command import Generate, read_prompts
+from jaxdl.inference.generation import Decoder, Sampling, Writing
+from jaxdl.inference.trained import parse_command, restored
+from jaxdl.inference.translate.__main__ import main as translate
 from jaxdl.models import Transformer
 from jaxdl.optim import AdamW
-from jaxdl.run.generation import Decoder, Sampling, Writing
-from jaxdl.runs import command_of_run
-from jaxdl.tasks import LanguageModelling
-from jaxdl.trained import parse_command, restored
-from jaxdl.translate.__main__ import main as translate
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.performance.bench.generate import main as bench
+from jaxdl.training.tasks import LanguageModelling
 
 LENGTH = 16
 PROMPTS = ["1 f", "", "2 fish, ", "blue", "0 fish, red"]

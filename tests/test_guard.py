@@ -13,18 +13,18 @@ from orbax.checkpoint.utils import checkpoint_steps
 from runs import assert_bit_equal, measured, rows, saved_state, tiny_experiment
 
 import jaxdl
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.files import CHECKPOINTS_FOLDER, step_dir, step_folder
 from jaxdl.data import TrainLoader
 from jaxdl.exchange import TopK
-from jaxdl.files import CHECKPOINTS_FOLDER, step_dir, step_folder
-from jaxdl.guard import GuardConfig
-from jaxdl.mesh import MeshConfig, batch_sharding
-from jaxdl.precision import Float16
+from jaxdl.parallel.mesh import MeshConfig, batch_sharding
+from jaxdl.parallel.precision import Float16
 from jaxdl.report import Diverged, plot_history
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.compile import compile_train_step
-from jaxdl.run.rollback import skip
-from jaxdl.step import make_train_step
+from jaxdl.training.guard import GuardConfig
+from jaxdl.training.run.compile import compile_train_step
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.run.rollback import skip
+from jaxdl.training.step import make_train_step
 
 FOUR = jax.devices()[:4]
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from test_arrays import IMAGES, Frame, X, Y, arrays
 
+from jaxdl.core.errors import ConfigError
 from jaxdl.data import ArraySpec, spec_to_json
-from jaxdl.data.arrays import like
+from jaxdl.data.arrays.in_memory import like
 from jaxdl.data.spec import ArrayInfo
-from jaxdl.errors import ConfigError
-from jaxdl.run.workdir import keep_spec, read_spec
-from jaxdl.tasks import Classification, Task
+from jaxdl.training.run.workdir.workdir import keep_spec, read_spec
+from jaxdl.training.tasks import Classification, Task
 
 
 @pytest.mark.parametrize(

@@ -11,22 +11,22 @@ import pytest
 from runs import ONE_DEVICE, finish, start, write_config
 
 import jaxdl
-from jaxdl.checkpoint import CheckpointConfig
-from jaxdl.cluster import shutdown
-from jaxdl.cluster.exits import stop_signals
+from jaxdl.core.errors import _outliving, command_line, outliving_readers
+from jaxdl.core.runs import newest_step
 from jaxdl.data import Tabular
-from jaxdl.errors import _outliving, command_line, outliving_readers
-from jaxdl.experiment import Experiment
-from jaxdl.launch.processes import signals_to
 from jaxdl.models import Perceptron
 from jaxdl.optim import SGD
+from jaxdl.parallel.cluster import shutdown
+from jaxdl.parallel.cluster.exits import stop_signals
+from jaxdl.platform.launch.processes import signals_to
 from jaxdl.report import ReportConfig
-from jaxdl.run.result import Interrupted, ended_at_once
-from jaxdl.run.signals import Stop, StopSignals
-from jaxdl.run.status import RunStatus
-from jaxdl.runs import newest_step
-from jaxdl.status import State, read_record
-from jaxdl.tasks import Classification
+from jaxdl.report.status import State, read_record
+from jaxdl.training.checkpoint import CheckpointConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.result import Interrupted, ended_at_once
+from jaxdl.training.run.signals import Stop, StopSignals
+from jaxdl.training.run.status import RunStatus
+from jaxdl.training.tasks import Classification
 
 
 def hang_up():
@@ -115,7 +115,7 @@ def test_a_run_that_nobody_reads_saves_and_ends_as_the_signal_before_or_after_sa
 
 
 def test_a_last_word_that_nobody_reads_changes_no_exit_code():
-    program = "from jaxdl.errors import command_line, ConfigError\nwith command_line(): raise ConfigError('no')"
+    program = "from jaxdl.core.errors import command_line, ConfigError\nwith command_line(): raise ConfigError('no')"
     done = subprocess.run(["bash", "-c", '"$0" -c "$1" 2>&1 | true; exit ${PIPESTATUS[0]}', sys.executable, program])
     assert done.returncode == 2
 

@@ -13,9 +13,9 @@ from photographs import encoded, folder_of_photographs, photograph
 from test_image_sources import write_tar
 from test_tfds import LABEL, image_feature, write_dataset
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import TFDS, Cache, ImageFolder, ImageTars, ParquetPhotos, Photos
-from jaxdl.run.workdir import keep_examples
+from jaxdl.training.run.workdir.workdir import keep_examples
 
 PLAIN = Photos(size=48, workers=0, min_scale=0.2)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_models import num_params, numpy_conv, numpy_norm, random_weights, run
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.models import VGG, AlexNet, Network, ViT
 from jaxdl.models.plain import averaged
 from jaxdl.models.vit import positions

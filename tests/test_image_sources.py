@@ -9,11 +9,11 @@ import tarfile
 import pytest
 from photographs import encoded, photograph
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import Cache, ImageFolder, ImageTars, Photos, TextFiles
-from jaxdl.data.documents import find_documents
-from jaxdl.data.photos import PhotoSource
+from jaxdl.data.images.photos import PhotoSource
 from jaxdl.data.remote import expand
+from jaxdl.data.text.documents import find_documents
 
 PLAIN = Photos(size=32, workers=0)
 IMAGE = encoded(photograph(20, 30))

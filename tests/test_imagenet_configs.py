@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jaxdl
-from jaxdl.config import ConfigError
-from jaxdl.phases import make_timeline
-from jaxdl.run.build import make_plan, make_rates
+from jaxdl.core.config import ConfigError
+from jaxdl.data.phases import make_timeline
+from jaxdl.training.run.plan.build import make_plan, make_rates
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
 CONFIGS = sorted(path for path in FOLDER.glob("imagenet_*.py") if path.stem != "imagenet_common")

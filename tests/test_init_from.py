@@ -11,14 +11,14 @@ from mistakes import refusal
 from runs import assert_bit_equal, rows, tiny_experiment, write_config
 
 import jaxdl
-from jaxdl.cluster import agree
+from jaxdl.core.files import CONFIG_FILE, DATA_FILE, INIT_FILE, MARK_FILE, step_dir
+from jaxdl.core.startup import first_look
 from jaxdl.data.spec import TextSpec, spec_to_json
-from jaxdl.files import CONFIG_FILE, DATA_FILE, INIT_FILE, MARK_FILE, step_dir
-from jaxdl.mesh import MeshConfig
 from jaxdl.models import Transformer
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.initial import InitFrom, _context, as_init, beginning
-from jaxdl.startup import first_look
+from jaxdl.parallel.cluster import agree
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.run.plan.init_from import InitFrom, _context, as_init, beginning
 
 MESH = MeshConfig(replica=2, fsdp=2, tensor=2)
 EXPERIMENT = tiny_experiment(steps=4, checkpoint={"every_steps": 2}, evaluation={"every_steps": 2}, mesh=MESH)

@@ -7,22 +7,22 @@ import numpy as np
 import pytest
 
 import jaxdl
-from jaxdl.checkpoint import CheckpointConfig
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import Clicks, Feature
-from jaxdl.data.tabular import counted_ids, with_statistics
-from jaxdl.embedding import EmbeddingConfig, jagged
-from jaxdl.embedding.cache import CacheConfig
-from jaxdl.embedding.jagged import buckets, examples_of, fitting, packed
-from jaxdl.evaluation import EvaluationConfig
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig
+from jaxdl.data.tables.tabular import counted_ids, with_statistics
 from jaxdl.models import DLRM
 from jaxdl.optim import SGD, Constant
+from jaxdl.parallel.embedding import EmbeddingConfig, jagged
+from jaxdl.parallel.embedding.cache import CacheConfig
+from jaxdl.parallel.embedding.jagged import buckets, examples_of, fitting, packed
+from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.report import ReportConfig
-from jaxdl.run.build import make_plan
-from jaxdl.run.jagged import in_evaluation, in_training
-from jaxdl.tasks import Binary
+from jaxdl.training.checkpoint import CheckpointConfig
+from jaxdl.training.evaluation import EvaluationConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.plan.build import make_plan
+from jaxdl.training.run.tables.jagged_batches import in_evaluation, in_training
+from jaxdl.training.tasks import Binary
 
 HISTORY, ONE, PAIR = Feature("history", 99, 20, 3.0, 4.0), Feature("one", 9), Feature("pair", 9, 2, 1.5, 0.5)
 DATA = Clicks(rows=(300, 50, 40), num_ids=(6, 1, 3), jagged=True, train_examples=400, test_examples=50)

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from job_files import CLUSTER_VARIABLES, NEEDED, job_file
 
-from jaxdl.config import ConfigError
-from jaxdl.launch.jobs import COMMANDS
-from jaxdl.launch.jobs.setup import checked_setup
+from jaxdl.core.config import ConfigError
+from jaxdl.platform.launch.jobs import COMMANDS
+from jaxdl.platform.launch.jobs.setup import checked_setup
 
 ONE_NODE = ["--nodes", "1", "--gpus-per-node", "0"]
 SRUN = """#!/bin/bash

@@ -22,10 +22,10 @@ from job_files import (
     words,
 )
 
-from jaxdl.command import Command
-from jaxdl.config import ConfigError
-from jaxdl.launch.jobs import COMMANDS
-from jaxdl.startup import VALUED, own_options
+from jaxdl.core.config import ConfigError
+from jaxdl.core.startup import VALUED, own_options
+from jaxdl.platform.launch.jobs import COMMANDS
+from jaxdl.training.command import Command
 
 __all__ = ["no_cluster"]
 

@@ -15,9 +15,9 @@ from children import CHILD, child_of, ends
 from jax._src.clusters.k8s_cluster import K8sCluster
 from job_files import CLUSTER_VARIABLES, PYTHON, ROOT, SIZE, TRAIN, detected, job_file, no_cluster, words
 
-from jaxdl.cluster.token import run_token
-from jaxdl.config import ConfigError
-from jaxdl.launch.jobs import COMMANDS, ray_job
+from jaxdl.core.config import ConfigError
+from jaxdl.parallel.cluster.token import run_token
+from jaxdl.platform.launch.jobs import COMMANDS, ray_job
 
 __all__ = ["no_cluster"]
 

@@ -8,13 +8,13 @@ from foreign import MINE, forget, write_mine
 from mistakes import refusal
 
 import jaxdl
-from jaxdl import kinds
-from jaxdl.config import Config, ConfigError
-from jaxdl.experiment import Experiment, as_experiment, load_experiment
-from jaxdl.mesh import MeshConfig
+from jaxdl.core import kinds
+from jaxdl.core.config import Config, ConfigError
 from jaxdl.models import Model, ResNet
 from jaxdl.optim import SGD
+from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.train import main
+from jaxdl.training.experiment import Experiment, as_experiment, load_experiment
 
 PARTS = {
     "model": ("my_model", "hidden", 8),

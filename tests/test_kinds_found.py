@@ -8,11 +8,11 @@ import pytest
 from foreign import MINE, forget, moved_to, write_mine
 
 import jaxdl
-from jaxdl import kinds
-from jaxdl.config import ConfigError
+from jaxdl.core import kinds
+from jaxdl.core.config import ConfigError
 from jaxdl.exchange import Dense
-from jaxdl.experiment import Experiment, identity, load_experiment, read_experiment
 from jaxdl.train import begin
+from jaxdl.training.experiment import Experiment, identity, load_experiment, read_experiment
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +147,7 @@ def test_kinds_of_an_installed_package(package, monkeypatch, capsys):
 
 
 OWN_EXPERIMENT = '''
-from jaxdl.experiment import Experiment
+from jaxdl.training.experiment import Experiment
 class MyExperiment(Experiment):
     note: str = "none"
     """A note of the user."""

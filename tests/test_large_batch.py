@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import large_batch
 
 import jaxdl
-from jaxdl.mesh import MeshConfig
+from jaxdl.parallel.mesh import MeshConfig
 
 
 def test_variants_differ_in_the_optimizer_and_share_the_rest():
@@ -67,7 +67,7 @@ LENGTHS = """
 import jax, jaxdl
 from jaxdl.kinds import kinds
 from jaxdl.optim import Schedule, Steps
-from jaxdl.search.config import Lengths
+from jaxdl.platform.search.config import Lengths
 
 base = jaxdl.load("digits", {"steps": 13, "epochs": None})
 lengths = Lengths(base, [])

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxdl.launch import Launch, local_hosts
-from jaxdl.launch import processes as processes_module
-from jaxdl.launch.attempt import UNREAD, Attempt
+from jaxdl.platform.launch import Launch, local_hosts
+from jaxdl.platform.launch import processes as processes_module
+from jaxdl.platform.launch.attempt import UNREAD, Attempt
 
 ROOT = Path(__file__).parent.parent
 LONG_SEC = 20.0

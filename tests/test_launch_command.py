@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from test_launch import LONG_SEC, ROOT, WAITS_FOR_SIGTERM, alive, wait_until
 
-from jaxdl.config import ConfigError
-from jaxdl.launch import Launch, local_hosts
-from jaxdl.launch.__main__ import JOB_FILES
-from jaxdl.launch.host import describe_code, exit_code
-from jaxdl.launch.jobs import COMMANDS
-from jaxdl.launch.processes import free_port
-from jaxdl.launch.reaper import session_members
+from jaxdl.core.config import ConfigError
+from jaxdl.platform.launch import Launch, local_hosts
+from jaxdl.platform.launch.__main__ import JOB_FILES
+from jaxdl.platform.launch.host import describe_code, exit_code
+from jaxdl.platform.launch.jobs import COMMANDS
+from jaxdl.platform.launch.processes import free_port
+from jaxdl.platform.launch.reaper import session_members
 
 
 class CommandLine:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxdl.launch.output import DRAFT_SEC, MAX_LINE_BYTES, LineReader, Printer
+from jaxdl.platform.launch.output import DRAFT_SEC, MAX_LINE_BYTES, LineReader, Printer
 
 
 def test_lines_are_made_of_any_pieces():

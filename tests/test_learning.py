@@ -7,15 +7,15 @@ from asynchronous import TOKEN, Running
 from runs import tiny_experiment
 
 import jaxdl
-from jaxdl.agreement import Asynchronous
-from jaxdl.asynchrony.outer import Outer
-from jaxdl.asynchrony.policy import Policy
-from jaxdl.asynchrony.storage import TAPE_FILE, read_tape
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.exchange import by_name
-from jaxdl.mesh import MeshConfig
-from jaxdl.run.relearning import replay_runs
-from jaxdl.step import StepConfig
+from jaxdl.exchange.agreement import Asynchronous
+from jaxdl.parallel.asynchrony.outer import Outer
+from jaxdl.parallel.asynchrony.policy import Policy
+from jaxdl.parallel.asynchrony.storage import TAPE_FILE, read_tape
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.run.learners.replay import replay_runs
+from jaxdl.training.step import StepConfig
 
 MESH = MeshConfig(replica=1, fsdp=2, tensor=1)
 

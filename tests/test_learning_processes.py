@@ -11,9 +11,9 @@ import time
 import pytest
 from runs import ROOT, tiny_experiment, write_config
 
-from jaxdl.agreement import Asynchronous
-from jaxdl.asynchrony.storage import TAPE_FILE, read_tape
-from jaxdl.mesh import MeshConfig
+from jaxdl.exchange.agreement import Asynchronous
+from jaxdl.parallel.asynchrony.storage import TAPE_FILE, read_tape
+from jaxdl.parallel.mesh import MeshConfig
 
 LIMIT_SEC = 240
 

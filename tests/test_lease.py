@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxdl.errors import ConfigError
-from jaxdl.files import LEASE_FILE
-from jaxdl.lease import Holder, Lease, is_alive, lease, this_process
+from jaxdl.core.errors import ConfigError
+from jaxdl.core.files import LEASE_FILE
+from jaxdl.parallel.lease import Holder, Lease, is_alive, lease, this_process
 
 SCRIPT = Path(__file__).with_name("lease_process.py")
 

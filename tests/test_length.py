@@ -11,15 +11,15 @@ from mistakes import refusal
 from runs import assert_bit_equal, measured, rows, tiny_experiment, write_config
 
 import jaxdl
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.files import step_dir
+from jaxdl.data.phases import Phase, make_timeline
 from jaxdl.exchange import TopK
-from jaxdl.files import step_dir
-from jaxdl.mesh import MeshConfig
 from jaxdl.optim import Constant, Cosine
-from jaxdl.phases import Phase, make_timeline
-from jaxdl.run.build import make_plan
-from jaxdl.run.compile import Programs, program_key
-from jaxdl.run.length import change_of_length, steps_of
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.run.compile import Programs, program_key
+from jaxdl.training.run.plan.build import make_plan
+from jaxdl.training.run.plan.length import change_of_length, steps_of
 
 TWO = jax.devices()[:2]
 EXPERIMENT = tiny_experiment(
@@ -160,7 +160,7 @@ def test_phases_may_change_after_what_is_done(phases, done, refused):
 def test_a_length_in_tokens():
     from jaxdl.data import SyntheticText, TextSpec
     from jaxdl.models import Transformer
-    from jaxdl.tasks import LanguageModelling
+    from jaxdl.training.tasks import LanguageModelling
 
     packed = TextSpec(vocab_size=9, length=16, bytes_per_token=1.0, packed=True, mean_targets=12.5)
     assert [steps_of(tokens, 8, LanguageModelling(), packed) for tokens in (None, 1, 100, 101)] == [None, 1, 1, 2]

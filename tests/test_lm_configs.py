@@ -11,7 +11,7 @@ from test_imagenet_configs import rates
 
 import jaxdl
 from jaxdl.models import Network
-from jaxdl.run.build import make_plan
+from jaxdl.training.run.plan.build import make_plan
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
 NAMES = ("lm_gpt2_124m", "lm_llama_1b")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import Batches, EpochShuffle, Source, SyntheticText, TrainLoader, eval_batches
 from jaxdl.data.loader import local_rows
 from jaxdl.data.spec import ImageSpec

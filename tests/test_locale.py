@@ -8,9 +8,9 @@ import sys
 import pytest
 from runs import ROOT
 
-from jaxdl import errors
-from jaxdl.config import ConfigError
-from jaxdl.run.workdir import check_workdir
+from jaxdl.core import errors
+from jaxdl.core.config import ConfigError
+from jaxdl.training.run.workdir.workdir import check_workdir
 
 
 def without_encoding(tree):
@@ -44,7 +44,7 @@ def test_text_is_utf_8_in_every_locale():
 
 
 def test_the_options_are_read_in_ascii():
-    code = "from jaxdl.fields import inner_fields; print('every-steps' in inner_fields())"
+    code = "from jaxdl.core.fields import inner_fields; print('every-steps' in inner_fields())"
     env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, encoding="utf-8", check=False)
     assert done.stdout.strip().endswith("True"), done.stderr

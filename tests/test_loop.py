@@ -15,15 +15,15 @@ from jax.sharding import PartitionSpec as P
 from test_sharding import TEXT
 
 from jaxdl.exchange import Dense, TopK
-from jaxdl.mesh import Axis, MeshConfig, make_mesh
 from jaxdl.models import Transformer
 from jaxdl.models.loop import through_layers
 from jaxdl.models.products import weight_product
 from jaxdl.optim import SGD
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.overlap import loop_sum_dtype
-from jaxdl.sharding import STACKED, Layout, ShardingConfig, use_layout
-from jaxdl.step import make_train_step
+from jaxdl.parallel.mesh import Axis, MeshConfig, make_mesh
+from jaxdl.parallel.sharding import STACKED, Layout, ShardingConfig, use_layout
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.run.plan.overlap import loop_sum_dtype
+from jaxdl.training.step import make_train_step
 
 LOOPED = TEXT.replaced(
     {

@@ -14,21 +14,21 @@ from safetensors import safe_open
 from test_convert import bits, write_checkpoint
 
 import jaxdl
-from jaxdl.convert.__main__ import main
+from jaxdl.core.files import INIT_FILE
+from jaxdl.core.kinds import choices
 from jaxdl.data import SyntheticText
 from jaxdl.exchange import TopK, by_name
-from jaxdl.experiment import Experiment
-from jaxdl.export.__main__ import main as export
-from jaxdl.files import INIT_FILE
-from jaxdl.kinds import choices
-from jaxdl.mesh import MeshConfig
+from jaxdl.inference.convert.__main__ import main
+from jaxdl.inference.export.__main__ import main as export
+from jaxdl.inference.scoring import Scorer
 from jaxdl.models import LoRA, Transformer
 from jaxdl.optim import AdamW
+from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.report.facts import plan_facts
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.initial import InitFrom, beginning, reading_spec
-from jaxdl.run.scoring import Scorer
-from jaxdl.tasks import LanguageModelling
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.run.plan.init_from import InitFrom, beginning, reading_spec
+from jaxdl.training.tasks import LanguageModelling
 
 FINETUNE = Path(__file__).parent.parent / "configs" / "lm_finetune.py"
 TARGETS = ("attention", "mlp.down")

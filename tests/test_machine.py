@@ -10,7 +10,7 @@ from runs import ROOT
 
 FAULTS = """
 import ctypes, resource
-from jaxdl.cluster.machine import keep_freed_memory
+from jaxdl.parallel.cluster.machine import keep_freed_memory
 library = ctypes.CDLL(None)
 library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 library.memset.argtypes, library.free.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], [ctypes.c_void_p]

@@ -16,7 +16,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import measure_gpu  # noqa: E402
 from gpu_results import RESULTS, TABLES, Results  # noqa: E402
 
-from jaxdl.bench import rows, select, train  # noqa: E402
+from jaxdl.performance.bench import select, train  # noqa: E402
+from jaxdl.performance.bench.embedding import rows  # noqa: E402
 
 
 def test_every_command_is_understood():

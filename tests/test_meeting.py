@@ -8,14 +8,14 @@ import time
 import pytest
 from strangers import DESCRIPTION, TOKEN, Strangers, free_port, hello, meet_in_threads
 
-from jaxdl.cluster import gathering, machine, rendezvous, token, wire
-from jaxdl.cluster.address import ClusterSpec
-from jaxdl.cluster.gathering import Gathering
-from jaxdl.cluster.meeting import ClusterError, Meeting
-from jaxdl.cluster.messages import Hello, read
-from jaxdl.cluster.rendezvous import meet
-from jaxdl.cluster.wire import Line, Lost, NoMessage
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.parallel.cluster import gathering, machine, rendezvous, token, wire
+from jaxdl.parallel.cluster.address import ClusterSpec
+from jaxdl.parallel.cluster.gathering import Gathering
+from jaxdl.parallel.cluster.meeting import ClusterError, Meeting
+from jaxdl.parallel.cluster.messages import Hello, read
+from jaxdl.parallel.cluster.rendezvous import meet
+from jaxdl.parallel.cluster.wire import Line, Lost, NoMessage
 
 OTHER_TOKEN = "another-token-of-the-tests"
 

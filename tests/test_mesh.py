@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxdl.cluster.machine import open_devices
-from jaxdl.config import ConfigError
-from jaxdl.mesh import Axis, MeshConfig, batch_sharding, batch_ways, gpus_chosen, gpus_visible, make_mesh
+from jaxdl.core.config import ConfigError
+from jaxdl.parallel.cluster.machine import open_devices
+from jaxdl.parallel.mesh import Axis, MeshConfig, batch_sharding, batch_ways, gpus_chosen, gpus_visible, make_mesh
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_gpus_visible(environment, has_gpus, has_plugin, visible, monkeypatch):
 )
 def test_devices_that_are_asked_for_are_not_replaced_by_cpus(platforms, chosen, monkeypatch):
     """A mesh for machines without GPUs would set JAX to CPUs; without it JAX refuses what is not there."""
-    monkeypatch.setattr("jaxdl.mesh.glob.glob", lambda _: [])
+    monkeypatch.setattr("jaxdl.parallel.mesh.glob.glob", lambda _: [])
     before = jax.config.jax_platforms
     jax.config.update("jax_platforms", platforms)
     try:

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy import stats
 
-from jaxdl.config import ConfigError
-from jaxdl.tasks import Classification
+from jaxdl.core.config import ConfigError
+from jaxdl.training.tasks import Classification
 
 BATCH, SIDE = 400, 16
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import jaxdl
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.options import parse
 from jaxdl.data import Documents, EpochShuffle, Mixture
-from jaxdl.data.mixture import BLOCK, MixedOrder, shares, source_seed
-from jaxdl.options import parse
+from jaxdl.data.text.mixture import BLOCK, MixedOrder, shares, source_seed
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1, 1], [1, 2, 4], [1e-9, 1], [0.3, 1e-7, 1e-7, 5]])
@@ -128,10 +128,10 @@ def test_options_make_the_mixture_of_a_config_file(mixture):
 
 
 def experiment(data, **changes):
-    from jaxdl.evaluation import EvaluationConfig
     from jaxdl.models import Transformer
     from jaxdl.report import ReportConfig
-    from jaxdl.tasks import LanguageModelling
+    from jaxdl.training.evaluation import EvaluationConfig
+    from jaxdl.training.tasks import LanguageModelling
 
     return jaxdl.Experiment(
         data=data,

@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.models import Network, ResNet, Transformer
-from jaxdl.sharding import Layout, ShardingConfig, use_layout
+from jaxdl.parallel.mesh import MeshConfig, make_mesh
+from jaxdl.parallel.sharding import Layout, ShardingConfig, use_layout
 
 
 def num_params(make):

@@ -10,10 +10,10 @@ from flax import linen, nnx
 from runs import tiny_experiment
 
 from jaxdl import FromFunctions, FromModule
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.user_code import depends_on, sources
 from jaxdl.models.mode_check import check_evaluation, idle_dropout
-from jaxdl.run.validate import check_network
-from jaxdl.user_code import depends_on, sources
+from jaxdl.training.run.plan.validate import check_network
 
 IMAGES = jax.ShapeDtypeStruct((4, 3, 2, 1), jnp.float32)
 SIZES = {"num_classes": 4, "channels": 1, "dtype": jnp.float32}

@@ -7,8 +7,8 @@ import types
 
 import pytest
 
-from jaxdl.config import ConfigError
-from jaxdl.modules import import_file
+from jaxdl.core.config import ConfigError
+from jaxdl.core.modules import import_file
 
 MINE = """
 import helper

@@ -13,14 +13,14 @@ from optax.contrib import MuonDimensionNumbers
 from runs import tiny_experiment
 from test_optim import assert_close, random_tree
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import SyntheticText
-from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.models import Transformer
 from jaxdl.optim import AdamW, Muon, Rates
 from jaxdl.optim.muon import matrix_dims
-from jaxdl.run.build import make_plan
-from jaxdl.tasks import LanguageModelling
+from jaxdl.parallel.mesh import MeshConfig, make_mesh
+from jaxdl.training.run.plan.build import make_plan
+from jaxdl.training.tasks import LanguageModelling
 
 AXES = {
     "stack": {

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxdl.config import ConfigError
-from jaxdl.launch import Network, clean_up_stale, netns, processors
+from jaxdl.core.config import ConfigError
+from jaxdl.platform.launch import Network, clean_up_stale, netns, processors
 
 ROOT = Path(__file__).parent.parent
 LONG_SEC = 30.0

@@ -12,16 +12,16 @@ from runs import TinyResNet, assert_bit_equal, measured, saved_state, tiny_exper
 from test_parity import IMAGES, losses_and_params
 
 import jaxdl
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import SyntheticImages, TrainLoader
-from jaxdl.evaluation import EvaluationConfig
-from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Network, ResNet, ViT
 from jaxdl.models.functions import linen_network
 from jaxdl.models.norm_rows import row_norms
-from jaxdl.run.build import make_plan
-from jaxdl.step import StepConfig
-from jaxdl.tasks import Classification
+from jaxdl.parallel.mesh import MeshConfig, batch_sharding
+from jaxdl.training.evaluation import EvaluationConfig
+from jaxdl.training.run.plan.build import make_plan
+from jaxdl.training.step import StepConfig
+from jaxdl.training.tasks import Classification
 
 FOUR = jax.devices()[:4]
 

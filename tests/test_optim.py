@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.optim import (
     LAMB,
     LARS,

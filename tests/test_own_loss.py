@@ -9,21 +9,21 @@ import pytest
 from flax import nnx
 
 import jaxdl
+from jaxdl.core.errors import ConfigError
+from jaxdl.core.kinds import forgotten
 from jaxdl.data import ArraySpec, TrainLoader
 from jaxdl.data.spec import ArrayInfo
-from jaxdl.errors import ConfigError
-from jaxdl.experiment import Experiment, identity
-from jaxdl.kinds import forgotten
-from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Model
 from jaxdl.models.layers import Linear
 from jaxdl.optim import AdamW, Constant
+from jaxdl.parallel.mesh import MeshConfig, batch_sharding
+from jaxdl.parallel.sharding import ShardingConfig
 from jaxdl.report import ReportConfig
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.compile import compile_train_step
-from jaxdl.run.validate import fitted_task
-from jaxdl.sharding import ShardingConfig
-from jaxdl.tasks import Classification, Loss
+from jaxdl.training.experiment import Experiment, identity
+from jaxdl.training.run.compile import compile_train_step
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.run.plan.validate import fitted_task
+from jaxdl.training.tasks import Classification, Loss
 
 random = np.random.default_rng(0)
 X = random.normal(size=(37, 4)).astype(np.float32)

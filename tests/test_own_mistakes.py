@@ -13,16 +13,17 @@ from runs import tiny_experiment
 
 import jaxdl
 from jaxdl import FromFunctions, FromModule, Loss, Optax, Schedule
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.kinds import forgotten
 from jaxdl.exchange import GradientLayout, Linear
-from jaxdl.kinds import forgotten
-from jaxdl.mesh import MeshConfig
 from jaxdl.optim import SGD
-from jaxdl.run.build import make_plan
-from jaxdl.run.compile import compile_train_step
-from jaxdl.run.validate import built_schedule, fitted_task, task_inputs
-from jaxdl.step import StepConfig
-from jaxdl.tasks import Classification
+from jaxdl.optim.build import built_schedule
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.run.compile import compile_train_step
+from jaxdl.training.run.plan.build import make_plan
+from jaxdl.training.run.plan.validate import fitted_task, task_inputs
+from jaxdl.training.step import StepConfig
+from jaxdl.training.tasks import Classification
 
 HERE = rf"\({re.escape(__file__)}:\d+\)"
 """The place that a message names: a line of this file."""

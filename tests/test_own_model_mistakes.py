@@ -11,9 +11,9 @@ from mistakes import refusal
 from runs import tiny_experiment
 
 from jaxdl import FromFunctions, FromModule, Model
-from jaxdl.config import ConfigError
-from jaxdl.kinds import forgotten
-from jaxdl.run.validate import check_network
+from jaxdl.core.config import ConfigError
+from jaxdl.core.kinds import forgotten
+from jaxdl.training.run.plan.validate import check_network
 
 HERE = rf"\({re.escape(__file__)}:\d+\)"
 """The place that a message names: a line of this file."""

@@ -11,20 +11,20 @@ from flax import linen, nnx
 from runs import assert_bit_equal, tiny_experiment
 
 import jaxdl
-from jaxdl.config import ConfigError
-from jaxdl.evaluation import EvaluationConfig
+from jaxdl.core.config import ConfigError
+from jaxdl.core.kinds import forgotten
+from jaxdl.core.options import choices_help
 from jaxdl.exchange import TopK
-from jaxdl.kinds import forgotten
-from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.models import FromFunctions, FromModule, Network, ResNet
 from jaxdl.optim import SGD, Constant, decay_mask
-from jaxdl.options import choices_help
-from jaxdl.precision import BFloat16, cast_weights
+from jaxdl.parallel.mesh import MeshConfig, make_mesh
+from jaxdl.parallel.precision import BFloat16, cast_weights
+from jaxdl.parallel.sharding import Layout, ShardingConfig
 from jaxdl.report import explain
-from jaxdl.run.build import make_plan
-from jaxdl.sharding import Layout, ShardingConfig
-from jaxdl.step import StepConfig, make_train_step
-from jaxdl.tasks import Classification
+from jaxdl.training.evaluation import EvaluationConfig
+from jaxdl.training.run.plan.build import make_plan
+from jaxdl.training.step import StepConfig, make_train_step
+from jaxdl.training.tasks import Classification
 
 ALL = MeshConfig(replica=2, fsdp=2, tensor=2, cpu_devices=8)
 IMAGES = jax.ShapeDtypeStruct((2, 8, 8, 1), jnp.float32)

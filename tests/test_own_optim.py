@@ -11,20 +11,20 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jaxdl
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.kinds import forgotten
+from jaxdl.core.modules import import_file
+from jaxdl.core.options import parse
 from jaxdl.data import SyntheticImages
 from jaxdl.exchange import Dense, TopK
-from jaxdl.experiment import Experiment
-from jaxdl.guard import GuardConfig
-from jaxdl.kinds import forgotten
-from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.models import Model, Network
-from jaxdl.modules import import_file
 from jaxdl.optim import SGD, Constant, Optax, Optimizer, Rates, averaged, make_optimizer, scale_by_learning_rate
-from jaxdl.options import parse
-from jaxdl.precision import Float32
-from jaxdl.sharding import Layout, ShardingConfig
-from jaxdl.state import make_state_spec
+from jaxdl.parallel.mesh import MeshConfig, make_mesh
+from jaxdl.parallel.precision import Float32
+from jaxdl.parallel.sharding import Layout, ShardingConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.guard import GuardConfig
+from jaxdl.training.state import make_state_spec
 
 ONE, EIGHT = MeshConfig(replica=1, fsdp=1, tensor=1), MeshConfig(replica=2, fsdp=2, tensor=2)
 MESHES = [

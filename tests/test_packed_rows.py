@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxdl.data import TextSpec
-from jaxdl.data.packing import PackedRows, pack
+from jaxdl.data.text.packing import PackedRows, pack
 from jaxdl.models import Network, Transformer
-from jaxdl.tasks import LanguageModelling
+from jaxdl.training.tasks import LanguageModelling
 
 BEGIN, LENGTH, VOCAB = 1, 12, 30
 SPEC = TextSpec(vocab_size=VOCAB, length=LENGTH, bytes_per_token=1.0, packed=True)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdl.collectives.packing import BLOCK_SIZE, num_words, pack, rounded, unpack
+from jaxdl.parallel.collectives.packing import BLOCK_SIZE, num_words, pack, rounded, unpack
 
 SIZES = [(1, 1), (5, 3), (300, 300), (65_535, 40), (65_536, 40), (65_537, 40), (200_000, 1), (1_000_000, 5_000)]
 

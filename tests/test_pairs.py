@@ -14,13 +14,13 @@ import pytest
 import tokenizers
 from test_tfds import TEXT, write_dataset
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import Codec, Pairs, PairSpec, TFDSPairs
 from jaxdl.data.__main__ import main
 from jaxdl.data.copies import Held
-from jaxdl.data.pair_files import pair_files
-from jaxdl.data.pair_rows import first_fit
-from jaxdl.data.shards import SOURCES
+from jaxdl.data.text.pair_files import pair_files
+from jaxdl.data.text.pair_rows import first_fit
+from jaxdl.data.text.shards import SOURCES
 
 WORDS = [f"w{number}" for number in range(40)]
 
@@ -228,7 +228,7 @@ CONFIG = """
 from jaxdl import Experiment
 from jaxdl.data import Pairs
 from jaxdl.models import EncoderDecoder
-from jaxdl.tasks import Translation
+from jaxdl.training.tasks import Translation
 
 def config():
     data = Pairs(folder={folder!r}, train=("big.en", "big.de"), valid=("valid.tsv",), tokenizer={tokenizer!r})

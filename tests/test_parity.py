@@ -6,13 +6,13 @@ import pytest
 from runs import MESHES, ONE_DEVICE, TinyResNet
 
 from jaxdl.data import SyntheticImages, SyntheticText, TrainLoader
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import batch_sharding
 from jaxdl.models import ResNet, Transformer
 from jaxdl.optim import LARS, AdamW, Constant
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.compile import compile_train_step
-from jaxdl.tasks import Classification, LanguageModelling
+from jaxdl.parallel.mesh import batch_sharding
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.compile import compile_train_step
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.tasks import Classification, LanguageModelling
 
 NUM_STEPS = 10
 PARALLEL = ("replica 8", "fsdp 8", "replica 2 x fsdp 2 x tensor 2")

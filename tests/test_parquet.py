@@ -12,12 +12,12 @@ from parquet_files import png, spark_row, write
 from runs import ROOT
 
 import jaxdl
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import Digits, ParquetImages, ParquetPhotos, Tabular, spec_from_json, spec_to_json
-from jaxdl.data.image_values import as_evaluated, encoded_of, pixels_of
-from jaxdl.data.photo import BadImage
-from jaxdl.data.photos import Photos
-from jaxdl.data.row_groups import RowGroups
+from jaxdl.data.images.image_values import as_evaluated, encoded_of, pixels_of
+from jaxdl.data.images.photo import BadImage
+from jaxdl.data.images.photos import Photos
+from jaxdl.data.tables.row_groups import RowGroups
 from jaxdl.models.features import layer_output
 
 

@@ -7,9 +7,9 @@ import pytest
 from mistakes import refusal
 from parquet_files import png, spark_row, write
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import Cache, ParquetImages, ParquetPhotos
-from jaxdl.data.photos import Photos
+from jaxdl.data.images.photos import Photos
 from jaxdl.data.source import TrainRows
 
 # Damage
@@ -119,7 +119,7 @@ def test_with_a_cache_each_row_group_is_read_once(form, tmp_path, monkeypatch, r
     random = np.random.default_rng(0)
     images = [png(random.integers(0, 256, (20, 24, 3), np.uint8)) for _ in range(128)]
     path = write(tmp_path / "a.parquet", {"image": images, "label": [x % 4 for x in range(128)]}, group=16)
-    monkeypatch.setattr("jaxdl.data.parquet.CACHE_BYTES", 0)
+    monkeypatch.setattr("jaxdl.data.images.parquet.CACHE_BYTES", 0)
 
     def built(**cache):
         photos = Photos(size=16, workers=0, cache=Cache(form=form, short_side=20, **cache))
@@ -147,7 +147,7 @@ def test_with_a_cache_each_row_group_is_read_once(form, tmp_path, monkeypatch, r
 def test_large_row_groups_are_one_warning(tmp_path, monkeypatch, reads):
     images = [png(np.full((8, 8, 3), x, np.uint8)) for x in range(130)]
     path = write(tmp_path / "a.parquet", {"image": images, "label": [0, 1] * 65}, group=65)
-    monkeypatch.setattr("jaxdl.data.parquet.CACHE_BYTES", 0)
+    monkeypatch.setattr("jaxdl.data.images.parquet.CACHE_BYTES", 0)
     cache = Cache(disk=str(tmp_path / "cache"), disk_bytes=2**20, short_side=8)
     made = ParquetPhotos(train=(path,), test=(path,), photos=Photos(size=8, workers=0, cache=cache)).build()
     assert made.train.pipeline.records[0].beside(3) == []

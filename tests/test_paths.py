@@ -10,25 +10,25 @@ import jax.numpy as jnp
 import pytest
 from runs import assert_bit_equal
 
-from jaxdl.checkpoint import CheckpointConfig, Checkpoints
-from jaxdl.checkpoint.complete import check_complete
-from jaxdl.checkpoint.errors import Incomplete
-from jaxdl.checkpoint.literal import literal, with_names
-from jaxdl.compiler import CompilerConfig
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.files import step_dir
+from jaxdl.core.paths import expanded, matching
 from jaxdl.data import Tabular, remote
-from jaxdl.data.row_groups import found_files
 from jaxdl.data.staging import Stage
-from jaxdl.experiment import Experiment
-from jaxdl.files import step_dir
-from jaxdl.lease.holder import RECORD_BYTES, Holder
+from jaxdl.data.tables.row_groups import found_files
 from jaxdl.models import Perceptron
-from jaxdl.paths import expanded, matching
-from jaxdl.search.driver import PROGRAMS, Request
-from jaxdl.state import TrainState
-from jaxdl.status.record import Record, State, utc_now
-from jaxdl.status.rows import find_workdirs
-from jaxdl.tasks import Classification
+from jaxdl.parallel.compiler import CompilerConfig
+from jaxdl.parallel.lease.holder import RECORD_BYTES, Holder
+from jaxdl.platform.search.driver import PROGRAMS, Request
+from jaxdl.report.status.record import Record, State, utc_now
+from jaxdl.report.status.rows import find_workdirs
+from jaxdl.training.checkpoint import CheckpointConfig, Checkpoints
+from jaxdl.training.checkpoint.complete import check_complete
+from jaxdl.training.checkpoint.errors import Incomplete
+from jaxdl.training.checkpoint.literal import literal, with_names
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.state import TrainState
+from jaxdl.training.tasks import Classification
 
 ODD = ("x=[256, 256]", "a\\b", "a*b", "a?b", "{0..1}", "~nobody", "#%41", "gs:", "a\nb", "'\"", "\U0001f600",
        os.fsdecode(b"\xff"))  # fmt: skip

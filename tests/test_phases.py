@@ -13,15 +13,15 @@ from photographs import folder_of_photographs
 from runs import TinyResNet
 
 import jaxdl
-from jaxdl.config import ConfigError, Periodic
+from jaxdl.core.config import ConfigError, Periodic
 from jaxdl.data import Cache, ImageFolder, Photos
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig
+from jaxdl.data.phases import Phase, make_timeline
 from jaxdl.models import ViT
 from jaxdl.optim import SGD, Cosine
-from jaxdl.phases import Phase, make_timeline
-from jaxdl.run.build import make_plan
-from jaxdl.run.compile import shared_programs
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.compile import shared_programs
+from jaxdl.training.run.plan.build import make_plan
 
 PHASES = (Phase(epochs=2, size=32), Phase(epochs=1, size=48, batch_size=4), Phase(epochs=1, size=48, min_scale=0.5))
 

@@ -8,9 +8,9 @@ from photographs import by_pillow, difference, encoded, photograph
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
-from jaxdl.data.colours import _NAMES, _OPERATIONS, Jitter, changed, policy_changed
-from jaxdl.data.photo import BadImage, Photo
-from jaxdl.data.view import Box, Erasing, View, random_box, resized, shrunk
+from jaxdl.data.images.colours import _NAMES, _OPERATIONS, Jitter, changed, policy_changed
+from jaxdl.data.images.photo import BadImage, Photo
+from jaxdl.data.images.view import Box, Erasing, View, random_box, resized, shrunk
 
 
 @pytest.mark.parametrize("orientation", [None, *range(1, 9)])

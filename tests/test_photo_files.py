@@ -9,8 +9,8 @@ import pytest
 from photographs import by_pillow, difference, encoded, photograph
 from PIL import Image
 
-from jaxdl.data.image_values import pixels_of
-from jaxdl.data.photo import BadImage, Photo
+from jaxdl.data.images.image_values import pixels_of
+from jaxdl.data.images.photo import BadImage, Photo
 from jaxdl.data.tfds import _Format, decode_image
 
 

@@ -11,7 +11,7 @@ from test_phases import experiment
 from test_processes import start_pair
 
 import jaxdl
-from jaxdl.phases import Phase
+from jaxdl.data.phases import Phase
 
 PHASES = (Phase(epochs=1, size=32), Phase(epochs=1, size=48, batch_size=4))
 

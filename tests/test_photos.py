@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from photographs import encoded, folder_of_photographs, photograph
 
-from jaxdl.cluster import ClusterError
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import Cache, ImageFolder, ImageTars, Photos, remote
-from jaxdl.data.memfd import read_shared, write_shared
-from jaxdl.data.photos import num_cpus
-from jaxdl.data.shm import memory_folder, release, shared_folder
+from jaxdl.data.images.memfd import read_shared, write_shared
+from jaxdl.data.images.photos import num_cpus
+from jaxdl.data.images.shm import memory_folder, release, shared_folder
 from jaxdl.data.source import TrainRows
+from jaxdl.parallel.cluster import ClusterError
 
 PLAIN = Photos(size=48, workers=0, min_scale=0.2, brightness=0.2, policy="trivial", erase=0.3)
 

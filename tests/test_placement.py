@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxdl.bench.placement import INSTANCES, instance
-from jaxdl.config import ConfigError
-from jaxdl.planner.placement import by_cost, by_size, largest_differencing, makespan, place
-from jaxdl.planner.placement_bound import lower_bound
+from jaxdl.core.config import ConfigError
+from jaxdl.performance.bench.embedding.placement import INSTANCES, instance
+from jaxdl.performance.planner.placement import by_cost, by_size, largest_differencing, makespan, place
+from jaxdl.performance.planner.placement_bound import lower_bound
 
 
 def best(costs, sizes, devices, memory, given=None):

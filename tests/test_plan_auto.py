@@ -12,29 +12,29 @@ from runs import tiny_experiment
 from test_planner import cluster, workload
 
 import jaxdl
-from jaxdl.bench.embedding import compiled_step, usual_collectives
-from jaxdl.command import parse_command
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.files import PLAN_FILE
 from jaxdl.data import Clicks
-from jaxdl.embedding import DataParallel, EmbeddingConfig, RowWise, TableWise
-from jaxdl.embedding.traffic import axis_bytes
 from jaxdl.exchange.cost import NOMINAL_SPEEDS, Link, Machine
-from jaxdl.experiment import identity
-from jaxdl.files import PLAN_FILE
-from jaxdl.mesh import MeshConfig
 from jaxdl.models import DLRM
-from jaxdl.planner import auto, trials
-from jaxdl.planner.mesh_tables import tables_on_meshes
-from jaxdl.planner.search import search, with_other_tables
-from jaxdl.planner.table_report import measured_workload
-from jaxdl.planner.tables import costs_of
-from jaxdl.planner.trial import Setting, measured, table_sec
-from jaxdl.planner.trials import Trials, trial_plan
-from jaxdl.planner.workload import fixed_fields
-from jaxdl.plans import PlanAuto
-from jaxdl.run.build import make_plan
-from jaxdl.run.planning import Planned
-from jaxdl.tasks import Binary
+from jaxdl.parallel.embedding import DataParallel, EmbeddingConfig, RowWise, TableWise
+from jaxdl.parallel.embedding.traffic import axis_bytes
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.performance.bench.embedding.embedding import compiled_step, usual_collectives
+from jaxdl.performance.planner import auto, trials
+from jaxdl.performance.planner.mesh_tables import tables_on_meshes
+from jaxdl.performance.planner.search import search, with_other_tables
+from jaxdl.performance.planner.table_report import measured_workload
+from jaxdl.performance.planner.tables import costs_of
+from jaxdl.performance.planner.trial import Setting, measured, table_sec
+from jaxdl.performance.planner.trials import Trials, trial_plan
+from jaxdl.performance.planner.workload import fixed_fields
+from jaxdl.training.command import parse_command
+from jaxdl.training.experiment import identity
+from jaxdl.training.plans import PlanAuto
+from jaxdl.training.run.plan.build import make_plan
+from jaxdl.training.run.plan.layout import Planned
+from jaxdl.training.tasks import Binary
 
 MESH = MeshConfig()
 GIVEN = PlanAuto(devices_per_node=1, network="1gbit", timed=2)

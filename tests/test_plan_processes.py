@@ -11,12 +11,12 @@ from runs import finish, rows, write_config
 from test_processes import start_pair
 
 import jaxdl
+from jaxdl.core.files import PLAN_FILE
 from jaxdl.data import Clicks
-from jaxdl.embedding import EmbeddingConfig
-from jaxdl.files import PLAN_FILE
 from jaxdl.models import DLRM
-from jaxdl.plans import PlanAuto
-from jaxdl.tasks import Binary
+from jaxdl.parallel.embedding import EmbeddingConfig
+from jaxdl.training.plans import PlanAuto
+from jaxdl.training.tasks import Binary
 
 MOST = 16e6
 """Bytes of a device. The first table needs more than two devices have, and fits the four of both processes."""

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 import jaxdl
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import Clicks
-from jaxdl.embedding import EmbeddingConfig
-from jaxdl.embedding.cache import CacheConfig
 from jaxdl.models import DLRM
-from jaxdl.planner import auto, timed, trials
-from jaxdl.planner.trials import Trials, first_batch
-from jaxdl.plans import PlanAuto
-from jaxdl.tasks import Binary
+from jaxdl.parallel.embedding import EmbeddingConfig
+from jaxdl.parallel.embedding.cache import CacheConfig
+from jaxdl.performance.planner import auto, timed, trials
+from jaxdl.performance.planner.trials import Trials, first_batch
+from jaxdl.training.plans import PlanAuto
+from jaxdl.training.tasks import Binary
 
 ROWS = (1_500_000, 40, 7, 2000)
 MOST = 10e6

@@ -8,19 +8,26 @@ import numpy as np
 import pytest
 from runs import tiny_experiment
 
-from jaxdl.config import ConfigError
-from jaxdl.embedding import EmbeddingConfig
+from jaxdl.core.config import ConfigError
 from jaxdl.exchange import Dense, TopK
 from jaxdl.exchange.cost import NOMINAL_SPEEDS, Link, Machine, predict
-from jaxdl.mesh import Axis
-from jaxdl.planner import placement
-from jaxdl.planner.memory import Fit, Parameters, Step, described_layout, fitted, memory, sharding_of
-from jaxdl.planner.search import Cluster, TablesOnMesh, Workload, binding, choices, costed, search
-from jaxdl.planner.steptime import Efficiency, Profile, nodes_that_pay, own_time, parameter_servers, with_exchange
-from jaxdl.planner.tables import Costs
-from jaxdl.planner.trials import Trials
-from jaxdl.planner.workload import _profiles
-from jaxdl.sharding import ShardingConfig
+from jaxdl.parallel.embedding import EmbeddingConfig
+from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.sharding import ShardingConfig
+from jaxdl.performance.planner import placement
+from jaxdl.performance.planner.memory import Fit, Parameters, Step, described_layout, fitted, memory, sharding_of
+from jaxdl.performance.planner.search import Cluster, TablesOnMesh, Workload, binding, choices, costed, search
+from jaxdl.performance.planner.steptime import (
+    Efficiency,
+    Profile,
+    nodes_that_pay,
+    own_time,
+    parameter_servers,
+    with_exchange,
+)
+from jaxdl.performance.planner.tables import Costs
+from jaxdl.performance.planner.trials import Trials
+from jaxdl.performance.planner.workload import _profiles
 
 SHAPES = {"kernel": jax.ShapeDtypeStruct((1024, 4096), "float32"), "bias": jax.ShapeDtypeStruct((4096,), "float32")}
 PARAMETERS = Parameters({"kernel": ("embed", "mlp"), "bias": ("mlp",)}, SHAPES, optimizer_copies=2.0)
@@ -227,7 +234,7 @@ def test_a_tensor_size_that_xla_cannot_compile_is_an_error(monkeypatch):
     def refused(*args, **options):
         raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure\nmore")
 
-    monkeypatch.setattr("jaxdl.planner.workload.profile", refused)
+    monkeypatch.setattr("jaxdl.performance.planner.workload.profile", refused)
     profiles = _profiles(Trials(tiny_experiment()), jax.devices(), 4, None, replicas=False)
     with pytest.raises(ConfigError, match=r"mesh.tensor 2: .*RET_CHECK failure\).*mesh.tensor.1"):
         profiles(2, "", "sharded")

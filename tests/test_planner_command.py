@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from runs import tiny_experiment
 
-from jaxdl.errors import OptionError
+from jaxdl.core.errors import OptionError
 from jaxdl.exchange import Auto, Dense, TopK
-from jaxdl.mesh import Axis
-from jaxdl.planner.command import PlanCommand, cluster_of, remarks, table
-from jaxdl.planner.machine import NVLINK
-from jaxdl.planner.memory import Memory
-from jaxdl.planner.search import Candidate, Choice, Found
-from jaxdl.planner.steptime import StepTime
+from jaxdl.parallel.mesh import Axis
+from jaxdl.performance.planner.command import PlanCommand, cluster_of, remarks, table
+from jaxdl.performance.planner.machine import NVLINK
+from jaxdl.performance.planner.memory import Memory
+from jaxdl.performance.planner.search import Candidate, Choice, Found
+from jaxdl.performance.planner.steptime import StepTime
 
 PARAM_BYTES = 1e8
 

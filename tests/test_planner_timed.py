@@ -4,12 +4,12 @@ import math
 
 import pytest
 
-from jaxdl.bench.planner_layouts import make_rows, rank_correlation, remarks
 from jaxdl.exchange.cost import Link, Machine
-from jaxdl.planner.memory import Fit
-from jaxdl.planner.steptime import Efficiency, Profile, own_time
-from jaxdl.planner.timed import StepParts, fitted_steps, quickest, slowest, without
-from jaxdl.planner.workload import with_measured
+from jaxdl.performance.bench.planner.planner_layouts import make_rows, rank_correlation, remarks
+from jaxdl.performance.planner.memory import Fit
+from jaxdl.performance.planner.steptime import Efficiency, Profile, own_time
+from jaxdl.performance.planner.timed import StepParts, fitted_steps, quickest, slowest, without
+from jaxdl.performance.planner.workload import with_measured
 
 
 def test_steps_fall_apart_into_micro_batches_examples_and_the_rest():

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import SyntheticImages, SyntheticText, TrainLoader
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import ResNet, Transformer
 from jaxdl.optim import SGD, Constant
-from jaxdl.precision import BFloat16, Float16, Float32, TensorFloat32, cast_weights, float32_matmul
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.step import StepConfig, make_train_step
-from jaxdl.tasks import LanguageModelling
+from jaxdl.parallel.mesh import MeshConfig, batch_sharding
+from jaxdl.parallel.precision import BFloat16, Float16, Float32, TensorFloat32, cast_weights, float32_matmul
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.step import StepConfig, make_train_step
+from jaxdl.training.tasks import LanguageModelling
 
 IMAGES = Experiment(
     model=ResNet(depth=8, width=8),

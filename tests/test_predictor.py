@@ -8,10 +8,10 @@ import pytest
 from runs import tiny_experiment
 
 import jaxdl
-from jaxdl.config import ConfigError
-from jaxdl.files import step_dir, step_folder
-from jaxdl.mesh import MeshConfig
-from jaxdl.step import apply_network
+from jaxdl.core.config import ConfigError
+from jaxdl.core.files import step_dir, step_folder
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.step import apply_network
 
 LENGTH = 16
 MESH = MeshConfig(replica=2, fsdp=2)

@@ -11,7 +11,7 @@ from jaxdl.data.__main__ import main
 
 CONFIG = """
 from jaxdl.data import Cache, ImageFolder, Photos
-from jaxdl.experiment import Experiment
+from jaxdl.training.experiment import Experiment
 
 def config():
     cache = Cache(short_side=64, memory_bytes=2**20, disk={disk!r})
@@ -38,7 +38,7 @@ def test_it_fills_the_cache_and_says_what_was_there(config, tmp_path, capsys):
     assert "30 images read, 0 already cached" in " ".join(capsys.readouterr().out.split())
     main(["prepare", "--config", config])
     assert "0 images read, 30 already cached" in " ".join(capsys.readouterr().out.split())
-    from jaxdl.modules import load_file
+    from jaxdl.core.modules import load_file
 
     source = load_file(config).data.build().train
     source.batch(np.arange(24))

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxdl.completion import option_values
-from jaxdl.config import ConfigError
-from jaxdl.experiment import Experiment
+from jaxdl.core.config import ConfigError
 from jaxdl.models import Network, Transformer, preset, presets
+from jaxdl.training.completion import option_values
+from jaxdl.training.experiment import Experiment
 
 PUBLISHED = {
     "gpt2-124m": (50_257, 124_439_808),

@@ -6,10 +6,10 @@ import pytest
 from mistakes import refusal
 
 import jaxdl
-from jaxdl import kinds
-from jaxdl.config import differences
-from jaxdl.experiment import Experiment
+from jaxdl.core import kinds
+from jaxdl.core.config import differences
 from jaxdl.train import main
+from jaxdl.training.experiment import Experiment
 
 
 def printed(capsys, *args):

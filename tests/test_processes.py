@@ -12,11 +12,11 @@ import pytest
 from runs import Started, finish, has_step, rows, saved_state, tiny_experiment, wait_for, write_config
 
 import jaxdl
+from jaxdl.core.files import step_dir, step_folder
 from jaxdl.data import SyntheticText
-from jaxdl.files import step_dir, step_folder
 from jaxdl.models import Transformer
 from jaxdl.optim import AdamW
-from jaxdl.tasks import LanguageModelling
+from jaxdl.training.tasks import LanguageModelling
 
 EXPERIMENT = tiny_experiment(
     data=SyntheticText(vocab_size=32, length=16, num_train=96, num_test=20),

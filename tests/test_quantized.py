@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxdl.collectives.quantized import quantized_all_reduce, quantized_sent_bytes
+from jaxdl.parallel.collectives.quantized import quantized_all_reduce, quantized_sent_bytes
 
 BITS = [8, 4, 2, 1]
 F32 = np.float32

@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdl.bench.wire import collectives, lower, sent_bytes
-from jaxdl.collectives.quantized import quantized_all_reduce, quantized_sent_bytes
+from jaxdl.parallel.collectives.quantized import quantized_all_reduce, quantized_sent_bytes
+from jaxdl.parallel.compiler.wire_bytes import collectives, lower, sent_bytes
 
 
 def program_of(n, bits, mesh, block_size=None):

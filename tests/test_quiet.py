@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from jaxdl.checkpoint.quiet import hush_orbax
+from jaxdl.training.checkpoint.orbax_logs import hush_orbax
 
 READ = """
 async def read(never):

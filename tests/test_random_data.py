@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 
+from jaxdl.core.errors import ConfigError
 from jaxdl.data import Arrays
 from jaxdl.data.draws import example_seeds
 from jaxdl.data.source import TrainRows
-from jaxdl.errors import ConfigError
 
 N = 12
 X = np.arange(N, dtype=np.float32)[:, None] + np.zeros(3, np.float32)

@@ -11,27 +11,27 @@ from mistakes import refusal
 from sklearn.metrics import roc_auc_score
 
 import jaxdl
-from jaxdl.checkpoint import CheckpointConfig
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.kinds import forgotten
 from jaxdl.data import Data, Feature, MovieLens, Splits, TabularArrays, TabularSource, TabularSpec
-from jaxdl.data.ranks import area_by_ranks
-from jaxdl.embedding import ColumnWise, DataParallel, EmbeddingConfig, Replicated, RowSGD, RowWise, Table
-from jaxdl.embedding.layout import make_buffers
-from jaxdl.embedding.table import check_tables
-from jaxdl.evaluation import EvaluationConfig
-from jaxdl.experiment import Experiment
-from jaxdl.export.__main__ import main as export
-from jaxdl.kinds import forgotten
-from jaxdl.mesh import Axis, MeshConfig, batch_sharding, make_mesh
+from jaxdl.data.tables.ranks import area_by_ranks
+from jaxdl.inference.export.__main__ import main as export
 from jaxdl.models import DLRM
 from jaxdl.optim import SGD, Constant
-from jaxdl.planner.table_report import measured_workload
+from jaxdl.parallel.embedding import ColumnWise, DataParallel, EmbeddingConfig, Replicated, RowSGD, RowWise, Table
+from jaxdl.parallel.embedding.layout import make_buffers
+from jaxdl.parallel.embedding.table import check_tables
+from jaxdl.parallel.mesh import Axis, MeshConfig, batch_sharding, make_mesh
+from jaxdl.performance.planner.table_report import measured_workload
 from jaxdl.report import ReportConfig
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.exchanged import make_tables, with_vectors
-from jaxdl.step import StepConfig, make_train_step
-from jaxdl.tasks import Binary
-from jaxdl.tasks.binary import area_under_curve
+from jaxdl.training.checkpoint import CheckpointConfig
+from jaxdl.training.evaluation import EvaluationConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.run.plan.exchange import make_tables, with_vectors
+from jaxdl.training.step import StepConfig, make_train_step
+from jaxdl.training.tasks import Binary
+from jaxdl.training.tasks.binary import area_under_curve
 
 FEATURES = (Feature("user", 40), Feature("item", 90), Feature("words", 30, num_ids=3))
 SPEC = TabularSpec(("age",), FEATURES, positives=0.5)

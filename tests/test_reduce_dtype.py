@@ -12,12 +12,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from test_precision import IMAGES, TEXT, batches, equal_bits, gradients, lowered, products
 
-from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.models.products import add_bias, weight_convolution, weight_product
-from jaxdl.precision import BFloat16
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.sharding import Layout, ShardingConfig, constrain, gather, use_layout
-from jaxdl.step import apply_network, make_train_step
+from jaxdl.parallel.mesh import MeshConfig, make_mesh
+from jaxdl.parallel.precision import BFloat16
+from jaxdl.parallel.sharding import Layout, ShardingConfig, constrain, gather, use_layout
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.step import apply_network, make_train_step
 
 # The dtype of sums of gradients over `fsdp`
 

@@ -11,13 +11,13 @@ import pandas
 import pytest
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
-from jaxdl.config import ConfigError
-from jaxdl.files import METRICS_FILE, TENSORBOARD_FOLDER
+from jaxdl.core.config import ConfigError
+from jaxdl.core.files import METRICS_FILE, TENSORBOARD_FOLDER
+from jaxdl.core.writing import partial_path, replace_file
 from jaxdl.report import (
     History,
     ReportConfig,
 )
-from jaxdl.writing import partial_path, replace_file
 
 
 def lines_of(workdir):

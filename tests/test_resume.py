@@ -22,7 +22,7 @@ from runs import (
     write_config,
 )
 
-from jaxdl.files import step_dir, step_folder
+from jaxdl.core.files import step_dir, step_folder
 
 EXPERIMENT = tiny_experiment()
 

@@ -9,13 +9,13 @@ import jax
 import pytest
 from rich.console import Console
 
-from jaxdl.bench import roofline as bench
-from jaxdl.bench import train
-from jaxdl.compiler import CompilerConfig, hlo
-from jaxdl.compiler.roofline import kernels, summed
-from jaxdl.config import ConfigError
-from jaxdl.experiment import Experiment
-from jaxdl.planner import h100
+from jaxdl.core.config import ConfigError
+from jaxdl.parallel.compiler import CompilerConfig, hlo
+from jaxdl.parallel.compiler.roofline import kernels, summed
+from jaxdl.performance.bench import roofline as bench
+from jaxdl.performance.bench import train
+from jaxdl.performance.planner import h100
+from jaxdl.training.experiment import Experiment
 
 BIG = 8_375_000
 PROGRAM = """HloModule jit_train_step, is_scheduled=true

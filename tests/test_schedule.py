@@ -17,14 +17,7 @@ from exchange_cases import NAMED_SHAPES, ORDER, PLACES, Run
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdl.bench import __main__ as command_line
-from jaxdl.bench import schedule
-from jaxdl.bench.scheme import operations
-from jaxdl.compiler import Links, compiled, hlo
-from jaxdl.compiler.options import ASSUMED
-from jaxdl.compiler.overlap import play
-from jaxdl.compiler.profile import profile_of
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.exchange import (
     Dense,
     GradientLayout,
@@ -36,7 +29,14 @@ from jaxdl.exchange import (
     state_specs,
 )
 from jaxdl.exchange.buckets import held_back, in_turn, make_buckets
-from jaxdl.planner.h100 import h100_mesh
+from jaxdl.parallel.compiler import Links, compiled, hlo
+from jaxdl.parallel.compiler.options import ASSUMED
+from jaxdl.parallel.compiler.overlap import play
+from jaxdl.parallel.compiler.profile import profile_of
+from jaxdl.performance.bench import __main__ as command_line
+from jaxdl.performance.bench import schedule
+from jaxdl.performance.bench.scheme import operations
+from jaxdl.performance.planner.h100 import h100_mesh
 
 AXES = {"replica": 2, "fsdp": 4}
 LINKS = Links(replica_bytes_per_sec=1e9, inner_bytes_per_sec=1e11, replica_latency_sec=1e-6, inner_latency_sec=0.0)

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxdl.config import Config, ConfigError
+from jaxdl.core.config import Config, ConfigError
 from jaxdl.optim import Constant, Cosine, InverseSqrt, Linear, Polynomial, Schedule, Steps, noam_peak
 from jaxdl.optim.schedules import LearningRate
 

@@ -8,8 +8,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdl.bench import __main__ as command_line
-from jaxdl.bench.scheme import Operation, operations, table_of
+from jaxdl.performance.bench import __main__ as command_line
+from jaxdl.performance.bench.scheme import Operation, operations, table_of
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,12 @@ from mistakes import refusal
 from test_generate import LENGTH, text, writer  # noqa: F401
 
 import jaxdl
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import Codec
-from jaxdl.mesh import MeshConfig
-from jaxdl.run.scoring import Question, Scorer, choice_tokens, score_choices, score_documents, windows
-from jaxdl.score.__main__ import main
-from jaxdl.score.command import Score, scores
+from jaxdl.inference.score.__main__ import main
+from jaxdl.inference.score.command import Score, scores
+from jaxdl.inference.scoring import Question, Scorer, choice_tokens, score_choices, score_documents, windows
+from jaxdl.parallel.mesh import MeshConfig
 
 QUESTIONS = [
     Question("1 f", ("ish", "fish, red", "x"), 0),

@@ -11,17 +11,17 @@ import pytest
 from runs import Started, measured, rows, tiny_experiment, write_config
 
 import jaxdl
-from jaxdl.command import parse_command
-from jaxdl.errors import ConfigError
-from jaxdl.experiment import read_experiment
-from jaxdl.files import CHECKPOINTS_FOLDER, step_dir
-from jaxdl.mesh import MeshConfig
+from jaxdl.core.errors import ConfigError
+from jaxdl.core.files import CHECKPOINTS_FOLDER, step_dir
 from jaxdl.optim import SGD
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.platform.search import command
+from jaxdl.platform.search.engines import Engine, shares
+from jaxdl.platform.search.workdirs import copy_workdir, value_at
 from jaxdl.report import Diverged
-from jaxdl.run.result import Interrupted
-from jaxdl.search import command
-from jaxdl.search.engines import Engine, shares
-from jaxdl.search.workdirs import copy_workdir, value_at
+from jaxdl.training.command import parse_command
+from jaxdl.training.experiment import read_experiment
+from jaxdl.training.run.result import Interrupted
 
 EXPERIMENT = tiny_experiment(
     mesh=MeshConfig(replica=1, fsdp=1, cpu_devices=8),
@@ -91,7 +91,7 @@ def jaxdl_devices():
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, on_command_line):
-    monkeypatch.setattr("jaxdl.search.attempts.pause_after", lambda *args: 0.0)
+    monkeypatch.setattr("jaxdl.platform.search.attempts.pause_after", lambda *args: 0.0)
     monkeypatch.setattr(InThisProcess, "started", [])
     monkeypatch.setattr(InThisProcess, "before", staticmethod(lambda number, words: None))
 
@@ -225,7 +225,7 @@ def test_a_population_copies_checkpoints_and_changes_rates(config, tmp_path, mon
     words += ["--scheduler.interval", "4", "--parallel", "4"]
     if killed:  # While the copy is recorded and not made.
         with monkeypatch.context() as patched:
-            patched.setattr("jaxdl.search.driver.copy_workdir", lambda *args: os_kill())
+            patched.setattr("jaxdl.platform.search.driver.copy_workdir", lambda *args: os_kill())
             with pytest.raises(KeyboardInterrupt):
                 search(config, tmp_path, *words)
     found = search(config, tmp_path, *words)
@@ -297,7 +297,7 @@ def test_a_full_disk_is_one_message(config, tmp_path, monkeypatch):
     def full(*args, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("jaxdl.search.journal.Journal.add", full)
+    monkeypatch.setattr("jaxdl.platform.search.journal.Journal.add", full)
     with pytest.raises(
         ConfigError, match=r"No space left on device\. When that is put right, the same command goes on"
     ):

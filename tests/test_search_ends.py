@@ -9,20 +9,20 @@ import pytest
 from children import CHILD, child_of, ends
 from search_made_up import RATE, MadeUp, Said, course, request_in, searched
 
-from jaxdl.errors import ConfigError
-from jaxdl.launch import processes
+from jaxdl.core.errors import ConfigError
+from jaxdl.platform.launch import processes
+from jaxdl.platform.search import command
+from jaxdl.platform.search.attempts import Attempts
+from jaxdl.platform.search.driver import Search, check_any
+from jaxdl.platform.search.engines import Job, Processes
+from jaxdl.platform.search.journal import Journal
+from jaxdl.platform.search.report import result
+from jaxdl.platform.search.samplers import Random
+from jaxdl.platform.search.schedulers import PBT, Full, Halving
+from jaxdl.platform.search.show import Shown, table
+from jaxdl.platform.search.trial import Trial
+from jaxdl.report.status import Reason, Record, State, utc_now, write_record
 from jaxdl.report.tracking import name_of
-from jaxdl.search import command
-from jaxdl.search.attempts import Attempts
-from jaxdl.search.driver import Search, check_any
-from jaxdl.search.engines import Job, Processes
-from jaxdl.search.journal import Journal
-from jaxdl.search.report import result
-from jaxdl.search.samplers import Random
-from jaxdl.search.schedulers import PBT, Full, Halving
-from jaxdl.search.show import Shown, table
-from jaxdl.search.trial import Trial
-from jaxdl.status import Reason, Record, State, utc_now, write_record
 
 
 class Killed(BaseException):
@@ -157,7 +157,7 @@ def test_a_trial_that_trained_for_long_is_started_again_at_once():
 @pytest.mark.usefixtures("fast", "on_command_line")
 def test_a_member_whose_place_was_taken_is_not_tried_again(tmp_path, monkeypatch):
     request, policy = request_in(tmp_path, retries=0), PBT(interval=4).policy(course(3))
-    monkeypatch.setattr("jaxdl.search.driver.copy_workdir", lambda source, target, step: True)
+    monkeypatch.setattr("jaxdl.platform.search.driver.copy_workdir", lambda source, target, step: True)
     trials, _, _ = searched(request, policy, lambda number, start: 75 if number == 0 else 0)
     assert next(one.replaces for one in trials if one.parent is not None) == 0
     again, workers, _ = searched(request, policy)
@@ -268,7 +268,7 @@ def test_what_a_trial_has_started_ends_with_a_search_that_is_killed(tmp_path):
     code = f"""
 import sys, time
 from pathlib import Path
-from jaxdl.search.engines import Job, Processes
+from jaxdl.platform.search.engines import Job, Processes
 workers = Processes([{{}}])
 workers.start(Job(0, [sys.executable, "-c", {CHILD + "time.sleep(300)"!r}], Path({str(tmp_path / "log")!r})))
 time.sleep(300)

@@ -9,17 +9,17 @@ import optuna
 import pytest
 from search_made_up import RATE, MadeUp, Said, course, request_in, searched
 
-from jaxdl.files import step_dir
+from jaxdl.core.files import step_dir
+from jaxdl.platform.search.copies import write_copies
+from jaxdl.platform.search.driver import Search
+from jaxdl.platform.search.journal import STUDY, Journal, storage_at
+from jaxdl.platform.search.report import result, write_report
+from jaxdl.platform.search.samplers import Random
+from jaxdl.platform.search.schedulers import PBT, Full, Halving
+from jaxdl.platform.search.show import Shown
+from jaxdl.platform.search.space import Choices
+from jaxdl.platform.search.trial import Trial, best
 from jaxdl.report.divergence import divergence, losses
-from jaxdl.search.copies import write_copies
-from jaxdl.search.driver import Search
-from jaxdl.search.journal import STUDY, Journal, storage_at
-from jaxdl.search.report import result, write_report
-from jaxdl.search.samplers import Random
-from jaxdl.search.schedulers import PBT, Full, Halving
-from jaxdl.search.show import Shown
-from jaxdl.search.space import Choices
-from jaxdl.search.trial import Trial, best
 
 GONE = [2.3, 4e9, 8.6e21, 8.6e21, 8.6e21]
 

@@ -8,18 +8,18 @@ from dataclasses import replace
 import pytest
 from mistakes import refusal
 
-from jaxdl.compare.curves import Curves
-from jaxdl.errors import ConfigError
-from jaxdl.experiment import Experiment
-from jaxdl.kinds import kinds
-from jaxdl.report.directions import mode_of
-from jaxdl.search.__main__ import main
-from jaxdl.search.config import SearchConfig, direction_of, metric_of
-from jaxdl.search.samplers import Grid, Sampler
-from jaxdl.search.schedulers import ASHA, PBT, Clone, Course, Full, Halving, New, Promote
-from jaxdl.search.space import Choices, Number, parse_settings, words_of
-from jaxdl.search.trial import Trial, best, best_first, compared, rank
-from jaxdl.tasks import Loss
+from jaxdl.core.errors import ConfigError
+from jaxdl.core.kinds import kinds
+from jaxdl.platform.search.__main__ import main
+from jaxdl.platform.search.config import SearchConfig, direction_of, metric_of
+from jaxdl.platform.search.samplers import Grid, Sampler
+from jaxdl.platform.search.schedulers import ASHA, PBT, Clone, Course, Full, Halving, New, Promote
+from jaxdl.platform.search.space import Choices, Number, parse_settings, words_of
+from jaxdl.platform.search.trial import Trial, best, best_first, compared, rank
+from jaxdl.report.better_direction import mode_of
+from jaxdl.report.compare.curves import Curves
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.tasks import Loss
 
 RATE = Number("optimizer.learning_rate", 1e-3, 1.0, log=True)
 MOMENTUM = Choices("optimizer.momentum", (0.8, 0.9, 0.95))

@@ -6,9 +6,9 @@ import time
 import pytest
 from children import CHILD, child_of, ends
 
-from jaxdl.errors import ConfigError
-from jaxdl.search.engines import Job
-from jaxdl.search.ray_engine import OnRay
+from jaxdl.core.errors import ConfigError
+from jaxdl.platform.search.engines import Job
+from jaxdl.platform.search.ray_engine import OnRay
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'jaxdl[ray]'")
 

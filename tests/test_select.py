@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxdl.collectives import blocks, compact, mstopk
-from jaxdl.collectives.select import METHODS, on_cpu, on_gpu, select_top_k
+from jaxdl.parallel.collectives import blocks, compact, mstopk
+from jaxdl.parallel.collectives.select import METHODS, on_cpu, on_gpu, select_top_k
 
 NO_KEY = jnp.zeros(2, jnp.uint32)
 # The passes are what takes time to compile.

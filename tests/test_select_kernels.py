@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec as P
 from test_select import best, bits_of, nasty_inputs
 from test_sharding import TEXT
 
-from jaxdl.bench import select as bench_select
-from jaxdl.collectives import kernels, own_kernels, select
-from jaxdl.collectives.blocks import block_width
-from jaxdl.collectives.compact import COARSE_BITS, KEY_BITS
-from jaxdl.compiler import hlo
-from jaxdl.config import ConfigError
-from jaxdl.run.build import settled
+from jaxdl.core.config import ConfigError
+from jaxdl.parallel.collectives import kernels, own_kernels, select
+from jaxdl.parallel.collectives.blocks import block_width
+from jaxdl.parallel.collectives.compact import COARSE_BITS, KEY_BITS
+from jaxdl.parallel.compiler import hlo
+from jaxdl.performance.bench import select as bench_select
+from jaxdl.training.run.plan.build import settled
 
 CALL = "__gpu$xla.gpu.triton"
 

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from test_optim import ALL, assert_close, random_tree, rates_at
 
-from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.optim import LAMB, LARS, Rates
+from jaxdl.parallel.mesh import MeshConfig, make_mesh
 
 SHARDED_AXES = {
     "stack": {"kernel": ("layers", "embed", "mlp"), "scale": ("layers", "norm")},

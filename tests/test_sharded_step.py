@@ -9,17 +9,15 @@ import pytest
 from test_sharding import TEXT
 
 from jaxdl.data import SyntheticText
-from jaxdl.experiment import load
-from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Transformer
+from jaxdl.parallel.mesh import MeshConfig, batch_sharding
+from jaxdl.parallel.sharding import is_spec
 from jaxdl.report.explanation import readable_bytes
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.sharding import (
-    is_spec,
-)
-from jaxdl.state import param_bytes_per_device
-from jaxdl.step import make_train_step
 from jaxdl.train import main
+from jaxdl.training.experiment import load
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.state import param_bytes_per_device
+from jaxdl.training.step import make_train_step
 
 # The compiled step
 
@@ -136,9 +134,9 @@ def test_explain_prints_the_table_and_runs_nothing(tmp_path, capsys, monkeypatch
     file = tmp_path / "mine.py"
     file.write_text(
         "from jaxdl.data import SyntheticText\n"
-        "from jaxdl.experiment import Experiment\n"
+        "from jaxdl.training.experiment import Experiment\n"
         "from jaxdl.models import Transformer\n"
-        "from jaxdl.tasks import LanguageModelling\n"
+        "from jaxdl.training.tasks import LanguageModelling\n"
         "def config():\n"
         "    model = Transformer(num_layers=3, embed_dim=64, num_heads=4, mlp_dim=192)\n"
         "    data = SyntheticText(vocab_size=32, length=8, num_train=64, num_test=8)\n"

@@ -9,15 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import SyntheticText
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.models import Transformer
 from jaxdl.optim import LAMB
-from jaxdl.report import explain
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.sharding import (
+from jaxdl.parallel.mesh import MeshConfig, make_mesh
+from jaxdl.parallel.sharding import (
     Layout,
     ShardingConfig,
     constrain,
@@ -31,9 +28,12 @@ from jaxdl.sharding import (
     use_layout,
     without_axis,
 )
-from jaxdl.state import param_bytes_per_device
-from jaxdl.step import StepConfig
-from jaxdl.tasks import LanguageModelling
+from jaxdl.report import explain
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.state import param_bytes_per_device
+from jaxdl.training.step import StepConfig
+from jaxdl.training.tasks import LanguageModelling
 
 P = PartitionSpec
 TEXT = Experiment(

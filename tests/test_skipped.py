@@ -11,20 +11,20 @@ from flax import nnx
 from runs import assert_bit_equal, rows
 
 import jaxdl
-from jaxdl.agreement import Periodic
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import SyntheticText, TrainLoader
-from jaxdl.experiment import Experiment
-from jaxdl.guard import Skip
-from jaxdl.mesh import MeshConfig, batch_sharding
+from jaxdl.exchange.agreement import Periodic
 from jaxdl.models import Transformer
 from jaxdl.optim import SGD, Constant
+from jaxdl.parallel.mesh import MeshConfig, batch_sharding
 from jaxdl.report import Diverged
-from jaxdl.rounds import make_local_step, make_merge
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.status import read_record
-from jaxdl.step import make_train_step
-from jaxdl.tasks import LanguageModelling
+from jaxdl.report.skips import Skip
+from jaxdl.report.status import read_record
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.rounds import make_local_step, make_merge
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.step import make_train_step
+from jaxdl.training.tasks import LanguageModelling
 
 # One step. The rows of the second replica, or of the second micro-batch, have fewer tokens that count, or none.
 

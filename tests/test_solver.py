@@ -10,7 +10,7 @@ import pytest
 import scipy.optimize
 import scipy.sparse
 
-from jaxdl.solver import milp
+from jaxdl.core.solver import milp
 
 GAINS = [
     0.9, 3.2369999999999997, 4, 7.173638399741447, 0, 1, 0, 2.6, 4, 0, 1, 7, 4, 2, 1.5392853465142622, 2, 5, 1, 2, 2.5,
@@ -45,7 +45,7 @@ def program():
 def said_by(call):
     """What a process prints that solves the program and prints two lines besides."""
     code = (
-        "import os, scipy.optimize, test_solver, jaxdl.solver\n"
+        "import os, scipy.optimize, test_solver, jaxdl.core.solver\n"
         "costs, options = test_solver.program()\n"
         "print('before')\n"
         f"{call}(costs, **options)\n"
@@ -62,7 +62,7 @@ def test_what_highs_prints_is_removed():
     if len(plain) == 2:
         pytest.skip("this version of HiGHS prints nothing of this program")
     assert any(line.startswith("HighsMipSolverData::") for line in plain)
-    assert said_by("jaxdl.solver.milp") == ["before", "after"]
+    assert said_by("jaxdl.core.solver.milp") == ["before", "after"]
 
 
 def test_the_solution_is_that_of_scipy():
@@ -82,7 +82,7 @@ def test_other_output_stays(capfd, monkeypatch):
 
 
 def test_a_process_without_stdout_solves_too():
-    code = "import test_solver, jaxdl.solver as s\nc, o = test_solver.program()\nassert s.milp(c, **o).status == 0"
+    code = "import test_solver, jaxdl.core.solver as s\nc, o = test_solver.program()\nassert s.milp(c, **o).status == 0"
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     words = ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, code]
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)

@@ -19,9 +19,9 @@ from PIL import Image
 from runs import ROOT, Started
 
 import jaxdl
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.files import SUMMARY_FILE
 from jaxdl.data import Digits
-from jaxdl.files import SUMMARY_FILE
 
 pytest.importorskip("pyspark", reason="needs pyspark and Java: pip install 'jaxdl[spark]'")
 
@@ -34,7 +34,7 @@ from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationS
 from pyspark.sql import functions as F
 from spark_session import points_of, session
 
-from jaxdl.spark import (
+from jaxdl.platform.spark import (
     JaxDistributor,
     JaxdlClassifier,
     JaxdlClassifierModel,
@@ -47,8 +47,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.long("each Python stage of Spark sta
 
 CONFIG = """
 from jaxdl.data import ParquetImages
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.models import ResNet
 from jaxdl.optim import SGD, Cosine
 from jaxdl.report import ReportConfig
@@ -154,8 +154,8 @@ def count_processes(num_devices):
     import jax
     from jax.experimental import multihost_utils
 
-    from jaxdl.cluster import start_devices
-    from jaxdl.mesh import MeshConfig
+    from jaxdl.parallel.cluster import start_devices
+    from jaxdl.parallel.mesh import MeshConfig
 
     start_devices(MeshConfig(cpu_devices=num_devices))
     gathered = multihost_utils.process_allgather(np.int32(jax.process_index()))
@@ -340,7 +340,7 @@ def kill_the_task(workdir):
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             words = path.read_bytes().split(b"\0")
-            if b"jaxdl.spark.supervise" in words and any(str(workdir).encode() in word for word in words):
+            if b"jaxdl.platform.spark.supervise" in words and any(str(workdir).encode() in word for word in words):
                 parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
                 return os.kill(parent, signal.SIGKILL)
     raise AssertionError("no process of a task was found")

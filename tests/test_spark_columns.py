@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from runs import ROOT
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 
 pytest.importorskip("pyspark", reason="needs pyspark and Java: pip install 'jaxdl[spark]'")
 
@@ -18,7 +18,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import DoubleType, IntegerType, StructField, StructType
 from spark_session import points_of, session
 
-from jaxdl.spark import JaxdlClassifier, JaxdlClassifierModel, JaxdlFeaturizer, predictor_udf
+from jaxdl.platform.spark import JaxdlClassifier, JaxdlClassifierModel, JaxdlFeaturizer, predictor_udf
 
 pytestmark = [pytest.mark.slow, pytest.mark.long("each Python stage of Spark starts processes")]
 

@@ -12,11 +12,18 @@ import pyarrow.parquet as parquet
 import pytest
 from runs import ROOT, Started, wait_for
 
-import jaxdl.spark
-from jaxdl.config import ConfigError
+import jaxdl.platform.spark
+from jaxdl.core.config import ConfigError
 from jaxdl.data import TFDS, Digits, ParquetImages, ParquetPhotos, Photos, Tabular
-from jaxdl.spark.fitting import check_overrides, check_workdir, data_of, experiment_of, metrics_of, write_experiment
-from jaxdl.spark.processes import (
+from jaxdl.platform.spark.fitting import (
+    check_overrides,
+    check_workdir,
+    data_of,
+    experiment_of,
+    metrics_of,
+    write_experiment,
+)
+from jaxdl.platform.spark.processes import (
     Job,
     Outcome,
     Place,
@@ -26,9 +33,9 @@ from jaxdl.spark.processes import (
     reason_of,
     run_process,
 )
-from jaxdl.spark.rows import LABEL, Columns, PartitionWriter, digest_of
-from jaxdl.spark.scoring import lists_of, newest, scored, scorer
-from jaxdl.spark.stream import Ended, Stream
+from jaxdl.platform.spark.rows import LABEL, Columns, PartitionWriter, digest_of
+from jaxdl.platform.spark.scoring import lists_of, newest, scored, scorer
+from jaxdl.platform.spark.stream import Ended, Stream
 
 SECRET = "0123456789abcdef"
 NAMES = Columns(("number",), "class", "mine", written=("x",))
@@ -218,7 +225,7 @@ def test_a_killed_task_lets_its_process_save(tmp_path):
         "pathlib.Path(sys.argv[1], 'began').write_text('yes'); time.sleep(120)\n"
     )
     task = (
-        "from jaxdl.spark.processes import Job, Place, run_process\n"
+        "from jaxdl.platform.spark.processes import Job, Place, run_process\n"
         f"job = Job(({str(script)!r}, {str(tmp_path)!r}), b'', 1, False, '', {SECRET!r}, 't' * 16, 20.0)\n"
         "run_process(job, Place(0, 'here', 1, 'here:1'))\n"
     )
@@ -351,6 +358,6 @@ def test_lists_of_arrow():
 @pytest.mark.skipif(importlib.util.find_spec("pyspark") is not None, reason="pyspark is installed")
 def test_without_pyspark_the_extra_is_named():
     with pytest.raises(ConfigError, match=r"needs the package pyspark.*pip install 'jaxdl\[spark\]'"):
-        _ = jaxdl.spark.JaxdlClassifier
+        _ = jaxdl.platform.spark.JaxdlClassifier
     with pytest.raises(AttributeError):
-        _ = jaxdl.spark.Nothing
+        _ = jaxdl.platform.spark.Nothing

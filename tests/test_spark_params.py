@@ -2,11 +2,11 @@
 
 import pytest
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 
 pytest.importorskip("pyspark", reason="needs pyspark: pip install 'jaxdl[spark]'")
 
-from jaxdl.spark import JaxdlClassifier, JaxdlClassifierModel, JaxdlFeaturizer
+from jaxdl.platform.spark import JaxdlClassifier, JaxdlClassifierModel, JaxdlFeaturizer
 
 
 def test_every_parameter_has_a_setter_and_a_getter():

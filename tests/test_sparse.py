@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxdl.bench.wire import collectives
-from jaxdl.collectives.sparse import sparse_all_reduce, sparse_sent_bytes
+from jaxdl.parallel.collectives.sparse import sparse_all_reduce, sparse_sent_bytes
+from jaxdl.parallel.compiler.wire_bytes import collectives
 
 AXES = ("replica", "fsdp")
 LAYOUTS = {

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from test_sparse import LAYOUTS, entries, mapped, wide_axes
 
-from jaxdl.collectives.sparse import sparse_all_reduce
+from jaxdl.parallel.collectives.sparse import sparse_all_reduce
 
 CHECKED = pytest.mark.parametrize("check_vma", [True, False])
 

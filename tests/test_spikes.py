@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdl.config import ConfigError
-from jaxdl.guard import GuardConfig
+from jaxdl.core.config import ConfigError
+from jaxdl.training.guard import GuardConfig
 
 
 def test_spikes_against_numpy():

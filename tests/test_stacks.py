@@ -11,18 +11,18 @@ from flax import linen, nnx
 from runs import tiny_experiment
 
 from jaxdl import Experiment, FromModule, restore, train
-from jaxdl.config import ConfigError
-from jaxdl.files import STACKS_FILE
-from jaxdl.mesh import MeshConfig
+from jaxdl.core.config import ConfigError
+from jaxdl.core.files import STACKS_FILE
 from jaxdl.models import Network
 from jaxdl.models.stacks import as_recorded, named_stacks
 from jaxdl.optim import LAMB, AdamW, Muon, Rates, decay_mask, stacked_dims
 from jaxdl.optim.muon import matrix_dims
-from jaxdl.precision import cast_weights
-from jaxdl.run.build import make_plan
-from jaxdl.run.remarks import decayed_biases, earlier_stacks, unclear_stacks
-from jaxdl.run.workdir import read_stacks, stacks_file
-from jaxdl.sharding import is_names
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.parallel.precision import cast_weights
+from jaxdl.parallel.sharding import is_names
+from jaxdl.training.run.plan.build import make_plan
+from jaxdl.training.run.plan.remarks import decayed_biases, earlier_stacks, unclear_stacks
+from jaxdl.training.run.workdir.workdir import read_stacks, stacks_file
 
 X = jax.ShapeDtypeStruct((2, 6), jnp.float32)
 SIZES = {"num_classes": 4, "num_features": 6, "dtype": jnp.float32}

@@ -31,8 +31,8 @@ from jaxdl.data import (
 )
 from jaxdl.models import Transformer
 from jaxdl.optim import AdamW
-from jaxdl.status import State, read_record
-from jaxdl.tasks import LanguageModelling
+from jaxdl.report.status import State, read_record
+from jaxdl.training.tasks import LanguageModelling
 
 TEXTS = {"a.txt": "one " * 300, "b.txt": "two " * 200, "c.txt": "three " * 100}
 

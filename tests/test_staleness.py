@@ -10,20 +10,20 @@ from flax import nnx
 from runs import assert_bit_equal, saved_state, tiny_experiment
 
 import jaxdl
-from jaxdl.agreement import EmulatedStaleness, EveryStep
-from jaxdl.compiler.groups import KINDS, axes_of
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import TrainLoader
 from jaxdl.exchange import Dense, TopK
-from jaxdl.mesh import MeshConfig, batch_sharding
+from jaxdl.exchange.agreement import EmulatedStaleness, EveryStep
 from jaxdl.models import FromModule
 from jaxdl.optim import SGD, Constant
-from jaxdl.precision import Float16, Float32
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.compile import shared_programs
-from jaxdl.state import PAST
-from jaxdl.step import make_train_step
-from jaxdl.tasks import Classification
+from jaxdl.parallel.compiler.groups import KINDS, axes_of
+from jaxdl.parallel.mesh import MeshConfig, batch_sharding
+from jaxdl.parallel.precision import Float16, Float32
+from jaxdl.training.run.compile import shared_programs
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.state import PAST
+from jaxdl.training.step import make_train_step
+from jaxdl.training.tasks import Classification
 
 FOUR = MeshConfig(replica=2, fsdp=2, tensor=1)
 NUM_STEPS = 9

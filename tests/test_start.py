@@ -12,16 +12,16 @@ from jax.sharding import Mesh
 from rich.console import Console
 from runs import tiny_experiment
 
+from jaxdl.core.errors import as_typed
 from jaxdl.data import SyntheticText
-from jaxdl.errors import as_typed
 from jaxdl.exchange import TopK
-from jaxdl.mesh import MeshConfig
 from jaxdl.models import Transformer
 from jaxdl.optim import SGD, AdamW
+from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.report import Start
 from jaxdl.report.facts import describe_config, plan_facts
-from jaxdl.run.build import make_plan
-from jaxdl.tasks import Classification, LanguageModelling
+from jaxdl.training.run.plan.build import make_plan
+from jaxdl.training.tasks import Classification, LanguageModelling
 
 FOUR = jax.devices()[:4]
 MESH = MeshConfig(replica=2, fsdp=2)

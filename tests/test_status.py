@@ -15,11 +15,11 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from mistakes import refusal
 from rights import without_rights
-from test_floors import in_a_fresh_process
+from test_imports import in_a_fresh_process
 
-from jaxdl.files import FAILURES_FOLDER, LEASE_FILE, METRICS_FILE, STATUS_FILE, SUMMARY_FILE
-from jaxdl.lease import this_process
-from jaxdl.status import (
+from jaxdl.core.files import FAILURES_FOLDER, LEASE_FILE, METRICS_FILE, STATUS_FILE, SUMMARY_FILE
+from jaxdl.parallel.lease import this_process
+from jaxdl.report.status import (
     KEPT_FAILURES,
     Action,
     Reason,
@@ -36,9 +36,9 @@ from jaxdl.status import (
     utc_now,
     write_record,
 )
-from jaxdl.status.__main__ import main
-from jaxdl.status.record import SILENT_SEC
-from jaxdl.status.table import for_terminal, note, plain, shown_metrics, sorted_rows
+from jaxdl.report.status.__main__ import main
+from jaxdl.report.status.record import SILENT_SEC
+from jaxdl.report.status.table import for_terminal, note, plain, shown_metrics, sorted_rows
 
 HERE = this_process()
 ELSEWHERE = dataclasses.replace(HERE, place="another boot", host="node7")
@@ -65,7 +65,7 @@ def make_run(folder, status=None, rows=()):
 @pytest.fixture(scope="module")
 def gone():
     """The record of a process of this machine that has ended."""
-    code = "from jaxdl.lease import this_process; print(this_process().to_bytes().decode())"
+    code = "from jaxdl.parallel.lease import this_process; print(this_process().to_bytes().decode())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return type(HERE)(**json.loads(done.stdout))
 
@@ -317,7 +317,7 @@ def test_the_command_imports_nothing_slow(tmp_path):
     make_run(tmp_path, record())
     code = f"""
 import sys, json
-from jaxdl.status.__main__ import main
+from jaxdl.report.status.__main__ import main
 main([{str(tmp_path)!r}])
 print(json.dumps(sorted(sys.modules)))"""
     assert not {"jax", "numpy", "pydantic", "tyro", "rich", "matplotlib"} & set(in_a_fresh_process(code))

@@ -10,9 +10,9 @@ import pytest
 from runs import Started, finish, has_step, tiny_experiment, wait_for, write_config
 
 import jaxdl
-from jaxdl.files import HALT_FILE
-from jaxdl.mesh import MeshConfig
-from jaxdl.status import Record, State, read_record, read_row, utc_now, write_record
+from jaxdl.core.files import HALT_FILE
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.report.status import Record, State, read_record, read_row, utc_now, write_record
 
 ONE = jax.devices()[:1]
 EXPERIMENT = tiny_experiment(mesh=MeshConfig(), steps=400, evaluation={}, checkpoint={})

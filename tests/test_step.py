@@ -8,12 +8,12 @@ import pytest
 from runs import TinyResNet, tiny_experiment
 
 from jaxdl.data import SyntheticImages, SyntheticText, TrainLoader
-from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Transformer
 from jaxdl.optim import SGD, Constant
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.compile import compile_train_step
-from jaxdl.tasks import Classification, LanguageModelling
+from jaxdl.parallel.mesh import MeshConfig, batch_sharding
+from jaxdl.training.run.compile import compile_train_step
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.tasks import Classification, LanguageModelling
 
 # Plain SGD with learning rate 1: the change of the parameters is minus the gradient that the optimizer saw.
 TEXT = tiny_experiment(

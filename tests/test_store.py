@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxdl.data.damage import Damage
-from jaxdl.data.store import ENCODED, PIXELS, Record, Store, num_records
+from jaxdl.data.images.damage import Damage
+from jaxdl.data.images.store import ENCODED, PIXELS, Record, Store, num_records
 
 
 def record(number, length=None):

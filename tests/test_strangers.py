@@ -12,9 +12,9 @@ import pytest
 from strangers import MALFORMED, TOKEN, WELL_FORMED, Strangers, free_port, hello, meet_in_threads
 from test_cluster import connected, ends, folder, start
 
-from jaxdl.cluster import acceptor, token
-from jaxdl.cluster.meeting import ClusterError, Meeting
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.parallel.cluster import acceptor, token
+from jaxdl.parallel.cluster.meeting import ClusterError, Meeting
 
 __all__ = ["folder"]
 
@@ -82,7 +82,7 @@ def test_with_a_token_a_perfect_hello_is_not_believed(name):
     ],
 )
 def test_without_a_token_it_is_and_the_reason_is_said(name, message, monkeypatch):
-    from jaxdl.cluster import gathering
+    from jaxdl.parallel.cluster import gathering
 
     monkeypatch.setattr(gathering, "_LINGER_SEC", 0.2)
     port = free_port()
@@ -111,7 +111,7 @@ def test_one_without_the_token_is_told_so_and_named_when_the_time_is_up():
 
 
 def test_a_token_that_process_0_lacks_is_named_to_both(monkeypatch):
-    from jaxdl.cluster import gathering
+    from jaxdl.parallel.cluster import gathering
 
     monkeypatch.setattr(gathering, "_LINGER_SEC", 0.2)
     results = meet_in_threads(free_port(), tokens=[None, TOKEN], timeout_sec=1.5)

@@ -8,11 +8,11 @@ import pytest
 from test_cluster import folder
 from test_strangers import no_thread_fails, peers
 
-from jaxdl.cluster import membership
-from jaxdl.cluster.heartbeat import Heartbeat
-from jaxdl.cluster.meeting import Meeting
-from jaxdl.cluster.roles import Coordinator, Follower
-from jaxdl.cluster.wire import Line
+from jaxdl.parallel.cluster import membership
+from jaxdl.parallel.cluster.heartbeat import Heartbeat
+from jaxdl.parallel.cluster.meeting import Meeting
+from jaxdl.parallel.cluster.roles import Coordinator, Follower
+from jaxdl.parallel.cluster.wire import Line
 
 __all__ = ["folder", "no_thread_fails"]
 

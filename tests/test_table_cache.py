@@ -9,25 +9,25 @@ import pytest
 from test_embedding import whole as rows_of_ids
 
 import jaxdl
-from jaxdl.checkpoint import CheckpointConfig, Checkpoints
-from jaxdl.cluster import host_memory_bytes
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.files import step_dir
 from jaxdl.data import Clicks
-from jaxdl.embedding import ColumnWise, DataParallel, EmbeddingConfig, Replicated, RowWise, Table, TableRowWise
-from jaxdl.embedding.cache import CacheConfig, SlotPlan, Window
-from jaxdl.embedding.layout import copied_bytes, make_buffers
-from jaxdl.evaluation import EvaluationConfig
-from jaxdl.experiment import Experiment
-from jaxdl.files import step_dir
-from jaxdl.mesh import MeshConfig
 from jaxdl.models import DLRM
 from jaxdl.optim import SGD, Constant
-from jaxdl.planner import nominal_machine
-from jaxdl.planner.mesh_tables import tables_on_meshes
-from jaxdl.run.build import make_plan
-from jaxdl.run.room import check_memory
-from jaxdl.state import TABLES
-from jaxdl.tasks import Binary
+from jaxdl.parallel.cluster import host_memory_bytes
+from jaxdl.parallel.embedding import ColumnWise, DataParallel, EmbeddingConfig, Replicated, RowWise, Table, TableRowWise
+from jaxdl.parallel.embedding.cache import CacheConfig, SlotPlan, Window
+from jaxdl.parallel.embedding.layout import copied_bytes, make_buffers
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.performance.planner import nominal_machine
+from jaxdl.performance.planner.mesh_tables import tables_on_meshes
+from jaxdl.training.checkpoint import CheckpointConfig, Checkpoints
+from jaxdl.training.evaluation import EvaluationConfig
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.plan.build import make_plan
+from jaxdl.training.run.plan.memory import check_memory
+from jaxdl.training.state import TABLES
+from jaxdl.training.tasks import Binary
 
 ROWS, SLOTS = 60, 12
 

@@ -10,9 +10,17 @@ from test_processes import ACROSS, start_pair
 from test_table_cache import assert_same_network, experiment
 
 import jaxdl
+from jaxdl.core.files import step_dir
 from jaxdl.data import Clicks
-from jaxdl.embedding import ColumnWise, EmbeddingConfig, Replicated, RowWise, RowWiseAdaGrad, TableRowWise, TableWise
-from jaxdl.files import step_dir
+from jaxdl.parallel.embedding import (
+    ColumnWise,
+    EmbeddingConfig,
+    Replicated,
+    RowWise,
+    RowWiseAdaGrad,
+    TableRowWise,
+    TableWise,
+)
 
 SCHEMES = (ColumnWise(), Replicated(), RowWise(), TableWise(), TableWise(), TableRowWise(), TableWise())
 EXPERIMENT = experiment(

@@ -12,12 +12,12 @@ from test_processes import start_pair
 from test_table_cache import experiment
 
 import jaxdl
+from jaxdl.core.files import step_dir
+from jaxdl.core.kinds import kinds
 from jaxdl.data import Clicks
-from jaxdl.embedding import EmbeddingConfig, RowWiseAdaGrad
-from jaxdl.embedding.cache import CacheConfig
-from jaxdl.embedding.places import from_json
-from jaxdl.files import step_dir
-from jaxdl.kinds import kinds
+from jaxdl.parallel.embedding import EmbeddingConfig, RowWiseAdaGrad
+from jaxdl.parallel.embedding.cache import CacheConfig
+from jaxdl.parallel.embedding.places import from_json
 
 EXPERIMENT = experiment(
     CacheConfig(fraction=0.15, min_rows=1000, window=3),

@@ -6,9 +6,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_embedding import mesh_of
 
-from jaxdl.checkpoint.fingerprint import fingerprints, host_fingerprints, text
-from jaxdl.config import ConfigError
-from jaxdl.embedding import (
+from jaxdl.core.config import ConfigError
+from jaxdl.parallel.embedding import (
     ColumnWise,
     DataParallel,
     EmbeddingConfig,
@@ -19,10 +18,11 @@ from jaxdl.embedding import (
     TableRowWise,
     TableWise,
 )
-from jaxdl.embedding.cache import SlotPlan, Window
-from jaxdl.embedding.hosts import HostRows
-from jaxdl.embedding.layout import make_buffers
-from jaxdl.mesh import HostAxis, host_sizes
+from jaxdl.parallel.embedding.cache import SlotPlan, Window
+from jaxdl.parallel.embedding.hosts import HostRows
+from jaxdl.parallel.embedding.layout import make_buffers
+from jaxdl.parallel.mesh import HostAxis, host_sizes
+from jaxdl.training.checkpoint.fingerprint import fingerprints, host_fingerprints, text
 
 SCHEMES = (TableWise(), RowWise(), ColumnWise(), TableRowWise(), DataParallel(), Replicated())
 ROWS = {"large": 301, "second": 100, "third": 75, "small": 13}

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from jaxdl.data import Arrays, Tabular
-from jaxdl.data.columns import NumbersSpec
-from jaxdl.data.examples import Examples
+from jaxdl.data.arrays.examples import Examples
 from jaxdl.data.spec import spec_from_json, spec_to_json
-from jaxdl.data.table_index import index_columns, numbers_rows, suspects
+from jaxdl.data.tables.columns import NumbersSpec
+from jaxdl.data.tables.table_index import index_columns, numbers_rows, suspects
 
 pandas = pytest.importorskip("pandas")
 

@@ -12,12 +12,13 @@ import pytest
 from test_embedding import NUM_IDS, TABLES, batches, compiled, mesh_of, stepped
 from test_select_kernels import CALL, needs_no_gpu
 
-import jaxdl.embedding
-from jaxdl.bench import rows as bench
-from jaxdl.collectives import own_kernels
-from jaxdl.collectives.primitive import define
-from jaxdl.compiler import hlo
-from jaxdl.embedding import (
+import jaxdl.parallel.embedding
+from jaxdl.core.errors import ConfigError
+from jaxdl.core.kinds import kinds
+from jaxdl.parallel.collectives import own_kernels
+from jaxdl.parallel.collectives.primitive import define
+from jaxdl.parallel.compiler import hlo
+from jaxdl.parallel.embedding import (
     ColumnWise,
     EmbeddingConfig,
     Replicated,
@@ -27,9 +28,8 @@ from jaxdl.embedding import (
     kernels_trial,
     update,
 )
-from jaxdl.embedding.optimizers import RowAdam, RowSGD, RowWiseAdaGrad
-from jaxdl.errors import ConfigError
-from jaxdl.kinds import kinds
+from jaxdl.parallel.embedding.optimizers import RowAdam, RowSGD, RowWiseAdaGrad
+from jaxdl.performance.bench.embedding import rows as bench
 
 
 @pytest.fixture
@@ -189,10 +189,10 @@ def test_an_optimizer_is_tried_as_it_is_set(monkeypatch):
 
 
 def test_without_triton_there_is_plain_xla(monkeypatch):
-    """A later JAX may have none; `jaxdl.embedding.kernels` cannot be imported then."""
+    """A later JAX may have none; `jaxdl.parallel.embedding.kernels` cannot be imported then."""
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
-    monkeypatch.delitem(sys.modules, "jaxdl.embedding.kernels")
-    monkeypatch.delattr(jaxdl.embedding, "kernels")
+    monkeypatch.delitem(sys.modules, "jaxdl.parallel.embedding.kernels")
+    monkeypatch.delattr(jaxdl.parallel.embedding, "kernels")
     assert CALL not in lowered()
 
 

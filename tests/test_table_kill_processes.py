@@ -11,12 +11,12 @@ from test_embedding import whole as rows_of_ids
 from test_table_cache import experiment
 
 import jaxdl
-from jaxdl.checkpoint import Checkpoints
-from jaxdl.embedding import ColumnWise, EmbeddingConfig, Replicated, RowWise, RowWiseAdaGrad
-from jaxdl.embedding.cache import CacheConfig
+from jaxdl.core.files import step_dir
 from jaxdl.exchange import TopK
-from jaxdl.files import step_dir
-from jaxdl.run.build import make_plan
+from jaxdl.parallel.embedding import ColumnWise, EmbeddingConfig, Replicated, RowWise, RowWiseAdaGrad
+from jaxdl.parallel.embedding.cache import CacheConfig
+from jaxdl.training.checkpoint import Checkpoints
+from jaxdl.training.run.plan.build import make_plan
 
 SCHEMES = (("feature00", ColumnWise()), ("feature01", Replicated()), ("feature02", RowWise()))
 STEPS, SAVED_EVERY, HELD = 20, 4, 18
@@ -32,7 +32,7 @@ EXPERIMENT = experiment(
 )
 """Every other checkpoint has only the rows that changed since the last whole one."""
 SLOW = f"""import sys, time, jaxdl
-from jaxdl.command import parse_command
+from jaxdl.training.command import parse_command
 command = parse_command(sys.argv[1:])
 slower = lambda info: time.sleep(300 if info.step == {HELD} else 0.02)
 jaxdl.train(command.experiment, command.workdir, on_step=[slower])

@@ -11,7 +11,11 @@ from test_differential import ONE, assert_is, restored, save, state_of, tables_o
 from test_embedding import NUM_IDS, TABLES, mesh_of
 from test_table_cache import experiment
 
-from jaxdl.checkpoint import (
+from jaxdl.parallel.embedding import DataParallel, EmbeddingConfig, RowSGD, RowWise, TableRowWise, Tables, TableWise
+from jaxdl.parallel.embedding.cache import CacheConfig
+from jaxdl.parallel.embedding.places import Moved
+from jaxdl.parallel.mesh import on_hosts
+from jaxdl.training.checkpoint import (
     CheckpointConfig,
     Checkpoints,
     Unreadable,
@@ -20,16 +24,12 @@ from jaxdl.checkpoint import (
     pieces,
     written_rows,
 )
-from jaxdl.checkpoint.fingerprint import fingerprints, host_fingerprints, text
-from jaxdl.checkpoint.form import Form
-from jaxdl.checkpoint.pieces import StoredRows, Summed
-from jaxdl.checkpoint.stored_tables import aligned, in_memory
-from jaxdl.checkpoint.written_rows import chunk_bytes, chunk_rows
-from jaxdl.embedding import DataParallel, EmbeddingConfig, RowSGD, RowWise, TableRowWise, Tables, TableWise
-from jaxdl.embedding.cache import CacheConfig
-from jaxdl.embedding.places import Moved
-from jaxdl.mesh import on_hosts
-from jaxdl.run.build import make_initial_state, make_plan
+from jaxdl.training.checkpoint.fingerprint import fingerprints, host_fingerprints, text
+from jaxdl.training.checkpoint.form import Form
+from jaxdl.training.checkpoint.pieces import StoredRows, Summed
+from jaxdl.training.checkpoint.stored_tables import aligned, in_memory
+from jaxdl.training.checkpoint.written_rows import chunk_bytes, chunk_rows
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
 
 LAYOUTS = [(TableWise(), (2, 2, 1)), (RowWise(), (2, 2, 2)), (TableRowWise(), (2, 4, 1)), (DataParallel(), (1, 2, 1))]
 
@@ -96,7 +96,7 @@ def test_fingerprints_of_pieces_are_those_of_the_whole(shape, monkeypatch):
 def small_pieces(monkeypatch):
     """Pieces, and the chunks that are written, of a few rows."""
     monkeypatch.setattr(pieces, "PIECE_BYTES", 256)
-    monkeypatch.setattr("jaxdl.checkpoint.written_rows.PIECE_BYTES", 256)
+    monkeypatch.setattr("jaxdl.training.checkpoint.written_rows.PIECE_BYTES", 256)
 
 
 def test_stored_rows_come_in_order(tmp_path, small_pieces):

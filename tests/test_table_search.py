@@ -6,13 +6,22 @@ import math
 import numpy as np
 import pytest
 
-from jaxdl.config import ConfigError
-from jaxdl.embedding import ColumnWise, EmbeddingConfig, Replicated, RowWise, Scheme, Table, TableRowWise, TableWise
-from jaxdl.kinds import kinds
-from jaxdl.planner import distinct_rows, nominal_machine, table_report, table_search
-from jaxdl.planner.table_report import Added
-from jaxdl.planner.table_search import TableSearch, plan_choices, plan_tables
-from jaxdl.planner.tables import Workload, costs_of, with_schemes
+from jaxdl.core.config import ConfigError
+from jaxdl.core.kinds import kinds
+from jaxdl.parallel.embedding import (
+    ColumnWise,
+    EmbeddingConfig,
+    Replicated,
+    RowWise,
+    Scheme,
+    Table,
+    TableRowWise,
+    TableWise,
+)
+from jaxdl.performance.planner import distinct_rows, nominal_machine, table_report, table_search
+from jaxdl.performance.planner.table_report import Added
+from jaxdl.performance.planner.table_search import TableSearch, plan_choices, plan_tables
+from jaxdl.performance.planner.tables import Workload, costs_of, with_schemes
 
 MACHINE = nominal_machine("25gbit", gpus_per_node=4)
 
@@ -151,7 +160,7 @@ def test_tables_stay_spread_where_no_placement_is_found(monkeypatch):
     def none(*args, **kwargs):
         raise ConfigError("fits on none")
 
-    monkeypatch.setattr("jaxdl.planner.table_places.devices_of", none)
+    monkeypatch.setattr("jaxdl.performance.planner.table_places.devices_of", none)
     work = work_of([1_000_000] * 4)
     plan = plan_tables(work, MACHINE, 60e9, fixed={table.name: TableWise() for table in work.tables})
     assert plan.places == {}

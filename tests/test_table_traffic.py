@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxdl.bench.embedding import main as bench
-from jaxdl.bench.embedding import predicted_bytes, sent_along_axes
-from jaxdl.collectives.quantized import decode_vectors, encode_vectors
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.errors import OptionError
+from jaxdl.core.kinds import kinds
 from jaxdl.data import Clicks, Feature
-from jaxdl.embedding import DataParallel, EmbeddingConfig, Replicated, RowWise, Scheme, Table, TableWise, wire
-from jaxdl.embedding.traffic import Message
-from jaxdl.errors import OptionError
 from jaxdl.exchange.cost import Link, Machine, Speeds, joined
-from jaxdl.kinds import kinds
-from jaxdl.mesh import MeshConfig, make_mesh
-from jaxdl.planner.command import run
-from jaxdl.planner.table_report import Added, distinct_of, remarks, sized
-from jaxdl.planner.table_search import plan_choices, plan_tables, possible, under_one
-from jaxdl.planner.tables import Workload, costs_of, message_sec, with_schemes
+from jaxdl.parallel.collectives.quantized import decode_vectors, encode_vectors
+from jaxdl.parallel.embedding import DataParallel, EmbeddingConfig, Replicated, RowWise, Scheme, Table, TableWise, wire
+from jaxdl.parallel.embedding.traffic import Message
+from jaxdl.parallel.mesh import MeshConfig, make_mesh
+from jaxdl.performance.bench.embedding.embedding import main as bench
+from jaxdl.performance.bench.embedding.embedding import predicted_bytes, sent_along_axes
+from jaxdl.performance.planner.command import run
+from jaxdl.performance.planner.table_report import Added, distinct_of, remarks, sized
+from jaxdl.performance.planner.table_search import plan_choices, plan_tables, possible, under_one
+from jaxdl.performance.planner.tables import Workload, costs_of, message_sec, with_schemes
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TABLES = (

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.kinds import forgotten
 from jaxdl.data import ImageSpec, TextSpec
-from jaxdl.kinds import forgotten
-from jaxdl.tasks import Classification, LanguageModelling, Task
+from jaxdl.training.tasks import Classification, LanguageModelling, Task
 
 IMAGES = ImageSpec(8, 8, 3, num_classes=6, mean=(100.0, 120.0, 140.0), std=(50.0, 60.0, 70.0))
 TEXT = TextSpec(vocab_size=50, length=8, bytes_per_token=3.5)

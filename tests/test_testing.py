@@ -9,10 +9,8 @@ import pytest
 from jax import lax
 from mistakes import refusal
 
-from jaxdl import kinds as all_kinds
-from jaxdl.bench import __main__ as bench
-from jaxdl.bench.exchange import exchanges, parse_command
-from jaxdl.config import ConfigError
+from jaxdl.core import kinds as all_kinds
+from jaxdl.core.config import ConfigError
 from jaxdl.exchange import (
     Auto,
     DeMo,
@@ -29,8 +27,10 @@ from jaxdl.exchange import (
     predict,
 )
 from jaxdl.exchange.dense import DenseExchange
-from jaxdl.experiment import Experiment
-from jaxdl.testing import check_exchange
+from jaxdl.exchange.testing import check_exchange
+from jaxdl.performance.bench import __main__ as bench
+from jaxdl.performance.bench.exchange import exchanges, parse_command
+from jaxdl.training.experiment import Experiment
 
 PASS = [
     Dense(wire_dtype="bfloat16"),

@@ -13,16 +13,16 @@ import pytest
 from runs import tiny_experiment
 
 import jaxdl
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.runs import read_lines
 from jaxdl.data import Documents, Pairs, Tabular
-from jaxdl.data.text import TextFiles
-from jaxdl.mesh import MeshConfig
+from jaxdl.data.text.token_windows import TextFiles
 from jaxdl.models import Transformer
-from jaxdl.run.staged import as_begun
-from jaxdl.run.validate import read_splits
-from jaxdl.run.workdir import keep_examples
-from jaxdl.runs import read_lines
-from jaxdl.tasks import LanguageModelling
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.run.plan.staged_data import as_begun
+from jaxdl.training.run.plan.validate import read_splits
+from jaxdl.training.run.workdir.workdir import keep_examples
+from jaxdl.training.tasks import LanguageModelling
 
 TEXTS = ["first document", "second one", "third, é one"]
 FORMS = {

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data import Codec
 from jaxdl.data.__main__ import main
 
@@ -40,7 +40,7 @@ def test_a_disk_that_is_full_at_the_end_is_told(tmp_path, monkeypatch, capsys):
     def full(*paths):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("jaxdl.writing.os.replace", full)
+    monkeypatch.setattr("jaxdl.core.writing.os.replace", full)
     with pytest.raises(SystemExit) as ended:
         trained(tmp_path)
     assert ended.value.code == 2

@@ -10,15 +10,15 @@ import pytest
 from runs import rows, tiny_experiment
 
 import jaxdl
-from jaxdl.config import Config, ConfigError
-from jaxdl.experiment import Experiment
-from jaxdl.files import METRICS_FILE, TRACKERS_FILE
-from jaxdl.kinds import forgotten
-from jaxdl.mesh import MeshConfig
-from jaxdl.options import parse
+from jaxdl.core.config import Config, ConfigError
+from jaxdl.core.files import METRICS_FILE, TRACKERS_FILE
+from jaxdl.core.kinds import forgotten
+from jaxdl.core.options import parse
+from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.report import Event, History, sender
+from jaxdl.report.trackers import MLflow, Tracker, Trackio, Wandb, Writer
 from jaxdl.report.tracking import Kept, Trackers
-from jaxdl.trackers import MLflow, Tracker, Trackio, Wandb, Writer
+from jaxdl.training.experiment import Experiment
 
 ONE = jax.devices()[:1]
 

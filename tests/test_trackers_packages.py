@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from runs import ONE_DEVICE, finish, has_step, start, stop, tiny_experiment, wait_for, write_config
 
-from jaxdl.config import Config
-from jaxdl.files import METRICS_FILE, TRACKERS_FILE, TRACKERS_FOLDER
+from jaxdl.core.config import Config
+from jaxdl.core.files import METRICS_FILE, TRACKERS_FILE, TRACKERS_FOLDER
 from jaxdl.report import Event, History, sender
+from jaxdl.report.trackers import MLflow, TrackedRun, Trackio, Wandb
+from jaxdl.report.trackers.mlflow import allowed_name
 from jaxdl.report.tracking import Trackers
-from jaxdl.trackers import MLflow, TrackedRun, Trackio, Wandb
-from jaxdl.trackers.mlflow import allowed_name
 
 NAN = float("nan")
 

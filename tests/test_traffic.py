@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from jaxdl.bench import __main__ as command_line
-from jaxdl.bench import traffic
 from jaxdl.exchange import DeMo, PowerSGD, Quantized, TopK
+from jaxdl.performance.bench import __main__ as command_line
+from jaxdl.performance.bench import traffic
 
 
 @pytest.fixture(scope="module")

@@ -19,18 +19,18 @@ from orbax.checkpoint.utils import checkpoint_steps
 from runs import tiny_experiment, write_config
 
 import jaxdl
-from jaxdl.checkpoint import Unreadable, reading
+from jaxdl.core.files import CHECKPOINTS_FOLDER, STATUS_FILE, step_dir
 from jaxdl.data import SyntheticImages, eval_batches
-from jaxdl.evaluation import evaluate, make_eval_step
-from jaxdl.files import CHECKPOINTS_FOLDER, STATUS_FILE, step_dir
-from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.optim import SGD
+from jaxdl.parallel.mesh import MeshConfig, batch_sharding
 from jaxdl.report import Diverged
 from jaxdl.report.lines import format_number
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.signals import StopSignals
-from jaxdl.status import read_record
+from jaxdl.report.status import read_record
 from jaxdl.train import main
+from jaxdl.training.checkpoint import Unreadable, reading
+from jaxdl.training.evaluation import evaluate, make_eval_step
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
+from jaxdl.training.run.signals import StopSignals
 
 FOUR = jax.devices()[:4]
 TINY = tiny_experiment(mesh=MeshConfig(replica=2, fsdp=2), report={"every_steps": 5})

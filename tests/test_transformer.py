@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import PartitionSpec
 from test_models import initial, num_params, random_weights, run
 
-from jaxdl.experiment import identity
-from jaxdl.mesh import MeshConfig, batch_sharding, make_mesh
 from jaxdl.models import Network, Transformer
 from jaxdl.models.rotary import rotary_angles, rotate
-from jaxdl.sharding import Layout, ShardingConfig, gather_params, named, param_specs, use_layout
+from jaxdl.parallel.mesh import MeshConfig, batch_sharding, make_mesh
+from jaxdl.parallel.sharding import Layout, ShardingConfig, gather_params, named, param_specs, use_layout
+from jaxdl.training.experiment import identity
 
 # Transformer
 

@@ -13,15 +13,15 @@ from runs import tiny_translation
 from test_pairs import config_of, folder  # noqa: F401
 
 from jaxdl import restore, train
-from jaxdl.config import ConfigError
-from jaxdl.evaluate.__main__ import main as evaluate
-from jaxdl.experiment import load_experiment
-from jaxdl.export.__main__ import main as export
-from jaxdl.mesh import MeshConfig
-from jaxdl.run.translation import quality
-from jaxdl.trained import parse_command
-from jaxdl.translate.__main__ import PROG, main
-from jaxdl.translate.command import Translate, read_texts
+from jaxdl.core.config import ConfigError
+from jaxdl.inference.evaluate.__main__ import main as evaluate
+from jaxdl.inference.export.__main__ import main as export
+from jaxdl.inference.trained import parse_command
+from jaxdl.inference.translate.__main__ import PROG, main
+from jaxdl.inference.translate.command import Translate, read_texts
+from jaxdl.inference.translation import quality
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.experiment import load_experiment
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from test_pairs import config_of, folder  # noqa: F401
 from test_parity import losses_and_params
 
 from jaxdl.exchange import TopK
-from jaxdl.mesh import MeshConfig
 from jaxdl.optim import SGD, AdamW
+from jaxdl.parallel.mesh import MeshConfig
 
 pytestmark = pytest.mark.slow
 

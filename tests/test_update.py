@@ -10,12 +10,12 @@ from test_parity import IMAGES, OPTIMIZERS, losses_and_params
 
 import jaxdl
 from jaxdl.exchange import PowerSGD, Quantized, TopK
-from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet
 from jaxdl.optim import LAMB, LARS
-from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.compile import compile_train_step
-from jaxdl.sharding import ShardingConfig
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.parallel.sharding import ShardingConfig
+from jaxdl.training.run.compile import compile_train_step
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
 
 SPLIT = ShardingConfig(param_sharding="replicated", update_sharding="sharded")
 MESHES = {
@@ -107,7 +107,9 @@ def test_a_run_goes_on_with_its_update_split(tmp_path):
     jaxdl.train(whole.replaced({"steps": 4}), tmp_path, quiet=True, devices=jax.devices()[:4])
     before = saved_state(tmp_path, whole)
     plan = make_plan(split, jax.devices()[:4])
-    checkpoints = jaxdl.checkpoint.Checkpoints(tmp_path, split.checkpoint, best_metric="accuracy", best_mode="max")
+    checkpoints = jaxdl.training.checkpoint.Checkpoints(
+        tmp_path, split.checkpoint, best_metric="accuracy", best_mode="max"
+    )
     restored = checkpoints.restore(plan.parts.state_spec.abstract())
     checkpoints.close()
     assert_bit_equal(jax.tree.map(np.asarray, restored.state), before)

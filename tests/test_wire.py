@@ -9,7 +9,7 @@ from jax.extend.mlir import ir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdl.bench.wire import Collective, collectives, lower, sent_bytes
+from jaxdl.parallel.compiler.wire_bytes import Collective, collectives, lower, sent_bytes
 
 MESHES = [{"replica": 8}, {"replica": 4, "fsdp": 2}, {"replica": 2, "fsdp": 2, "tensor": 2}]
 N = 48  # Elements of one device: divisible by 2, 4 and 8.

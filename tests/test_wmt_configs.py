@@ -7,7 +7,7 @@ import pytest
 
 import jaxdl
 from jaxdl.data import SyntheticPairs
-from jaxdl.run.build import make_plan
+from jaxdl.training.run.plan.build import make_plan
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
 

@@ -11,10 +11,10 @@ import pytest
 from runs import assert_bit_equal, finish, measured, nothing_is_written, start, tiny_experiment, write_config
 
 import jaxdl
-from jaxdl.cluster import exits
-from jaxdl.files import LEASE_FILE, STATUS_FILE
-from jaxdl.mesh import MeshConfig
-from jaxdl.status import read_record
+from jaxdl.core.files import LEASE_FILE, STATUS_FILE
+from jaxdl.parallel.cluster import exits
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.report.status import read_record
 
 ONE = jax.devices()[:1]
 EXPERIMENT = tiny_experiment(mesh=MeshConfig(), steps=6, checkpoint={"every_steps": 2}, evaluation={"every_steps": 3})

@@ -11,29 +11,30 @@ Encoded photographs (`Photos`) come from `Records`, local or remote; `Maker` tur
 worker processes of a `Pool`, and keeps what it has read or decoded in `Store`s, the tiers of the cache.
 """
 
-from jaxdl.data.arrays import Arrays
-from jaxdl.data.clicks import CRITEO_NUM_IDS, CRITEO_ROWS, Clicks
+from jaxdl.data.arrays.in_memory import Arrays
 from jaxdl.data.codec import Codec
-from jaxdl.data.columns import NumbersSpec, Tabular
 from jaxdl.data.converted import Converted
-from jaxdl.data.corpus import Documents, Mixture
-from jaxdl.data.criteo import Criteo
 from jaxdl.data.digits import Digits
-from jaxdl.data.folder import ImageFolder
+from jaxdl.data.images.folder import ImageFolder
+from jaxdl.data.images.parquet import ParquetImages, ParquetPhotos
+from jaxdl.data.images.photos import Cache, Photos, PhotoSource
+from jaxdl.data.images.tars import ImageTars
 from jaxdl.data.loader import Batches, TrainLoader, eval_batches
-from jaxdl.data.movielens import MovieLens
 from jaxdl.data.order import EpochShuffle
-from jaxdl.data.pair_rows import PairRows, PairSpec
 from jaxdl.data.pairs import PairData, Pairs, TFDSPairs
-from jaxdl.data.parquet import ParquetImages, ParquetPhotos
-from jaxdl.data.photos import Cache, Photos, PhotoSource
 from jaxdl.data.source import Data, ImageArrays, Source, Splits
 from jaxdl.data.spec import ArraySpec, DataSpec, ImageSpec, TextSpec, spec_from_json, spec_to_json
 from jaxdl.data.staging import Stage
-from jaxdl.data.synthetic import SyntheticImages, SyntheticPairs, SyntheticText
-from jaxdl.data.tabular import Feature, TabularArrays, TabularSource, TabularSpec, with_statistics
-from jaxdl.data.tars import ImageTars
-from jaxdl.data.text import TextFiles, TokenWindows, standard_library_files
+from jaxdl.data.synthetic import SyntheticImages, SyntheticText
+from jaxdl.data.synthetic_pairs import SyntheticPairs
+from jaxdl.data.tables.clicks import CRITEO_NUM_IDS, CRITEO_ROWS, Clicks
+from jaxdl.data.tables.columns import NumbersSpec, Tabular
+from jaxdl.data.tables.criteo import Criteo
+from jaxdl.data.tables.movielens import MovieLens
+from jaxdl.data.tables.tabular import Feature, TabularArrays, TabularSource, TabularSpec, with_statistics
+from jaxdl.data.text.corpus import Documents, Mixture
+from jaxdl.data.text.pair_rows import PairRows, PairSpec
+from jaxdl.data.text.token_windows import TextFiles, TokenWindows, standard_library_files
 from jaxdl.data.tfds import TFDS
 
 __all__ = [

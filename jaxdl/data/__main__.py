@@ -19,15 +19,15 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxdl.cluster import BROKEN, ClusterError
-from jaxdl.data.photos import ImagePipeline, PhotoSource
-from jaxdl.data.store import num_records
-from jaxdl.data.tokenizer import Train, train_tokenizer
-from jaxdl.errors import ConfigError, command_line, print_out
-from jaxdl.modules import load_file
-from jaxdl.options import parse, parse_options, split_words
-from jaxdl.paths import expanded
-from jaxdl.startup import no_config, own_options
+from jaxdl.core.errors import ConfigError, command_line, print_out
+from jaxdl.core.modules import load_file
+from jaxdl.core.options import parse, parse_options, split_words
+from jaxdl.core.paths import expanded
+from jaxdl.core.startup import no_config, own_options
+from jaxdl.data.images.photos import ImagePipeline, PhotoSource
+from jaxdl.data.images.store import num_records
+from jaxdl.data.text.tokenizer import Train, train_tokenizer
+from jaxdl.parallel.cluster import BROKEN, ClusterError
 
 _PIECE = 64
 """Images per piece of work."""

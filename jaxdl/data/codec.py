@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jaxdl.config import ConfigError
-from jaxdl.paths import expanded
+from jaxdl.core.config import ConfigError
+from jaxdl.core.paths import expanded
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Ends of documents: the first one that a tokenizer has is used, unless its folder names another."""

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.paths import expanded
+from jaxdl.core.writing import replace_file
 from jaxdl.data.locks import locked, saying
-from jaxdl.paths import expanded
-from jaxdl.writing import replace_file
 
 NOTE = "examples.json"
 _USED = "used.lock"

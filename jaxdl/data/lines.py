@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data.text_files import BROKEN, is_compressed, opened_text
 
 LARGEST_DOCUMENT = 1 << 30

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data.source import Source, TrainRows
 
 if TYPE_CHECKING:  # Workers of the image pipeline import this package without JAX.

@@ -11,15 +11,15 @@ import numpy as np
 import pydantic
 from rich.console import Console
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data.codec import Codec
-from jaxdl.data.pair_files import Pair, PairTexts, has_fields, pair_files
-from jaxdl.data.pair_rows import PairRows, PairSpec, packed
-from jaxdl.data.shards import SHARDS, Plan, staged_shards
 from jaxdl.data.source import Data, Splits
 from jaxdl.data.staging import Stage
+from jaxdl.data.text.pair_files import Pair, PairTexts, has_fields, pair_files
+from jaxdl.data.text.pair_rows import PairRows, PairSpec, packed
+from jaxdl.data.text.shards import SHARDS, Plan, staged_shards
+from jaxdl.data.text.tokenizing import prepare, prepared
 from jaxdl.data.tfds import TFDSPairTexts
-from jaxdl.data.tokenizing import prepare, prepared
 
 Split = Literal["train", "valid", "test"]
 

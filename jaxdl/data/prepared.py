@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxdl.cluster import ClusterError
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.paths import expanded
 from jaxdl.data import remote
 from jaxdl.data.records import BadRecord
 from jaxdl.data.staging import Stage
-from jaxdl.paths import expanded
+from jaxdl.parallel.cluster import ClusterError
 
 _READERS = 16
 """Record files checked concurrently, because the checks wait for disks and networks, not for the CPU."""

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from jaxdl.cluster import ClusterError
 from jaxdl.data.remote import Outage
+from jaxdl.parallel.cluster import ClusterError
 
 SAMPLED = 64
 """Images that are read to know whether a data set is the one of before."""

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from jaxdl.config import ConfigError
-from jaxdl.paths import expanded, matching
+from jaxdl.core.config import ConfigError
+from jaxdl.core.paths import expanded, matching
 
 PAUSES_SEC = (0.2, 1.0, 4.0, 16.0)
 """Pauses before retries of a read: network errors are often short."""

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.kinds import Choice
 from jaxdl.data.codec import Codec
 from jaxdl.data.order import EpochShuffle, Order
 from jaxdl.data.spec import DataSpec, ImageSpec
-from jaxdl.kinds import Choice
 
 if TYPE_CHECKING:
     import jax

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxdl.config import ConfigError
-from jaxdl.fields import SOURCE
-from jaxdl.kinds import import_object, source_of
+from jaxdl.core.config import ConfigError
+from jaxdl.core.fields import SOURCE
+from jaxdl.core.kinds import import_object, source_of
 
 LABELS = ("label", "y")
 """Names under which class numbers are looked for."""

@@ -20,10 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.paths import expanded
 from jaxdl.data import remote
 from jaxdl.data.locks import locked
-from jaxdl.paths import expanded
 
 JOURNAL = "copied.jsonl"
 LOCK = ".lock"

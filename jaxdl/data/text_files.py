@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data.codec import import_text
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")

@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import pydantic
 
-from jaxdl.cluster import ClusterError
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.data.codec import Codec
+from jaxdl.data.images.photo import upright
+from jaxdl.data.images.photos import Photos, num_cpus
 from jaxdl.data.lines import Span
-from jaxdl.data.pair_files import PairTexts
-from jaxdl.data.photo import upright
-from jaxdl.data.photos import Photos, num_cpus
 from jaxdl.data.prepared import Stored, Unreadable, find_test_split, open_builder, open_split, staged_folder
 from jaxdl.data.records import BadRecord, Records
 from jaxdl.data.remote import Outage
 from jaxdl.data.source import Data, ImageArrays, Source, Splits, channel_statistics, check_classes
 from jaxdl.data.spec import ImageSpec
-from jaxdl.data.text import text_splits
+from jaxdl.data.text.pair_files import PairTexts
+from jaxdl.data.text.token_windows import text_splits
+from jaxdl.parallel.cluster import ClusterError
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # channels -> Pillow's name
 _MANY_PIXELS = 128 * 128

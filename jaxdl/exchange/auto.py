@@ -10,13 +10,13 @@ from typing import ClassVar, Literal, Protocol
 import pydantic
 from jax.sharding import Mesh
 
-from jaxdl.config import Config, ConfigError
+from jaxdl.core.config import Config, ConfigError
 from jaxdl.exchange.base import Exchange, GradientLayout
 from jaxdl.exchange.config import ExchangeChoice, ExchangeConfig, kinds
 from jaxdl.exchange.cost import ALWAYS_MEASURED, NOMINAL_SPEEDS, Cost, Figures, Gradients, Link, Machine, predict
 from jaxdl.exchange.dense import Dense
 from jaxdl.exchange.probe import probe
-from jaxdl.mesh import Axis, platform
+from jaxdl.parallel.mesh import Axis, platform
 
 MIN_SPEEDUP = 1.2
 """So many times faster than dense an exchange has to be, to be worth what it changes in the gradients."""
@@ -30,7 +30,7 @@ Row = tuple[ExchangeConfig, Cost]
 
 
 class Agrees(Protocol):
-    """When the exchange is used: what the choice has to know of a `jaxdl.agreement.Agreement`."""
+    """When the exchange is used: what the choice has to know of a `jaxdl.exchange.agreement.Agreement`."""
 
     keeps_replicas: ClassVar[bool]
     """Whether replicas have parameters of their own between merges."""

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxdl.collectives.primitive import alike
-from jaxdl.mesh import Axis
-from jaxdl.sharding import is_spec, spec_axes
+from jaxdl.parallel.collectives.primitive import alike
+from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.sharding import is_spec, spec_axes
 
 ExchangeMetrics = dict[str, jax.Array]
 """Scalars of one exchange, float32, the same on all devices:

@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from jaxdl.collectives.primitive import all_gather_same
 from jaxdl.exchange.base import GradientLayout, leaf_names
+from jaxdl.parallel.collectives.primitive import all_gather_same
 
 _NO_NUMBER = 0x7FDEAD01
 """The bits of a NaN that no computation yields."""

@@ -21,8 +21,7 @@ import jax.numpy as jnp
 import pydantic
 from jax import lax
 
-from jaxdl.collectives.primitive import alike
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.exchange.base import (
     PER_REPLICA,
     PIECE,
@@ -53,6 +52,7 @@ from jaxdl.exchange.message import (
     message_costs,
     send_dense,
 )
+from jaxdl.parallel.collectives.primitive import alike
 
 
 class Compressed(ExchangeConfig, kind=None):

@@ -13,13 +13,13 @@ from typing import ClassVar, Literal
 import pydantic
 from jax.typing import DTypeLike
 
-from jaxdl import kinds as all_kinds
-from jaxdl.config import Config
+from jaxdl.core import kinds as all_kinds
+from jaxdl.core.config import Config
+from jaxdl.core.kinds import Choice
 from jaxdl.exchange.base import Exchange, GradientLayout
 from jaxdl.exchange.buckets import Bucket, make_buckets
 from jaxdl.exchange.cost import Cost, Figures, Gradients, Machine
 from jaxdl.exchange.wrapped import Delayed, SingleReplica
-from jaxdl.kinds import Choice
 
 LAST_SHARE = 1 / 16
 """Of a bucket: gradients that the backward pass yields last, up to so many elements, are a message of their own. It has

@@ -4,7 +4,7 @@ A message of b bytes over a link takes alpha + beta b. Collectives are counted a
 is 2 (m-1) messages, an all-gather or all-to-all m-1 (Thakur et al. 2005); bytes are those of the exchanges' own
 `sent_bytes`. Added are the work on the device, at speeds that `jaxdl.exchange.probe` measures, and what the exchange
 sends inside a replica. No overlap is assumed: the time is the most that an exchange adds to a step. What replicas that
-agree less often add to an average step is `jaxdl.agreement.Agreement.cost`.
+agree less often add to an average step is `jaxdl.exchange.agreement.Agreement.cost`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ import math
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
-from jaxdl.collectives.halves import all_reduce_sent_bytes
-from jaxdl.collectives.select import Method
 from jaxdl.exchange.base import GradientLayout
 from jaxdl.exchange.buckets import Bucket
-from jaxdl.mesh import Axis
-
-if TYPE_CHECKING:
-    from jaxdl.exchange.config import ExchangeConfig
+from jaxdl.parallel.collectives.halves import all_reduce_sent_bytes
+from jaxdl.parallel.collectives.select import Method
+from jaxdl.parallel.mesh import Axis
 
 ALWAYS_MEASURED = ("all_reduce/float32", "all_gather")
 """The collectives that every exchange uses: between replicas, or inside one."""
@@ -110,6 +107,19 @@ def known_speed(speeds: Mapping[KeyT, float], name: KeyT, what: str) -> float:
     return speeds.get(name, math.inf)
 
 
+class HasCost(Protocol):
+    """What has a cost: a config of an exchange (`jaxdl.exchange.config.ExchangeConfig`)."""
+
+    @property
+    def figures(self) -> Figures:
+        """What `cost` needs to know of a machine, beyond what is always measured."""
+        ...
+
+    def cost(self, gradients: Gradients, machine: Machine) -> Cost:
+        """The cost of one `update` after all warm-ups. Raises ValueError for a speed that is not known."""
+        ...
+
+
 @dataclass(frozen=True)
 class Figures:
     """Which of a machine's figures the cost of an exchange needs, as arguments of `jaxdl.exchange.probe.probe`."""
@@ -124,7 +134,7 @@ class Figures:
         return Figures(*(tuple(dict.fromkeys(mine + its)) for mine, its in pairs))
 
     @classmethod
-    def of(cls, configs: Iterable[ExchangeConfig]) -> Figures:
+    def of(cls, configs: Iterable[HasCost]) -> Figures:
         """What all of these exchanges need together."""
         return functools.reduce(operator.or_, (config.figures for config in configs), cls())
 
@@ -253,7 +263,7 @@ class Cost:
         return dataclasses.replace(self, wire_sec=self.wire_sec - wire, latency_sec=self.latency_sec - latency)
 
 
-def predict(config: ExchangeConfig, gradients: Gradients, machine: Machine) -> Cost:
+def predict(config: HasCost, gradients: Gradients, machine: Machine) -> Cost:
     """The cost of one `update` of an exchange, after all warm-ups. Raises ValueError for a speed that is not known."""
     return Cost() if gradients.num_replicas == 1 else config.cost(gradients, machine)
 

@@ -13,15 +13,15 @@ import numpy as np
 import pydantic
 from jax import lax
 
-from jaxdl.collectives.packing import Wire
-from jaxdl.collectives.select import select_top_k
-from jaxdl.collectives.sparse import sparse_all_reduce, sparse_sent_bytes
 from jaxdl.exchange.base import Exchange, GradientLayout
 from jaxdl.exchange.buckets import Bucket, held_back
 from jaxdl.exchange.compressed import Compressed
 from jaxdl.exchange.cost import ADD_RESIDUAL, JOIN, NORM, SPLIT, Cost, Figures, Gradients, Machine, known_speed
 from jaxdl.exchange.message import Context, Message, Sent
 from jaxdl.exchange.powersgd import matrix_shape
+from jaxdl.parallel.collectives.packing import Wire
+from jaxdl.parallel.collectives.select import select_top_k
+from jaxdl.parallel.collectives.sparse import sparse_all_reduce, sparse_sent_bytes
 
 _SELECTED_AS = "threshold"
 """The method of `select_top_k` whose speed is that of taking many entries of each chunk, within a factor of 1.5."""

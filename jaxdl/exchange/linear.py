@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdl.collectives.halves import all_reduce_sent_bytes
-from jaxdl.errors import ConfigError
+from jaxdl.core.errors import ConfigError
+from jaxdl.core.user_code import type_of, user_code
 from jaxdl.exchange.base import GradientLayout
 from jaxdl.exchange.buckets import Bucket, held_back
 from jaxdl.exchange.compressed import Compressed
 from jaxdl.exchange.cost import ADD_RESIDUAL, JOIN, NORM, SPLIT, Cost, Gradients, Machine
 from jaxdl.exchange.message import Context, Message, Sent
-from jaxdl.user_code import type_of, user_code
+from jaxdl.parallel.collectives.halves import all_reduce_sent_bytes
 
 _SAMPLE = 2**16
 """Entries of the vector by which settings are compared."""

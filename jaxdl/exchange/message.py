@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdl.collectives.halves import all_reduce_sent_bytes, half_all_reduce
-from jaxdl.collectives.primitive import alike
 from jaxdl.exchange.base import ExchangeMetrics, GradientLayout, Leaves, residual_squares
 from jaxdl.exchange.buckets import Bucket, held_back
+from jaxdl.parallel.collectives.halves import all_reduce_sent_bytes, half_all_reduce
+from jaxdl.parallel.collectives.primitive import alike
 
 
 @dataclass(frozen=True)

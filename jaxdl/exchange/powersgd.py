@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import pydantic
 from jax import lax
 
-from jaxdl.collectives.halves import all_reduce_sent_bytes
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.exchange.base import GradientLayout, Leaves
 from jaxdl.exchange.buckets import Bucket, held_back
 from jaxdl.exchange.compressed import Compressed
 from jaxdl.exchange.cost import ADD_RESIDUAL, NORM, Cost, Gradients, Machine
 from jaxdl.exchange.message import Context, Message, Sent
+from jaxdl.parallel.collectives.halves import all_reduce_sent_bytes
 
 _EPSILON = 1e-6
 """Columns that shrink to this share of their length when made orthogonal are numerical noise."""

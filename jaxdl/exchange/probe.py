@@ -19,12 +19,12 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdl.collectives import packing
-from jaxdl.collectives.halves import all_reduce_sent_bytes, half_all_reduce
-from jaxdl.collectives.quantized import quantized_all_reduce
-from jaxdl.collectives.select import Method, select_top_k
 from jaxdl.exchange.cost import PERMUTE, Link, Machine, Speeds, joined
-from jaxdl.mesh import platform
+from jaxdl.parallel.collectives import packing
+from jaxdl.parallel.collectives.halves import all_reduce_sent_bytes, half_all_reduce
+from jaxdl.parallel.collectives.quantized import quantized_all_reduce
+from jaxdl.parallel.collectives.select import Method, select_top_k
+from jaxdl.parallel.mesh import platform
 
 COLLECTIVES = ("all_reduce/float32", "all_reduce/bfloat16", "all_reduce/float16", "all_gather", "all_to_all")
 """What is measured on each axis, by the names of `Link.collectives`; of those that exist all but `PERMUTE`."""

@@ -7,12 +7,12 @@ from typing import Literal
 
 import pydantic
 
-from jaxdl.collectives.quantized import quantized_all_reduce, quantized_sent_bytes
 from jaxdl.exchange.buckets import Bucket, held_back
 from jaxdl.exchange.compressed import Compressed
 from jaxdl.exchange.config import ExchangeConfig
 from jaxdl.exchange.cost import ADD_RESIDUAL, JOIN, NORM, SPLIT, Cost, Figures, Gradients, Machine, known_speed
 from jaxdl.exchange.message import Context, Message, Sent
+from jaxdl.parallel.collectives.quantized import quantized_all_reduce, quantized_sent_bytes
 
 
 class _FewBits(Compressed, kind=None):

@@ -4,9 +4,9 @@ The sum of the residuals over replicas is the part of the mean gradients that ha
 are the sums of momentum and of pending gradients, and the counters of the warm-ups. A single replica has the same state
 as several; it adds part of the residual to each of its gradients (`jaxdl.exchange.wrapped`).
 
-Replicas that have parameters of their own (`jaxdl.agreement`) all go on from the mean of the stored ones, and so do
-their optimizers; a replica counts as it would in a merge now, and one with numbers that are not finite does not. The
-anchor stays, so the mean change of the replicas since the last merge, which the next merge hands to the outer
+Replicas that have parameters of their own (`jaxdl.exchange.agreement`) all go on from the mean of the stored ones, and
+so do their optimizers; a replica counts as it would in a merge now, and one with numbers that are not finite does not.
+The anchor stays, so the mean change of the replicas since the last merge, which the next merge hands to the outer
 optimizer, is preserved too. Sums (what replicas have trained on, skipped steps) are preserved, other counters are the
 largest, and the loss scale is the smallest, as after a merge.
 """

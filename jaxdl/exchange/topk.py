@@ -10,17 +10,17 @@ import jax
 import pydantic
 from jax import lax
 
-from jaxdl.collectives.packing import Wire
-from jaxdl.collectives.select import Method, select_top_k
-from jaxdl.collectives.sparse import sparse_all_reduce, sparse_sent_bytes
-from jaxdl.collectives.sparse_plan import Algorithm
-from jaxdl.config import Config
+from jaxdl.core.config import Config
 from jaxdl.exchange.buckets import Bucket, held_back
 from jaxdl.exchange.compressed import Compressed
 from jaxdl.exchange.config import ExchangeConfig
 from jaxdl.exchange.cost import ADD_RESIDUAL, JOIN, NORM, SPLIT, Cost, Figures, Gradients, Machine, known_speed, predict
 from jaxdl.exchange.dense import Dense
 from jaxdl.exchange.message import Context, Message, Sent
+from jaxdl.parallel.collectives.packing import Wire
+from jaxdl.parallel.collectives.select import Method, select_top_k
+from jaxdl.parallel.collectives.sparse import sparse_all_reduce, sparse_sent_bytes
+from jaxdl.parallel.collectives.sparse_plan import Algorithm
 
 WARMUP_DENSITY = 0.25
 """The density at the beginning of a density warm-up (Lin et al. 2018, section 3.3)."""
@@ -43,7 +43,7 @@ class TopK(Compressed, kind="topk"):
     density: float = pydantic.Field(default=0.01, gt=0, le=1)
     """The share of entries that is sent."""
     method: Method = "threshold"
-    """How they are selected: see `jaxdl.collectives.select_top_k`."""
+    """How they are selected: see `jaxdl.parallel.collectives.select_top_k`."""
     num_passes: int = pydantic.Field(default=30, ge=1, le=60)
     """Passes of the method mstopk (N in the paper)."""
     algorithm: Algorithm = "all_gather"

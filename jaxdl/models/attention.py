@@ -14,11 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxdl import sharding
-from jaxdl.collectives.attention import ATTENTION, Pattern, Rows, flash_attention, no_flash_kernel
-from jaxdl.collectives.own_kernels import capability
-from jaxdl.mesh import platform
 from jaxdl.models.dropout import kept
+from jaxdl.parallel import sharding
+from jaxdl.parallel.collectives.attention import ATTENTION, Pattern, Rows, flash_attention, no_flash_kernel
+from jaxdl.parallel.collectives.own_kernels import capability
+from jaxdl.parallel.mesh import platform
 
 _portable: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxdl_portable_attention", default=False)
 

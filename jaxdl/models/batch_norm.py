@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxdl.collectives.neighbours import Neighbours
 from jaxdl.models.products import grouped_products
+from jaxdl.parallel.collectives.neighbours import Neighbours
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxdl import sharding
 from jaxdl.models.attention import attend
 from jaxdl.models.elementwise import layer_norm, rms_norm, swiglu
 from jaxdl.models.lora import adapted
 from jaxdl.models.products import add_bias, weight_product
 from jaxdl.models.rotary import Angles, rotate
+from jaxdl.parallel import sharding
 
 NormKind = Literal["rms", "layer"]
 MLPKind = Literal["swiglu", "gelu", "relu"]

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxdl import sharding
 from jaxdl.models.attention import attend, portable_attention
+from jaxdl.parallel import sharding
 
 
 class KeyValues(NamedTuple):

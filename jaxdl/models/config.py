@@ -12,12 +12,12 @@ from flax import linen, nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxdl.embedding import Table
-from jaxdl.errors import ConfigError
-from jaxdl.kinds import Choice
+from jaxdl.core.errors import ConfigError
+from jaxdl.core.kinds import Choice
+from jaxdl.core.user_code import taken, user_code
 from jaxdl.models.network import Network
-from jaxdl.sharding import Params
-from jaxdl.user_code import taken, user_code
+from jaxdl.parallel.embedding import Table
+from jaxdl.parallel.sharding import Params
 
 
 class Model(Choice):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdl import sharding
+from jaxdl.parallel import sharding
 
 
 class RowKeys(nnx.RngState):

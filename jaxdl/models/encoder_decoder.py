@@ -19,7 +19,6 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxdl import sharding
 from jaxdl.models.attention import attend, attention_remarks, portable_attention
 from jaxdl.models.blocks import MLP, Attention, MLPKind, NormKind, make_norm
 from jaxdl.models.cache import KeyValues, attend_cached, empty_cache
@@ -28,6 +27,7 @@ from jaxdl.models.dropout import RowKeys, dropout, folded
 from jaxdl.models.logits import Logits
 from jaxdl.models.loop import Remat, through_layers
 from jaxdl.models.rotary import Angles, positions_of, rotary_angles
+from jaxdl.parallel import sharding
 
 _LONGEST = 10_000.0
 """Wavelengths of the positions run from 2 pi to 2 pi times this (Vaswani et al., section 3.5; Su et al. 2021)."""

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 
 _SHOWN = 12
 """Names that a message lists."""

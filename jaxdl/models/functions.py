@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import errors, linen
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.user_code import depends_on, user_code
 from jaxdl.models.modes import call_modes, in_mode
 from jaxdl.models.network import (
     ModelState,
@@ -23,8 +24,7 @@ from jaxdl.models.network import (
     like_before,
 )
 from jaxdl.models.stacks import linen_stacks, with_stacks
-from jaxdl.sharding import UNNAMED, Params
-from jaxdl.user_code import depends_on, user_code
+from jaxdl.parallel.sharding import UNNAMED, Params
 
 Init = Callable[[jax.Array], tuple[Any, Any]]
 """`init(key) -> (params, state)`, any pytrees."""

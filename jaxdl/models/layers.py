@@ -15,9 +15,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxdl import sharding
-from jaxdl.collectives.neighbours import Neighbours
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.models.batch_norm import (
     BatchNormOptions,
     Normalized,
@@ -27,6 +25,8 @@ from jaxdl.models.batch_norm import (
 )
 from jaxdl.models.config import Model
 from jaxdl.models.products import Pairs, add_bias, weight_convolution, weight_product
+from jaxdl.parallel import sharding
+from jaxdl.parallel.collectives.neighbours import Neighbours
 
 _KERNEL_AXES = ("height", "width", "channel_in", "channel_out")
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdl import sharding
-from jaxdl.collectives.cross_entropy import TokenLoss
 from jaxdl.models.products import weight_product
-from jaxdl.sharding import Layout, current_layout
+from jaxdl.parallel import sharding
+from jaxdl.parallel.collectives.cross_entropy import TokenLoss
+from jaxdl.parallel.sharding import Layout, current_layout
 
 _MOST_BYTES = 2**29
 """Of float32 logits that one device makes at a time, unless it is told."""
@@ -64,7 +64,8 @@ class Logits:
     def sums(
         self, target: jax.Array, mask: jax.Array, *, chunk_tokens: int, z_loss: float, label_smoothing: float = 0.0
     ) -> tuple[jax.Array, jax.Array]:
-        """`(loss, correct)` of the target tokens that count; see `jaxdl.collectives.cross_entropy.TokenLoss.sums`."""
+        """`(loss, correct)` of the target tokens that count; see
+        `jaxdl.parallel.collectives.cross_entropy.TokenLoss.sums`."""
         batch_axes, vocab_axis = self._split()
         mesh = self.layout.mesh if self.layout and not self.layout.manual else None
         with self._context():

@@ -29,10 +29,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxdl.collectives.attention import ATTENTION
-from jaxdl.mesh import Axis
 from jaxdl.models.products import PRODUCT
-from jaxdl.sharding import Layout, current_layout
+from jaxdl.parallel.collectives.attention import ATTENTION
+from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.sharding import Layout, current_layout
 
 Body = Callable[[jax.Array, Any, jax.Array | int], jax.Array]
 """One layer: (activations, the layer's state, its index) -> activations."""

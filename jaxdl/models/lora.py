@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
-from jaxdl.config import Config
+from jaxdl.core.config import Config
+from jaxdl.core.patterns import check_patterns, matches
 from jaxdl.models.products import weight_product
-from jaxdl.patterns import check_patterns, matches
-from jaxdl.sharding import Params
+from jaxdl.parallel.sharding import Params
 
 _A, _B = "_lora_a", "_lora_b"
 TRAINED = (f"*{_A}", f"*{_B}")

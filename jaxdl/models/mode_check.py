@@ -10,10 +10,10 @@ from typing import Any, Literal
 import jax
 from flax import linen, nnx
 
-from jaxdl.errors import ConfigError
+from jaxdl.core.errors import ConfigError
+from jaxdl.core.user_code import depends_on, sources
 from jaxdl.models.modes import without_inputs
 from jaxdl.models.network import Network
-from jaxdl.user_code import depends_on, sources
 
 Allowed = Literal["random", "state"]
 """What a network may do in evaluation: draw random numbers, or change what it keeps."""

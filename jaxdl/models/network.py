@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdl.errors import ConfigError
+from jaxdl.core.errors import ConfigError
+from jaxdl.core.user_code import user_code
 from jaxdl.models.dropout import RowKeys, row_keys
 from jaxdl.models.features import layer_output
 from jaxdl.models.logits import projected
 from jaxdl.models.loop import BESIDE_LOOP
 from jaxdl.models.modes import call_modes, set_modes
 from jaxdl.models.stacks import Dims, nnx_stacks, noted_shapes, with_stacks
-from jaxdl.sharding import STACKED, UNNAMED, LogicalAxes, Params, is_names
-from jaxdl.user_code import user_code
+from jaxdl.parallel.sharding import STACKED, UNNAMED, LogicalAxes, Params, is_names
 
 ModelState = dict[str, Any]
 """What a network keeps besides parameters, by name, such as the running statistics of batch norm."""
@@ -28,7 +28,8 @@ class Network:
     """An NNX module, split once: `init` and `apply` are pure and work on nested dictionaries of arrays.
 
     Attributes:
-      axes: the logical axes of each parameter, a tuple of names each; see `jaxdl.sharding`. Without names of its own a
+      axes: the logical axes of each parameter, a tuple of names each; see `jaxdl.parallel.sharding`. Without names of
+      its own a
         parameter has `UNNAMED` for each dimension.
       looped: for each parameter, whether it is stacked over layers or given to their loop beside them; see
         `jaxdl.models.loop`.

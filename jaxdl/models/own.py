@@ -12,14 +12,14 @@ import pydantic
 from flax import linen, nnx
 from pydantic_core import core_schema
 
-from jaxdl.errors import ConfigError
-from jaxdl.kinds import SOURCE
+from jaxdl.core.errors import ConfigError
+from jaxdl.core.kinds import SOURCE
+from jaxdl.core.reference import Reference, as_json, resolved
+from jaxdl.core.user_code import check_given, check_known, parameters, takes_any, user_code
 from jaxdl.models.config import Model, check_dtype
 from jaxdl.models.functions import FunctionNetwork, blank, linen_network
 from jaxdl.models.modes import mode_arguments
 from jaxdl.models.network import Network
-from jaxdl.reference import Reference, as_json, resolved
-from jaxdl.user_code import check_given, check_known, parameters, takes_any, user_code
 
 _RNGS = "rngs"
 _LINEN = ("parent", "name")

@@ -11,7 +11,7 @@ import pydantic
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.models.config import Model
 from jaxdl.models.dropout import RowKeys, folded, kept
 from jaxdl.models.layers import Head, Linear

@@ -15,7 +15,7 @@ import pydantic
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.models.layers import Head, Linear, Norm, NormConfig, conv, max_pool
 
 _VGG = {16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}

@@ -23,9 +23,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jaxdl.collectives.shards import float32_product, sum_of_shards
-from jaxdl.precision import float32_matmul
-from jaxdl.sharding import Layout, current_layout
+from jaxdl.parallel.collectives.shards import float32_product, sum_of_shards
+from jaxdl.parallel.precision import float32_matmul
+from jaxdl.parallel.sharding import Layout, current_layout
 
 PRODUCT = "product"
 """The name, for `jax.checkpoint_policies`, of a product's result."""

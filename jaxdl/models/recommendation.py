@@ -14,10 +14,10 @@ import pydantic
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxdl.config import ConfigError
-from jaxdl.embedding import Table
+from jaxdl.core.config import ConfigError
 from jaxdl.models.config import Model
 from jaxdl.models.layers import Linear
+from jaxdl.parallel.embedding import Table
 
 Features = Sequence[Any]
 """The features of the data, each with `name` and `rows` (`jaxdl.data.Feature`)."""

@@ -15,7 +15,7 @@ import pydantic
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.models.layers import Head, Norm, NormConfig, conv, max_pool
 from jaxdl.models.products import weight_convolution
 
@@ -131,8 +131,8 @@ class ResNetModule(nnx.Module):
     """The network of a `ResNet` config.
 
     Batch norm in training uses the batch of one replica (synchronized inside the replica), of all replicas with
-    norm_span = mesh, or of norm_span examples; `jaxdl.sharding.use_layout` says what the replicas are. Its running
-    variance is the biased one.
+    norm_span = mesh, or of norm_span examples; `jaxdl.parallel.sharding.use_layout` says what the replicas are. Its
+    running variance is the biased one.
     """
 
     def __init__(self, config: ResNet, rngs: nnx.Rngs, *, num_classes: int, channels: int, dtype: DTypeLike):

@@ -11,7 +11,7 @@ import numpy as np
 import pydantic
 from jax import lax
 
-from jaxdl.config import Config
+from jaxdl.core.config import Config
 
 
 class RopeScaling(Config):

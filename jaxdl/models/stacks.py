@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
-from jaxdl.sharding import LAYER_DIMS, UNNAMED, UNNAMED_STACK, LogicalAxes, is_names
+from jaxdl.parallel.sharding import LAYER_DIMS, UNNAMED, UNNAMED_STACK, LogicalAxes, is_names
 
 Dims = tuple[int, ...]
 """Which dimensions of a parameter count layers, in ascending order."""

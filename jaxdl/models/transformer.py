@@ -17,8 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxdl import sharding
-from jaxdl.errors import ConfigError
+from jaxdl.core.errors import ConfigError
 from jaxdl.models.attention import attend, attention_remarks
 from jaxdl.models.blocks import MLP, Attention, Biases, Init, MLPKind, NormKind, make_norm
 from jaxdl.models.cache import KeyValues, attend_cached, empty_cache, with_prompt
@@ -29,7 +28,8 @@ from jaxdl.models.loop import BESIDE_LOOP, Remat, rematerialized, through_layers
 from jaxdl.models.lora import LoRA
 from jaxdl.models.products import add_bias
 from jaxdl.models.rotary import Angles, RopeScaling, positions_of, rotary_angles
-from jaxdl.sharding import Params
+from jaxdl.parallel import sharding
+from jaxdl.parallel.sharding import Params
 
 _TABLE_STDDEV, _POSITIONS_STDDEV = 0.02, 0.01
 """As in OpenAI's code of GPT-2."""

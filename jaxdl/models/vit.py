@@ -15,13 +15,13 @@ import pydantic
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxdl import sharding
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
 from jaxdl.models.blocks import LayerNorm
 from jaxdl.models.config import Model
 from jaxdl.models.layers import Head
 from jaxdl.models.loop import Remat, through_layers
 from jaxdl.models.products import add_bias, weight_product
+from jaxdl.parallel import sharding
 
 _SIZES = {"tiny": (12, 192, 3), "small": (12, 384, 6), "base": (12, 768, 12), "large": (24, 1024, 16)}
 """Size -> blocks, embedding, heads."""

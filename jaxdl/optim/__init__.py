@@ -7,9 +7,9 @@ otherwise.
 """
 
 from jaxdl.optim.averages import averaged, keeps_average
+from jaxdl.optim.build import built_schedule, check_average, check_rates, make_optimizer
 from jaxdl.optim.freezing import EVERYTHING, Trainable, make_trainable, param_names
 from jaxdl.optim.layerwise import add_weight_decay, scale_by_lars_trust_ratio
-from jaxdl.optim.making import check_average, make_optimizer
 from jaxdl.optim.masks import decay_mask, stacked_dims
 from jaxdl.optim.muon import Muon
 from jaxdl.optim.optimizers import LAMB, LARS, SGD, AdamW, Optimizer, SignSGD
@@ -38,7 +38,9 @@ __all__ = [
     "Trainable",
     "add_weight_decay",
     "averaged",
+    "built_schedule",
     "check_average",
+    "check_rates",
     "decay_mask",
     "keeps_average",
     "make_optimizer",

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from jaxdl.errors import ConfigError
-from jaxdl.patterns import check_patterns, matches
-from jaxdl.sharding import Params
+from jaxdl.core.errors import ConfigError
+from jaxdl.core.patterns import check_patterns, matches
+from jaxdl.parallel.sharding import Params
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxdl.sharding import LAYER_DIMS, LogicalAxes, is_names
+from jaxdl.parallel.sharding import LAYER_DIMS, LogicalAxes, is_names
 
 Mask = dict[str, Any]
 """A bool for each parameter: whether it takes part."""

@@ -12,13 +12,13 @@ import optax.contrib
 import pydantic
 from optax.contrib import MuonDimensionNumbers
 
-from jaxdl.config import ConfigError
+from jaxdl.core.config import ConfigError
+from jaxdl.core.patterns import check_patterns, matches
 from jaxdl.optim.layerwise import add_weight_decay
 from jaxdl.optim.masks import decay_mask, layer_dims
 from jaxdl.optim.optimizers import AdamOptimizer
 from jaxdl.optim.rates import scale_by_learning_rate
-from jaxdl.patterns import check_patterns, matches
-from jaxdl.sharding import LogicalAxes, is_names
+from jaxdl.parallel.sharding import LogicalAxes, is_names
 
 _EDGES = frozenset({"vocab", "position", "classes"})
 """The logical dimensions that only embeddings and heads have."""

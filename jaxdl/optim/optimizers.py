@@ -15,12 +15,12 @@ import optax
 import optax.contrib
 import pydantic
 
-from jaxdl.kinds import Choice
+from jaxdl.core.kinds import Choice
+from jaxdl.core.user_code import parameters
 from jaxdl.optim.layerwise import add_weight_decay, scale_by_lamb_trust_ratio, scale_by_lars_trust_ratio
 from jaxdl.optim.masks import Mask, decay_mask, stacked_dims
 from jaxdl.optim.rates import changing_momentum, scale_by_learning_rate
-from jaxdl.sharding import LogicalAxes
-from jaxdl.user_code import parameters
+from jaxdl.parallel.sharding import LogicalAxes
 
 
 class Optimizer(Choice):

@@ -13,14 +13,14 @@ import optax
 import pydantic
 from optax.contrib import MuonDimensionNumbers
 
-from jaxdl.config import ConfigError
-from jaxdl.kinds import SOURCE
+from jaxdl.core.config import ConfigError
+from jaxdl.core.kinds import SOURCE
+from jaxdl.core.reference import Reference, as_json, resolved
+from jaxdl.core.user_code import check_given, check_known, parameters, takes_any
 from jaxdl.optim.masks import decay_mask, layer_dims
 from jaxdl.optim.optimizers import Optimizer
 from jaxdl.optim.rates import follow_rates
-from jaxdl.reference import Reference, as_json, resolved
-from jaxdl.sharding import LogicalAxes, is_names
-from jaxdl.user_code import check_given, check_known, parameters, takes_any
+from jaxdl.parallel.sharding import LogicalAxes, is_names
 
 MATRICES = "matrices"
 """The value of a mask that stands for all weights but biases and norms."""

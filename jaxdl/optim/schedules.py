@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pydantic
 
-from jaxdl.config import ConfigError
-from jaxdl.kinds import Choice
+from jaxdl.core.config import ConfigError
+from jaxdl.core.kinds import Choice
 
 LearningRate = Callable[[jax.typing.ArrayLike], jax.Array]
 """The float32 learning rate of a step (0 = first update); can be traced."""

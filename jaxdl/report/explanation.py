@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdl.optim import decay_mask
-from jaxdl.sharding import UNNAMED, UNNAMED_STACK, LogicalAxes, Params, Specs, entry_names, is_names, is_spec
+from jaxdl.parallel.sharding import UNNAMED, UNNAMED_STACK, LogicalAxes, Params, Specs, entry_names, is_names, is_spec
 
 _BY_SIZE = "(by size)"
 

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxdl.config import Config
-from jaxdl.mesh import Axis, batch_ways
+from jaxdl.core.config import Config
+from jaxdl.parallel.mesh import Axis, batch_ways
 from jaxdl.report.explanation import readable_bytes
 from jaxdl.report.lines import format_number
 
@@ -66,7 +66,7 @@ def data_fact(config: Config, splits: Any) -> str:
 
 
 def plan_facts(plan: Any, end: int) -> Iterator[tuple[str, str]]:
-    """(name, value) of the facts of a `jaxdl.run.build.Plan`; the run ends after `end` steps."""
+    """(name, value) of the facts of a `jaxdl.training.run.plan.build.Plan`; the run ends after `end` steps."""
     experiment, parts = plan.experiment, plan.parts
     sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(parts.network.param_shapes)]
     yield (

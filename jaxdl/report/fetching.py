@@ -1,8 +1,8 @@
 """Metrics of steps on the host, and under the names that reports have.
 
-Of replicas that have parameters of their own (`jaxdl.rounds`) the metrics of a step are `[replica]`. A process sees
-those of its own replicas alone: what other processes have parts of is named `own/NAME`. What all have trained on is
-known when they merge; then every process has the totals, `joined/...`.
+Of replicas that have parameters of their own (`jaxdl.training.rounds`) the metrics of a step are `[replica]`. A process
+sees those of its own replicas alone: what other processes have parts of is named `own/NAME`. What all have trained on
+is known when they merge; then every process has the totals, `joined/...`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jaxdl.guard import NONFINITE, REASON, Skip
+from jaxdl.report.skips import NONFINITE, REASON, Skip
 
 OWN, JOINED, SUMS = "own/", "joined/", "sums/"
 Fetched = Mapping[str, np.ndarray]
@@ -23,7 +23,7 @@ Fetched = Mapping[str, np.ndarray]
 
 
 class Described(Protocol):
-    """What is read of a `jaxdl.tasks.Task`."""
+    """What is read of a `jaxdl.training.tasks.Task`."""
 
     def metrics(self, sums: Mapping[str, float], spec: Any) -> dict[str, float]:
         """From sums over examples to metrics."""
@@ -46,7 +46,8 @@ def _nonfinite(step: Mapping[str, jax.Array], fetched: Fetched) -> Fetched:
 
 
 def reasons(metrics: Fetched) -> np.ndarray:
-    """Why a step was skipped, the bits of `jaxdl.guard.Skip`: int32, `[replica]` of the replicas that are seen here."""
+    """Why a step was skipped, the bits of `jaxdl.report.skips.Skip`: int32, `[replica]` of the replicas that are seen
+    here."""
     found = metrics.get(REASON, metrics.get(OWN + REASON, 0))
     return np.atleast_1d(np.asarray(found)).astype(np.int32)
 

@@ -14,12 +14,12 @@ from typing import IO, Any
 
 import pydantic
 
-from jaxdl.config import Config, Several
-from jaxdl.files import METRICS_FILE, TENSORBOARD_FOLDER
+from jaxdl.core.config import Config, Several
+from jaxdl.core.files import METRICS_FILE, TENSORBOARD_FOLDER
+from jaxdl.core.writing import replace_file
 from jaxdl.report.events import Event, EventKind, event_of
 from jaxdl.report.scalars import Scalars
-from jaxdl.trackers import State, Tracker, Writer
-from jaxdl.writing import replace_file
+from jaxdl.report.trackers import State, Tracker, Writer
 
 
 class ReportConfig(Config):

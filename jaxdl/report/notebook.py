@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxdl.report.directions import Best
+from jaxdl.report.better_direction import Best
 from jaxdl.report.plots import plot_history
 
 EVERY_SEC = 3.0

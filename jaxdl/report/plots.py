@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxdl.report.directions import Best, is_higher_better
-from jaxdl.writing import replace_file
+from jaxdl.core.writing import replace_file
+from jaxdl.report.better_direction import Best, is_higher_better
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,7 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from jaxdl.errors import as_typed
+from jaxdl.core.errors import as_typed
 from jaxdl.report.lines import (
     fitted,
     format_duration,

@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 
-from jaxdl.errors import as_typed
-from jaxdl.files import CURVES_FILE, PROFILE_FOLDER, SUMMARY_FILE
+from jaxdl.core.errors import as_typed
+from jaxdl.core.files import CURVES_FILE, PROFILE_FOLDER, SUMMARY_FILE
+from jaxdl.report.consumed import Seen
 from jaxdl.report.events import WARNINGS, Event, EventKind
 from jaxdl.report.fetching import OWN, described, described_totals, fetch, joined
 from jaxdl.report.history import History, ReportConfig
@@ -22,10 +23,9 @@ from jaxdl.report.inputs import InputWatch
 from jaxdl.report.notebook import LivePlot
 from jaxdl.report.plots import plot_history
 from jaxdl.report.progress import Progress
-from jaxdl.report.seen import Seen
+from jaxdl.report.reported_run import Report, Subject, worth_a_look
 from jaxdl.report.start import Start
 from jaxdl.report.stopwatch import Stopwatch
-from jaxdl.report.subject import Report, Subject, worth_a_look
 from jaxdl.report.summary import (
     Status,
     Summary,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxdl.trackers import State, Writer
+from jaxdl.report.trackers import State, Writer
 
 
 class Scalars(Writer):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxdl.trackers import State, TrackedRun, Tracker, Writer
+from jaxdl.report.trackers import State, TrackedRun, Tracker, Writer
 
 Rows = Sequence[Mapping[str, Any]]
 

@@ -16,11 +16,11 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from jaxdl.config import Config
-from jaxdl.errors import as_typed
+from jaxdl.core.config import Config
+from jaxdl.core.errors import as_typed
+from jaxdl.core.startup import is_first_process
 from jaxdl.report.facts import data_fact, devices_fact, plan_facts
 from jaxdl.report.lines import format_duration, format_seconds, is_live
-from jaxdl.startup import is_first_process
 
 NAME_WIDTH = 11
 WORTH_SAYING_SEC = 1.0

@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdl.cluster.consistency import flat
-from jaxdl.config import Config
-from jaxdl.files import (
+from jaxdl.core.config import Config
+from jaxdl.core.files import (
     CURVES_FILE,
     REPORT_FILE,
     SEARCH_FILE,
@@ -23,10 +22,11 @@ from jaxdl.files import (
     TRACKERS_FOLDER,
     TRIALS_FOLDER,
 )
+from jaxdl.parallel.cluster.consistency import flat
 from jaxdl.report.history import replace_file
 from jaxdl.report.sender import Opening, Rows, Sender, num_measured
 from jaxdl.report.summary import Devices, describe_devices, versions
-from jaxdl.trackers import State, TrackedRun, Tracker
+from jaxdl.report.trackers import State, TrackedRun, Tracker
 
 KEPT_FILES = (SUMMARY_FILE, CURVES_FILE, REPORT_FILE)
 """The files of a workdir that trackers get, when the run ends."""

@@ -1,6 +1,0 @@
-"""Runs beside each other: their curves in one figure, how their configs differ, last and best values."""
-
-from jaxdl.compare.curves import Curves, config_differences, read_curves, short_names
-from jaxdl.compare.figure import plot_runs
-
-__all__ = ["Curves", "config_differences", "plot_runs", "read_curves", "short_names"]

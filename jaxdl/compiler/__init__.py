@@ -1,6 +1,0 @@
-"""XLA compilation of the train step: its options, and a schedule that accounts for the network."""
-
-from jaxdl.compiler.options import CompilerConfig, Options, compiled
-from jaxdl.compiler.overlap import Links
-
-__all__ = ["CompilerConfig", "Links", "Options", "compiled"]

@@ -1,0 +1,1 @@
+"""Examples that are arrays in memory or in files."""

@@ -1,0 +1,1 @@
+"""Photographs: folders, tar files and Parquet, decoded in worker processes, with the tiers of the cache."""

@@ -1,0 +1,1 @@
+"""Tables: their columns, row groups, clicks and ratings."""

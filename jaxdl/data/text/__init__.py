@@ -1,0 +1,1 @@
+"""Text: tokens on disk, packed documents, mixtures, pairs for translation."""

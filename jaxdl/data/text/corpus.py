@@ -1,0 +1,278 @@
+"""Documents for language models: files of text, tokenized once into shards, and mixtures of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import numpy as np
+import pydantic
+from rich.console import Console
+
+from jaxdl.core.config import ConfigError
+from jaxdl.data.codec import Codec
+from jaxdl.data.draws import example_seeds
+from jaxdl.data.source import Data, Splits
+from jaxdl.data.spec import TextSpec
+from jaxdl.data.staging import Stage
+from jaxdl.data.synthetic import SyntheticText
+from jaxdl.data.text.documents import EVERY_FILE, PlainDocument, Reading, document_texts, find_documents, without_effect
+from jaxdl.data.text.mixture import MixedRows
+from jaxdl.data.text.packing import PackedRows
+from jaxdl.data.text.shards import SHARDS, Plan, TokenStore, staged_shards
+from jaxdl.data.text.token_windows import TokenWindows
+from jaxdl.data.text.tokenizing import prepare, prepared
+
+
+class Documents(Data, kind="documents"):
+    """Documents of text: JSON, CSV, Parquet, plain files, folders of the `datasets` library; also .gz, .bz2, .xz, .zst.
+
+    They are tokenized once, into shards on disk (`python -m jaxdl.data prepare`). The format is seen by the name of a
+    file: .jsonl and .json, .csv, .parquet, and any other is plain text.
+    """
+
+    paths: tuple[str, ...] = ()
+    """Files, folders of files, or folders that `datasets.Dataset.save_to_disk` wrote."""
+    test_paths: tuple[str, ...] = ()
+    """The held-out documents, likewise; without any, a part of `paths` is held out."""
+    glob: str = EVERY_FILE
+    """Which files of a folder are read."""
+    column: str = "text"
+    """The column with the text, of JSON lines, Parquet and data sets."""
+    document: PlainDocument = "file"
+    """What a document of a plain text file is: the file, or each line."""
+    tokenizer: str | None = None
+    """A JSON file of the `tokenizers` library, a folder with tokenizer.json, or a .model file of sentencepiece; None
+    takes bytes, a vocabulary of 256."""
+    length: int = pydantic.Field(default=1024, ge=1)
+    """Targets of a row (it has one more token)."""
+    packing: bool = True
+    """Rows hold whole documents, which do not see each other; longer ones are cut. Otherwise rows are windows of one
+    stream, in which all documents follow each other."""
+    test_fraction: float = pydantic.Field(default=0.05, gt=0, lt=1)
+    """Part of the documents that is held out, where `test_paths` names none."""
+    split_seed: int = pydantic.Field(default=0, ge=0, lt=2**32)
+    """Decides which documents are held out, and which share a row."""
+    shards: str = SHARDS
+    """The folder where the tokens are kept."""
+
+    @pydantic.model_validator(mode="after")
+    def _effect(self) -> Documents:
+        unused = ("test_fraction",) if self.packing else ("test_fraction", "split_seed")
+        for name in unused if self.test_paths else ():
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} = {value} has no effect: test_paths are held out. Leave one of them out.")
+        return self
+
+    def build(self) -> Splits:
+        """Training and held-out rows. Raises ConfigError for what cannot be read, or takes long to tokenize."""
+        return self.rows(*self.split())
+
+    def stand_in(self, vocab_size: int | None) -> Data | None:
+        """See `Data.stand_in`: sequences of the same length. Packed rows have no stand-in."""
+        if vocab_size is None or self.packing:
+            return None
+        return SyntheticText(vocab_size=vocab_size, length=self.length, num_train=8, num_test=8)
+
+    def prepare(self, console: Console) -> str:
+        """Tokenizes what is missing; see `Data.prepare`."""
+        return "\n".join(prepare(plan, console) for plan in self.plans())
+
+    def codec(self) -> Codec:
+        """Between text and this data's tokens; texts begin as the documents of its rows do."""
+        codec = Codec(self.tokenizer)
+        return codec.trained((codec.packed_mark,) if self.packing else ())
+
+    def staged(self, stage: Stage) -> Documents:
+        """See `Data.staged`: the tokens, which have been prepared."""
+        return self.replaced({"shards": staged_shards(stage, self.shards, self.plans())})
+
+    def plans(self) -> list[Plan]:
+        """What is tokenized, and where the tokens are kept. Raises ConfigError for what cannot be found."""
+        if not self.paths:
+            raise ConfigError("--data.paths: it is empty. Name files or folders of text.")
+        reading = Reading(self.column, self.document)
+        groups = [paths for paths in (self.paths, self.test_paths) if paths]
+        return [Plan(texts, self.tokenizer, self.shards) for texts in document_texts(groups, self.glob, reading)]
+
+    def without_effect(self) -> set[str]:
+        """The settings of reading that have no effect on the files of `paths`."""
+        files = [path for _, path in find_documents(self.paths, self.glob)]
+        return set(without_effect(files, self.paths, self.glob, Reading(self.column, self.document)))
+
+    def split(self) -> tuple[Part, Part]:
+        """The documents to train on, and the held-out ones. Raises ConfigError as `build` does."""
+        store, *others = [prepared(plan, f"data {', '.join(self.paths)}") for plan in self.plans()]
+        every = np.arange(len(store))
+        if others:
+            return Part(store, every), Part(others[0], np.arange(len(others[0])))
+        drawn = example_seeds(self.split_seed, np.zeros(len(store), np.int64), every)
+        ranked = np.argsort(drawn, kind="stable")
+        count = min(max(1, round(self.test_fraction * len(store))), len(store) - 1)
+        if count < 1:
+            raise ConfigError(
+                f"{', '.join(self.paths)}: there is one document, so none can be held out. Name test_paths, or take "
+                "its lines as documents: document line."
+            )
+        return Part(store, np.sort(ranked[count:])), Part(store, np.sort(ranked[:count]))
+
+    def rows(self, train: Part, test: Part) -> Splits:
+        """The rows of these documents."""
+        codec = self.codec()
+        spec = TextSpec(
+            vocab_size=codec.vocab_size, length=self.length, bytes_per_token=test.num_bytes / test.num_tokens
+        )
+        if not self.packing:
+            if train.num_tokens <= self.length:
+                raise ConfigError(
+                    f"length = {self.length}: the training text has {train.num_tokens} tokens, less than one window; "
+                    "reduce it."
+                )
+            windows = [
+                TokenWindows(_Stream(part), spec, partial=part is test, content=part.content())
+                for part in (train, test)
+            ]
+            return Splits(*windows)
+        spec, seed = dataclasses.replace(spec, packed=True), self.split_seed
+        made = [PackedRows(one.store, one.documents, spec, begin=codec.packed_mark, seed=seed) for one in (train, test)]
+        mean = made[0].num_targets / len(made[0])
+        for one in made:
+            one.spec = dataclasses.replace(spec, mean_targets=mean)
+        return Splits(*made)
+
+
+class Mixture(Data, kind="mixture"):
+    """Several sources of documents, which training sees by their weights."""
+
+    sources: dict[str, Documents] = {}
+    """The sources by name, all with the same tokenizer, length and packing; set in a config file."""
+    paths: dict[str, str] = {}
+    """In place of `sources`: a file or folder of each source, by name, `code=src/ prose=books.jsonl`."""
+    each: Documents = Documents()
+    """How the documents of `paths` are read; a setting must have an effect on one of them."""
+    weights: dict[str, float] = {}
+    """The share of the rows of each source, in any unit. Empty: as many as it has, so that all are seen as often."""
+
+    @pydantic.model_validator(mode="after")
+    def _fit(self) -> Mixture:
+        if self.paths and (self.sources or self.each.paths or self.each.test_paths):
+            raise ValueError("paths: the files are named twice. Leave out sources, and the files of each.")
+        if not self.paths and self.each != Documents():
+            raise ValueError("each: it has no effect without paths. Give paths, or leave it out.")
+        sources = self._named()
+        if self.weights and self.weights.keys() != sources.keys():
+            raise ValueError(
+                f"weights has {', '.join(self.weights)}, and sources {', '.join(sources)}. Give each one weight."
+            )
+        if wrong := {name: weight for name, weight in self.weights.items() if weight <= 0}:
+            raise ValueError(f"weights = {wrong}: they must be above 0. Leave a source out instead.")
+        for name in ("tokenizer", "length", "packing"):
+            found = {getattr(source, name) for source in sources.values()}
+            if len(found) > 1:
+                raise ValueError(f"{name}: the sources have {', '.join(map(str, found))}. Give all the same one.")
+        return self
+
+    def _named(self) -> dict[str, Documents]:
+        """The sources by name, of whichever field names them."""
+        made = {name: self.each.replaced({"paths": (path,)}) for name, path in self.paths.items()}
+        return made or self.sources
+
+    def _sources(self) -> dict[str, Documents]:
+        """The sources by name. Raises ConfigError when there are none."""
+        if not (found := self._named()):
+            raise ConfigError(
+                "--data mixture: it has no sources. Give a file or folder of each, --data.paths code=src/ "
+                "prose=books.jsonl, or Mixture(sources={...}) in a config file."
+            )
+        return found
+
+    def _read_alike(self) -> dict[str, Documents]:
+        """The sources by name; those of `paths` without what has an effect on others alone."""
+        found = self._sources()
+        if not self.paths:
+            return found
+        idle = {name: source.without_effect() for name, source in found.items()}
+        nowhere = set.intersection(*idle.values())
+        default = {name: field.default for name, field in Documents.model_fields.items()}
+        return {
+            name: source.replaced({setting: default[setting] for setting in idle[name] - nowhere})
+            for name, source in found.items()
+        }
+
+    def build(self) -> Splits:
+        """Training and held-out rows of all sources. Raises ConfigError for what cannot be read."""
+        sources = self._read_alike()
+        parts = {name: source.split() for name, source in sources.items()}
+        splits = {name: sources[name].rows(*part) for name, part in parts.items()}
+        weights = self.weights or {name: float(len(one.train)) for name, one in splits.items()}
+        tests = [test for _, test in parts.values()]
+        specs = {name: one.train.spec for name, one in splits.items()}
+        first = next(iter(specs.values()))
+        assert isinstance(first, TextSpec)
+        total = sum(weights.values())
+        mean = sum(spec.mean_row * weights[name] / total for name, spec in specs.items() if isinstance(spec, TextSpec))
+        spec = dataclasses.replace(
+            first,
+            bytes_per_token=sum(one.num_bytes for one in tests) / sum(one.num_tokens for one in tests),
+            mean_targets=mean if first.packed else None,
+        )
+        train = MixedRows({name: one.train for name, one in splits.items()}, weights, spec)
+        return Splits(train, MixedRows({name: one.test for name, one in splits.items()}, weights, spec))
+
+    def stand_in(self, vocab_size: int | None) -> Data | None:
+        """See `Data.stand_in`: that of any source, as all have the same shapes."""
+        return next(iter(self._sources().values())).stand_in(vocab_size)
+
+    def staged(self, stage: Stage) -> Mixture:
+        """See `Data.staged`: the tokens of each source, which have been prepared."""
+        if not self.paths:
+            return self.replaced({"sources": {name: one.staged(stage) for name, one in self._sources().items()}})
+        plans = [plan for source in self._read_alike().values() for plan in source.plans()]
+        return self.replaced({"each.shards": staged_shards(stage, self.each.shards, plans)})
+
+    def prepare(self, console: Console) -> str:
+        """Tokenizes what is missing of each source; see `Data.prepare`."""
+        return "\n".join(f"{name}: {source.prepare(console)}" for name, source in self._read_alike().items())
+
+    def codec(self) -> Codec:
+        """Between text and the tokens of all sources."""
+        return next(iter(self._sources().values())).codec()
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Some documents of a store: their numbers, int64."""
+
+    store: TokenStore
+    documents: np.ndarray
+
+    def content(self) -> str:
+        """A checksum of the documents and their tokens."""
+        return hashlib.sha256(self.store.content.encode() + self.documents.tobytes()).hexdigest()[:16]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, those that end documents included."""
+        return int(self.store.num_tokens[self.documents].sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of text; the end of a document counts as one."""
+        return int(self.store.num_bytes[self.documents].sum()) + len(self.documents)
+
+
+class _Stream:
+    """The tokens of documents, one after the other, as one array that is on disk."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self._ends = np.cumsum(part.store.num_tokens[part.documents])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, positions: np.ndarray) -> np.ndarray:
+        number = np.searchsorted(self._ends, positions, side="right")
+        documents = self._part.documents[number]
+        starts = self._ends[number] - self._part.store.num_tokens[documents]
+        return self._part.store.read(documents, positions - starts)

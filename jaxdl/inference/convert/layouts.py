@@ -1,0 +1,161 @@
+"""Layouts of Hugging Face checkpoints: how a config and the names of tensors there correspond to a `Transformer`.
+
+A class derived from `HFLayout` is one more layout, known by the `model_type` of its config.json.
+"""
+
+from __future__ import annotations
+
+import abc
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jaxdl.core.errors import ConfigError
+from jaxdl.inference.convert.settings import COUNT, Form
+from jaxdl.models import Transformer
+
+_layouts: dict[str, HFLayout] = {}
+"""`model_type` -> its layout, in the order of definition."""
+HOW_ONLY = frozenset(
+    {"scan_layers", "layers_per_turn", "remat", "dropout", "attention_dropout", "vocab_size", "num_kv_heads",
+     "head_size", "mlp_dim", "lora", "max_length", "init_stddev"}
+)  # fmt: skip
+"""Fields of a `Transformer` that do not change what a trained one computes, or that are compared resolved."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor there, and the parameters here that it holds side by side in its last dimension."""
+
+    name: str
+    """Its name, with `{}` in place of the layer's number."""
+    params: tuple[str, ...]
+    """The names of the parameters, `attention/query`; those of a layer as in its block."""
+    num_inputs: int
+    """How many leading dimensions of a parameter are one dimension there, the first; the others are the second. With 0
+    the tensor is a vector."""
+    transposed: bool = False
+    """Whether the two dimensions change places, as in PyTorch's linear layers, [out, in]."""
+
+    @property
+    def in_layers(self) -> bool:
+        """Whether every layer has one."""
+        return "{}" in self.name
+
+    def shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """The tensor's shape, from those of the parameters."""
+        num = self.num_inputs
+        columns = sum(math.prod(one[num:]) for one in shapes)
+        both = (math.prod(shapes[0][:num]), columns) if num else (columns,)
+        return both[::-1] if self.transposed else both
+
+    def to_params(self, x: np.ndarray, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+        """The parameters in a tensor, of these shapes."""
+        x = x.T if self.transposed else x
+        ends = np.cumsum([math.prod(one[self.num_inputs :]) for one in shapes])
+        return [part.reshape(one) for part, one in zip(np.split(x, ends[:-1], axis=-1), shapes, strict=True)]
+
+    def to_tensor(self, params: Sequence[np.ndarray]) -> np.ndarray:
+        """The inverse of `to_params`."""
+        num = self.num_inputs
+        flat = [x.reshape(*((math.prod(x.shape[:num]),) if num else ()), -1) for x in params]
+        x = flat[0] if len(flat) == 1 else np.concatenate(flat, axis=-1)
+        return x.T if self.transposed else x
+
+
+class HFLayout(abc.ABC):
+    """One layout. It registers itself when its class statement runs."""
+
+    model_type: ClassVar[str]
+    """Its name in config.json."""
+    architecture: ClassVar[str]
+    """The class of `transformers` for it."""
+    ignored: ClassVar[tuple[str, ...]] = ()
+    """Ends of the names of tensors that hold no parameters."""
+    prefix: ClassVar[str] = ""
+    """What all names but that of the output layer begin with; older files lack it."""
+    forms: ClassVar[Mapping[str, Form]]
+    """What the settings of a config.json must be that are read."""
+    reads_sentencepiece: ClassVar[bool] = True
+    """Whether `transformers` reads a tokenizer.model of sentencepiece of it as what it is."""
+    byte_bpe: ClassVar[bool] = False
+    """Whether a vocab.json and a merges.txt without a tokenizer.json are a tokenizer of GPT-2's kind."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not inspect.isabstract(cls):
+            _layouts[cls.model_type] = cls()
+
+    @abc.abstractmethod
+    def model(self, config: Mapping[str, Any]) -> Transformer:
+        """The model of a config.json. Raises ConfigError for what jaxdl does not compute, KeyError if one lacks."""
+
+    @abc.abstractmethod
+    def config(self, model: Transformer, length: int) -> dict[str, Any]:
+        """The fields of config.json that are about the model; `length` is how many tokens it was trained on."""
+
+    @abc.abstractmethod
+    def tensors(self, model: Transformer) -> Iterator[Tensor]:
+        """All tensors of a model."""
+
+    @abc.abstractmethod
+    def length(self, config: Mapping[str, Any]) -> int:
+        """How many tokens a model of this config reads."""
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Raises ConfigError for a setting of config.json of another type, or out of range."""
+        for name, form in {"vocab_size": COUNT, **self.forms}.items():
+            if name in config:
+                form.check(name, config[name])
+
+    def remarks(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """What a user should know of a config.json whose settings have no exact equivalent."""
+        del config
+        return ()
+
+    def other(self, model: Transformer) -> list[str]:
+        """What a model computes otherwise than any model of this layout, `norm=layer`."""
+        try:
+            there = computed(self.model(self.config(model, 1)))
+        except ConfigError as error:
+            return [str(error)]
+        here = computed(model)
+        return [f"{name}={here[name]}" for name in here if here[name] != there.get(name)]
+
+
+def computed(model: Transformer) -> dict[str, Any]:
+    """The fields that decide what a model computes, resolved."""
+    fields = {name: getattr(model, name) for name in Transformer.model_fields if name not in HOW_ONLY}
+    if model.positions != "rotary":
+        del fields["rope_theta"]
+    return fields | {"kv_heads": model.kv_heads, "head_dim": model.head_dim, "mlp_dim": model.hidden_dim}
+
+
+def layouts() -> tuple[str, ...]:
+    """The names of all layouts."""
+    return tuple(_layouts)
+
+
+def layout_of(config: Mapping[str, Any], where: str) -> HFLayout:
+    """The layout of a config.json. Raises ConfigError for an unknown one."""
+    found = config.get("model_type")
+    if not isinstance(found, str) or found not in _layouts:
+        raise ConfigError(f"{where}: its model_type is {found}; jaxdl converts {', '.join(_layouts)}.")
+    return _layouts[found]
+
+
+def layout_for(model: Transformer, wanted: str | None = None) -> HFLayout:
+    """The first layout, or the wanted one, whose models compute what a model does. Raises ConfigError."""
+    known = [_layouts[wanted]] if wanted else list(_layouts.values())
+    others = {layout: layout.other(model) for layout in known}
+    nearest = min(known, key=lambda layout: len(others[layout]))
+    if model.users_name or others[nearest]:
+        why = (
+            "its class is your own" if model.users_name else f"{nearest.model_type} has no {', '.join(others[nearest])}"
+        )
+        raise ConfigError(f"this network has no layout of Hugging Face's: {why}. python -m jaxdl.export writes any.")
+    return nearest

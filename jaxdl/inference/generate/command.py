@@ -1,0 +1,158 @@
+"""The options of `python -m jaxdl.generate`; `jaxdl.inference.generate.__main__` checks the workdir before."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxdl.core.config import ConfigError
+from jaxdl.core.errors import print_out
+from jaxdl.core.runs import check_writable, read_lines
+from jaxdl.inference.generation import Sampling
+from jaxdl.inference.predictor import Predictor
+from jaxdl.inference.trained import OfRun, check_positive, check_text, opened, parse_command, progress, restored
+from jaxdl.parallel.cluster import end_together
+from jaxdl.training.run.result import exit_codes
+
+ABOUT = """Continues texts by a trained language model. One prompt is continued on the screen, many become JSON lines.
+
+  python -m jaxdl.generate --workdir runs/python_lm --prompt "def main(" --temperature 0.5
+  python -m jaxdl.generate --workdir runs/python_lm --prompts prompts.txt --batch-size 32 --to written.jsonl"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(OfRun):
+    """The options of the command."""
+
+    prompt: tuple[str, ...] = ()
+    """The texts to continue; an empty one, the default, begins a new document."""
+    prompts: Path | None = None
+    """A file of prompts: one on each line, or with the ending .jsonl JSON objects with "prompt" (or "text")."""
+    to: Path | None = None
+    """With several prompts: the file for the JSON lines; None prints them."""
+    num_tokens: int = 400
+    """At most so many tokens (bytes, for a model of bytes) for each prompt."""
+    temperature: float = 0.7
+    """1 is the model's own distribution, lower is less random, 0 takes the likeliest token."""
+    top_k: int | None = None
+    """Draw from so many of the likeliest tokens alone."""
+    top_p: float | None = None
+    """Draw from the likeliest tokens that together have this probability."""
+    stop: tuple[str, ...] = ()
+    """Texts at which a continuation ends; they are left out."""
+    stop_tokens: tuple[int, ...] = ()
+    """Numbers of tokens at which a continuation ends."""
+    stop_at_end: bool = True
+    """End at the tokenizer's end of text (byte 0, for a model of bytes); a converted network ends where its checkpoint
+    says."""
+    seed: int = 0
+    """Seed of the random draws."""
+    batch_size: int = 8
+    """Prompts that are continued side by side, over all devices."""
+
+
+def run(args: list[str], prog: str) -> None:
+    """Runs the command line. For exit codes see `exit_codes`."""
+    with end_together(), exit_codes():
+        command = parse_command(Generate, args, prog, ABOUT)
+        many = command.prompts is not None or len(command.prompt) > 1
+        check(command, many=many)
+        prompts = read_prompts(command.prompts) if command.prompts is not None else command.prompt or ("",)
+        predictor = restored(command, args)
+        start = time.perf_counter()
+        if many:
+            _write_many(command, predictor, prompts)
+        else:
+            _stream(command, predictor, prompts[0])
+        if jax.process_index() == 0:
+            print(speed(predictor, time.perf_counter() - start), file=sys.stderr)
+
+
+def check(command: Generate, *, many: bool) -> None:
+    """Raises ConfigError for what can be seen before anything is read."""
+    check_text("--prompt", command.prompt)
+    check_text("--stop", command.stop)
+    if command.prompt and command.prompts is not None:
+        raise ConfigError("--prompt and --prompts: give one of them.")
+    if command.to is not None and not many:
+        raise ConfigError(f"--to {command.to}: it is for several prompts. Remove it, or give --prompts FILE.")
+    if command.to is not None:
+        check_writable(command.to, "--to")
+    check_positive(command, "batch_size")
+    Sampling(
+        command.num_tokens, command.temperature, command.top_k, command.top_p, command.seed
+    )  # It checks its values.
+
+
+def read_prompts(path: Path) -> tuple[str, ...]:
+    """The prompts in a file. Raises ConfigError for one that cannot be read or has none."""
+    rows = [(number, line) for number, line in enumerate(read_lines(path, "--prompts"), 1) if line.strip()]
+    as_json = path.suffix in (".jsonl", ".json")
+    lines = [_in_json(path, number, line) if as_json else line for number, line in rows]
+    if not lines:
+        raise ConfigError(f"--prompts {path}: it has no prompts.")
+    return tuple(lines)
+
+
+def _in_json(path: Path, number: int, line: str) -> str:
+    try:
+        found: Any = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"--prompts {path}: line {number} is not JSON ({error}).") from None
+    prompt = found.get("prompt", found.get("text")) if isinstance(found, dict) else found
+    if not isinstance(prompt, str):
+        raise ConfigError(f'--prompts {path}: line {number} has no "prompt" that is a text: {line[:60]}')
+    check_text(f"--prompts {path}: line {number}", (prompt,))
+    return prompt
+
+
+def _stream(command: Generate, predictor: Predictor, prompt: str) -> None:
+    """Prints the prompt and its continuation as it is written."""
+    pieces = predictor.generate(prompt, **_options(command))
+    shown = print_out if jax.process_index() == 0 else lambda *_, **__: None
+    shown(prompt, end="")
+    try:
+        for piece in pieces:
+            shown(piece, end="")
+    finally:
+        shown("")
+
+
+def _write_many(command: Generate, predictor: Predictor, prompts: Sequence[str]) -> None:
+    """Writes a JSON line for each prompt."""
+    found = predictor.complete(prompts, batch_size=command.batch_size, **_options(command))
+    first = jax.process_index() == 0
+    shown = command.to is not None or not sys.stdout.isatty()  # No lines are printed into it.
+    file_of = opened(command.to, "--to") if command.to is not None and first else contextlib.nullcontext()
+    with file_of as file, progress("prompts", len(prompts), shown=shown) as advance:
+        for one in found:
+            advance(1)
+            line = {"prompt": one.prompt, "text": one.text, "tokens": one.num_tokens, "ended": one.ended}
+            text = json.dumps(line, ensure_ascii=False)
+            if file is not None:
+                print(text, file=file, flush=True)
+            elif first:
+                print_out(text)
+
+
+def _options(command: Generate) -> dict[str, Any]:
+    names = ("num_tokens", "temperature", "top_k", "top_p", "stop", "stop_at_end", "stop_tokens", "seed")
+    return {name: getattr(command, name) for name in names}
+
+
+def speed(predictor: Predictor, seconds: float) -> str:
+    """The line about the time: of programs that were compiled before, if there are some."""
+    decoder, count = predictor.decoder, predictor.decoder.num_written
+    if decoder.steady_sec:
+        rate = f"{decoder.num_steady / decoder.steady_sec:,.0f} tokens/s, after compiling"
+    else:
+        rate = f"{count / max(seconds, 1e-9):,.0f} tokens/s, with compiling"
+    return f"{count:,} tokens in {seconds:.1f} s: {rate}"

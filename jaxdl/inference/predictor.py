@@ -1,0 +1,335 @@
+"""A trained network, restored from a workdir, that predicts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxdl.core.config import ConfigError
+from jaxdl.core.errors import without_frames
+from jaxdl.core.files import DATA_FILE, EXAMPLES_FILE, step_folder
+from jaxdl.core.runs import Which, check_run, check_which
+from jaxdl.data import Codec, Data, DataSpec, Source, Splits, TextSpec, spec_from_json
+from jaxdl.data.phases import make_timeline
+from jaxdl.exchange import Dense
+from jaxdl.inference.decoding.text import Completion, Continued, TextStream
+from jaxdl.inference.generation import Decoder, Sampling, Writing
+from jaxdl.inference.translation import Translator
+from jaxdl.parallel.cluster import start_devices
+from jaxdl.parallel.mesh import MeshConfig, make_mesh
+from jaxdl.parallel.sharding import Params
+from jaxdl.training.checkpoint import Checkpoints, restore_mean
+from jaxdl.training.experiment import Experiment, read_experiment
+from jaxdl.training.run.inference import Inference, held_out, of_phase
+from jaxdl.training.run.plan.build import make_parts
+from jaxdl.training.run.plan.init_from import reading_spec
+from jaxdl.training.run.tables.cached_tables import without_caches
+from jaxdl.training.run.workdir.tokenizer import check_data, codec_of_run
+from jaxdl.training.run.workdir.workdir import read_stacks
+from jaxdl.training.state import ModelState
+from jaxdl.training.step import Parts
+
+_STREAMED = 8
+"""Tokens that are written before their text is shown."""
+
+
+class Predictor(Inference):
+    """A trained network, restored from a checkpoint.
+
+    Attributes:
+      experiment: the config that it was trained with.
+      step: how many steps it was trained for.
+      workdir: the folder of the run.
+      params, model_state: its parameters and batch statistics, see `jaxdl.training.run.inference.Inference`.
+    """
+
+    def __init__(
+        self, experiment: Experiment, parts: Parts, params: Params, model_state: ModelState, step: int, workdir: Path
+    ) -> None:
+        super().__init__(parts, params, model_state)
+        self.experiment, self.step, self.workdir = experiment, step, workdir
+        self._translators: dict[tuple[int, float, int], Translator] = {}
+
+    def merged(self) -> Predictor:
+        """The same network without adapters, which are added to its matrices; itself if it has none."""
+        model, params = self.experiment.model.merged(self.params)
+        if model is self.experiment.model:
+            return self
+        experiment = self.experiment.replaced({"model": model})
+        parts = _parts(experiment, self.parts.data_spec, self.parts.layout.mesh, self.workdir)
+        return Predictor(experiment, parts, params, self.model_state, self.step, self.workdir)
+
+    def evaluate(
+        self, data: Data | Splits | Source | None = None, *, batch_size: int | None = None
+    ) -> dict[str, float]:
+        """The metrics of the task over held-out examples, each counted once; by default those of the run.
+
+        On the mesh and with the batch size of the run, the default, they are the numbers that the run itself measured
+        at this step, bit by bit. For other `data` images are normalized as in the training. Raises ConfigError for data
+        that cannot be read or that the network does not read.
+        """
+        size = batch_size or self.experiment.evaluation.batch_size or self.experiment.batch_size
+        with self.held_out(self.experiment.data if data is None else data) as source:
+            return self.evaluate_source(self._as_in_the_run(source), size)
+
+    @contextlib.contextmanager
+    def held_out(self, data: Any) -> Iterator[Source]:
+        """Context: the held-out examples of data, or the source itself; see `jaxdl.training.run.inference.held_out`.
+
+        Raises ConfigError for data that cannot be read, or whose tokenizer is not that of the network.
+        """
+        if isinstance(data, Data):
+            check_data(self.workdir, data)
+        with held_out(data, self.parts.data_spec, self._recorded(data)) as source:
+            yield source.begun_by(self._mark) if isinstance(data, Data) and self._mark is not None else source
+
+    def _recorded(self, data: Any) -> Any:
+        """The content of the run's examples, if these are its data: earlier versions may have read them otherwise."""
+        if isinstance(data, Data) and data == self.experiment.data:
+            with contextlib.suppress(OSError, ValueError):  # Of a workdir without the file, or with a damaged one.
+                return json.loads((self.workdir / EXAMPLES_FILE).read_bytes())
+        return None
+
+    @functools.cached_property
+    def _mark(self) -> int | None:
+        """The token that begins a document in the training; None where that is not known."""
+        try:
+            return self.codec.beginning[-1] if isinstance(self.parts.data_spec, TextSpec) else None
+        except ConfigError:  # The files of the tokenizer are not here, and evaluation does without.
+            return None
+
+    def _as_in_the_run(self, source: Source) -> Source:
+        """The source with images of the size that the run's phase evaluated at this step."""
+        if not self.experiment.phases:
+            return source
+        counts = json.loads((self.workdir / EXAMPLES_FILE).read_text(encoding="utf-8"))
+        timeline = make_timeline(
+            counts["train"]["examples"],
+            self.experiment.batch_size,
+            epochs=None,
+            steps=None,
+            phases=self.experiment.phases,
+        )
+        return of_phase(source, timeline.segment(max(0, self.step - 1)).phase)
+
+    def generate(
+        self,
+        prompt: str = "",
+        *,
+        num_tokens: int = 256,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: Sequence[str] = (),
+        stop_at_end: bool = True,
+        stop_tokens: Sequence[int] = (),
+        seed: int = 0,
+    ) -> Iterator[str]:
+        """Text that continues the prompt, piece by piece as it is written.
+
+        The options are those of `complete`, which continues many prompts. Raises ConfigError for a network that does
+        not read text, and for options that are out of range.
+        """
+        how = Sampling(num_tokens, temperature, top_k, top_p, seed, tuple(stop_tokens))
+        return self._pieces(prompt, self._ending(how, stop, stop_at_end), stop)
+
+    def translate(
+        self,
+        texts: Sequence[str],
+        *,
+        beams: int = 4,
+        length_penalty: float = 0.6,
+        batch_size: int = 64,
+        done: Callable[[int], None] = lambda _: None,
+    ) -> list[str]:
+        """The translation of each text: the best of a beam search, whose scores are divided by
+        ((5 + length) / 6)^length_penalty (Wu et al. 2016).
+
+        `batch_size` texts are translated at once; `done(n)` is called after n more. Raises ConfigError for a network
+        that was not trained to translate.
+        """
+        key = (beams, length_penalty, batch_size)
+        if key not in self._translators:  # Each keeps its compiled programs.
+            self._translators[key] = Translator(
+                self, self.codec, beams=beams, length_penalty=length_penalty, batch_size=batch_size
+            )
+        return self._translators[key].translate(texts, done)
+
+    def complete(
+        self,
+        prompts: Sequence[str],
+        *,
+        num_tokens: int = 256,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: Sequence[str] = (),
+        stop_at_end: bool = True,
+        stop_tokens: Sequence[int] = (),
+        seed: int = 0,
+        batch_size: int = 8,
+    ) -> Iterator[Completion]:
+        """The continuation of each prompt, in order, `batch_size` of them side by side.
+
+        Args:
+          prompts: texts; an empty one begins a new document.
+          num_tokens: at most so many are written for each.
+          temperature: 1 is the model's own distribution, lower is less random, 0 takes the likeliest token.
+          top_k: draw from the k likeliest tokens alone.
+          top_p: draw from the likeliest tokens that together have this probability.
+          stop: texts at which a continuation ends; they are left out.
+          stop_at_end: end at the tokenizer's end of text (byte 0, for bytes); a converted network ends where its
+            checkpoint says, which may be at several tokens.
+          stop_tokens: further tokens that end it.
+          seed: of the draws. A prompt's text depends on it and on its number, not on the others in its batch.
+          batch_size: prompts side by side, over all devices.
+
+        A network with a key-value cache (jaxdl's own) writes a token in one pass of it alone. Where the text is as long
+        as the network was trained on, it goes on from its last half, unless attention has a window. Raises ConfigError
+        for a network that does not read text, and for options that are out of range.
+        """
+        if isinstance(prompts, str):
+            raise ConfigError("complete: give a list of prompts; generate(prompt) continues one.")
+        if batch_size < 1:
+            raise ConfigError(f"--batch-size {batch_size}: give a whole number, 1 or more.")
+        how = Sampling(num_tokens, temperature, top_k, top_p, seed, tuple(stop_tokens))
+        return self._completions(list(prompts), self._ending(how, stop, stop_at_end), stop, batch_size)
+
+    @functools.cached_property
+    def decoder(self) -> Decoder:
+        """The programs that write text. Raises ConfigError for a network that does not read text."""
+        context = self.experiment.model.context(self.check_text("generate").length)
+        return Decoder(self.merged(), context, self.codec.vocab_size)
+
+    @functools.cached_property
+    def codec(self) -> Codec:
+        """Between text and tokens, texts beginning as in the training. Raises ConfigError for a replaced tokenizer."""
+        return codec_of_run(self.workdir, self.experiment.data)
+
+    def _ending(self, how: Sampling, stop: Sequence[str], stop_at_end: bool) -> Sampling:
+        self.check_text("generate")
+        if isinstance(stop, str) or not all(stop):
+            raise ConfigError(f"--stop {stop!r}: give texts that are not empty.")
+        if wrong := [token for token in how.stop_tokens if not 0 <= token < self.codec.vocab_size]:
+            last = self.codec.vocab_size - 1
+            raise ConfigError(f"--stop-tokens {wrong[0]}: there is no such token; they are numbered from 0 to {last}.")
+        ends = self.codec.ends if stop_at_end else ()
+        return dataclasses.replace(how, stop_tokens=(*how.stop_tokens, *ends))
+
+    def check_text(self, what: str) -> TextSpec:
+        """The spec of the text that the network reads. Raises ConfigError, beginning with `what`, if it reads none."""
+        spec = self.parts.data_spec
+        if not isinstance(spec, TextSpec):
+            advice = "; use predict(images)" if spec.modality == "images" else ", and no single text"
+            raise ConfigError(f"{what}: this network reads {spec.modality}{advice}.")
+        return spec
+
+    def _prompt(self, text: str) -> list[int]:
+        """The tokens of a prompt. Warns of one of which the network reads the end alone."""
+        tokens, limit = self.codec.prompt(text), self.decoder.context
+        if limit is not None and len(tokens) > limit:
+            warnings.warn(
+                f"the prompt {text[:20]!r}... has {len(tokens):,} tokens; the network reads the last {limit:,}, as it "
+                "was trained on so many",
+                stacklevel=4,
+            )
+        return tokens
+
+    def _pieces(self, prompt: str, how: Sampling, stop: Sequence[str]) -> Iterator[str]:
+        tokens = self._prompt(prompt)
+        writing, stream = Writing(self.decoder, [tokens], how), TextStream(self.codec.decode, tokens, stop)
+        while not writing.done[0]:
+            for token in writing.more(_STREAMED)[0]:
+                if token not in how.stop_tokens and (piece := stream.add(token)):
+                    yield piece
+            if stream.ended:
+                return
+        if piece := stream.rest():
+            yield piece
+
+    def _completions(
+        self, prompts: Sequence[str], how: Sampling, stop: Sequence[str], batch_size: int
+    ) -> Iterator[Completion]:
+        for first in range(0, len(prompts), batch_size):
+            batch = prompts[first : first + batch_size]
+            tokens = [self._prompt(one) for one in batch]
+            writing = Writing(self.decoder, tokens, how, first=first, rows=min(batch_size, len(prompts)))
+            texts = [Continued(TextStream(self.codec.decode, one, stop)) for one in tokens]
+            while not writing.done.all():
+                for row, (text, news) in enumerate(zip(texts, writing.more(), strict=True)):
+                    if text.add(news, how.stop_tokens):
+                        writing.end(row)
+            yield from (text.completion(prompt) for prompt, text in zip(batch, texts, strict=True))
+
+
+@without_frames
+def restore(
+    workdir: str | Path,
+    *,
+    step: Which = "newest",
+    average: int = 1,
+    mesh: MeshConfig | None = None,
+) -> Predictor:
+    """The network of a checkpoint in a workdir, on one device or, with `mesh`, on any mesh.
+
+    `step` is "newest"; "best", the checkpoint with the best evaluation (by the task's own metric, such as accuracy) of
+    those that are kept, see `--checkpoint.keep-best`; or the number of a step. The one device is of the platform that
+    the run was on, unless JAX has been started on another already. A run may be writing there: nothing is changed.
+    With `average` the parameters are the mean of those of the last so many checkpoints that are kept, up to `step`.
+
+    A damaged checkpoint is skipped with a warning, and the next newest (or best) one is used. Raises ConfigError
+    when there is no run, no checkpoint, no undamaged one, none of that step, none that was evaluated or too few;
+    `jaxdl.training.checkpoint.Unreadable`, an OSError, when a checkpoint cannot be read now.
+    """
+    which = check_which(step)
+    folder = check_run(workdir)
+    # No gradients are exchanged in prediction, so what they would be exchanged by plays no part.
+    experiment = read_experiment(folder).replaced({"exchange": Dense()})
+    experiment = without_caches(experiment)
+    spec = reading_spec(folder)
+    with contextlib.suppress(ConfigError):  # JAX may run on other devices already, and those will do.
+        start_devices(mesh or experiment.mesh)
+    found = make_mesh(mesh) if mesh is not None else make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+    parts = _parts(experiment, spec, found, folder)
+    checkpoints = Checkpoints(
+        folder,
+        experiment.checkpoint,
+        best_metric=parts.task.best_metric,
+        best_mode=parts.task.resolved_mode,
+        read_only=True,
+        table_layout=() if parts.tables is None else parts.tables.layout,
+    )
+    with contextlib.closing(checkpoints):
+        abstract = parts.state_spec.abstract()
+        if average != 1 and checkpoints.steps:
+            restored = restore_mean(checkpoints, abstract, average, which)
+        else:
+            restored = checkpoints.restore(abstract, items=("model", "tables"), which=which)
+    if restored is None:
+        raise ConfigError(f"{workdir}: the run has no checkpoint yet.")
+    for damaged in restored.damaged:
+        warnings.warn(f"{damaged}; {step_folder(restored.step)} is used", stacklevel=2)
+    state = restored.state
+    return Predictor(experiment, parts, state.eval_params, state.eval_state, restored.step, folder)
+
+
+def trained_on(workdir: Path) -> DataSpec:
+    """What the examples of the run in a workdir are like; no device is started to read it. Raises OSError."""
+    return spec_from_json((workdir / DATA_FILE).read_text(encoding="utf-8"))
+
+
+def _parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, workdir: Path) -> Parts:
+    """The parts of a network that only predicts; its stacks are those of the run, which rounds weights by them."""
+    # How long the run was plays no part in prediction; no schedule's warm-up is longer than this.
+    return make_parts(
+        experiment, spec, mesh, make_timeline(1, 1, epochs=None, steps=2**31 - 1), stacks=read_stacks(workdir)
+    )

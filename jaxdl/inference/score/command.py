@@ -1,0 +1,145 @@
+"""The options of `python -m jaxdl.score`; `jaxdl.inference.score.__main__` checks the workdir before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from jaxdl.core.config import ConfigError
+from jaxdl.core.errors import print_out
+from jaxdl.core.runs import check_writable, read_lines
+from jaxdl.data.text.documents import EVERY_FILE, Reading, document_texts
+from jaxdl.inference.predictor import Predictor
+from jaxdl.inference.scoring import Question, Scorer, score_choices, score_documents
+from jaxdl.inference.trained import OfRun, check_text, opened, parse_command, progress, restored
+from jaxdl.parallel.cluster import end_together
+from jaxdl.training.run.result import exit_codes
+
+CONTEXTS, CHOICES, LABELS = ("context", "ctx", "query"), ("choices", "endings"), ("label", "gold", "answer")
+"""Names that fields of questions have; those of HellaSwag are ctx, endings and label."""
+
+ABOUT = """Judges a trained language model: perplexity of texts, accuracy on multiple-choice questions.
+
+  python -m jaxdl.score --workdir runs/lm --text book.txt articles.jsonl
+  python -m jaxdl.score --workdir runs/lm --choices hellaswag.jsonl --to scores.json"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score(OfRun):
+    """The options of the command."""
+
+    text: tuple[str, ...] = ()
+    """Files of documents: plain text, or JSON lines or Parquet with a column "text"."""
+    column: str = "text"
+    """The column with the text."""
+    document: Literal["file", "line"] = "file"
+    """What a document of plain text is."""
+    stride: int | None = None
+    """By how many tokens the window slides over a document that is longer than the network's context; None: half of
+    the context. Less takes longer, and more tokens are read before each that is scored."""
+    choices: tuple[Path, ...] = ()
+    """Files of multiple-choice questions: JSON lines with a context ("context", "ctx" or "query"), the texts that may
+    follow ("choices" or "endings") and the number of the right one, from 0 ("label", "gold" or "answer")."""
+    delimiter: str = " "
+    """What stands between a context and a choice."""
+    to: Path | None = None
+    """A JSON file for the result, with the score of each choice; None writes none."""
+
+
+def run(args: list[str], prog: str) -> None:
+    """Runs the command line. For exit codes see `exit_codes`."""
+    with end_together(), exit_codes():
+        command = parse_command(Score, args, prog, ABOUT)
+        if not command.text and not command.choices:
+            raise ConfigError("nothing to score: give --text FILE or --choices FILE.")
+        for option, of in (("column", "text"), ("document", "text"), ("stride", "text"), ("delimiter", "choices")):
+            if not getattr(command, of) and getattr(command, option) != getattr(Score, option):
+                raise ConfigError(f"--{option}: it has no effect without --{of}. Leave it out.")
+        check_text("--delimiter", (command.delimiter,))
+        if command.to is not None:
+            check_writable(command.to, "--to")
+        questions = {path: read_questions(path) for path in command.choices}
+        result = scores(command, restored(command, args), questions)
+        if jax.process_index() == 0:
+            print_out(report(result))
+            if command.to is not None:
+                with opened(command.to, "--to") as file:
+                    print(json.dumps(result, indent=1), file=file)
+
+
+def scores(command: Score, predictor: Predictor, questions: dict[Path, list[Question]]) -> dict[str, Any]:
+    """The result as it is written: "text" and "choices", each by file. Raises ConfigError for what cannot be read."""
+    predictor.check_text("score")
+    scorer, codec = Scorer(predictor), predictor.codec
+    stride = max(1, scorer.context // 2) if command.stride is None else command.stride
+    if not 1 <= stride <= scorer.context:
+        raise ConfigError(
+            f"--stride {stride}: the network reads {scorer.context:,} tokens at a time; give 1 to as many."
+        )
+    result: dict[str, Any] = {"workdir": str(command.workdir), "step": predictor.step, "text": {}, "choices": {}}
+    reading, files = Reading(command.column, command.document), [[path] for path in command.text]
+    for path, texts in zip(command.text, document_texts(files, EVERY_FILE, reading) if files else (), strict=True):
+        documents = list(texts.every())
+        if not any(documents):
+            raise ConfigError(f"--text {path}: it is empty.")
+        with progress(path) as advance:
+            result["text"][path] = score_documents(scorer, codec, documents, stride, advance)
+    for path, asked in questions.items():
+        with progress(str(path)) as advance:
+            accuracies, each = score_choices(scorer, codec, asked, command.delimiter, advance)
+        rows = [{"label": one.label, "scores": found} for one, found in zip(asked, each, strict=True)]
+        result["choices"][str(path)] = accuracies | {"each": rows}
+    return result
+
+
+def read_questions(path: Path) -> list[Question]:
+    """The questions in a file. Raises ConfigError for one that cannot be read or has none."""
+    lines = read_lines(path, "--choices")
+    found = [
+        _question(f"--choices {path}: line {number}", line) for number, line in enumerate(lines, 1) if line.strip()
+    ]
+    if not found:
+        raise ConfigError(f"--choices {path}: it has no questions.")
+    return found
+
+
+def _question(where: str, line: str) -> Question:
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON ({error}).") from None
+
+    def field(names: Sequence[str]) -> Any:
+        name = next((name for name in names if isinstance(row, dict) and name in row), None)
+        if name is None:
+            raise ConfigError(f"{where} has no field {' or '.join(names)}. Rename its fields.")
+        return row[name]
+
+    context, choices, label = field(CONTEXTS), field(CHOICES), field(LABELS)
+    if not isinstance(context, str) or not isinstance(choices, list) or not choices:
+        raise ConfigError(f"{where}: the context must be a text, and the choices a list of texts.")
+    if not all(isinstance(one, str) and one for one in choices):
+        raise ConfigError(f"{where}: each choice must be a text that is not empty.")
+    check_text(where, (context, *choices))
+    if not str(label).isdecimal() or not int(label) < len(choices):
+        raise ConfigError(f"{where}: the label is {label!r}; it must be a number from 0 to {len(choices) - 1}.")
+    return Question(context, tuple(choices), int(label))
+
+
+def report(result: dict[str, Any]) -> str:
+    """What the command prints."""
+    lines = [f"{result['workdir']}, step {result['step']}"]
+    for path, found in result["text"].items():
+        size = f"{found['documents']:,} documents, {found['tokens']:,} tokens, {found['bytes']:,} bytes"
+        lines.append(
+            f"  {path}: perplexity {found['perplexity']:.5g}, {found['bits_per_byte']:.4f} bits per byte ({size})"
+        )
+    for path, found in result["choices"].items():
+        accuracies = ", ".join(f"{name} {found[name]:.4f}" for name in ("acc", "acc_norm", "acc_bytes"))
+        lines.append(f"  {path}: {accuracies} ({found['questions']:,} questions)")
+    return "\n".join(lines)

@@ -1,0 +1,187 @@
+"""The cross-entropy of a large vocabulary from the activations before the output layer, without all logits at once.
+
+The logits of a batch of tokens are the largest array of a language model: 32,768 tokens of a vocabulary of 50,304 take
+6.6 GB in float32, and as much again for their gradient. Here they are made for a few tokens at a time. The gradient
+of the loss is known as soon as they are, up to a factor; so the loop that sums the loss also sums the gradients of the
+output layer and of its input, and the backward pass multiplies them by the factor: three products in all, as with whole
+logits, and none computed twice (as in Hsu et al., "Liger Kernel", arXiv 2410.10989, section 3.2).
+
+Each device does this for its own tokens, and where the vocabulary is split over devices, for its part of it; in place
+of logits, four numbers for each token travel between them, and in training the gradient of its activations.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxdl.parallel.collectives.primitive import alike
+from jaxdl.parallel.collectives.shards import float32_product
+
+_HALF_SCALE = 1024.0
+"""Multiplies float16 gradients inside: those of single words, 1 / vocabulary, are below the normal numbers of float16.
+Without a z-loss they are at most this."""
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """How the loss is computed.
+
+    Attributes:
+      chunk_tokens: the tokens of one device whose logits are made at a time; at least one of each of its examples.
+      z_loss: weight of log(Z)^2 in the loss, Z the sum of the exponentiated logits.
+      batch_axes: the mesh axes that split the batch.
+      vocab_axis: the mesh axis that splits the vocabulary, or None.
+      mesh: the mesh; None inside of a `shard_map`, whose mesh it then is.
+      label_smoothing: the share of the target's probability that is spread evenly over all words (Szegedy et al. 2016,
+        section 7).
+    """
+
+    chunk_tokens: int
+    z_loss: float = 0.0
+    batch_axes: tuple[str, ...] = ()
+    vocab_axis: str | None = None
+    mesh: Mesh | None = None
+    label_smoothing: float = 0.0
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All mesh axes that split anything."""
+        return self.batch_axes + ((self.vocab_axis,) if self.vocab_axis else ())
+
+    def sums(self, x: jax.Array, kernel: jax.Array, target: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`(loss, correct)`, float32 scalars: sums over the tokens for which `mask` [batch, length] is true.
+
+        The logits are `x` [batch, length, embed] by `kernel` [embed, vocab], whose numbers are rounded to the dtype of
+        `x`; `target` int32 [batch, length]. "loss" is the cross-entropy in nats with label smoothing and the z-loss,
+        and has a gradient. "correct" counts the targets that have the highest logit (of equal ones, the lower token's
+        counts).
+        """
+        return _sums(x, kernel, target, mask, self)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _sums(
+    x: jax.Array, kernel: jax.Array, target: jax.Array, mask: jax.Array, how: TokenLoss
+) -> tuple[jax.Array, jax.Array]:
+    loss, correct, _ = _on_devices(x, kernel, target, mask, how, with_gradients=False)
+    return loss, correct
+
+
+def _sums_forward(x: jax.Array, kernel: jax.Array, target: jax.Array, mask: jax.Array, how: TokenLoss) -> Any:
+    loss, correct, grads = _on_devices(x, kernel, target, mask, how, with_gradients=True)
+    return (loss, correct), (*grads, kernel[:0])
+
+
+def _sums_backward(how: TokenLoss, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> Any:
+    x_grad, kernel_grads, like = residuals
+    factor = cotangents[0].astype(jnp.float32) / _scale(x_grad.dtype)
+    # Summed out here, where XLA sees who needs which part of the sum: it may be a reduce-scatter.
+    kernel_grad = (kernel_grads * factor).sum(axis=0) if how.batch_axes else kernel_grads[0] * factor
+    return (x_grad * factor).astype(x_grad.dtype), kernel_grad.astype(like.dtype), None, None
+
+
+_sums.defvjp(_sums_forward, _sums_backward)
+
+
+def _on_devices(
+    x: jax.Array, kernel: jax.Array, target: jax.Array, mask: jax.Array, how: TokenLoss, *, with_gradients: bool
+) -> tuple[jax.Array, jax.Array, Any]:
+    """`(loss, correct, (gradient of x, gradients of the kernel [device of the batch, embed, vocab]))`."""
+    one_device = functools.partial(_one_device, how=how, with_gradients=with_gradients)
+    if not how.axes:
+        return one_device(x, kernel, target, mask)
+    rows, columns = PartitionSpec(how.batch_axes or None), PartitionSpec(None, how.vocab_axis)
+    grads = (rows, PartitionSpec(how.batch_axes or None, None, how.vocab_axis)) if with_gradients else ()
+    return jax.shard_map(
+        one_device,
+        mesh=how.mesh,
+        in_specs=(rows, columns, rows, rows),
+        out_specs=(PartitionSpec(), PartitionSpec(), grads),
+        axis_names=set(how.axes),
+    )(x, kernel, target, mask)
+
+
+def _one_device(
+    x: jax.Array, kernel: jax.Array, target: jax.Array, mask: jax.Array, *, how: TokenLoss, with_gradients: bool
+) -> tuple[jax.Array, jax.Array, Any]:
+    (batch, length, embed), narrow = x.shape, kernel.astype(x.dtype)
+    size = min(length, max(1, how.chunk_tokens // batch))
+    num_chunks = -(-length // size)
+    fill = ((0, 0), (0, num_chunks * size - length))
+    x, target, mask = jnp.pad(x, (*fill, (0, 0))), jnp.pad(target, fill), jnp.pad(mask, fill)
+
+    def chunk(carry: Any, start: jax.Array) -> Any:
+        own, labels, counts = (lax.dynamic_slice_in_dim(one, start, size, axis=1) for one in (x, target, mask))
+        loss, correct, grad = _token_sums(own, narrow, labels, counts, how)
+        if not with_gradients:
+            return (carry[0] + loss, carry[1] + correct), ()
+        x_grad = _over_vocabulary(lax.psum, how, _product(grad, narrow, ((2,), (1,)), x.dtype))
+        kernel_grad = float32_product(own, grad, (((0, 1), (0, 1)), ((), ())))
+        return (carry[0] + loss, carry[1] + correct, carry[2] + kernel_grad), x_grad
+
+    zero = jnp.zeros((), jnp.float32)
+    start = alike(how.batch_axes, zero, zero, x)[:2]
+    if with_gradients:
+        start += alike(how.axes, jnp.zeros(kernel.shape, jnp.float32), x, kernel)[:1]
+    (loss, correct, *kernel_grad), x_grads = lax.scan(chunk, start, size * jnp.arange(num_chunks))
+    if how.batch_axes:
+        loss, correct = lax.psum((loss, correct), how.batch_axes)
+    if not with_gradients:
+        return loss, correct, ()
+    x_grad = jnp.moveaxis(x_grads, 0, 1).reshape(batch, -1, embed)[:, :length]
+    return loss, correct, (x_grad, kernel_grad[0][None])
+
+
+def _token_sums(
+    x: jax.Array, kernel: jax.Array, target: jax.Array, mask: jax.Array, how: TokenLoss
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`(loss, correct, gradient of the logits)` of a few tokens; the gradient in the dtype of `x`, times `_scale`."""
+    logits = _product(x, kernel, ((2,), (0,)), jnp.float32)
+    classes = lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+    if how.vocab_axis:
+        classes = classes + lax.axis_index(how.vocab_axis) * kernel.shape[1]
+    is_target = classes == target[..., None]
+    highest = _over_vocabulary(lax.pmax, how, logits.max(axis=-1, keepdims=True))
+    place = target[..., None] - classes[..., :1]
+    own = jnp.take_along_axis(logits, jnp.clip(place, 0, kernel.shape[1] - 1), axis=-1)
+    own = _over_vocabulary(lax.psum, how, jnp.where((place >= 0) & (place < kernel.shape[1]), own, 0))
+    powers = jnp.exp(logits - highest)
+    # NaN <= x and x <= NaN are false: a NaN is ahead of every number, and so its token is never correct.
+    ahead = ~(logits <= own) | ((logits == own) & (classes < target[..., None]))
+    # One sum over the devices; a count of words is exact in float32.
+    sums = [powers.sum(axis=-1), ahead.sum(axis=-1, dtype=jnp.float32)]
+    if how.label_smoothing:
+        sums.append(logits.sum(axis=-1))
+    total, rank, *of_all = _over_vocabulary(lax.psum, how, jnp.stack(sums))
+    normalizer = jnp.log(total) + highest[..., 0]
+    # The cross-entropy with a target of 1 - smoothing and smoothing / words everywhere, in closed form.
+    words = kernel.shape[1] * (lax.axis_size(how.vocab_axis) if how.vocab_axis else 1)
+    wanted, everywhere = 1 - how.label_smoothing, how.label_smoothing / words
+    loss = normalizer - wanted * own[..., 0] + how.z_loss * jnp.square(normalizer)
+    slope = (mask / total) * (1 + 2 * how.z_loss * normalizer)
+    grad = powers * slope[..., None] - jnp.where(is_target & mask[..., None], wanted, 0.0)
+    if how.label_smoothing:
+        loss -= everywhere * of_all[0]
+        grad -= everywhere * mask[..., None]
+    sums = jnp.sum(jnp.where(mask, loss, 0)), jnp.sum(mask & (rank < 1), dtype=jnp.float32)
+    return *sums, (grad * _scale(x.dtype)).astype(x.dtype)
+
+
+def _over_vocabulary(collective: Any, how: TokenLoss, x: jax.Array) -> jax.Array:
+    """`x`, or its sum or maximum over the devices that split the vocabulary."""
+    return collective(x, how.vocab_axis) if how.vocab_axis else x
+
+
+def _product(x: jax.Array, kernel: jax.Array, contracted: Any, dtype: Any) -> jax.Array:
+    return lax.dot_general(x, kernel, (contracted, ((), ())), preferred_element_type=dtype)
+
+
+def _scale(dtype: Any) -> float:
+    return _HALF_SCALE if dtype == jnp.float16 else 1.0

@@ -1,0 +1,163 @@
+"""How the touched rows of a table are updated: exactly once each, from the sum of all gradients of the row."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pydantic
+
+from jaxdl.core.kinds import Choice
+
+RowState = dict[str, jax.Array]
+"""Name -> what is kept of each row: `[rows]`, or `[rows, columns]`."""
+
+
+class RowOptimizer(Choice):
+    """How touched rows are updated. Rows that no example of a batch has do not change, weight decay included."""
+
+    rate_factor: float = pydantic.Field(default=1.0, gt=0, allow_inf_nan=False)
+    """The learning rate, relative to that of the run's optimizer at each step."""
+    weight_decay: float = pydantic.Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Times a touched row, this is added to the row's gradient (L2), after clipping."""
+
+    @property
+    @abc.abstractmethod
+    def row_numbers(self) -> Mapping[str, bool]:
+        """What it keeps of a row, float32 from 0: name -> whether that is one number, else one for each column."""
+
+    @abc.abstractmethod
+    def updated(
+        self,
+        rows: jax.Array,
+        state: RowState,
+        grads: jax.Array,
+        mean_square: jax.Array,
+        rate: jax.Array,
+        count: jax.Array,
+    ) -> tuple[jax.Array, RowState]:
+        """The rows `[n, columns]` and their state after an update.
+
+        `grads` are the sums of their gradients, of some of a table's columns; `mean_square` `[n]` the means of squares
+        over all of its columns, if `needs_square`; `count` the number of updates of the run with this one, in float32.
+        """
+
+    @property
+    def needs_square(self) -> bool:
+        """Whether `updated` reads `mean_square`."""
+        return any(self.row_numbers.values())
+
+
+class RowWiseAdaGrad(RowOptimizer, kind="rowwise_adagrad"):
+    """AdaGrad with one number a row: the sum of the mean squares of the row's gradients.
+
+    state += mean of g^2 over all columns; row -= rate g / (sqrt(state) + epsilon). As in FBGEMM, but the mean is over
+    all columns of the table however it is cut.
+    """
+
+    epsilon: float = pydantic.Field(default=1e-8, gt=0)
+    """Added to the root."""
+
+    @property
+    def row_numbers(self) -> Mapping[str, bool]:
+        """One number."""
+        return {"square": True}
+
+    def updated(
+        self,
+        rows: jax.Array,
+        state: RowState,
+        grads: jax.Array,
+        mean_square: jax.Array,
+        rate: jax.Array,
+        count: jax.Array,
+    ) -> tuple[jax.Array, RowState]:
+        """See `RowOptimizer.updated`."""
+        del count
+        square = state["square"] + mean_square
+        return rows - rate * grads / (jnp.sqrt(square) + self.epsilon)[:, None], {"square": square}
+
+
+class RowSGD(RowOptimizer, kind="sgd"):
+    """row -= rate g."""
+
+    @property
+    def row_numbers(self) -> Mapping[str, bool]:
+        """Nothing."""
+        return {}
+
+    def updated(
+        self,
+        rows: jax.Array,
+        state: RowState,
+        grads: jax.Array,
+        mean_square: jax.Array,
+        rate: jax.Array,
+        count: jax.Array,
+    ) -> tuple[jax.Array, RowState]:
+        """See `RowOptimizer.updated`."""
+        del mean_square, count
+        return rows - rate * grads, state
+
+
+class RowAdaGrad(RowOptimizer, kind="adagrad"):
+    """AdaGrad (Duchi et al. 2011), as MLPerf's DLRM has it: state += g^2; row -= rate g / (sqrt(state) + epsilon)."""
+
+    epsilon: float = pydantic.Field(default=1e-8, gt=0)
+    """Added to the root."""
+
+    @property
+    def row_numbers(self) -> Mapping[str, bool]:
+        """One number for each column."""
+        return {"square": False}
+
+    def updated(
+        self,
+        rows: jax.Array,
+        state: RowState,
+        grads: jax.Array,
+        mean_square: jax.Array,
+        rate: jax.Array,
+        count: jax.Array,
+    ) -> tuple[jax.Array, RowState]:
+        """See `RowOptimizer.updated`."""
+        del mean_square, count
+        square = state["square"] + grads**2
+        return rows - rate * grads / (jnp.sqrt(square) + self.epsilon), {"square": square}
+
+
+class RowAdam(RowOptimizer, kind="adam"):
+    """Adam (Kingma and Ba 2015) of touched rows alone; the bias is corrected by the number of updates of the run."""
+
+    b1: float = pydantic.Field(default=0.9, ge=0, lt=1)
+    """Decay of the mean of gradients."""
+    b2: float = pydantic.Field(default=0.999, ge=0, lt=1)
+    """Decay of the mean of squares."""
+    epsilon: float = pydantic.Field(default=1e-8, gt=0)
+    """Added to the root."""
+
+    @property
+    def row_numbers(self) -> Mapping[str, bool]:
+        """Two numbers for each column."""
+        return {"mean": False, "square": False}
+
+    def updated(
+        self,
+        rows: jax.Array,
+        state: RowState,
+        grads: jax.Array,
+        mean_square: jax.Array,
+        rate: jax.Array,
+        count: jax.Array,
+    ) -> tuple[jax.Array, RowState]:
+        """See `RowOptimizer.updated`."""
+        del mean_square
+        mean = self.b1 * state["mean"] + (1 - self.b1) * grads
+        square = self.b2 * state["square"] + (1 - self.b2) * grads**2
+        # 1 - b^n, of which float32 would keep few digits for a decay near 1.
+        first, second = (-jnp.expm1(count * np.log(max(decay, 1e-30))) for decay in (self.b1, self.b2))
+        step = rate * (mean / first) / (jnp.sqrt(square / second) + self.epsilon)
+        return rows - step, {"mean": mean, "square": square}

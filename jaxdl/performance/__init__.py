@@ -1,0 +1,1 @@
+"""What is fast and why: the planner, and the benchmarks."""

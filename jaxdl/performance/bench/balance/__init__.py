@@ -1,0 +1,1 @@
+"""`bench balance`: compute and communication of a machine, weighed and compared with earlier measurements."""

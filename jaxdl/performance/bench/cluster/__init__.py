@@ -1,0 +1,1 @@
+"""`bench cluster`: a cluster emulated on this machine."""

@@ -1,0 +1,263 @@
+"""One host of `python -m jaxdl.bench cluster`: compiles, probes and runs at the request of the parent process.
+
+Requests come as lines of JSON on stdin, `[method, arguments]`; each is answered by one line on stdout, which carries
+nothing else: what libraries print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+from jaxdl.core.config import ConfigError
+from jaxdl.core.errors import command_line
+from jaxdl.exchange import Dense
+from jaxdl.exchange.cost import PERMUTE, Figures, Gradients, Link, Machine, Speeds
+from jaxdl.exchange.probe import probe_link, probe_speeds, start_together
+from jaxdl.optim import keeps_average
+from jaxdl.parallel.compiler import compiled
+from jaxdl.parallel.mesh import Axis
+from jaxdl.performance.bench.cluster.cluster_variants import AGREEMENTS, BASELINE, FLAT, VARIANTS, merges_of_round
+from jaxdl.performance.planner.idle_exchange import NoExchange
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.rounds import make_merge, make_streamed
+from jaxdl.training.run.compile import compile_train_step, ordered_for, own_options
+from jaxdl.training.run.plan.build import Plan, make_exchange_state, make_initial_state, make_parts, make_plan
+from jaxdl.training.run.plan.exchange import exchanged_gradients
+from jaxdl.training.run.plan.validate import check_agreement
+from jaxdl.training.state import Own, TrainState, init_agreement
+from jaxdl.training.step import Parts
+
+_REPLICA = Axis.REPLICA.value
+_INSIDE = (Axis.FSDP.value,)
+_COLLECTIVES = {False: ("all_reduce/float32", "all_gather", "all_to_all"), True: ("all_reduce/float32",)}
+"""The gradients that the variants exchange, by whether every device is a replica."""
+
+
+class Worker:
+    """The requests that a host answers: its public methods."""
+
+    def __init__(self) -> None:
+        self._plans: dict[bool, Plan] = {}
+        self._variants: dict[str, Plan] = {}
+        self._programs: dict[str, list[Any]] = {}
+        self._states: dict[str, TrainState] = {}
+        self._batches: dict[bool, dict[str, jax.Array]] = {}
+        self._links: dict[bool, dict[str, Link]] = {}
+        self._compiled: dict[bool, dict[Any, Any]] = {False: {}, True: {}}
+        self._speeds = Speeds()
+
+    def setup(self, experiment: str, names: Sequence[str]) -> dict[str, Any]:
+        """Joins the other hosts and plans every variant; returns the number of parameters."""
+        base = Experiment.from_json(experiment)
+        for is_flat in sorted({VARIANTS[name].is_flat for name in names}):
+            mesh = base.mesh if not is_flat else base.mesh.replaced({_REPLICA: -1, Axis.FSDP.value: 1})
+            self._plans[is_flat] = make_plan(base.replaced({"mesh": mesh, "exchange": Dense()}))
+        for name in names:
+            self._variants[name] = self._planned(name)
+        shapes = jax.tree.leaves(self._plans[False].parts.network.param_shapes)
+        return {"num_parameters": sum(x.size for x in shapes), "devices": f"{jax.device_count()} virtual CPU devices"}
+
+    def _planned(self, name: str) -> Plan:
+        variant = VARIANTS[name]
+        plan = self._plans[variant.is_flat]
+        if (
+            variant.config is None and not variant.agreement.keeps_replicas
+        ):  # Its state is that of the dense exchange: none.
+            return replace(plan, parts=replace(plan.parts, exchange=NoExchange()))
+        changes = {"exchange": variant.config or Dense(), "agreement": variant.agreement}
+        experiment = plan.experiment.replaced(changes)
+        mesh = plan.parts.layout.mesh
+        parts = make_parts(experiment, plan.splits.train.spec, mesh, plan.timeline)
+        averages = keeps_average(parts.state_spec.opt_shapes)
+        check_agreement(experiment, mesh.shape[_REPLICA], plan.total_steps, averages=averages)
+        return replace(plan, experiment=experiment, parts=parts)
+
+    def compile(self, name: str) -> dict[str, Any]:
+        """Compiles the programs of a variant; returns the seconds and the arguments of `load`."""
+        start = time.perf_counter()
+        self._programs[name] = self._compiled_programs(name)
+        found = []
+        for one in self._programs[name]:
+            program, _, out_tree = serialize(one)
+            _, *metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+            found.append([base64.b64encode(program).decode(), metrics])
+        return {"sec": time.perf_counter() - start, "programs": found}
+
+    def _compiled_programs(self, name: str) -> list[Any]:
+        """The train step, or the local step; of an agreement, the merges of a round."""
+        plan = self._variants[name]
+        if name not in AGREEMENTS:
+            return [compile_train_step(plan)]
+        parts, state = plan.parts, plan.parts.state_spec.abstract()
+        batch = plan.splits.train.batch_shapes(plan.experiment.batch_size, evaluating=False)
+        lowered = [
+            make_streamed(parts, number).lower(state, (batch,) * beside)
+            if beside
+            else make_merge(parts, number).lower(state)
+            for number, beside in self._merges(name)
+        ]
+        values, axes = plan.experiment.compiler.values(), parts.layout.mesh.shape
+        return [compiled(one, values, axes, ordered_for(plan), own=own_options(plan)) for one in lowered]
+
+    def _merges(self, name: str) -> list[tuple[int, int]]:
+        plan = self._variants[name]
+        return merges_of_round(plan.parts.agreement, plan.parts.layout.mesh.shape[_REPLICA])
+
+    def load(self, name: str, programs: Sequence[tuple[str, Any]]) -> None:
+        """Loads the programs that another host has compiled; they are the same on all."""
+        plan = self._variants[name]
+        state = jax.tree.map(lambda _: 0, plan.parts.state_spec.abstract())
+        batch = jax.tree.map(lambda _: 0, plan.splits.train.batch(np.zeros(1, np.int64)))
+        inputs: list[Any] = [(batch,)]
+        if name in AGREEMENTS:
+            inputs = [((batch,) * beside,) if beside else () for _, beside in self._merges(name)]
+        self._programs[name] = [
+            deserialize_and_load(
+                base64.b64decode(program),
+                jax.tree.structure(((state, *more), {})),
+                jax.tree.structure((state, *metrics)),
+            )
+            for (program, metrics), more in zip(programs, inputs, strict=True)
+        ]
+
+    def start(self) -> dict[str, float]:
+        """Makes the states and runs each variant twice; returns the bytes that one device sends in a step, by name."""
+        states = {is_flat: make_initial_state(plan) for is_flat, plan in self._plans.items()}
+        for is_flat, plan in self._plans.items():
+            with plan.batches(plan.timeline.segments[0], 0, 1) as batches:
+                self._batches[is_flat] = dict(next(batches))
+        for name, plan in self._variants.items():
+            own = jax.tree.map(jnp.copy, states[VARIANTS[name].is_flat])
+            if plan.parts.agreement.keeps_replicas:
+                make = functools.partial(_with_replicas, plan.parts)
+                self._states[name] = jax.jit(make, out_shardings=plan.parts.state_spec.shardings)(own)
+            else:
+                self._states[name] = own.replace(exchange_state=make_exchange_state(plan))
+        del states
+        for name in self._variants:
+            if name in AGREEMENTS:
+                self.merge(name, 2)
+        return {name: self.run(name, 2)["bytes_sent"] for name in self._variants if name not in AGREEMENTS}
+
+    def run(self, name: str, num_steps: int) -> dict[str, Any]:
+        """Seconds of each of `num_steps` steps of a variant; the hosts start every step together."""
+        [step], batch = self._programs[name], self._batches[VARIANTS[name].is_flat]
+        seconds, metrics = [], {}
+        mesh = self._variants[name].parts.layout.mesh
+        for _ in range(num_steps):
+            start_together(mesh)
+            begin = time.perf_counter()
+            self._states[name], metrics = jax.block_until_ready(step(self._states[name], batch))
+            seconds.append(time.perf_counter() - begin)
+        return {"seconds": seconds, "bytes_sent": float(metrics.get(f"exchange/bytes_sent/{_REPLICA}", 0.0))}
+
+    def merge(self, name: str, num_rounds: int) -> dict[str, Any]:
+        """Seconds of each merge of `num_rounds` rounds of an agreement, with the local steps that it travels beside."""
+        batch, seconds = self._batches[False], []
+        mesh = self._variants[name].parts.layout.mesh
+        for _ in range(num_rounds):
+            for program, (_, beside) in zip(self._programs[name], self._merges(name), strict=True):
+                more = ((batch,) * beside,) if beside else ()
+                start_together(mesh)
+                begin = time.perf_counter()
+                self._states[name] = jax.block_until_ready(program(self._states[name], *more))[0]
+                seconds.append(time.perf_counter() - begin)
+        return {"seconds": seconds}
+
+    def probe_devices(self, num_repeats: int) -> dict[str, Any]:
+        """Measures the speeds of the devices and of the links inside a host."""
+        plan = self._plans[False]
+        mesh = plan.parts.layout.mesh
+        gradients = self._gradients(BASELINE)
+        largest = max(bucket.num_own for bucket in Dense().buckets(gradients.shapes, gradients.layout)[0])
+        configs = [VARIANTS[name].config for name in self._variants]
+        needed = Figures.of(one for one in configs if one is not None)
+        self._speeds = probe_speeds(mesh, largest, methods=needed.methods, bits=needed.bits, num_repeats=num_repeats)
+        inner = {
+            axis: probe_link(mesh, axis, ("all_gather",), num_repeats=num_repeats)
+            for axis in _INSIDE
+            if mesh.shape[axis] > 1
+        }
+        self._links = {is_flat: dict(inner) for is_flat in self._plans}
+        return {"speeds": asdict(self._speeds), "links": {axis: asdict(link) for axis, link in inner.items()}}
+
+    def predict(self, num_repeats: int) -> dict[str, Any]:
+        """Measures the network between the hosts and returns it with the predicted cost of every exchange."""
+        for is_flat, plan in self._plans.items():
+            self._links[is_flat][_REPLICA] = probe_link(
+                plan.parts.layout.mesh,
+                _REPLICA,
+                (*_COLLECTIVES[is_flat], *([PERMUTE] if self._has_messages and not is_flat else [])),
+                num_repeats=num_repeats,
+                compiled=self._compiled[is_flat],
+            )
+        costs = {}
+        for name in self._variants:
+            variant = VARIANTS[name]
+            if variant.config is not None:
+                machine = Machine(self._links[variant.is_flat], self._speeds, source="measured")
+                cost = variant.agreement.cost(variant.config, self._gradients(name), machine)
+                costs[name] = asdict(cost) | {"total_sec": cost.total_sec}
+        links = {BASELINE: self._links[False], FLAT: self._links.get(True)}
+        return {"costs": costs, "links": {name: asdict(link[_REPLICA]) for name, link in links.items() if link}}
+
+    @property
+    def _has_messages(self) -> bool:
+        """Whether replicas of a variant send to single other ones."""
+        return not all(VARIANTS[name].agreement.uses_exchange for name in self._variants)
+
+    def _gradients(self, name: str) -> Gradients:
+        plan = self._variants[name]
+        return exchanged_gradients(plan.experiment, plan.splits.train.spec, plan.parts.layout.mesh)
+
+
+def _with_replicas(parts: Parts, state: TrainState) -> TrainState:
+    """The state of a run whose replicas all begin with the parameters of a state of every step; all have a weight."""
+    trained, sums = parts.trainable.of(state.params), tuple(parts.state_spec.shardings.own.since["sums"])
+    start = Own(
+        trained,
+        state.model_state,
+        parts.optimizer.init(trained),
+        parts.precision.init_loss_scale(),
+        parts.guard.init_guard(),
+    )
+    found = state.replace(
+        opt_state=(),
+        loss_scale={},
+        guard={},
+        exchange_state=parts.state_spec.init_exchange(),
+        agreement_state=init_agreement(parts.agreement, start, parts.layout.mesh.shape[_REPLICA], sums),
+    )
+    return found.with_own(replace(found.own, since=jax.tree.map(jnp.ones_like, found.own.since)))
+
+
+def serve(worker: Any) -> None:
+    """Answers requests for methods of a worker until stdin closes."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    for line in sys.stdin:
+        method, arguments = json.loads(line)
+        function: Callable[..., Any] = getattr(worker, method)
+        with command_line():
+            try:
+                answer = {"value": function(**arguments)}
+            except ConfigError as error:
+                answer = {"mistake": str(error)}
+        print(json.dumps(answer), file=answers)
+
+
+if __name__ == "__main__":
+    serve(Worker())

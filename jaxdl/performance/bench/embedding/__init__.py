@@ -1,0 +1,1 @@
+"""`bench embedding`: tables on a mesh, and their parts."""

@@ -1,0 +1,1 @@
+"""`bench planner`: what the planner predicts, beside what is measured."""

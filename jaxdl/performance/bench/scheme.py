@@ -1,0 +1,140 @@
+"""The collectives of the compiled training step by mesh axis, on these devices or on 8 x H100.
+
+Where replicas agree less often, those of each program: the local step, each merge, and merges beside local steps.
+
+With `--h100` it is compiled for 8 x H100 on a machine without a GPU, for example as `replica 2 x fsdp 4`, to see how
+XLA compiled the sharding and the exchange: which gathers, reductions and sorts it uses, and their sizes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxdl.core.config import ConfigError
+from jaxdl.exchange import Auto
+from jaxdl.parallel.compiler.groups import KINDS, axes_of, sent_bytes
+from jaxdl.parallel.compiler.hlo import Shapes, shapes_bytes, shapes_of
+from jaxdl.parallel.mesh import Axis
+from jaxdl.performance.bench.shared import ExperimentBench, make_table
+from jaxdl.performance.planner.h100 import compile_programs, h100_mesh
+from jaxdl.training.experiment import parse_command_line
+from jaxdl.training.run.plan.build import make_plan
+
+_INSTRUCTION = re.compile(r"= (.+?) ((?:" + "|".join(KINDS) + r")(?:-start)?|sort)\(")
+
+
+@dataclass(frozen=True)
+class SchemeBench(ExperimentBench):
+    """Lists the collectives and the sorts of the compiled training step."""
+
+    h100: bool = False
+    """Compile for 8 x H100; no GPU is needed, but JAX's CUDA packages are."""
+    only: tuple[str, ...] = ()
+    """Of several programs, only those of these names, in which * stands for any text: "local step" "merge 0*"."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A collective or a sort in compiled HLO."""
+
+    kind: str
+    axes: tuple[str, ...]
+    """The mesh axes of its groups; none for a sort."""
+    shapes: Shapes
+    """(dtype, shape) of each result on one device; for a sort, of each array sorted."""
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes of all results."""
+        return shapes_bytes(self.shapes)
+
+    def sent_bytes(self, axes: Mapping[str, int]) -> float:
+        """Bytes that one device sends by ring algorithms, on a mesh with these axes; none in a sort."""
+        if not self.axes:
+            return 0.0
+        return sent_bytes(self.kind, math.prod(axes[axis] for axis in self.axes), self.num_bytes)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the largest result."""
+        return max((math.prod(shape) for _, shape in self.shapes), default=0)
+
+
+def main(args: list[str]) -> None:
+    """Compiles the step and prints the table."""
+    prog = "python -m jaxdl.bench scheme"
+    command = parse_command_line(SchemeBench, args, about=str(__doc__), prog=prog, intro=f"{__doc__}\n\n")[0]
+    devices = None
+    if command.h100:
+        auto = command.experiment.exchange
+        if isinstance(auto, Auto) and auto.bandwidth_gbps is None:
+            raise ConfigError(
+                "--h100 with --exchange auto: no network can be measured. Give --exchange.bandwidth-gbps and "
+                "--exchange.latency-us."
+            )
+        shape = command.experiment.mesh.sizes(8)
+        devices = list(h100_mesh(shape).devices.flat)
+    plan = make_plan(command.experiment, devices)
+    mesh, console = plan.parts.layout.mesh, Console(width=150)
+    for name, compiled in compile_programs(plan, command.only):
+        found = operations(compiled.as_text() or "", mesh.shape)
+        console.print(table_of(found, f"{command.config}, exchange {plan.experiment.exchange.kind}: {name}"))
+        console.print(over_replica(found, mesh.shape))
+        if (memory := compiled.memory_analysis()) is None:
+            continue
+        console.print(
+            f"on one device: {memory.argument_size_in_bytes / 2**20:,.1f} MiB of state and batch, "
+            f"{memory.temp_size_in_bytes / 2**20:,.1f} MiB of temporary memory"
+        )
+
+
+def over_replica(found: Sequence[Operation], axes: Mapping[str, int]) -> str:
+    """How many of the operations cross `replica`, and the bytes that one device sends in them, in words."""
+    crossing = [one for one in found if Axis.REPLICA.value in one.axes]
+    sent = sum(one.sent_bytes(axes) for one in crossing)
+    return f"over replica: {len(crossing)} collectives, in which one device sends {sent:,.0f} bytes"
+
+
+def table_of(found: list[Operation], title: str) -> Table:
+    """The operations as a table: equal ones share a row, the largest first."""
+    columns = ("operation", "over", "results", "number", "MiB together")
+    table = make_table(title, columns, left=columns[:3])
+    rows = Counter(found)
+    for one, number in sorted(rows.items(), key=lambda row: -row[0].num_bytes * row[1]):
+        shapes = ", ".join(f"{dtype}[{','.join(map(str, shape))}]" for dtype, shape in one.shapes[:3])
+        more = f" and {len(one.shapes) - 3} more" if len(one.shapes) > 3 else ""
+        table.add_row(
+            one.kind,
+            "+".join(one.axes) or "-",
+            shapes + more,
+            str(number),
+            f"{one.num_bytes * number / 2**20:,.3f}",
+        )
+    return table
+
+
+def operations(text: str, axes: Mapping[str, int]) -> list[Operation]:
+    """The collectives and sorts in the text of compiled HLO; `axes` are the mesh's, with their sizes.
+
+    Operations in a loop or a branch count once.
+    """
+    found = []
+    for line in text.splitlines():
+        match = _INSTRUCTION.search(line)
+        if match is None or "-done(" in line:
+            continue
+        kind = match[2].removesuffix("-start")
+        shapes = shapes_of(match[1])
+        if match[2].endswith("-start") and kind != "all-reduce":
+            shapes = shapes[len(shapes) // 2 :]  # (operands, results)
+        over = () if kind == "sort" else axes_of(line, axes)
+        if kind == "sort" or over:
+            found.append(Operation(kind, over, shapes))
+    return found

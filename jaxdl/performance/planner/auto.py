@@ -1,0 +1,285 @@
+"""`--plan auto`: the layout of a run, planned when it begins, for the devices that it has.
+
+Steps of one replica are compiled for the devices of a node, and steps without messages are run; links and speeds are
+measured as exchange `auto` measures them. That gives each layout a predicted time. The best of them are then timed on
+the run's devices, and the fastest is taken. All processes plan alike, from the same figures.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxdl.core.config import ConfigError
+from jaxdl.data import TabularSpec
+from jaxdl.exchange import Auto, ExchangeConfig
+from jaxdl.exchange.auto import INNER_LINKS
+from jaxdl.exchange.cost import ALWAYS_MEASURED, NOMINAL_SPEEDS, Figures, Link, Machine
+from jaxdl.exchange.probe import probe
+from jaxdl.parallel.cluster import host_memory_bytes, wait_for_all
+from jaxdl.parallel.mesh import Axis, Device, MeshConfig, make_mesh, platform
+from jaxdl.performance.planner.mesh_tables import tables_on_meshes
+from jaxdl.performance.planner.search import (
+    Candidate,
+    Choice,
+    Cluster,
+    Found,
+    Workload,
+    binding,
+    named,
+    search,
+    with_other_tables,
+)
+from jaxdl.performance.planner.steptime import Efficiency
+from jaxdl.performance.planner.tables import counted
+from jaxdl.performance.planner.timed import ROUNDS, Name, agreed, memory_of, quickest, step_parts, timed_layouts
+from jaxdl.performance.planner.trial import table_sec
+from jaxdl.performance.planner.trials import Trials
+from jaxdl.performance.planner.workload import fixed_fields, no_layout, workload_of
+from jaxdl.platform.launch.netns import parse_rate
+from jaxdl.report import Start
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.plans import PlanAuto
+from jaxdl.training.run.plan.build import Plan
+from jaxdl.training.run.plan.layout import Planned, check_equal
+
+_LATENCY_US = 20.0
+_PROBED = {"cpu": 2**18, "gpu": 2**23}
+"""The numbers on which a device works while it is measured."""
+
+
+def plan(experiment: Experiment, devices: Sequence[Device], start: Start) -> Planned:
+    """The layout with the fastest step on these devices, see `jaxdl.training.run.plan.layout.Planner`."""
+    asked = experiment.plan
+    assert isinstance(asked, PlanAuto)
+    trials = Trials(experiment)
+    work, cluster, fixed = prepared(experiment, trials, devices, start)
+    with start.doing("planning the layout: compiling and timing steps"):
+        found = searched(work, cluster, fixed)
+    if not found.candidates:
+        raise no_layout(experiment, fixed, f"{cluster.nodes} nodes of {cluster.gpus_per_node} devices")
+
+    def timed(layouts: Sequence[Candidate], what: str) -> list[list[float]]:
+        check_equal([settings_of(one, experiment) for one in layouts])
+        with start.doing(f"planning the layout: timing the best {len(layouts)} {what}"):
+            plans = {number: layout_plan(experiment, trials, one, devices) for number, one in enumerate(layouts)}
+            return list(timed_layouts(plans, found.cluster.device_bytes, ROUNDS).values())
+
+    times: dict[Choice, list[float]] = {}
+    fitting = [one for one in found.candidates if one.fits]
+    for best in (fitting[first : first + asked.timed] for first in range(0, len(fitting), asked.timed)):
+        times |= dict(zip((one.choice for one in best), timed(best, "layouts"), strict=True))
+        if min(map(min, times.values())) < math.inf:  # XLA needs more memory for the others than a device has.
+            break
+    found = _chosen(found, times)
+    choices = [found.best, *with_other_tables(work, cluster, found.best, asked.timed - 1)] if found.best else []
+    of_tables = timed(choices, "choices of tables") if len(choices) > 1 else []
+    return planned(found, experiment, times, list(zip(choices, of_tables, strict=False)))
+
+
+def prepared(
+    experiment: Experiment, trials: Trials, devices: Sequence[Device], start: Start
+) -> tuple[Workload, Cluster, dict[str, Any]]:
+    """What is searched on these devices: (the workload, the devices and their links, fields that keep their values)."""
+    asked = experiment.plan
+    assert isinstance(asked, PlanAuto)
+    fixed = fixed_fields(experiment, asked.keep)
+    nodes, of_each = nodes_of(asked, devices)
+    replica = int(fixed.get("mesh.replica", nodes))
+    if replica < 1 or len(devices) % replica:
+        raise no_layout(experiment, fixed, f"{nodes} nodes of {of_each} devices")
+    sizes = {Axis.REPLICA.value: replica, Axis.FSDP.value: len(devices) // replica, Axis.TENSOR.value: 1}
+    mesh = make_mesh(MeshConfig(replica=replica, fsdp=sizes[Axis.FSDP.value]), devices)
+    own = [one for one in devices if one.process_index == jax.process_index()]
+    if (tensor := int(fixed.get("mesh.tensor", 1))) > len(own):
+        raise ConfigError(
+            f"--plan auto: mesh.tensor {tensor} is more than the {len(own)} devices of a process, and its steps are "
+            "compiled for these before the run begins. Give the whole layout in place of --plan, or a smaller one."
+        )
+    device_bytes = 1e9 * (asked.device_gb or 0) or agreed(memory_of(own[0]) or _of_host(), min)
+    described = functools.cache(lambda: machine_of(experiment, asked, mesh))
+    with start.doing("planning the layout: reading the data, measuring the links"):
+        tables = tables_on_meshes(experiment, sizes, described, asked.keep, trials.splits)
+        cluster = Cluster(nodes, of_each, described(), device_bytes, Efficiency(compute=1.0))
+    inner = described().link(Axis.FSDP.value)  # In a trial the devices of a process are replicas.
+    inside = dataclasses.replace(described(), links=dict.fromkeys((axis.value for axis in Axis), inner))
+    local, of_tables = max(1, experiment.batch_size // len(devices)), functools.partial(table_sec, machine=inside)
+    parts = step_parts(trials, own, local, device_bytes, of_tables)
+    return workload_of(experiment, trials, own[:of_each], replica, tables, parts), cluster, fixed
+
+
+def layout_plan(experiment: Experiment, trials: Trials, one: Candidate, devices: Sequence[Device]) -> Plan:
+    """The step of a layout, on data of the run's shapes."""
+    return trials.plan(settings_of(one, experiment) | {"exchange": one.exchange}, devices, whole=True)
+
+
+def settings_of(one: Candidate, experiment: Experiment) -> dict[str, Any]:
+    """The fields of an experiment that a layout sets, besides the exchange, with their values as in JSON."""
+    return one.choice.settings | table_settings(one, experiment)
+
+
+def table_settings(one: Candidate, experiment: Experiment) -> dict[str, Any]:
+    """Those of `settings_of` for embedding tables."""
+    if one.tables is None or one.tables.embedding == experiment.embedding:
+        return {}
+    values = one.tables.embedding.model_dump(mode="json")
+    return {f"embedding.{name}": values[name] for name in ("schemes", "places")}
+
+
+def nodes_of(asked: PlanAuto, devices: Sequence[Device]) -> tuple[int, int]:
+    """(nodes, devices of each): processes, or as given. Raises ConfigError where nodes would differ."""
+    counts = set(collections.Counter(one.process_index for one in devices).values())
+    if len(counts) > 1:
+        raise ConfigError(
+            f"--plan auto: the processes have {' and '.join(map(str, sorted(counts)))} devices. Give each as many."
+        )
+    of_each = asked.devices_per_node or next(iter(counts))
+    if len(devices) % of_each:
+        raise ConfigError(
+            f"--plan.devices-per-node {of_each}: does not divide the {len(devices)} devices of the run. Choose another."
+        )
+    return len(devices) // of_each, of_each
+
+
+def machine_of(experiment: Experiment, asked: PlanAuto, mesh: Any) -> Machine:
+    """The links and speeds of the run's devices: given by the plan or by exchange `auto`, else measured."""
+    kind, exchange = "cpu" if platform(mesh) == "cpu" else "gpu", experiment.exchange
+    inner = mesh.shape[Axis.FSDP.value]
+    given: Link | None = None
+    if asked.network is not None:
+        latency = _LATENCY_US if asked.latency_us is None else asked.latency_us
+        given = Link(1e-6 * latency, network_rate(asked.network) / inner)
+    elif isinstance(exchange, Auto) and exchange.bandwidth_gbps is not None and exchange.latency_us is not None:
+        given = Link(1e-6 * exchange.latency_us, exchange.bandwidth_gbps * 1e9 / 8)
+    if given is not None or mesh.size == 1:
+        links = dict.fromkeys((axis.value for axis in Axis), INNER_LINKS[kind])
+        links[Axis.REPLICA.value] = given or INNER_LINKS[kind]
+        return Machine(links, NOMINAL_SPEEDS[kind], "given; speeds of the devices from a table", kind == "gpu")
+    replicas = mesh.shape[Axis.REPLICA.value]
+    configs = exchange.configs(replicas) if isinstance(exchange, Auto) else [exchange]
+    needed = Figures.of([one for one in configs if isinstance(one, ExchangeConfig)])
+    needed |= Figures(collectives=(*ALWAYS_MEASURED, "all_to_all"))
+    wait_for_all()  # Gloo gives up when a process measures 30 s after another.
+    found = probe(
+        mesh,
+        num_elements=_PROBED[kind],
+        density=min(max(exchange.densities), 0.25) if isinstance(exchange, Auto) else 0.01,
+        methods=needed.methods,
+        bits=needed.bits,
+        collectives=needed.collectives,
+        num_repeats=3,
+        together=experiment.model.modality == TabularSpec.modality,  # It may have tables.
+    )
+    links = dict(found.links)
+    inside = links.get(Axis.FSDP.value, INNER_LINKS[kind])
+    links = {Axis.REPLICA.value: inside, Axis.FSDP.value: inside, Axis.TENSOR.value: inside} | links
+    return dataclasses.replace(found, links=links)
+
+
+def network_rate(network: str) -> float:
+    """Bytes a second of a node. Raises ConfigError for a rate that is none."""
+    try:
+        return parse_rate(network) / 8
+    except ConfigError as error:
+        raise ConfigError(f"--plan.network: {error}") from None
+
+
+def _of_host() -> float:
+    return host_memory_bytes() / jax.local_device_count()
+
+
+def searched(work: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> Found:
+    """The layouts; those that keep fewer activations are compiled only where memory is what binds without them."""
+    kept = work.remats[:1] if "model.remat" not in fixed else work.remats
+    found = search(dataclasses.replace(work, remats=kept), cluster, fixed)
+    best = found.best
+    binds = best is None or any(not one.fits and one.time.total_sec < best.time.total_sec for one in found.candidates)
+    return search(work, cluster, fixed) if binds and len(kept) < len(work.remats) else found
+
+
+def planned(
+    found: Found,
+    experiment: Experiment,
+    times: Mapping[Choice, Sequence[float]] | None = None,
+    tables: Sequence[tuple[Candidate, Sequence[float]]] = (),
+) -> Planned:
+    """What to set, and why. Raises ConfigError if nothing fits.
+
+    Of the layouts that were timed it is the best by prediction that noise does not tell from the fastest; so it is of
+    the choices of schemes for its tables, with their seconds in `tables`.
+    """
+    size = found.cluster.device_bytes
+    if found.best is None:
+        least = found.candidates[0]
+        raise ConfigError(
+            f"--plan auto: nothing fits: the least memory is {least.memory.total / 1e9:.3g} GB ({named(least)}) of a "
+            f"device's {size / 1e9:.3g}. Take more devices, or a smaller --batch-size."
+        )
+    number = len(found.candidates)
+    medians = _medians(times or {})
+    found = _chosen(found, times or {})
+    best = found.candidates[0]
+    of_tables = dict(enumerate(sec for _, sec in tables))
+    if tables:
+        best = tables[quickest(of_tables)][0]
+    t = best.time
+    parts = {"compute": t.compute_sec, "messages inside a node": t.inner_sec, "between nodes": t.slow_sec}
+    inside = ", ".join(f"{name} {1e3 * value:.3g}" for name, value in parts.items())
+    lines = [
+        f"best of {number} layouts: {1e3 * t.total_sec:.3g} ms a step predicted ({inside}; waiting for "
+        f"messages {1e3 * t.exposed_sec:.3g}), {best.memory.total / 1e9:.3g} GB of {size / 1e9:.3g}",
+        f"what binds: {binding(found)}",
+    ]
+    if medians:
+        timed = [(named(one), medians[one.choice]) for one in found.candidates if one.choice in medians]
+        words = [f"{name}, {_ms(sec)}" for name, sec in timed]
+        lines.append("timed: " + "; ".join(words))
+        if medians[best.choice] > min(medians.values()):
+            lines.append("the plan is the best by prediction of those that noise does not tell from the fastest")
+    second = next((one for one in found.candidates[1:] if one.fits), None)
+    if second is not None and not times:
+        lines.append(f"next: {named(second)}, {1e3 * second.time.total_sec:.3g} ms")
+    if best.tables is not None:
+        lines.append(f"tables: {_schemes(best)}")
+    if tables:
+        words = [f"{_schemes(one)}: {_ms(statistics.median(sec))}" for one, sec in tables]
+        lines.append("timed with these schemes of tables: " + "; ".join(words))
+    chosen = best.exchange if isinstance(experiment.exchange, Auto) and best.choice.replica > 1 else None
+    return Planned(settings_of(best, experiment), (*lines, *best.reasons), chosen)
+
+
+def _medians(times: Mapping[Name, Sequence[float]]) -> dict[Name, float]:
+    return {one: statistics.median(sec) for one, sec in times.items()}
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g} ms" if seconds < math.inf else "not: too large"
+
+
+def _schemes(one: Candidate) -> str:
+    return counted(one.tables.schemes) if one.tables else ""
+
+
+def _chosen(found: Found, times: Mapping[Choice, Sequence[float]]) -> Found:
+    """The candidates with those that were timed before the others: that to take, then the fastest first.
+
+    Raises ConfigError if all of them are too large by XLA's plan.
+    """
+    medians = _medians(times)
+    if medians and min(medians.values()) == math.inf:
+        raise ConfigError(
+            f"--plan auto: all {len(medians)} layouts that should fit need more by XLA's plan than 90 % of a device's "
+            f"memory, {found.cluster.device_bytes / 1e9:.3g} GB. Take more devices, or a smaller --batch-size."
+        )
+    timed = [one for one in found.candidates if one.choice in times]
+    chosen = quickest({one.choice: times[one.choice] for one in timed}) if timed else None
+    first = sorted(timed, key=lambda one: (one.choice != chosen, medians[one.choice]))
+    others = [one for one in found.candidates if one.choice not in times]
+    return dataclasses.replace(found, candidates=(*first, *others))

@@ -1,0 +1,306 @@
+"""The search for a layout: every mesh, number of micro-batches and way to keep activations, costed and ranked.
+
+What does not fit into memory is refused; the rest is ordered by predicted time of a step, ties by the choice itself, so
+that the same input always gives the same plan. The global batch, the order of the data and the optimizer never change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jaxdl.core.config import ConfigError
+from jaxdl.exchange import Auto, Dense, ExchangeConfig
+from jaxdl.exchange.auto import recommend
+from jaxdl.exchange.cost import Gradients, Machine, predict
+from jaxdl.parallel.embedding import EmbeddingConfig, Scheme
+from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.sharding import ShardingConfig
+from jaxdl.performance.planner.memory import (
+    MOST_OF_DEVICE,
+    Memory,
+    Parameters,
+    Step,
+    described_layout,
+    memory,
+    sharding_of,
+)
+from jaxdl.performance.planner.steptime import Efficiency, Profile, StepTime, own_time, with_exchange
+from jaxdl.performance.planner.tables import Costs
+from jaxdl.training.plans import LAYOUT
+
+
+class Choice(NamedTuple):
+    """One layout; the order of its fields breaks ties: the simplest one first."""
+
+    microbatches: int
+    tensor: int
+    remat: str
+    """Empty for a model without the setting."""
+    param_sharding: str
+    replica: int
+    fsdp: int
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Mesh axis -> size."""
+        return {axis.value: getattr(self, axis.value) for axis in Axis}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields of an experiment that it sets."""
+        values = (self.replica, self.fsdp, self.tensor, self.microbatches, self.remat, self.param_sharding)
+        found: dict[str, Any] = dict(zip(LAYOUT, values, strict=True))
+        return {name: value for name, value in found.items() if value != ""}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The devices, and what connects them."""
+
+    nodes: int
+    gpus_per_node: int
+    machine: Machine
+    device_bytes: float
+    efficiency: Efficiency = field(default_factory=Efficiency)
+
+
+@dataclass(frozen=True)
+class TablesOnMesh:
+    """The embedding tables on one mesh."""
+
+    embedding: EmbeddingConfig
+    """With the scheme of each."""
+    schemes: Mapping[str, Scheme]
+    """Table -> its scheme."""
+    costs: Costs
+    """Of a step, with the global batch."""
+    others: Callable[[int], Sequence[TablesOnMesh]] = lambda _: ()
+    """Up to so many, and half as many more, other choices of schemes that are worth timing beside this one, the best by
+    prediction first."""
+
+
+PlanTables = Callable[[Mapping[str, int], float], TablesOnMesh]
+"""(sizes of the mesh axes, bytes of a device that tables may have) -> the tables; ConfigError if they need more."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is planned: a model, its batch, and what a compiled step says of both."""
+
+    batch_size: int
+    parameters: Parameters
+    profiles: Callable[[int, str, str], Profile]
+    """(size of `tensor`, remat, param_sharding) -> what a step needs; compiled when it is first asked for."""
+    remats: Sequence[str] = ("",)
+    shardings: Sequence[str] = ("sharded", "replicated")
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    exchange: ExchangeConfig | Auto = field(default_factory=Dense)
+    measured_exchange: ExchangeConfig | None = None
+    """That for which profiles say how much memory it adds."""
+    example_bytes: float = 0.0
+    tables: PlanTables | None = None
+    """Plans the embedding tables for a mesh; None without any."""
+    batch_sizes: Sequence[int] = ()
+    """Of phases of the run with another one: each is divided as `batch_size` is."""
+    eval_batch_size: int | None = None
+    """Of the evaluation, which is spread as `batch_size` is; None: that."""
+    norm_span: int | None = None
+    """Examples over which batch norm takes its statistics, if that is given as a number."""
+    tensor_fits: Callable[[int], bool] = lambda size: size == 1
+    """Whether the model can be split over so many devices of `tensor`."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout, with what it is predicted to need."""
+
+    choice: Choice
+    exchange: ExchangeConfig
+    time: StepTime
+    memory: Memory
+    fits: bool
+    reasons: tuple[str, ...] = ()
+    """Why this exchange."""
+    tables: TablesOnMesh | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """All candidates: those that fit, the fastest first, then the others."""
+
+    candidates: tuple[Candidate, ...]
+    cluster: Cluster
+    param_bytes: float = 0.0
+    """Of all trained parameters."""
+
+    @property
+    def best(self) -> Candidate | None:
+        """The plan; None where nothing fits."""
+        return self.candidates[0] if self.candidates and self.candidates[0].fits else None
+
+
+def search(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> Found:
+    """All layouts, costed and ordered; `fixed` are fields of the experiment, as in `LAYOUT`, that keep their values.
+
+    Splitting layers over `tensor` is tried where no layout without it fits, or where it is given.
+    """
+    found: list[Candidate] = []
+    every = list(choices(workload, cluster, fixed))
+    for tensor in sorted({choice.tensor for choice in every}):
+        found += [costed(workload, cluster, choice) for choice in every if choice.tensor == tensor]
+        if any(one.fits for one in found):
+            break
+    whole = described_layout(workload.sharding, {axis.value: 1 for axis in Axis})
+    size = workload.parameters.bytes(whole)["parameters"]
+    return Found(tuple(sorted(found, key=_rank)), cluster, size)
+
+
+def _rank(one: Candidate) -> tuple[Any, ...]:
+    return (not one.fits, one.time.total_sec if one.fits else one.memory.total, one.choice)
+
+
+def choices(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> Iterator[Choice]:
+    """Every layout of the devices that divides the batch, with what is given kept; `replica` is the nodes by default.
+
+    `fsdp` and `tensor` together stay inside a node. With tables, every batch is spread over all devices, `tensor` too.
+    """
+    devices = cluster.nodes * cluster.gpus_per_node
+    replica = int(fixed.get("mesh.replica", -1))
+    replica = cluster.nodes if replica == -1 else replica
+    inner = devices // replica if replica > 0 and devices % replica == 0 else 0
+    if not inner or cluster.gpus_per_node % inner:
+        return
+    for tensor in divisors(inner):
+        fsdp = inner // tensor
+        ways = devices if workload.tables else replica * fsdp
+        batch_sizes = (workload.batch_size, workload.eval_batch_size or 0, *workload.batch_sizes)
+        if not workload.tensor_fits(tensor) or any(size % ways for size in batch_sizes):
+            continue
+        if not _kept(fixed, "mesh.tensor", tensor) or not _kept(fixed, "mesh.fsdp", fsdp):
+            continue
+        for microbatches in divisors(workload.batch_size // (replica * fsdp)):
+            if any(size % (replica * fsdp * microbatches) for size in workload.batch_sizes):
+                continue
+            if workload.batch_size // (replica * microbatches) % (workload.norm_span or 1):
+                continue
+            for remat in workload.remats:
+                for param_sharding in workload.shardings if fsdp > 1 else workload.shardings[:1]:
+                    choice = Choice(microbatches, tensor, remat, param_sharding, replica, fsdp)
+                    if all(_kept(fixed, name, value) for name, value in choice.settings.items()):
+                        yield choice
+
+
+def _kept(fixed: Mapping[str, Any], name: str, value: Any) -> bool:
+    return fixed.get(name, value) in (value, -1)
+
+
+def divisors(number: int) -> list[int]:
+    """Of a positive number, in their order."""
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def costed(workload: Workload, cluster: Cluster, choice: Choice) -> Candidate:
+    """A layout with its exchange, its time and its memory; with the tables that are best on its mesh, if they fit.
+
+    Raises ConfigError where tables do not fit into a device that has nothing else.
+    """
+    most = MOST_OF_DEVICE * cluster.device_bytes
+    if workload.tables is None:
+        return _costed(workload, cluster, choice, None)
+    found = _costed(workload, cluster, choice, workload.tables(choice.sizes, most))
+    left = most - (found.memory.total - found.memory.tables)
+    if found.fits or left <= 0:
+        return found
+    try:  # Other schemes need less memory. Few amounts of it are tried, since each is a plan of its own.
+        return _costed(workload, cluster, choice, workload.tables(choice.sizes, 2 ** math.floor(math.log2(left))))
+    except ConfigError:
+        return found
+
+
+def with_other_tables(workload: Workload, cluster: Cluster, one: Candidate, most: int) -> list[Candidate]:
+    """Layouts with other schemes of tables that fit, see `TablesOnMesh.others`."""
+    others = one.tables.others(most) if one.tables else ()
+    found = [_costed(workload, cluster, one.choice, tables) for tables in others]
+    return [candidate for candidate in found if candidate.fits]
+
+
+def _costed(workload: Workload, cluster: Cluster, choice: Choice, tables: TablesOnMesh | None) -> Candidate:
+    machine, efficiency = cluster.machine, cluster.efficiency
+    examples = workload.batch_size // (choice.replica * choice.fsdp * choice.microbatches)
+    profile = workload.profiles(choice.tensor, choice.remat, choice.param_sharding)
+    sharding = sharding_of(workload.sharding, choice.param_sharding)
+    layout = described_layout(sharding, choice.sizes)
+    costs = tables and tables.costs
+    own = own_time(profile, choice.sizes, examples, choice.microbatches, machine, efficiency, costs)
+    gradients = workload.parameters.gradients(layout)
+    exchange, reasons = _exchange(workload, gradients, machine, own)
+    cost = predict(exchange, gradients, machine)
+    time = with_exchange(own, cost, machine, efficiency, delayed=bool(exchange.delay_steps))
+    built = exchange.build(gradients.layout) if choice.replica > 1 else None
+    step = Step(choice.sizes, sharding, choice.microbatches, examples, built)
+    measured = profile.exchange_bytes if exchange == workload.measured_exchange else None
+    need = memory(workload.parameters, profile.temporary, step, workload.example_bytes, costs, measured)
+    fits = need.total <= MOST_OF_DEVICE * cluster.device_bytes
+    return Candidate(choice, exchange, time, need, fits, reasons, tables)
+
+
+def _exchange(
+    workload: Workload, gradients: Gradients, machine: Machine, own: StepTime
+) -> tuple[ExchangeConfig, tuple[str, ...]]:
+    asked = workload.exchange
+    if isinstance(asked, ExchangeConfig):
+        return asked, ()
+    if gradients.num_replicas == 1:
+        return Dense(delay_steps=asked.delay_steps), ()
+    found = recommend(
+        asked.configs(gradients.num_replicas),
+        gradients,
+        machine,
+        min_speedup=asked.min_speedup,
+        step_sec=own.total_sec,
+    )
+    return found.best.replaced({"delay_steps": asked.delay_steps}), found.reasons
+
+
+def why_slower(one: Candidate, best: Candidate) -> str:
+    """What made a candidate lose against the best, in a few words."""
+    if not one.fits:
+        return f"needs {one.memory.total / 1e9:.1f} GB"
+    losses = {
+        "more compute": one.time.compute_sec - best.time.compute_sec,
+        "more waiting between nodes": one.time.exposed_slow_sec - best.time.exposed_slow_sec,
+        "more waiting inside a node": one.time.exposed_sec
+        - one.time.exposed_slow_sec
+        - best.time.exposed_sec
+        + best.time.exposed_slow_sec,
+    }
+    name, most = max(losses.items(), key=lambda item: item[1])
+    return f"{name}: +{1e3 * most:.3g} ms" if most > 0 else "as fast, but less simple"
+
+
+def binding(found: Found) -> str:
+    """The first constraint that keeps the best plan from being faster, in a sentence."""
+    best = found.best
+    if best is None:
+        return "nothing fits: memory of a device"
+    refused = [one for one in found.candidates if not one.fits and one.time.total_sec < best.time.total_sec]
+    if refused:
+        faster = min(refused, key=lambda one: one.time.total_sec)
+        return (
+            f"memory: {named(faster)} would take {1e3 * faster.time.total_sec:.4g} ms, but needs "
+            f"{faster.memory.total / 1e9:.1f} GB of a device's {found.cluster.device_bytes / 1e9:.1f}"
+        )
+    if best.time.exposed_sec > 0.5 * best.time.compute_sec:
+        slow = 2 * best.time.exposed_slow_sec >= best.time.exposed_sec
+        return "the network between nodes" if slow else "the links inside a node"
+    return "the arithmetic and the memory bandwidth of a device"
+
+
+def named(one: Candidate) -> str:
+    """A candidate in a few words."""
+    c = one.choice
+    parts = [f"{c.replica} x {c.fsdp} x {c.tensor}", f"{c.microbatches} micro-batches", c.remat, c.param_sharding]
+    return ", ".join(part for part in parts if part)

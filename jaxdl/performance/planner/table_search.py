@@ -1,0 +1,344 @@
+"""The search for the scheme of each embedding table, and for the device that has it: the least time that was found.
+
+Two parts, as in the planners of TorchRec and Neo, each with the method that suits it. Which scheme each table gets is a
+choice under one sum, the memory of a device: a mixed integer program, which HiGHS solves in milliseconds (`choose`).
+Where whole tables go is `jaxdl.performance.planner.placement`. The program knows each table's costs alone; what tables
+share, the padding of messages to equal sizes above all, is in the costs of a whole plan (`costs_of`), so the result is
+improved by changes of one table, of all tables of one scheme, and of all up to a size, while they help. The costs of a
+plan are the sum of those of each scheme's tables, of which a change touches few. What the search may spend is counted
+in tables that are laid out, not in seconds, so that the same input gives the same plan on every machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxdl.core.config import ConfigError
+from jaxdl.core.kinds import kinds
+from jaxdl.core.solver import milp
+from jaxdl.exchange.cost import Machine
+from jaxdl.parallel.embedding import EmbeddingConfig, Scheme, Table
+from jaxdl.parallel.mesh import Axis
+from jaxdl.performance.planner.table_places import placed
+from jaxdl.performance.planner.tables import Costs, TablePlan, Workload, costs_of, costs_of_buffers, with_schemes
+from jaxdl.report.explanation import readable_bytes
+
+_ROOM_SLACK = 1.1
+"""Room of messages with touched rows over the mean number of rows: batches differ."""
+_MOST_WORK = 100_000
+"""Tables that a search lays out at most, some seconds long; the best choices so far are then taken."""
+_LAYOUT = 32
+"""As many tables a layout of any takes."""
+_FEW = 32
+"""With more tables than this, not all of their groups by size are tried, and large ones before small ones."""
+_SOLVER_NODES = 10_000
+"""Of the tree of HiGHS: no limit in seconds, for all processes must choose alike."""
+_INFEASIBLE = 2
+"""The status of `scipy.optimize.milp` for a program without a solution."""
+
+
+def plan_tables(
+    work: Workload,
+    machine: Machine,
+    memory: float,
+    base: EmbeddingConfig | None = None,
+    fixed: Mapping[str, Scheme] | None = None,
+) -> TablePlan:
+    """The plan with the least `Costs.total_sec` that was found, for which a device has `memory` bytes.
+
+    What a step needs for the tables counts as well: `Costs.needed_bytes`. The tables in `fixed` have the schemes given
+    there, and those with a place in `base` keep it. The same input gives the same plan. Raises ConfigError if the
+    tables fit in no schemes; with given places, or where shards are padded, more may be needed than `memory`.
+    """
+    plan = TableSearch(work, machine, memory, base, fixed).plan()
+    without = (base or EmbeddingConfig()).model_copy(update={"schemes": (), "places": ()})
+    found = {one.kind: _costs_under_one(work, without, one, machine) for one in _choices()}
+    return dataclasses.replace(plan, alone={kind: costs for kind, costs in found.items() if costs is not None})
+
+
+def _costs_under_one(work: Workload, base: EmbeddingConfig, scheme: Scheme, machine: Machine) -> Costs | None:
+    """What a step costs with all tables under one scheme, with their common room; None if one cannot be cut so."""
+    with contextlib.suppress(ConfigError):
+        return costs_of(work, base.model_copy(update={"scheme": scheme.with_room(_room(work.tables, work))}), machine)
+    return None
+
+
+def plan_choices(
+    work: Workload,
+    machine: Machine,
+    memory: float,
+    base: EmbeddingConfig | None = None,
+    fixed: Mapping[str, Scheme] | None = None,
+    *,
+    most: int,
+) -> list[TablePlan]:
+    """Plans that are worth timing, see `TableSearch.plans`."""
+    return TableSearch(work, machine, memory, base, fixed).plans(most)
+
+
+class TableSearch:
+    """Choices of a scheme for each table, by its kind, with what they cost.
+
+    They are searched once, when a plan is first asked for.
+
+    Raises ConfigError where nothing is left of the memory. See `plan_tables` for the arguments.
+    """
+
+    def __init__(
+        self,
+        work: Workload,
+        machine: Machine,
+        memory: float,
+        base: EmbeddingConfig | None = None,
+        fixed: Mapping[str, Scheme] | None = None,
+    ) -> None:
+        if memory <= 0:
+            raise ConfigError("nothing is left of a device's memory for the embedding tables. Take larger devices.")
+        base = base or EmbeddingConfig()
+        self.work, self.machine, self.memory, self.fixed = work, machine, memory, dict(fixed or {})
+        self._places, self._base = dict(base.places), base.model_copy(update={"schemes": ()})
+        self._options = {table.name: self._possible(table) for table in work.tables}
+        for name in (one for one, some in self._options.items() if not some):
+            raise ConfigError(
+                f"--embedding.places {name!r}: place {self._places[name]} is none of the devices, or nodes, under any "
+                "scheme. Count from 0."
+            )
+        self._known: dict[tuple[str, ...], tuple[float, int] | None] = {}
+        self._work_left = 0
+        free = (one for one in work.tables if one.name not in self.fixed)
+        self._free = [one.name for one in sorted(free, key=lambda one: (one.rows * one.columns, one.name))]
+
+    def plan(self) -> TablePlan:
+        """The best plan that was found. Raises ConfigError if the tables fit in no schemes."""
+        return self._planned(self._optima[0])
+
+    def plans(self, most: int) -> list[TablePlan]:
+        """Plans that are worth timing: the best one first, and then by predicted time.
+
+        The costs know messages and rows, not all that a processor does with them, and schemes differ most in that. So
+        there are up to `most - 1` plans with one scheme for all tables, and half as many of those that no change
+        betters, though their costs are higher. Tables that are fixed keep their schemes.
+        """
+        plan, found = self.plan(), list[TablePlan]()
+        for choices, number in ((self._uniform(), most - 1), (self._optima[1:], (most - 1) // 2)):
+            others: list[TablePlan] = []
+            for chosen in choices:
+                with contextlib.suppress(ConfigError):  # Not every table can be cut in every way.
+                    one = self._planned(chosen)
+                    known = any(one.schemes == other.schemes for other in (plan, *found, *others))
+                    others += [one] if one.costs.needed_bytes <= self.memory and not known else []
+            found += sorted(others, key=lambda one: one.costs.total_sec)[:number]
+        return [plan, *sorted(found, key=lambda one: one.costs.total_sec)]
+
+    def _possible(self, table: Table) -> dict[str, Scheme]:
+        """The schemes that a table may have here, by kind."""
+        if table.name in self.fixed:
+            return {self.fixed[table.name].kind: self.fixed[table.name]}
+        place = self._places.get(table.name)
+        return {one.kind: one for one in possible(table, self.work) if _can_have(one, place, self.work)}
+
+    def _uniform(self) -> list[dict[str, str]]:
+        """All tables under one scheme, but for those that are fixed, for each scheme that all may have."""
+        every = [one.kind for one in _choices() if all(one.kind in self._options[name] for name in self._free)]
+        return [
+            {name: one if one in some else next(iter(some)) for name, some in self._options.items()} for one in every
+        ]
+
+    @functools.cached_property
+    def _optima(self) -> list[dict[str, str]]:
+        """Choices that no change betters, the best one first: from that of HiGHS, and from one scheme for all tables.
+
+        Of many tables, the best that were found with `_MOST_WORK`. Raises ConfigError if no choice fits.
+        """
+        options = {name: list(some.values()) for name, some in self._options.items()}
+        chosen = choose(self.work, options, self.machine, self.memory, self._base)
+        starts = [{table.name: chosen[table.name].kind for table in self.work.tables}, *self._uniform()]
+        fit = [one for one in starts if self._value(one) < math.inf]
+        if not fit:  # Raises what is wrong with all of them, such as a given place that is none.
+            self._planned(starts[0])
+            fit = starts[:1]
+        found, left = [], _MOST_WORK
+        for number, start in enumerate(fit):
+            self._work_left = part = left // (len(fit) - number)
+            found.append(self._improved(start))
+            left -= part - max(0, self._work_left)
+        return sorted(found, key=self._value)
+
+    def _planned(self, kinds: Mapping[str, str]) -> TablePlan:
+        """The plan with these schemes: tables are placed, and its costs are those with their places."""
+        chosen = _joined(self.work, {name: self._options[name][kind] for name, kind in kinds.items()}, self.fixed)
+        places = placed(self.work, self._base, chosen, self._places, self.memory, self.machine)
+        return TablePlan(chosen, places, costs_of(self.work, with_schemes(self._base, chosen, places), self.machine))
+
+    def _improved(self, current: dict[str, str]) -> dict[str, str]:
+        """The choice after changes, each the first that helps, until none does or the work that is left is done."""
+        best, helps = self._value(current), True
+        while helps:
+            helps = False
+            for group in self._groups(current):
+                for kind in (one.kind for one in _choices()):
+                    if self._work_left <= 0:
+                        return current
+                    moved = [one for one in group if current[one] != kind and kind in self._options[one]]
+                    changed = current | dict.fromkeys(moved, kind)
+                    if moved and (found := self._value(changed)) < best * (1 - 1e-9):
+                        current, best, helps = changed, found, True
+        return current
+
+    def _groups(self, current: Mapping[str, str]) -> list[list[str]]:
+        """What is changed together: one table, all of a scheme, all up to a size; of many tables those of like size.
+
+        All up to a size, for tables that share a message: its latency is too much for the first of them alone.
+        """
+        free, number = self._free, len(self._free)
+        alone = [[one] for one in free]
+        of_kind = [[one for one in free if current[one] == kind.kind] for kind in _choices()]
+        if number <= _FEW:
+            return [*alone, *of_kind, *(free[:size] for size in range(2, number))]
+        smallest = [free[:size] for size in sorted({round(x) for x in np.geomspace(2, number - 1, _FEW)})]
+        lengths = [number >> halved for halved in range(1, number.bit_length()) if number >> halved > 1]
+        alike = [free[first : first + length] for length in lengths for first in range(0, number, length)]
+        return [*of_kind, *smallest, *alike, *alone]
+
+    def _value(self, kinds: Mapping[str, str]) -> float:
+        """What a step costs; what does not fit is worse than all that fits, and the less it fits, the worse."""
+        of_kind: dict[str, list[str]] = {}
+        for name, kind in kinds.items():
+            of_kind.setdefault(kind, []).append(name)
+        found = [self._costs(kind, tuple(names)) for kind, names in of_kind.items()]
+        fitting = [one for one in found if one is not None]
+        if len(fitting) < len(found):
+            return math.inf
+        size = sum(one[1] for one in fitting)
+        return sum(one[0] for one in fitting) if size <= self.memory else 1e6 * size / self.memory
+
+    def _costs(self, kind: str, names: tuple[str, ...]) -> tuple[float, int] | None:
+        """(seconds, bytes of a device) of the tables with one scheme; None if they cannot have it."""
+        key = (kind, *names)
+        if key not in self._known:
+            self._work_left -= len(names) + _LAYOUT
+            self._known[key] = None
+            with contextlib.suppress(ConfigError):  # Not every table can be cut in every way.
+                found = costs_of(*together(self.work, self._base, kind, names, self.fixed), self.machine)
+                self._known[key] = found.total_sec, found.needed_bytes
+        return self._known[key]
+
+
+def together(
+    work: Workload, base: EmbeddingConfig, kind: str, names: Collection[str], fixed: Mapping[str, Scheme]
+) -> tuple[Workload, EmbeddingConfig]:
+    """Some tables alone with a scheme of one kind and their common room; those in `fixed` have theirs."""
+    some = with_tables(work, names)
+    changes: dict[str, Any] = {"schemes": tuple((name, fixed[name]) for name in names if name in fixed)}
+    if free := [one for one in some.tables if one.name not in fixed]:
+        [scheme] = (one for one in _choices() if one.kind == kind)
+        changes["scheme"] = scheme.with_room(_room(free, work))
+    return some, base.model_copy(update=changes)
+
+
+def choose(
+    work: Workload,
+    options: Mapping[str, Sequence[Scheme]],
+    machine: Machine,
+    memory: float,
+    base: EmbeddingConfig,
+) -> dict[str, Scheme]:
+    """A scheme for each table: the least sum of times of tables alone, with a sum of memory that fits.
+
+    Raises ConfigError if the tables do not fit under any.
+    """
+    import scipy.optimize
+    import scipy.sparse
+
+    pairs = [(table, scheme) for table in work.tables for scheme in options[table.name]]
+    shares = [share(work, table, scheme, machine, base) for table, scheme in pairs]
+    seconds, sizes = np.array([one[0] for one in shares]), np.array([one[1] for one in shares])
+    names = [table.name for table in work.tables]
+    rows = [names.index(table.name) for table, _ in pairs]
+    one_each = scipy.sparse.coo_array((np.ones(len(pairs)), (rows, range(len(pairs)))), (len(names), len(pairs)))
+    found = milp(
+        seconds / max(seconds.max(), 1e-30),
+        constraints=[
+            scipy.optimize.LinearConstraint(one_each.tocsr(), 1, 1),
+            scipy.optimize.LinearConstraint(sizes[None] / memory, -np.inf, 1),
+        ],
+        integrality=np.ones(len(pairs)),
+        bounds=scipy.optimize.Bounds(0, 1),
+        options={"node_limit": _SOLVER_NODES, "mip_rel_gap": 1e-4},
+    )
+    if found.x is None and found.status != _INFEASIBLE:
+        raise ConfigError(
+            f"the tables: HiGHS found no choice of schemes in {_SOLVER_NODES:,} nodes ({found.message}). Give some of "
+            "the tables a scheme in the config (EmbeddingConfig.schemes), and the rest is planned around it."
+        )
+    if found.x is None:
+        least = sum(
+            min(size for (one, _), size in zip(pairs, sizes, strict=True) if one is table) for table in work.tables
+        )
+        raise ConfigError(
+            f"the tables need {readable_bytes(least)} on each device, and it has {readable_bytes(memory)} for them. "
+            "Take more devices, fewer columns, or an optimizer that keeps less of a row (rowwise_adagrad)."
+        )
+    return {pairs[i][0].name: pairs[i][1] for i in np.flatnonzero(found.x > 0.5).tolist()}
+
+
+def share(work: Workload, table: Table, scheme: Scheme, machine: Machine, base: EmbeddingConfig) -> tuple[float, float]:
+    """(seconds, bytes on a device) of a table, where tables that are assigned share the devices evenly."""
+    config = with_schemes(base, {table.name: scheme})
+    [buffer] = work.buffers(config, [table])
+    found = costs_of_buffers([buffer], work.local_batch, config, machine, work.cached)
+    return found.total_sec / buffer.num_outer, found.needed_bytes / buffer.num_outer
+
+
+def _choices() -> list[Scheme]:
+    """A scheme of each kind."""
+    classes: list[Any] = list(kinds(Scheme).values())
+    return [one() for one in classes]
+
+
+def possible(table: Table, work: Workload) -> list[Scheme]:
+    """The schemes that a table can have, with room for the rows that batches touch."""
+    ways = math.prod(size for axis, size in work.sizes.items() if axis != Axis.REPLICA.value)
+    fit = [one for one in _choices() if one.spread.cut != "columns" or table.columns % ways == 0]
+    return [one.with_room(_room([table], work)) for one in fit]
+
+
+def _can_have(scheme: Scheme, place: int | None, work: Workload) -> bool:
+    """Whether a table with this scheme can be at its given place, if it has one."""
+    return place is None or (scheme.assigned and place < math.prod(work.sizes[axis] for axis in scheme.spread.outer))
+
+
+def _room(tables: Sequence[Table], work: Workload) -> float:
+    """The share of their ids for which messages of these tables have room: that of distinct rows, and some more."""
+    found = sum(work.distinct[one.name] for one in tables) / sum(work.ids_of(one) for one in tables)
+    return min(1.0, math.ceil(found * _ROOM_SLACK * 1e4) / 1e4)
+
+
+def under_one(work: Workload, scheme: Scheme) -> dict[str, Scheme]:
+    """All tables under one scheme, with room for their distinct rows."""
+    return _joined(work, {table.name: scheme for table in work.tables})
+
+
+def _joined(work: Workload, chosen: Mapping[str, Scheme], fixed: Collection[str] = ()) -> dict[str, Scheme]:
+    """All tables of one scheme with their common room, so that they share messages; those in `fixed` as they are."""
+    of_kind: dict[str, list[Table]] = {}
+    for table in work.tables:
+        if table.name not in fixed:
+            of_kind.setdefault(chosen[table.name].kind, []).append(table)
+    rooms = {kind: _room(tables, work) for kind, tables in of_kind.items()}
+    return {name: one if name in fixed else one.with_room(rooms[one.kind]) for name, one in chosen.items()}
+
+
+def with_tables(work: Workload, tables: Collection[str]) -> Workload:
+    """The workload of some of its tables alone."""
+    names = frozenset(tables)
+    some = tuple(one for one in work.tables if one.name in names)
+    features = {name for one in some for name in one.features}
+    return dataclasses.replace(work, tables=some, num_ids={k: v for k, v in work.num_ids.items() if k in features})

@@ -1,0 +1,226 @@
+"""What a planner has to know of an experiment: what is fixed, the parameters, and what a compiled step says."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxdl.core.config import ConfigError, field_at
+from jaxdl.data import TabularSpec
+from jaxdl.exchange import Auto, ExchangeConfig
+from jaxdl.exchange.base import by_name, leaf_names
+from jaxdl.parallel.sharding import has_names, is_names
+from jaxdl.performance.planner.memory import Fit, Parameters
+from jaxdl.performance.planner.search import PlanTables, Workload
+from jaxdl.performance.planner.steptime import Profile
+from jaxdl.performance.planner.timed import StepParts
+from jaxdl.performance.planner.trial import Measured, Setting, measured, profile, trial_exchange
+from jaxdl.performance.planner.trials import Trials, trial_plan
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.plans import LAYOUT
+from jaxdl.training.run.plan.build import Plan
+from jaxdl.training.run.plan.exchange import trained_of
+from jaxdl.training.step import Parts
+
+
+def fixed_fields(experiment: Experiment, keep: Collection[str]) -> dict[str, Any]:
+    """The fields of `LAYOUT` that a plan does not change, with their values.
+
+    They are those in `keep`, and those with another value than the default. An axis of the mesh that is -1 is free.
+    """
+    found = {}
+    for name in LAYOUT:
+        part, _, field = name.partition(".")
+        fields = type(getattr(experiment, part)).model_fields
+        if field not in fields:
+            continue
+        value = field_at(experiment, name)
+        if (name in keep or value != fields[field].default) and value != -1:
+            found[name] = value
+    return found
+
+
+def listed(fixed: Mapping[str, Any]) -> str:
+    """What is fixed, in words."""
+    return ", ".join(f"{name} {value}" for name, value in fixed.items()) or "nothing"
+
+
+def no_layout(experiment: Experiment, fixed: Mapping[str, Any], devices: str) -> ConfigError:
+    """The error of a search without any candidate."""
+    ways = "all devices" if experiment.model.modality == TabularSpec.modality else "replica x fsdp"
+    return ConfigError(
+        f"no layout: batch_size {experiment.batch_size} (and that of the evaluation) has to be divided by {ways} "
+        f"on {devices}, with what is given ({listed(fixed)}). Give fewer options (an axis of the mesh that is -1 "
+        "is planned), or another --batch-size."
+    )
+
+
+def workload_of(
+    experiment: Experiment,
+    trials: Trials,
+    devices: Sequence[Any],
+    nodes: int,
+    tables: PlanTables | None = None,
+    parts: Callable[[str], StepParts] | None = None,
+    *,
+    replicas: bool | None = None,
+) -> Workload:
+    """What is planned of an experiment; steps, those of `trials`, are compiled for `devices`, those of a node.
+
+    With `replicas`, which several nodes have by default, the memory that their exchange needs is that of a compiled
+    step of two replicas, if a node has devices for them. Kernels take the times in `parts`, by remat, as measured by
+    `jaxdl.performance.planner.timed`; without it those of the roofline.
+
+    Raises ConfigError where the data is missing, and for settings that no plan is made for.
+    """
+    if experiment.agreement.keeps_replicas:
+        raise ConfigError(
+            f"--agreement {experiment.agreement.kind}: the planner knows replicas that agree in every step alone. Plan "
+            "with --agreement every_step."
+        )
+    exchange = experiment.exchange
+    if not isinstance(exchange, ExchangeConfig | Auto):
+        raise ConfigError(f"exchange {exchange.kind}: the planner does not know what it costs. Choose another one.")
+    remat = getattr(experiment.model, "remat", None)
+    base = trial_plan(trials, Setting(1, 1, 1, remat, "replicated"), devices)
+    return Workload(
+        batch_size=experiment.batch_size,
+        parameters=parameters_of(base),
+        profiles=_profiles(
+            trials,
+            devices,
+            experiment.batch_size // (nodes * len(devices)),
+            parts,
+            replicas=nodes > 1 if replicas is None else replicas,
+        ),
+        remats=("",) if remat is None else ("none", "dots", "block"),
+        sharding=experiment.sharding,
+        exchange=exchange,
+        measured_exchange=trial_exchange(experiment),
+        norm_span=span if isinstance(span := getattr(experiment.model, "norm_span", None), int) else None,
+        example_bytes=example_bytes(base),
+        tables=tables,
+        batch_sizes=[one.batch_size for one in experiment.phases if one.batch_size is not None],
+        eval_batch_size=experiment.evaluation.batch_size,
+        tensor_fits=lambda size: (
+            size <= len(devices) and tensor_fits(base.parts, experiment.sharding.tensor_dims, size)
+        ),
+    )
+
+
+def parameters_of(plan: Plan) -> Parameters:
+    """What the state of a plan has, from its shapes."""
+    experiment, parts = plan.experiment, plan.parts
+    axes, trained = trained_of(experiment, parts.network)
+    size = _bytes(trained)
+    shapes = parts.state_spec.shapes
+    names = set(leaf_names(trained))
+    every = zip(jax.tree.leaves(parts.network.axes, is_leaf=is_names), jax.tree.leaves(shapes.params), strict=True)
+    frozen = [one for name, one in zip(leaf_names(shapes.params), every, strict=True) if name not in names]
+    return Parameters(
+        axes,
+        trained,
+        optimizer_copies=_bytes(shapes.opt_state) / max(size, 1),
+        average=bool(jax.tree.leaves(shapes.ema_params)),
+        other_bytes=_bytes(shapes.model_state),
+        frozen=tuple(frozen),
+        order=tuple(reversed(list(by_name(trained)))),
+    )
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def example_bytes(plan: Plan) -> float:
+    """Bytes of an example of a batch."""
+    segment = plan.timeline.segments[0]
+    batch = plan.sources(segment)[0].batch_shapes(segment.batch_size, evaluating=False)
+    return _bytes(batch) / segment.batch_size
+
+
+def tensor_fits(parts: Parts, dims: Sequence[str], size: int) -> bool:
+    """Whether `tensor` of this size divides every named dimension that it is to split."""
+    if size == 1:
+        return True
+    network = parts.network
+    if not has_names(network.axes):
+        return False
+    axes = jax.tree.leaves(network.axes, is_leaf=is_names)
+    shapes = jax.tree.leaves(network.param_shapes)
+    found = [
+        number
+        for names, x in zip(axes, shapes, strict=True)
+        for name, number in zip(names, x.shape, strict=True)
+        if name in dims
+    ]
+    return bool(found) and all(number % size == 0 for number in found)
+
+
+def _profiles(
+    trials: Trials,
+    devices: Sequence[Any],
+    most_examples: int,
+    parts: Callable[[str], StepParts] | None,
+    *,
+    replicas: bool,
+) -> Callable[[int, str, str], Profile]:
+    """Profiles by tensor, remat and sharding, each compiled once; ConfigError if XLA cannot compile `tensor`."""
+    few = max(1, min(8, most_examples // 2))
+
+    @functools.cache
+    def measure(setting: Setting) -> Measured:
+        return measured(trial_plan(trials, setting, devices))
+
+    @functools.cache
+    def counted(tensor: int, remat: str, param_sharding: str) -> Profile:
+        # Batches with tables are divided by all devices.
+        least = -(-few // tensor) * tensor if trials.experiment.model.modality == TabularSpec.modality else few
+        try:
+            return profile(
+                measure,
+                tensor=tensor,
+                most_fsdp=len(devices) // tensor,
+                remat=remat or None,
+                param_sharding=param_sharding,
+                examples=(least, 2 * least),
+                replicas=replicas and 2 * tensor <= len(devices),
+            )
+        except jax.errors.JaxRuntimeError as error:
+            if tensor == 1:
+                raise
+            why = str(error).splitlines()[0][:200]
+            raise ConfigError(
+                f"mesh.tensor {tensor}: XLA does not compile this model's step with it ({why}). Plan with "
+                "--mesh.tensor 1."
+            ) from None
+
+    def found(tensor: int, remat: str, param_sharding: str) -> Profile:
+        one = counted(tensor, remat, param_sharding)
+        if parts is None:
+            return one
+        alone = one if tensor == 1 else counted(1, remat, param_sharding)
+        return with_measured(one, parts(remat), alone, few, divided=param_sharding == "sharded")
+
+    return found
+
+
+def with_measured(counted: Profile, parts: StepParts, alone: Profile, examples: int, *, divided: bool) -> Profile:
+    """A profile whose kernels take as long as measured ones did, of one device of `fsdp` and `tensor`.
+
+    `alone` is the profile of these. Kernels of another size of `tensor` are as much slower than their least times as
+    those of `alone` are, with so many examples. `divided` says whether the update is split over `fsdp`.
+    """
+    if counted is alone:
+        rest = Fit(0.0, parts.rest) if divided else Fit(parts.rest)
+        return dataclasses.replace(counted, passes_sec=Fit(parts.microbatch, 0.0, parts.example), other_sec=rest)
+    passes = (parts.microbatch + parts.example * examples) / alone.passes_sec.at(1, examples)
+    rest = parts.rest / alone.other_sec.at(1, 0)
+    return dataclasses.replace(
+        counted, passes_sec=counted.passes_sec.scaled(passes), other_sec=counted.other_sec.scaled(rest)
+    )

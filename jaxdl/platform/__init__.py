@@ -1,0 +1,1 @@
+"""Many runs on many machines: launchers, job files, searches, fleets, Spark."""

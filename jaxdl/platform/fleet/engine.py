@@ -1,0 +1,255 @@
+"""Where the runs of a fleet run: an engine starts and stops them, says how they ended, and which nodes there are."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from jaxdl.core.errors import ConfigError
+from jaxdl.core.writing import replace_file
+from jaxdl.parallel.cluster import exits
+from jaxdl.platform.fleet.journal import sync_folder
+from jaxdl.platform.fleet.keeper import EXIT_FILE, KEEPER_FILE, OUTPUT_FILE
+from jaxdl.platform.fleet.resources import Amounts, parse_nodes
+from jaxdl.platform.fleet.store import Store, Submission
+from jaxdl.platform.launch.netns import check_possible, parse_rate
+
+PIDS_FILE = "pids.json"
+LOST = -1
+"""In place of the exit code of an attempt that is gone without one, because it was killed with its keeper."""
+_engines: dict[str, type[Engine]] = {}
+
+
+class Engine(abc.ABC):
+    """The calls behind which a kind of cluster is. A subclass registers itself by its name."""
+
+    name: ClassVar[str]
+    options: ClassVar[tuple[str, ...]] = ()
+    """Options of `serve` that are for this engine: its constructor takes them."""
+    gives_gpus: ClassVar[bool] = True
+    """Whether a host has the GPUs that it asks for, or those of the node that it has alone; without any, and where this
+    is False, it has one CPU device."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _engines[cls.name] = cls
+
+    def __init__(self, store: Store, num_nodes: int) -> None:
+        self.store, self.num_nodes = store, num_nodes
+
+    @abc.abstractmethod
+    def nodes(self) -> list[str]:
+        """The names of the nodes that are in service."""
+
+    def resources(self) -> Mapping[str, Amounts]:
+        """What each node in service has, by name; nothing where that is not known."""
+        return {name: {} for name in self.nodes()}
+
+    @abc.abstractmethod
+    def start(self, run: Submission, attempt: int, nodes: Sequence[str]) -> bool:
+        """Starts a run with a host on each of these nodes, which may be there several times if it shares them.
+
+        Returns False if something of it is still alive, so that nothing was started.
+        """
+
+    @abc.abstractmethod
+    def stop(self, run: Submission, attempt: int) -> None:
+        """Asks an attempt to save and end; returns at once. May be called again."""
+
+    @abc.abstractmethod
+    def kill(self, run: Submission, attempt: int) -> None:
+        """Ends an attempt that does not save and end, by SIGKILL; returns at once. May be called again."""
+
+    @abc.abstractmethod
+    def poll(self, run: Submission, attempt: int) -> int | None:
+        """The exit code of an attempt, `LOST` without one; None while it lives."""
+
+
+def make_engine(name: str, store: Store, num_nodes: int, **given: Any) -> Engine:
+    """The engine of a name; `given` are the options of engines, None where they are not set.
+
+    Raises ConfigError if there is no such engine, or an option is for another.
+    """
+    importlib.import_module("jaxdl.platform.fleet.ray_engine")  # It registers itself.
+    if name not in _engines:
+        raise ConfigError(f"--engine {name}: there is no such engine; choose one of {', '.join(sorted(_engines))}.")
+    kind = _engines[name]
+    for option, value in given.items():
+        if value is not None and option not in kind.options:
+            owners = ", ".join(sorted(other for other, one in _engines.items() if option in one.options))
+            shown = " ".join(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"--{option} {shown}: the engine {name} has no such option. It is for {owners}.")
+    return kind(store, num_nodes, **{option: given.get(option) for option in kind.options})
+
+
+def exit_code(path: Path) -> int:
+    """The exit code in the file of an attempt; `LOST` if there is none, or it is damaged."""
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["code"])
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return LOST
+
+
+def _keeper_of(folder: Path) -> int | None:
+    """The process that keeps an attempt by its command line, where Linux shows that; else None."""
+    # One that a server of an earlier version started has the earlier name.
+    names = (b"jaxdl.platform.fleet.keeper", b"jaxdl.fleet.keeper")
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            line = path.read_bytes().split(b"\0")
+            if any(
+                line[place : place + 2] == [name, os.fsencode(folder)] for place in range(len(line)) for name in names
+            ):
+                return int(path.parent.name)
+    return None
+
+
+class Local(Engine):
+    """Processes on this machine: a run on n nodes is `python -m jaxdl.launch local --hosts n`.
+
+    What the nodes have (`have`, see `parse_nodes`) and hosts take of it is counted, and not enforced.
+
+    Each run has a lock, an open file that the keeper and the launcher of an attempt inherit: as long as one lives, no
+    other attempt starts, whatever server asks. The processes of the hosts are killed with their launcher.
+    """
+
+    name = "local"
+    options = ("have",)
+    gives_gpus = False
+    launcher: ClassVar[str] = "local"
+    """The command of `python -m jaxdl.launch`."""
+
+    def __init__(self, store: Store, num_nodes: int, have: Sequence[str] | None = None) -> None:
+        super().__init__(store, num_nodes)
+        self._have = parse_nodes(have or ())
+        if self._have and len(self._have) != num_nodes:
+            raise ConfigError(f"--nodes {num_nodes}: --have speaks of {len(self._have)} nodes. Leave --nodes out.")
+        self._keepers: list[subprocess.Popen[bytes]] = []
+
+    def nodes(self) -> list[str]:
+        """node0, node1, ... but for those that were taken out of service."""
+        lost = self.store.lost_nodes()
+        return [name for name in (f"node{number}" for number in range(self.num_nodes)) if name not in lost]
+
+    def resources(self) -> Mapping[str, Amounts]:
+        """See `Engine.resources`."""
+        return {name: self._have[int(name.removeprefix("node"))] if self._have else {} for name in self.nodes()}
+
+    def start(self, run: Submission, attempt: int, nodes: Sequence[str]) -> bool:
+        """See `Engine.start`. A command that cannot be started ends with a code, as others do."""
+        lock = self._locked(run)
+        if lock is None:
+            return False
+        try:
+            folder = self.folder(run, attempt)
+            folder.mkdir(parents=True, exist_ok=True)
+            sync_folder(folder.parent)
+            command = self.command(run, nodes, folder.absolute())
+            keeper = [sys.executable, "-m", "jaxdl.platform.fleet.keeper", str(folder.absolute()), str(lock), *command]
+            # In a session of its own, and without the server's output: what ends the server is not for the runs.
+            with (folder / OUTPUT_FILE).open("ab") as output:
+                try:
+                    started = subprocess.Popen(
+                        keeper,
+                        cwd=run.folder,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        start_new_session=True,
+                        pass_fds=(lock,),
+                    )
+                except OSError as error:  # The folder where it was submitted is gone, say.
+                    output.write(f"fleet: cannot be started in {run.folder}: {error.strerror}\n".encode())
+                    code = json.dumps({"code": exits.MISTAKE, "at": time.time()})
+                    replace_file(folder / EXIT_FILE, code.encode())
+                    return True
+            self._keepers.append(started)
+        finally:
+            os.close(lock)
+        return True
+
+    def command(self, run: Submission, nodes: Sequence[str], folder: Path) -> list[str]:
+        """What runs on this machine for a run on these nodes; `folder` is that of the attempt."""
+        options = ["--hosts", str(len(nodes)), "--pids", str(folder / PIDS_FILE)]
+        options += self.launcher_options()
+        return [sys.executable, "-m", "jaxdl.launch", self.launcher, *options, "--", *run.words(len(nodes))]
+
+    def launcher_options(self) -> list[str]:
+        """More options of the launcher."""
+        return []
+
+    def stop(self, run: Submission, attempt: int) -> None:
+        """SIGTERM to the keeper, which forwards it."""
+        if self.poll(run, attempt) is None and (pid := self._keeper(run, attempt)) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    def kill(self, run: Submission, attempt: int) -> None:
+        """SIGKILL to the keeper and the launcher, with which the processes of the hosts end."""
+        if self.poll(run, attempt) is None and (pid := self._keeper(run, attempt)) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def poll(self, run: Submission, attempt: int) -> int | None:
+        """See `Engine.poll`."""
+        # Keepers that have ended are waited for: they would be zombies until the server ends.
+        self._keepers = [one for one in self._keepers if one.poll() is None]
+        lock = self._locked(run)
+        if lock is None:  # Also for a moment after the code was written.
+            return None
+        os.close(lock)
+        return exit_code(self.folder(run, attempt) / EXIT_FILE)
+
+    def folder(self, run: Submission, attempt: int) -> Path:
+        """Where the files of an attempt are."""
+        return self.store.path_of(run.name) / "attempts" / str(attempt)
+
+    def _keeper(self, run: Submission, attempt: int) -> int | None:
+        folder = self.folder(run, attempt)
+        try:
+            return int(json.loads((folder / KEEPER_FILE).read_text(encoding="utf-8"))["pid"])
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, KeyError):  # It is damaged.
+            return _keeper_of(folder.absolute())
+
+    def _locked(self, run: Submission) -> int | None:
+        """The lock of a run as an open file; None if something of the run has it."""
+        descriptor = os.open(self.store.path_of(run.name) / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        return descriptor
+
+
+class Netns(Local):
+    """Emulated nodes: each run has a network of its own, with a namespace for each node and links of a limited rate."""
+
+    name = launcher = "netns"
+    options = ("rate", "have")
+
+    def __init__(
+        self, store: Store, num_nodes: int, rate: str | None = None, have: Sequence[str] | None = None
+    ) -> None:
+        check_possible()
+        if rate is not None:
+            parse_rate(rate)
+        super().__init__(store, num_nodes, have)
+        self._rate = rate
+
+    def launcher_options(self) -> list[str]:
+        """See `Local.launcher_options`."""
+        return ["--rate", self._rate] if self._rate else []

@@ -1,0 +1,82 @@
+"""A run as the server of a fleet knows it, and the states that it can have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxdl.platform.fleet.store import Submission
+
+RUNNING, STOPPING, WAITING, HELD = "running", "stopping", "waiting", "held"
+COMPLETED, FAILED, CANCELLED, HALTED = "completed", "failed", "cancelled", "halted"
+ENDED = (COMPLETED, FAILED, CANCELLED, HALTED)
+RESIZING = "resizing"
+"""Shown in place of stopping and waiting, of a run that is stopped to go on with other nodes."""
+RESUMABLE = (FAILED, HALTED)
+"""States from which `resume` lets a run run again."""
+
+
+@dataclass
+class Member:
+    """A run as the server knows it."""
+
+    submission: Submission
+    state: str = WAITING
+    attempt: int = 0
+    nodes: tuple[str, ...] = ()
+    """The node of each host of the current attempt; empty without one."""
+    changed: float = 0.0
+    """When it got these nodes."""
+    begun: float = 0.0
+    """When the server first saw a report of a step of the current attempt; 0 before."""
+    size: int = 0
+    """The hosts of the current attempt, or of the last one."""
+    ended: float = 0.0
+    """When it ended last; 0 before."""
+    from_step: int = 0
+    """The last step that was reported before the current attempt."""
+    stopping: float = 0.0
+    """When the current attempt was asked to save and end."""
+    failures: int = 0
+    not_before: float = 0.0
+    reason: str = "submitted"
+    resized: int = 0
+    resizing: bool = False
+    """Whether it was stopped to have other nodes, and has not been started on them."""
+    killed: int = 0
+    """Attempts that did not save and end in time."""
+    code: int | None = None
+    num_asked: int = 0
+    """What the user had asked by the time it ended, see `Store.num_asked`."""
+    problem: str = ""
+    """What of its files is damaged, so that it does not start."""
+    decided: str = field(default="", compare=False)
+    """What the last decision said of it."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether an attempt may be running."""
+        return self.state in (RUNNING, STOPPING)
+
+    def view(self) -> dict[str, Any]:
+        """What is shown of it, as JSON."""
+        one = self.submission
+        return {
+            "run": one.name,
+            "state": RESIZING if self.resizing and self.state in (STOPPING, WAITING) else self.state,
+            "nodes": list(self.nodes),
+            "sizes": list(one.sizes),
+            "left_out": dict(one.left_out),
+            "needs": dict(one.needs),
+            "weight": one.weight,
+            "priority": one.priority,
+            "attempt": self.attempt,
+            "resized": self.resized,
+            "killed": self.killed,
+            "since": self.changed or one.submitted,
+            "ended": self.ended,
+            "code": self.code,
+            "reason": self.problem or self.reason,
+            "decided": self.decided,
+            "workdir": str(one.workdir or ""),
+        }

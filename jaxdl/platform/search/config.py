@@ -1,0 +1,158 @@
+"""The settings of a search, and what they mean for one experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import pydantic
+
+from jaxdl.core.config import Config, ConfigError
+from jaxdl.core.options import parse
+from jaxdl.data.phases import Timeline, make_timeline
+from jaxdl.platform.search.engines import Engine, Local
+from jaxdl.platform.search.ray_engine import OnRay
+from jaxdl.platform.search.samplers import TPE, Sampler
+from jaxdl.platform.search.schedulers import ASHA, Scheduler
+from jaxdl.platform.search.space import Setting, words_of
+from jaxdl.platform.search.trial import Direction
+from jaxdl.report.better_direction import is_higher_better
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.plan.changed_settings import check_may_change
+from jaxdl.training.run.plan.length import steps_of
+from jaxdl.training.run.plan.validate import check_phases, check_warmup, read_splits
+
+if TYPE_CHECKING:
+    from jaxdl.data import Splits
+
+__all__ = ["Lengths", "OnRay", "SearchConfig", "check_settings", "combinations", "direction_of", "metric_of"]
+
+LENGTH_FIELDS = ("epochs", "steps", "tokens", "phases", "batch_size", "data")
+"""Fields that decide how many steps a run has."""
+
+
+class SearchConfig(Config):
+    """All settings of a search; search.json in its folder."""
+
+    vary: tuple[str, ...] = ()
+    """What varies: NAME=log:LOW:HIGH, uniform:LOW:HIGH, int:LOW:HIGH, logint:LOW:HIGH, or NAME=A,B,C."""
+    metric: str | None = None
+    """What is compared: evaluation/accuracy, or any column of metrics.jsonl; None: the task's best metric."""
+    direction: Literal["maximize", "minimize"] | None = None
+    """Whether a higher or a lower metric is better. None: as the task says of its best metric; lower for loss,
+    perplexity, bits_per_byte, error and auc_error, higher for accuracy, accuracy_top5, auc and bleu; required for
+    others."""
+    trials: int | None = pydantic.Field(default=None, ge=1)
+    """How many trials are started in all; of a population its size. None: the whole grid of --sampler grid."""
+    parallel: int = pydantic.Field(default=1, ge=1)
+    """How many run at a time."""
+    devices_per_trial: int | None = pydantic.Field(default=None, ge=1)
+    """GPUs of each trial; None: all, divided by --parallel."""
+    sampler: Sampler = TPE()
+    """Who proposes settings."""
+    sampler_seed: int = pydantic.Field(default=0, ge=0, lt=2**31)
+    """The seed of the proposals."""
+    scheduler: Scheduler = ASHA()
+    """Which trials train how long."""
+    engine: Engine = Local()
+    """Where trials run."""
+    retries: int = pydantic.Field(default=3, ge=0)
+    """How often a trial that broke off, and neither diverged nor was refused, is started again."""
+
+
+FREE = ("trials", "parallel", "devices_per_trial", "engine", "retries")
+"""The settings that may be others when a search goes on; `trials` only more."""
+
+
+def metric_of(config: SearchConfig, experiment: Experiment) -> str:
+    """The column of metrics.jsonl, `eval/accuracy`."""
+    given = config.metric or f"eval/{experiment.task.best_metric}"
+    return given.replace("evaluation/", "eval/", 1) if given.startswith("evaluation/") else given
+
+
+def direction_of(config: SearchConfig, experiment: Experiment) -> Direction:
+    """Whether a higher or a lower metric is better. Raises ConfigError for a metric of which that is not known."""
+    if config.direction is not None:
+        return config.direction
+    metric, task = metric_of(config, experiment), experiment.task
+    rises = is_higher_better(metric, (task.best_metric, task.resolved_mode))
+    if rises is None:
+        raise ConfigError(f"--metric {metric}: whether a higher value is better is not known. Give --direction too.")
+    return "maximize" if rises else "minimize"
+
+
+class Lengths:
+    """The lengths of runs in steps, and at which steps they evaluate."""
+
+    def __init__(self, experiment: Experiment, settings: list[Setting]) -> None:
+        self._experiment = experiment
+        self._splits: dict[str, Splits] = {}
+        self.timeline = self._timeline(experiment)
+        self.differ = [one.name for one in settings if one.name.partition(".")[0] in LENGTH_FIELDS]
+
+    def of(self, settings: dict[str, Any]) -> int:
+        """The length of a run with these settings."""
+        if not self.differ:
+            return self.timeline.total_steps
+        return self._timeline(with_settings(self._experiment, settings)).total_steps
+
+    def aligned(self, step: int) -> int:
+        """The first step from `step` on at which a run evaluates, or its end."""
+        total, period = self.timeline.total_steps, self._experiment.evaluation
+        while step < total and not self.timeline.due(step, period):
+            step += 1
+        return min(step, total)
+
+    def check(self, combinations: Iterable[dict[str, Any]]) -> None:
+        """Raises ConfigError for settings with which a run would be refused whatever its devices: none is started."""
+        for settings in combinations:
+            experiment = with_settings(self._experiment, settings)
+            timeline = self._timeline(experiment) if self.differ else self.timeline
+            check_phases(experiment, self._splits[experiment.data.to_json()])
+            check_warmup(experiment, timeline.total_steps)
+            schedule, steps = experiment.schedule, timeline.scheduled_steps
+            if schedule.users_name is None:  # A user's may compute, which starts the devices.
+                length = {"total_steps": steps, "steps_per_epoch": timeline.steps_per_epoch}
+                schedule.build(peak=experiment.optimizer.learning_rate, **length)
+
+    def _timeline(self, experiment: Experiment) -> Timeline:
+        if not any(getattr(experiment, name) for name in ("epochs", "steps", "tokens", "phases")):
+            raise ConfigError("the length of the runs is not set. Give --epochs or --steps.")
+        key = experiment.data.to_json()
+        if key not in self._splits:
+            self._splits[key] = read_splits(experiment.data, None)
+        train = self._splits[key].train
+        steps = experiment.steps or steps_of(experiment.tokens, experiment.batch_size, experiment.task, train.spec)
+        return make_timeline(
+            len(train), experiment.batch_size, epochs=experiment.epochs, steps=steps, phases=experiment.phases
+        )
+
+
+def with_settings(experiment: Experiment, settings: dict[str, Any]) -> Experiment:
+    """The experiment of a trial. Raises ConfigError for settings that it cannot have."""
+    return parse(experiment, words_of(settings))
+
+
+def combinations(settings: Sequence[Setting]) -> Iterator[dict[str, Any]]:
+    """The ends of each setting, with the first end of all others."""
+    first = {one.name: one.ends()[0] for one in settings}
+    for one in settings:
+        for value in one.ends():
+            yield first | {one.name: value}
+
+
+def check_settings(config: SearchConfig, experiment: Experiment, settings: list[Setting]) -> None:
+    """Raises ConfigError for a range whose ends the experiment does not take, or that the scheduler cannot vary."""
+    if not settings:
+        raise ConfigError("nothing varies. Give --vary NAME=VALUES, such as --vary optimizer.learning-rate=log:1e-3:1.")
+    for one in combinations(settings):
+        with_settings(experiment, one)
+    for one in settings:
+        part = one.name.partition(".")[0]
+        if config.scheduler.one_length and part in LENGTH_FIELDS:
+            raise ConfigError(
+                f"--vary {one.name}: it changes how many steps a run has, and --scheduler {config.scheduler.kind} "
+                "compares trials at the same steps. Give --scheduler none, or do not vary it."
+            )
+    if config.scheduler.changes_settings:
+        check_may_change([one.name for one in settings], experiment, "--vary")

@@ -1,0 +1,69 @@
+"""A search as Optuna's own tools understand it: every trial ended, in a file of its own that is written at the end.
+
+In the journal a trial that was stopped at a rung waits, so that it may train on; Optuna has no ended state from which
+one goes on. Its plots and importances know ended trials alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxdl.core.writing import partial_path
+from jaxdl.platform.search.journal import STUDY, storage_at
+from jaxdl.platform.search.space import Setting
+from jaxdl.platform.search.trial import Direction, Trial
+
+OPTUNA_FILE = "optuna.log"
+
+
+def first_stop(trials: Sequence[Trial]) -> int:
+    """The first step at which a trial has stopped: where most trials can be compared; 0 without any."""
+    return min((min(one.values) for one in trials if one.values), default=0)
+
+
+def write_copies(path: Path, trials: Sequence[Trial], settings: Sequence[Setting], direction: Direction) -> None:
+    """Writes an Optuna journal whose study `jaxdl` has the same trials, under the same numbers.
+
+    A finished one is COMPLETE, one that failed FAIL, and one that stopped before the full length, or was replaced,
+    PRUNED with its intermediate values; one that has not stopped yet is WAITING. If some are PRUNED, the study `jaxdl
+    at step N` has those that have reached the first stop as COMPLETE with their values there: importances take no
+    others.
+    """
+    import optuna
+
+    step = first_stop(trials)
+    unfinished = partial_path(path)
+    try:
+        storage = storage_at(unfinished)
+        kinds = [_state(one) for one in trials]
+        studies = {STUDY: [(one, state, one.value) for one, state in zip(trials, kinds, strict=True)]}
+        if "PRUNED" in kinds:
+            studies[f"{STUDY} at step {step}"] = [
+                (one, "COMPLETE", one.values[step]) for one in trials if step in one.values and one.parent is None
+            ]
+        for name, copies in studies.items():
+            study = optuna.create_study(storage=storage, study_name=name, direction=direction)
+            for one, state, value in copies:
+                study.add_trial(
+                    optuna.trial.create_trial(
+                        state=optuna.trial.TrialState[state],
+                        value=value if state == "COMPLETE" else None,
+                        params=dict(one.settings),
+                        distributions={setting.name: setting.distribution() for setting in settings},
+                        intermediate_values=dict(one.values),
+                        user_attrs={"number": one.number, "target": one.target, "reason": one.reason},
+                    )
+                )
+        unfinished.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def _state(trial: Trial) -> str:
+    """The name of Optuna's state."""
+    if trial.state == "open":
+        return "PRUNED" if trial.values else "WAITING"
+    return {"finished": "COMPLETE", "failed": "FAIL", "replaced": "PRUNED"}[trial.state]

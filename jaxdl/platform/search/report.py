@@ -1,0 +1,174 @@
+"""The result of a search: as JSON, and as a page with plots in its folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxdl.platform.search import plots
+from jaxdl.platform.search.copies import OPTUNA_FILE, first_stop, write_copies
+from jaxdl.platform.search.driver import DIVERGED_REASON, Request
+from jaxdl.platform.search.samplers import as_study
+from jaxdl.platform.search.show import Shown, state_of
+from jaxdl.platform.search.space import short
+from jaxdl.platform.search.trial import Trial, best, rank
+from jaxdl.platform.search.workdirs import curve, last_step
+from jaxdl.report import replace_file
+
+REPORT_FILE, RESULT_FILE = "report.md", "result.json"
+PLOTS = {
+    "history.png": "Every trial in the order of their start, and the best value so far. Far outliers stand at the edge",
+    "curves.png": "The metric of all trials over steps. Far outliers are cut off",
+    "slices.png": "The last value of each trial over each setting. Far outliers stand at the edge",
+    "parallel.png": "Parallel coordinates: a line for each trial",
+    "importances.png": "How much of the variance at the first stop each setting explains (PED-ANOVA)",
+}
+_MIN_FOR_IMPORTANCES = 6
+
+
+def result(request: Request, trials: Sequence[Trial], shown: Shown) -> dict[str, Any]:
+    """The result as JSON: the best trial with a command that trains it, all trials, the steps trained in all."""
+    top = best(trials, request.direction)
+    return {
+        "metric": request.metric,
+        "direction": request.direction,
+        "scheduler": shown.scheduler.kind,
+        "stops": shown.stops,
+        "num_trials": len(trials),
+        "num_failed": sum(one.state == "failed" for one in trials),
+        "num_diverged": sum(one.state == "failed" and one.reason.startswith(DIVERGED_REASON) for one in trials),
+        "trained_steps": sum(max(0, _trained(request, one) - one.from_step) for one in trials),
+        "best": None if top is None else {
+            "number": top.number,
+            "settings": dict(top.settings),
+            "value": top.value,
+            "step": top.step,
+            "workdir": str(request.workdir(top.number)),
+            "command": request.again(top),
+            "lineage": lineage(trials, top),
+        },
+        "trials": [
+            {
+                "number": one.number,
+                "settings": dict(one.settings),
+                "state": state_of(one, []),
+                "reason": one.reason,
+                "step": one.step,
+                "value": one.value,
+                "values": {str(step): value for step, value in sorted(one.values.items())},
+                "parent": one.parent,
+                "from_step": one.from_step,
+            }
+            for one in trials
+        ],
+    }  # fmt: skip
+
+
+def lineage(trials: Sequence[Trial], trial: Trial) -> list[dict[str, Any]]:
+    """The settings of a trial and of those whose checkpoints it began with, from step 0 on: a schedule of settings."""
+    found = [{"number": trial.number, "from_step": trial.from_step, "settings": dict(trial.settings)}]
+    while trial.parent is not None:
+        trial = trials[trial.parent]
+        found.append({"number": trial.number, "from_step": trial.from_step, "settings": dict(trial.settings)})
+    return found[::-1]
+
+
+def write_report(
+    folder: Path, request: Request, trials: Sequence[Trial], found: Mapping[str, Any], shown: Shown
+) -> None:
+    """Writes result.json, report.md with its plots, and the trials as Optuna's tools understand them."""
+    write_copies(folder / OPTUNA_FILE, trials, request.settings, request.direction)
+    replace_file(folder / RESULT_FILE, (json.dumps(found, indent=2, allow_nan=False) + "\n").encode())
+    curves = {one.number: curve(request.workdir(one.number), request.metric) for one in trials}
+    pictures = {
+        "history.png": plots.history(trials, request),
+        "curves.png": plots.curves(trials, curves, request, shown.stops),
+        "slices.png": plots.slices(trials, request),
+        "parallel.png": plots.parallel(trials, request),
+        "importances.png": plots.importances(importances(trials, request)),
+    }
+    for name, picture in pictures.items():
+        if picture is None:
+            (folder / name).unlink(missing_ok=True)
+        else:
+            replace_file(folder / name, picture)
+    page = _page(request, trials, found, [name for name, picture in pictures.items() if picture])
+    replace_file(folder / REPORT_FILE, page.encode(errors="surrogateescape"))  # A path may be no UTF-8.
+
+
+def importances(trials: Sequence[Trial], request: Request) -> dict[str, float]:
+    """Setting -> its share of the explained variance of the metric at the first stop; empty with too few trials.
+
+    At the first stop, since all trials reach it: PED-ANOVA (Watanabe et al., arXiv 2304.10255), of Optuna.
+    """
+    import warnings
+
+    import optuna
+
+    first = first_stop(trials)
+    reached = [one for one in trials if first in one.values and one.parent is None]
+    if len(reached) < _MIN_FOR_IMPORTANCES or len({one.values[first] for one in reached}) < 2:
+        return {}
+    alike = [
+        Trial(one.number, one.settings, first, {first: one.values[first]}, "finished", attributes={}) for one in reached
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        study = as_study(alike, request.settings, request.direction)
+        evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+        return optuna.importance.get_param_importances(study, evaluator=evaluator)
+
+
+def _trained(request: Request, trial: Trial) -> int:
+    return max(trial.step, last_step(request.workdir(trial.number)))
+
+
+def _page(request: Request, trials: Sequence[Trial], found: Mapping[str, Any], pictures: Sequence[str]) -> str:
+    """The text of report.md."""
+    names = [one.name for one in request.settings]
+    diverged = f", {found['num_diverged']} of them diverged" if found["num_diverged"] else ""
+    lines = [
+        f"# Search over {', '.join(map(short, names))}",
+        "",
+        f"{found['num_trials']} trials, {found['num_failed']} failed{diverged}; "
+        f"{found['trained_steps']:,} steps trained in all. "
+        f"Compared by `{request.metric}` ({request.direction}); scheduler `{found['scheduler']}`"
+        + (f", stops at steps {', '.join(map(str, found['stops']))}." if found["stops"] else "."),
+    ]
+    if (top := found["best"]) is not None:
+        lines += [
+            "",
+            f"Best: trial {top['number']}, {top['value']:.6g} at step {top['step']}, in `{top['workdir']}`.",
+            "",
+            "```bash",
+            top["command"],
+            "```",
+        ]
+        if len(top["lineage"]) > 1:
+            lines += [
+                "",
+                "It did not train with these settings from the start:",
+                "",
+                "| from step | trial | settings |",
+            ]
+            lines += ["|---|---|---|"]
+            lines += [f"| {one['from_step']} | {one['number']} | {_words(one['settings'])} |" for one in top["lineage"]]
+    for name in pictures:
+        lines += ["", f"![{PLOTS[name]}]({name})", "", f"*{PLOTS[name]}.*"]
+    lines += ["", f"| trial | {' | '.join(names)} | state | step | {request.metric} |", "|---" * (len(names) + 4) + "|"]
+    for one in sorted(trials, key=lambda one: rank(one, request.direction)):
+        value = "" if one.value is None else f"{one.value:.6g}"
+        state = state_of(one, []) + (f": {one.reason}" if one.reason else "")
+        cells = [str(one.number), *(_cell(one.settings[name]) for name in names), state, str(one.step), value]
+        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _words(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{short(name)} {_cell(value)}" for name, value in settings.items())
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)

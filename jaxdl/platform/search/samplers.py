@@ -1,0 +1,217 @@
+"""Who proposes the settings of the next trial: Optuna's samplers by name, or a grid.
+
+A sampler is asked with a study in memory that is made of the journal's trials each time, and its random numbers are
+those of the trial's number: so a proposal is a function of the journal, also after a kill. In that study a trial that
+waits at a rung counts as pruned there, which TPE ranks below all that came further; one that failed ranks last.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib.util
+import itertools
+import random
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from jaxdl.core.errors import ConfigError
+from jaxdl.core.kinds import Choice
+from jaxdl.platform.search.space import Setting
+from jaxdl.platform.search.trial import Direction, Trial
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.samplers import BaseSampler
+    from optuna.trial import FrozenTrial
+
+
+class Proposal(NamedTuple):
+    """The settings of a trial, and what the sampler keeps with it and with the study."""
+
+    settings: dict[str, Any]
+    attributes: Mapping[str, Any] = {}
+    study_attributes: Mapping[str, Any] = {}
+
+
+class Sampler(Choice):
+    """Who proposes settings."""
+
+    needs: ClassVar[str] = ""
+    """A package that its algorithm needs."""
+    ranks_pruned: ClassVar[bool] = False
+    """Whether it learns from trials that stopped at a rung as such; others see their last values as final ones."""
+
+    def check(self, settings: Sequence[Setting]) -> int | None:
+        """The number of proposals there are; None without a limit. Raises ConfigError when it cannot be used here."""
+        del settings
+        if self.needs and importlib.util.find_spec(self.needs) is None:
+            raise ConfigError(
+                f"--sampler {self.kind}: it needs the package {self.needs}. Install it: pip install {self.needs}; or "
+                "choose another --sampler, such as tpe."
+            )
+        return None
+
+    @abc.abstractmethod
+    def make(self, seed: int) -> BaseSampler:
+        """Optuna's sampler."""
+
+    def propose(
+        self,
+        settings: Sequence[Setting],
+        trials: Sequence[Trial],
+        direction: Direction,
+        seed: int,
+        study_attributes: Mapping[str, Any],
+    ) -> Proposal:
+        """The settings of the trial that follows `trials`."""
+        import optuna
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            sampler = self.make(random.Random(f"{seed} {len(trials)}").randrange(2**31))
+            study = as_study(trials, settings, direction, sampler, ranks_pruned=self.ranks_pruned)
+            storage = study._storage
+            for name, value in study_attributes.items():
+                storage.set_study_system_attr(study._study_id, name, value)
+            asked = study.ask({one.name: one.distribution() for one in settings})
+            kept = storage.get_trial(asked._trial_id).system_attrs
+            return Proposal(dict(asked.params), kept, storage.get_study_system_attrs(study._study_id))
+
+
+class Random(Sampler, kind="random"):
+    """Independent draws."""
+
+    def make(self, seed: int) -> BaseSampler:
+        """See `Sampler`."""
+        from optuna.samplers import RandomSampler
+
+        return RandomSampler(seed=seed)
+
+
+class TPE(Sampler, kind="tpe"):
+    """Tree-structured Parzen estimator (Bergstra et al. 2011); the first `startup` trials are random."""
+
+    ranks_pruned: ClassVar[bool] = True
+
+    startup: int = 10
+    """Trials before it begins to model."""
+
+    def make(self, seed: int) -> BaseSampler:
+        """See `Sampler`."""
+        from optuna.samplers import TPESampler
+
+        return TPESampler(seed=seed, n_startup_trials=self.startup, constant_liar=True)
+
+
+class GP(Sampler, kind="gp"):
+    """A Gaussian process with expected improvement."""
+
+    needs: ClassVar[str] = "torch"
+
+    def make(self, seed: int) -> BaseSampler:
+        """See `Sampler`."""
+        from optuna.samplers import GPSampler
+
+        return GPSampler(seed=seed, warn_independent_sampling=False)
+
+
+class CMAES(Sampler, kind="cmaes"):
+    """CMA-ES, for numbers; lists of values are drawn at random."""
+
+    needs: ClassVar[str] = "cmaes"
+
+    def make(self, seed: int) -> BaseSampler:
+        """See `Sampler`."""
+        from optuna.samplers import CmaEsSampler
+
+        return CmaEsSampler(seed=seed, warn_independent_sampling=False)
+
+
+class QMC(Sampler, kind="qmc"):
+    """A Sobol sequence, scrambled; lists of values are drawn at random."""
+
+    def make(self, seed: int) -> BaseSampler:
+        """See `Sampler`."""
+        from optuna.samplers import QMCSampler, RandomSampler
+
+        return QMCSampler(
+            scramble=True, seed=self.sequence, independent_sampler=RandomSampler(seed=seed),
+            warn_independent_sampling=False, warn_asynchronous_seeding=False,
+        )  # fmt: skip
+
+    sequence: int = 0
+    """Which scrambling; the trials of one search are points of one sequence."""
+
+
+class Grid(Sampler, kind="grid"):
+    """Every combination of lists of values and whole numbers, the last setting changing first."""
+
+    def check(self, settings: Sequence[Setting]) -> int | None:
+        """See `Sampler`."""
+        for one in settings:
+            if one.grid is None:
+                raise ConfigError(
+                    f"--sampler grid: {one.option.removeprefix('--')} has no list of values. Give one: "
+                    f"--vary {one.option.removeprefix('--')}=A,B,C."
+                )
+        total = 1
+        for one in settings:
+            total *= len(one.grid or ())
+        return total
+
+    def make(self, seed: int) -> BaseSampler:
+        """None is needed."""
+        raise NotImplementedError
+
+    def propose(
+        self,
+        settings: Sequence[Setting],
+        trials: Sequence[Trial],
+        direction: Direction,
+        seed: int,
+        study_attributes: Mapping[str, Any],
+    ) -> Proposal:
+        """The combination of this number."""
+        del direction, seed, study_attributes
+        every = itertools.product(*(one.grid or () for one in settings))
+        place = sum(one.parent is None for one in trials)  # Copies of a population are no places of the grid.
+        values = next(itertools.islice(every, place, None))
+        return Proposal({one.name: value for one, value in zip(settings, values, strict=True)})
+
+
+def as_study(
+    trials: Sequence[Trial],
+    settings: Sequence[Setting],
+    direction: Direction,
+    sampler: BaseSampler | None = None,
+    *,
+    ranks_pruned: bool = True,
+) -> Study:
+    """A study in memory, with the trials as a sampler should see them."""
+    import optuna
+
+    study = optuna.create_study(direction=direction, sampler=sampler)
+    distributions = {one.name: one.distribution() for one in settings}
+    for one in trials:
+        study.add_trial(_as_seen(one, distributions, ranks_pruned=ranks_pruned))
+    return study
+
+
+def _as_seen(trial: Trial, distributions: Mapping[str, Any], *, ranks_pruned: bool) -> FrozenTrial:
+    from optuna.trial import TrialState, create_trial
+
+    state, value, values = TrialState.RUNNING, None, dict(trial.values)
+    if trial.state == "failed":
+        state, values = (TrialState.PRUNED, {}) if ranks_pruned else (TrialState.FAIL, values)
+    elif trial.values:
+        final = trial.state == "finished" or not ranks_pruned
+        state, value = (TrialState.COMPLETE, trial.value) if final else (TrialState.PRUNED, None)
+    return create_trial(
+        state=state,
+        value=value,
+        params=dict(trial.settings),
+        distributions=dict(distributions),
+        intermediate_values=values,
+        system_attrs=dict(trial.attributes),
+    )

@@ -1,0 +1,266 @@
+"""Which trial trains next, and how far: all to the end, successive halving with promotion, or a population.
+
+A policy is a pure function of the journal's trials: a search that was killed takes the same decisions again.
+"""
+
+from __future__ import annotations
+
+import abc
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import pydantic
+
+from jaxdl.core.errors import ConfigError
+from jaxdl.core.kinds import Choice
+from jaxdl.platform.search.space import Setting
+from jaxdl.platform.search.trial import Direction, Trial, best_first
+
+
+@dataclass(frozen=True)
+class New:
+    """Start a trial with settings that the sampler proposes; `target` None trains to the full length."""
+
+    target: int | None
+
+
+@dataclass(frozen=True)
+class Promote:
+    """Let a trial train on from where it stopped."""
+
+    number: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Clone:
+    """Start a trial from a copy of `parent` at a step, with other settings, in the place of the trial `replaces`."""
+
+    parent: int
+    from_step: int
+    replaces: int
+    settings: Mapping[str, Any]
+
+
+Action = New | Promote | Clone
+
+
+class Policy(Protocol):
+    """What to do next."""
+
+    def next(self, trials: Sequence[Trial]) -> Action | None:
+        """The next action; None while there is nothing to do before a busy trial ends, or any more."""
+        ...
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a policy is made for."""
+
+    trials: int
+    """The trials to start; of a population its size."""
+    total_steps: int | None
+    """The full length; None if it differs between trials."""
+    aligned: Callable[[int], int]
+    """The first step from a step on at which a run evaluates anyway: a stop there changes nothing in its history."""
+    direction: Direction
+    settings: Sequence[Setting]
+    seed: int
+
+
+class Scheduler(Choice):
+    """Which trials train how long."""
+
+    changes_settings: ClassVar[bool] = False
+    """Whether settings change within a run."""
+    one_length: ClassVar[bool] = True
+    """Whether all trials must have the same number of steps."""
+
+    @abc.abstractmethod
+    def policy(self, course: Course) -> Policy:
+        """The decisions. Raises ConfigError for settings that do not fit the length of the runs."""
+
+
+class Full(Scheduler, kind="none"):
+    """Every trial is trained to the end."""
+
+    one_length: ClassVar[bool] = False
+
+    def policy(self, course: Course) -> Policy:
+        """See `Scheduler`."""
+        return _AllToTheEnd(course)
+
+
+@dataclass(frozen=True)
+class _AllToTheEnd:
+    course: Course
+
+    def next(self, trials: Sequence[Trial]) -> Action | None:
+        return New(None) if len(trials) < self.course.trials else None
+
+
+class ASHA(Scheduler, kind="asha"):
+    """Asynchronous successive halving (Li et al., arXiv 1810.05934): the best 1/`reduction` of a rung train on.
+
+    A trial that stops at a rung is saved. It is promoted when it belongs to the best of those that have reached the
+    rung so far, and resumes in its own workdir. In the end the best trial has been trained to the full length.
+    """
+
+    reduction: int = pydantic.Field(default=3, ge=2)
+    """One of so many trials is promoted; a rung is so many times longer than the one before."""
+    min_steps: int | None = pydantic.Field(default=None, ge=1)
+    """The first rung; None: the full length over reduction ** 3."""
+    rungs: tuple[int, ...] = ()
+    """The steps of all rungs, instead of `min_steps`; the full length is always the last."""
+
+    def policy(self, course: Course) -> Policy:
+        """See `Scheduler`."""
+        return Halving(self.steps(course), self.reduction, course.trials, course.direction)
+
+    def steps(self, course: Course) -> list[int]:
+        """The rungs in steps, the full length last. Raises ConfigError for rungs that do not fit."""
+        total = course.total_steps
+        assert total is not None
+        if self.rungs and self.min_steps is not None:
+            raise ConfigError("--scheduler.rungs and --scheduler.min-steps: give one of them.")
+        for one in (*self.rungs, self.min_steps or 1):
+            if not 1 <= one < max(total, 2):
+                raise ConfigError(
+                    f"--scheduler {self.kind}: a rung at step {one}, but a run has {total} steps. Give rungs from 1 to "
+                    f"{total - 1}."
+                )
+        wanted = list(self.rungs)
+        if not wanted:
+            wanted = [self.min_steps or max(1, total // self.reduction**3)]
+            while wanted[-1] * self.reduction < total:
+                wanted.append(wanted[-1] * self.reduction)
+        return sorted({course.aligned(one) for one in wanted} | {total})
+
+
+@dataclass(frozen=True)
+class Halving:
+    """The decisions of ASHA. `rungs` are steps in rising order, the last the full length."""
+
+    rungs: Sequence[int]
+    reduction: int
+    trials: int
+    direction: Direction
+
+    def next(self, trials: Sequence[Trial]) -> Action | None:
+        """Promotes from the highest rung that can, else starts a trial; at the end completes the best one."""
+        for place in reversed(range(len(self.rungs) - 1)):
+            if (found := self._promotable(trials, place)) is not None:
+                return Promote(found, self.rungs[place + 1])
+        if len(trials) < self.trials:
+            return New(self.rungs[0])
+        if any(one.busy for one in trials) or any(one.state == "finished" for one in trials):
+            return None
+        return self._completed(trials)
+
+    def _promotable(self, trials: Sequence[Trial], place: int) -> int | None:
+        """The best trial of a rung that is among its best 1/reduction and was not promoted; None without one.
+
+        Trials that failed on the way to the rung count as its worst.
+        """
+        step = self.rungs[place]
+        ranked = best_first([*trials], step, self.direction)
+        fell = sum(one.state == "failed" and one.target == step and step not in one.values for one in trials)
+        for one in ranked[: (len(ranked) + fell) // self.reduction]:
+            if one.state == "open" and one.target == step:
+                return one.number
+        return None
+
+    def _completed(self, trials: Sequence[Trial]) -> Action | None:
+        """Promotes the best of the highest rung when no rung has enough trials any more."""
+        for place in reversed(range(len(self.rungs) - 1)):
+            step = self.rungs[place]
+            waiting = [one for one in trials if one.state == "open" and one.target == step]
+            if ranked := best_first(waiting, step, self.direction):
+                return Promote(ranked[0].number, self.rungs[place + 1])
+        return None
+
+
+class PBT(Scheduler, kind="pbt"):
+    """Population based training (Jaderberg et al., arXiv 1711.09846), `--trials` is the size of the population.
+
+    All train `interval` steps; then each of the worst `quantile` is replaced by a copy of one of the best, checkpoint
+    and all, with settings near those of the copied one; and so on to the full length.
+    """
+
+    changes_settings: ClassVar[bool] = True
+
+    interval: int | None = pydantic.Field(default=None, ge=1)
+    """Steps between two exchanges; None: a tenth of the full length."""
+    quantile: float = pydantic.Field(default=0.25, gt=0, le=0.5)
+    """The share of the population that is replaced each time."""
+    resample: float = pydantic.Field(default=0.25, ge=0, le=1)
+    """How often a setting is drawn from its whole range instead of moved a little."""
+
+    def policy(self, course: Course) -> Policy:
+        """See `Scheduler`."""
+        total = course.total_steps
+        assert total is not None
+        if course.trials < 2:
+            raise ConfigError(f"--trials {course.trials}: a population has 2 or more.")
+        interval = self.interval or max(1, total // 10)
+        if interval >= total:
+            raise ConfigError(f"--scheduler.interval {interval}: a run has {total} steps. Give fewer.")
+        steps = sorted({course.aligned(one) for one in range(interval, total, interval)} | {total})
+        return Population(steps, self.quantile, self.resample, course)
+
+
+@dataclass(frozen=True)
+class Population:
+    """The decisions of population based training; `steps` are those at which it is compared, then the full length."""
+
+    steps: Sequence[int]
+    quantile: float
+    resample: float
+    course: Course
+
+    def next(self, trials: Sequence[Trial]) -> Action | None:
+        """Fills the population, then replaces the worst of a generation, then lets all train on."""
+        if sum(one.parent is None for one in trials) < self.course.trials:  # Copies take the places of others.
+            return New(self.steps[0])
+        members = [one for one in trials if one.state != "replaced"]
+        step = min((one.target for one in members if one.state == "open"), default=None)
+        if step is None or step == self.steps[-1] or any(one.busy and one.target == step for one in members):
+            return None
+        if all(one.target <= step for one in members):
+            for clone in self.replacements(trials, step):
+                if not any(one.replaces == clone.replaces and one.from_step == step for one in trials):
+                    return clone
+        following = self.steps[self.steps.index(step) + 1]
+        return next((Promote(one.number, following) for one in members if one.state == "open" and one.target == step),
+                    None)  # fmt: skip
+
+    def replacements(self, trials: Sequence[Trial], step: int) -> list[Clone]:
+        """What replaces the worst of the generation that trained up to a step; failed members are the worst."""
+        own = [one for one in trials if not (one.parent is not None and one.from_step == step)]
+        ranked = best_first([one for one in own if one.state != "failed"], step, self.course.direction)
+        failed = [one for one in own if one.state == "failed" and not _was_replaced(one, trials, before=step)]
+        num = min(max(len(failed), int(self.quantile * self.course.trials) or 1), len(ranked) + len(failed) - 1)
+        if not ranked:
+            return []
+        losers = [*failed, *reversed(ranked)][:num]
+        winners = ranked[: max(1, min(num, len(ranked) - max(0, num - len(failed))))]
+        clones = []
+        for loser in losers:
+            draw = random.Random(f"{self.course.seed} {step} {loser.number}")
+            parent = draw.choice(winners)
+            clones.append(Clone(parent.number, step, loser.number, self.explored(parent.settings, draw)))
+        return clones
+
+    def explored(self, settings: Mapping[str, Any], draw: random.Random) -> dict[str, Any]:
+        """Settings near these, or some of them drawn again."""
+        return {
+            one.name: one.drawn(draw) if draw.random() < self.resample else one.perturbed(settings[one.name], draw)
+            for one in self.course.settings
+        }
+
+
+def _was_replaced(trial: Trial, trials: Sequence[Trial], *, before: int) -> bool:
+    """Whether a trial was replaced in an earlier generation."""
+    return any(one.replaces == trial.number and one.from_step < before for one in trials)

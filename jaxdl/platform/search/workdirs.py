@@ -1,0 +1,130 @@
+"""The workdirs of trials: what they have measured, copies of them, and why one failed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxdl.core.files import (
+    CHECKPOINTS_FOLDER,
+    CHOICE_FILE,
+    CODEC_FILE,
+    CONFIG_FILE,
+    DATA_FILE,
+    EXAMPLES_FILE,
+    INIT_FILE,
+    LEASE_FILE,
+    MARK_FILE,
+    METRICS_FILE,
+    PLAN_FILE,
+    SKIPPED_FILE,
+    STACKS_FILE,
+    step_dir,
+)
+from jaxdl.parallel.lease import Holder, is_alive
+from jaxdl.report.status import State, read_record
+
+_COPIED = (
+    CONFIG_FILE, DATA_FILE, EXAMPLES_FILE, CODEC_FILE, CHOICE_FILE, PLAN_FILE, INIT_FILE, METRICS_FILE, SKIPPED_FILE,
+    MARK_FILE, STACKS_FILE,
+)  # fmt: skip
+_TAIL_BYTES = 64 * 1024
+
+
+def rows(workdir: Path, num_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a workdir's metrics.jsonl, of its last `num_bytes` if given; a line that is being written is left."""
+    with contextlib.suppress(OSError), (workdir / METRICS_FILE).open("rb") as file:
+        if num_bytes is not None:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
+        for line in file:
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+                if isinstance(row, dict) and isinstance(row.get("step"), int):
+                    yield row
+
+
+def curve(workdir: Path, metric: str) -> list[tuple[int, float]]:
+    """(step, value) of a metric, `eval/accuracy`, in order of the steps; without values that are not finite."""
+    return [(row["step"], float(row[metric])) for row in rows(workdir) if isinstance(row.get(metric), int | float)]
+
+
+def value_at(workdir: Path, metric: str, step: int) -> tuple[float | None, str]:
+    """(the first value of a metric from a step on, why there is none).
+
+    A run whose replicas merge beside local steps may stop some steps later than asked.
+    """
+    found = [(row["step"], row[metric]) for row in rows(workdir) if metric in row and row["step"] >= step]
+    if not found:
+        known = metrics_of(workdir)
+        there = f"its metrics are {', '.join(known)}" if known else "it has measured nothing"
+        return None, f"no {metric} at step {step}: {there}"
+    value = found[0][1]
+    return (float(value), "") if isinstance(value, int | float) else (None, f"{metric} at step {step} is not finite")
+
+
+def metrics_of(workdir: Path) -> list[str]:
+    """The metrics of training and evaluation that a history has."""
+    return sorted({name for row in rows(workdir) for name in row if name.startswith(("eval/", "train/"))})
+
+
+def last_step(workdir: Path) -> int:
+    """The last step that the history has."""
+    return max((row["step"] for row in rows(workdir, _TAIL_BYTES)), default=0)
+
+
+def copy_workdir(source: Path, target: Path, step: int) -> bool:
+    """Makes a workdir of the checkpoint of a step of another one, whole or not at all; False without that checkpoint.
+
+    The history comes with it; what is later than the step is dropped when the copy resumes.
+    """
+    if target.exists():
+        return True
+    checkpoint = step_dir(source, step)
+    if not checkpoint.is_dir():
+        return False
+    unfinished = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    (unfinished / CHECKPOINTS_FOLDER).mkdir(parents=True)
+    shutil.copytree(checkpoint, unfinished / CHECKPOINTS_FOLDER / checkpoint.name)
+    for name in _COPIED:
+        if (source / name).exists():
+            shutil.copy2(source / name, unfinished / name)
+    os.replace(unfinished, target)
+    return True
+
+
+def is_free(workdir: Path) -> bool:
+    """Whether no process of this machine trains in a workdir: one of a killed search may be about to end."""
+    try:
+        holder = Holder.from_bytes((workdir / LEASE_FILE).read_bytes())
+    except OSError:
+        return True
+    return holder.released or not is_alive(holder) or holder.pid == os.getpid()
+
+
+def why_halted(workdir: Path) -> str:
+    """The reason of a run that was halted, as its status has it."""
+    with contextlib.suppress(OSError, ValueError):
+        record = read_record(workdir)
+        if record is not None and record.state == State.HALTED and record.reason is not None:
+            return record.reason.text
+    return "halted by the file"
+
+
+def why_failed(log: Path) -> str:
+    """The last error that a log has, or its last line."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return "no log"
+    lines = [line.strip() for line in lines if line.strip()]
+    errors = [line for line in lines if re.match(r"(error|\w*Error): ", line)]
+    return (errors or lines or ["nothing was printed"])[-1][:300].removeprefix("error: ")

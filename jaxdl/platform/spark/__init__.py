@@ -1,0 +1,52 @@
+"""jaxdl in Spark: an Estimator and a Model for pipelines, features of a layer, a UDF, and barrier jobs for scripts.
+
+Training never reads from Spark: `fit` writes the rows to Parquet files in the workdir, and jaxdl reads those by its own
+index. Needs pyspark: `pip install 'jaxdl[spark]'`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from jaxdl.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxdl.platform.spark.classifier import JaxdlClassifier, JaxdlClassifierModel
+    from jaxdl.platform.spark.distributor import JaxDistributor, ProcessFailed
+    from jaxdl.platform.spark.featurizer import JaxdlFeaturizer
+    from jaxdl.platform.spark.udf import predictor_udf
+
+__all__ = [
+    "JaxDistributor",
+    "JaxdlClassifier",
+    "JaxdlClassifierModel",
+    "JaxdlFeaturizer",
+    "ProcessFailed",
+    "predictor_udf",
+]
+
+_HOMES = {
+    "JaxDistributor": "distributor",
+    "JaxdlClassifier": "classifier",
+    "JaxdlClassifierModel": "classifier",
+    "JaxdlFeaturizer": "featurizer",
+    "ProcessFailed": "distributor",
+    "predictor_udf": "udf",
+}
+"""Name -> its module, imported when it is asked for: the processes that a job starts need no pyspark."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxdl.spark' has no attribute {name!r}")
+    try:
+        module = importlib.import_module(f"jaxdl.platform.spark.{_HOMES[name]}")
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in ("pyspark", "py4j", "pyarrow"):
+            raise
+        raise ConfigError(
+            f"jaxdl.spark: it needs the package {error.name}, which is not installed. Install it with pip install "
+            "'jaxdl[spark]', here and for the executors."
+        ) from None
+    return getattr(module, name)

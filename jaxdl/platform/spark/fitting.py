@@ -1,0 +1,137 @@
+"""What `fit` trains: the experiment of a config file, on the rows that were written. No pyspark here."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxdl.core.config import ConfigError
+from jaxdl.core.files import CONFIG_FILE, SPARK_FOLDER, SUMMARY_FILE
+from jaxdl.data import Data, ParquetImages, ParquetPhotos, Photos, Tabular
+from jaxdl.parallel.cluster.consistency import flat
+from jaxdl.report import replace_file
+from jaxdl.training.experiment import Experiment, identity, load
+
+EXPERIMENT_FILE = "experiment.json"
+FITS_FOLDER = "fits"
+"""The folder in a workdir with those of the fits of several parameter maps."""
+_SHOWN = 3
+"""Differences that a message lists."""
+_LOCKS: dict[Path, threading.Lock] = {}
+"""Of the workdirs in which fits of this process train."""
+_LOCKS_LOCK = threading.Lock()
+
+
+def experiment_of(config: str, overrides: Mapping[str, Any], *, gpus: bool) -> Experiment:
+    """The experiment of a config file, changed by `overrides`. Raises ConfigError."""
+    return load(config, overrides, gpus=gpus)
+
+
+def data_of(
+    given: Data, form: str, train: Sequence[str], test: Sequence[str], features: Sequence[str], num_classes: int | None
+) -> Data:
+    """The data config of written rows; `form` is "images" or "numbers", `features` are the columns.
+
+    Settings of the config's own data stay where they are of the same kind. Photographs, where the config's data have
+    `photos`, are cropped and augmented as it says; other images are taken as they are.
+    """
+    known = getattr(given, "num_classes", None)  # A subset may lack the last classes.
+    files = {"train": tuple(train), "test": tuple(test), "label": "label", "num_classes": known or num_classes}
+    photos = getattr(given, "photos", None)
+    if form == "numbers":
+        base: Data = given if given.kind == Tabular.kind else Tabular()
+        return base.replaced(files | {"features": tuple(features)})
+    if isinstance(photos, Photos):
+        base = given if given.kind == ParquetPhotos.kind else ParquetPhotos(photos=photos)
+    else:
+        base = given if given.kind == ParquetImages.kind else ParquetImages()
+    return base.replaced(files | {"image": features[0]})
+
+
+def check_overrides(overrides: Mapping[str, Any], experiment: Experiment, data: Data) -> None:
+    """Raises ConfigError for an override of the experiment's data that `data`, made of the rows, does not have."""
+    given, made = (flat(json.loads(one.to_json())) for one in (experiment, experiment.replaced({"data": data})))
+    for path in overrides:
+        there, here = ({name: one[name] for name in one if f"{name}.".startswith(f"{path}.")} for one in (given, made))
+        if path.startswith("data.") and there != here:
+            raise ConfigError(
+                f"overrides: {path} has no effect, since rows of a DataFrame are data of the kind {data.kind}, with "
+                "files and columns of their own. Leave it out; featuresCol, labelCol and validationIndicatorCol name "
+                "the columns."
+            )
+
+
+def own_workdir(workdir: Path, experiment: Experiment) -> Path:
+    """The folder below a workdir for one of several fits: its settings and rows name it, so the same fit resumes."""
+    return workdir / FITS_FOLDER / hashlib.blake2b(experiment.to_json().encode(), digest_size=8).hexdigest()
+
+
+@contextlib.contextmanager
+def alone_in(workdir: Path) -> Iterator[None]:
+    """Lets one fit at a time train in a workdir: those of a tuning call run in threads, and may have equal settings."""
+    with _LOCKS_LOCK:
+        lock = _LOCKS.setdefault(workdir, threading.Lock())
+    with lock:
+        yield
+
+
+def check_workdir(workdir: Path, experiment: Experiment, *, with_data: bool) -> None:
+    """Raises ConfigError when the workdir has a run of another config, or, if asked, of other rows.
+
+    The run itself would refuse it too, after all processes have started.
+    """
+    path = workdir / CONFIG_FILE
+    try:
+        if not path.exists():
+            return
+        there, here = (
+            _fields(text, with_data=with_data) for text in (path.read_text(encoding="utf-8"), experiment.to_json())
+        )
+    except OSError as error:
+        raise ConfigError(f"workdir {workdir}: {error.strerror}. Choose a readable folder.") from None
+    except (ValueError, AttributeError, TypeError):
+        raise ConfigError(f"workdir {workdir}: its {CONFIG_FILE} is no config. Choose another workdir.") from None
+    differing = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
+    rows = [name for name in differing if name.startswith("data.")]
+    if rows and with_data:
+        raise ConfigError(
+            f"workdir {workdir}: the run there has other rows, or reads them otherwise ({', '.join(rows[:_SHOWN])}). "
+            "Choose another workdir, or give the same rows; in a Pipeline that is tuned, set workdirPerFit."
+        )
+    if differing:
+        shown = [f"{name} was {there.get(name)}, is {here.get(name)}" for name in differing[:_SHOWN]]
+        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+        raise ConfigError(
+            f"workdir {workdir}: it has a run of another config: {'; '.join(shown)}{more}. Choose another workdir, or "
+            "the settings of the run there; in a Pipeline that is tuned, set workdirPerFit."
+        )
+
+
+def _fields(text: str, *, with_data: bool) -> dict[str, Any]:
+    values = identity(json.loads(text))
+    return flat({name: value for name, value in values.items() if with_data or name != "data"})
+
+
+def write_experiment(workdir: Path, experiment: Experiment) -> Path:
+    """Writes the experiment that the processes train; its file."""
+    path = workdir / SPARK_FOLDER / EXPERIMENT_FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, (experiment.to_json() + "\n").encode())
+    except OSError as error:
+        raise ConfigError(f"workdir {workdir}: {error.strerror}. Choose a writable folder.") from None
+    return path
+
+
+def metrics_of(workdir: str | Path) -> dict[str, Any]:
+    """The last evaluation of the run in a workdir; empty when it has none yet. Raises ConfigError."""
+    path = Path(workdir) / SUMMARY_FILE
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["metrics"] if path.exists() else {}
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{path}: it cannot be read ({error}).") from None

@@ -1,0 +1,234 @@
+"""The parameters that the Estimator, its Model and the featurizer share, in Spark's names."""
+
+# pyspark is an extra, and its stubs do not know what it accepts: type hints that are set, `keyword_only`.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pyspark.ml.param import Param, Params, TypeConverters
+from pyspark.ml.param.shared import (
+    HasLabelCol,
+    HasOutputCol,
+    HasPredictionCol,
+    HasProbabilityCol,
+    HasRawPredictionCol,
+    HasValidationIndicatorCol,
+)
+
+from jaxdl.core.config import ConfigError
+from jaxdl.core.paths import expanded
+from jaxdl.platform.spark.invalid import checked_handling
+
+__all__ = [
+    "ClassifierParams",
+    "HasFeatures",
+    "HasLabelCol",
+    "HasOutputCol",
+    "HasPredictionCol",
+    "HasProbabilityCol",
+    "HasRawPredictionCol",
+    "HasValidationIndicatorCol",
+    "HasWorkdir",
+    "ScoringParams",
+]
+
+
+def _one_or_several(value: Any) -> Any:
+    """A name, or a list of them."""
+    return value if isinstance(value, str) else TypeConverters.toListString(value)
+
+
+def _overrides(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"overrides={value!r}: give a dictionary of dotted fields, {{'optimizer.learning_rate': 0.1}}.")
+    return dict(value)
+
+
+class HasFeatures(Params):
+    """The parameter `featuresCol`."""
+
+    featuresCol: Param[Any] = Param(
+        Params._dummy(),
+        "featuresCol",
+        "column of images (files as binary, Spark's image rows, arrays of arrays) or of numbers (a vector, an array); "
+        "or the list of numeric columns",
+        typeConverter=_one_or_several,
+    )
+
+    def setFeaturesCol(self, value: str | list[str]) -> Self:
+        """Sets `featuresCol`; itself."""
+        return self._set(featuresCol=value)
+
+    def getFeaturesCol(self) -> Any:
+        """The name, or the list of names."""
+        return self.getOrDefault(self.featuresCol)
+
+    @property
+    def features(self) -> list[str]:
+        """The names of the feature columns."""
+        given = self.getFeaturesCol()
+        return [given] if isinstance(given, str) else list(given)
+
+
+class HasWorkdir(Params):
+    """The parameters `workdir` and `batchSize`, and `handleInvalid` of what scores."""
+
+    handleInvalid: Param[str] = Param(
+        Params._dummy(),
+        "handleInvalid",
+        "what transform does with a row whose features have null, NaN or infinity: error ends the job, skip leaves the "
+        "row out, keep gives NaN for it",
+        typeConverter=TypeConverters.toString,
+    )
+
+    workdir: Param[str] = Param(
+        Params._dummy(),
+        "workdir",
+        "folder of the run, on a file system that the driver and all executors share",
+        typeConverter=TypeConverters.toString,
+    )
+    batchSize: Param[int] = Param(
+        Params._dummy(), "batchSize", "rows that the network gets at a time", typeConverter=TypeConverters.toInt
+    )
+
+    def setWorkdir(self, value: str) -> Self:
+        """Sets `workdir`; itself."""
+        return self._set(workdir=value)
+
+    def setHandleInvalid(self, value: str) -> Self:
+        """Sets `handleInvalid`; itself."""
+        return self._set(handleInvalid=value)
+
+    def getHandleInvalid(self) -> str:
+        """What is done with invalid rows. Raises ConfigError for what is none of error, skip and keep."""
+        return checked_handling(self.getOrDefault(self.handleInvalid))
+
+    def setBatchSize(self, value: int) -> Self:
+        """Sets `batchSize`; itself."""
+        return self._set(batchSize=value)
+
+    def getWorkdir(self) -> str:
+        """The folder of the run, absolute: executors have another working directory. Raises ConfigError without one."""
+        if not self.isSet(self.workdir) or not self.getOrDefault(self.workdir).strip():
+            raise ConfigError("workdir is not set. Give a folder that the driver and all executors share.")
+        return str(expanded(self.getOrDefault(self.workdir)).absolute())
+
+    def getBatchSize(self) -> int:
+        """Rows that the network gets at a time."""
+        return self.getOrDefault(self.batchSize)
+
+
+class ScoringParams(HasFeatures, HasWorkdir, HasPredictionCol, HasProbabilityCol, HasRawPredictionCol):
+    """What the Estimator and its Model share."""
+
+    def setPredictionCol(self, value: str) -> Self:
+        """Sets `predictionCol`; itself."""
+        return self._set(predictionCol=value)
+
+    def setProbabilityCol(self, value: str) -> Self:
+        """Sets `probabilityCol`; itself."""
+        return self._set(probabilityCol=value)
+
+    def setRawPredictionCol(self, value: str) -> Self:
+        """Sets `rawPredictionCol`; itself."""
+        return self._set(rawPredictionCol=value)
+
+
+class ClassifierParams(ScoringParams, HasLabelCol, HasValidationIndicatorCol):
+    """The parameters of the Estimator."""
+
+    config: Param[str] = Param(
+        Params._dummy(),
+        "config",
+        "config file of the experiment, or the name of one that comes with jaxdl; the DataFrame replaces its data",
+        typeConverter=TypeConverters.toString,
+    )
+    overrides: Param[dict[str, Any]] = Param(
+        Params._dummy(), "overrides", "dotted fields of the experiment with other values", typeConverter=_overrides
+    )
+    numProcesses: Param[int] = Param(
+        Params._dummy(), "numProcesses", "processes that train, a barrier task each", typeConverter=TypeConverters.toInt
+    )
+    gpusPerProcess: Param[int] = Param(
+        Params._dummy(), "gpusPerProcess", "GPUs of each process; 0 trains on CPUs", typeConverter=TypeConverters.toInt
+    )
+    rowGroupRows: Param[int] = Param(
+        Params._dummy(),
+        "rowGroupRows",
+        "rows of a row group of the Parquet files in the workdir; 0: 16 for images, 4096 for numbers",
+        typeConverter=TypeConverters.toInt,
+    )
+
+    workdirPerFit: Param[bool] = Param(
+        Params._dummy(),
+        "workdirPerFit",
+        "train each fit in a folder of its own below workdir, which its settings and rows name",
+        typeConverter=TypeConverters.toBoolean,
+    )
+
+    def setLabelCol(self, value: str) -> Self:
+        """Sets `labelCol`; itself."""
+        return self._set(labelCol=value)
+
+    def setValidationIndicatorCol(self, value: str) -> Self:
+        """Sets `validationIndicatorCol`; itself."""
+        return self._set(validationIndicatorCol=value)
+
+    def setConfig(self, value: str) -> Self:
+        """Sets `config`; itself."""
+        return self._set(config=value)
+
+    def getConfig(self) -> str:
+        """The config file. Raises ConfigError when it is not set."""
+        if not self.isSet(self.config):
+            raise ConfigError("config is not set. Give a config file, or the name of one that comes with jaxdl.")
+        return self.getOrDefault(self.config)
+
+    def setOverrides(self, value: dict[str, Any]) -> Self:
+        """Sets `overrides`; itself."""
+        return self._set(overrides=value)
+
+    def getOverrides(self) -> dict[str, Any]:
+        """Dotted fields of the experiment with other values."""
+        return self.getOrDefault(self.overrides)
+
+    def setNumProcesses(self, value: int) -> Self:
+        """Sets `numProcesses`; itself."""
+        return self._set(numProcesses=value)
+
+    def getNumProcesses(self) -> int:
+        """Processes that train. Raises ConfigError when they are fewer than 1."""
+        return self._checked("numProcesses", 1)
+
+    def setGpusPerProcess(self, value: int) -> Self:
+        """Sets `gpusPerProcess`; itself."""
+        return self._set(gpusPerProcess=value)
+
+    def getGpusPerProcess(self) -> int:
+        """GPUs of each process. Raises ConfigError when they are fewer than 0."""
+        return self._checked("gpusPerProcess", 0)
+
+    def setRowGroupRows(self, value: int) -> Self:
+        """Sets `rowGroupRows`; itself."""
+        return self._set(rowGroupRows=value)
+
+    def getRowGroupRows(self) -> int:
+        """Rows of a row group, 0 for the default. Raises ConfigError when they are fewer than 0."""
+        return self._checked("rowGroupRows", 0)
+
+    def setWorkdirPerFit(self, value: bool) -> Self:
+        """Sets `workdirPerFit`; itself."""
+        return self._set(workdirPerFit=value)
+
+    def getWorkdirPerFit(self) -> bool:
+        """Whether each fit has a folder of its own."""
+        return self.getOrDefault(self.workdirPerFit)
+
+    def _checked(self, name: str, least: int) -> int:
+        """The whole number of a parameter. Raises ConfigError when it is too small."""
+        value = self.getOrDefault(self.getParam(name))
+        if value < least:
+            raise ConfigError(f"{name}={value}: give a whole number, {least} or more.")
+        return value

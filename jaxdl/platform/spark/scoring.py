@@ -1,0 +1,175 @@
+"""A trained network in a Python worker of Spark: loaded once, fed batches of one size. No pyspark here."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxdl.core.config import ConfigError
+from jaxdl.core.files import CHECKPOINTS_FOLDER, step_folder
+from jaxdl.core.paths import expanded
+from jaxdl.core.runs import check_checkpoint, check_run
+from jaxdl.data import ImageSpec, Photos
+from jaxdl.data.images.image_values import as_evaluated, pixels_of
+from jaxdl.data.images.photo import BadImage
+from jaxdl.data.tables.arrow_numbers import Where, feature_numbers
+from jaxdl.platform.spark.invalid import of_valid_rows
+from jaxdl.platform.spark.rows import ROW
+
+PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+_PLACE = re.compile(r"\[\d+\]$")
+"""Which number of a vector it is, at the end of the name that `Tabular` gives it."""
+
+
+class Trained(NamedTuple):
+    """A checkpoint of a run; another one, of a new run in the same folder, is not equal to it."""
+
+    workdir: str
+    step: int
+    written: int
+    """When it was written, as the file system says."""
+
+
+def newest(workdir: str | Path) -> Trained:
+    """The newest checkpoint of the run in a workdir. Raises ConfigError when there is none."""
+    if str(workdir).strip():  # Executors have another working directory, and may have another home.
+        workdir = expanded(workdir).absolute()
+    folder = check_run(workdir)
+    step = max(check_checkpoint(folder, "newest"))
+    return Trained(str(folder), step, (folder / CHECKPOINTS_FOLDER / step_folder(step)).stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=2)
+def scorer(trained: Trained, batch_size: int) -> Scorer:
+    """The network of a checkpoint. A Python worker that Spark uses again has it already, with its compiled programs."""
+    return Scorer(trained.workdir, trained.step, batch_size)
+
+
+class Scorer:
+    """The network of a checkpoint, for columns of Arrow. Every batch has `batch_size` rows, the last one is padded."""
+
+    def __init__(self, workdir: str, step: int, batch_size: int) -> None:
+        # Several workers may share a GPU: none takes all of its memory.
+        os.environ.setdefault(PREALLOCATE, "false")
+        from jaxdl.inference.predictor import restore
+
+        self.predictor = restore(workdir, step=step)
+        self.batch_size, self._spec = batch_size, self.predictor.parts.data_spec
+        photos = getattr(self.predictor.experiment.data, "photos", None)
+        self._photos = photos if isinstance(photos, Photos) else None
+
+    def logits(self, columns: Sequence[Any], names: Sequence[str] = ()) -> np.ndarray:
+        """The outputs of the network, float32 [row, ...], for columns of Arrow (arrays of one length).
+
+        `names` is what messages call the columns; by default the names of training.
+        """
+        return self._batched(self.predictor.logits, columns, names)
+
+    def predictions(self, columns: Sequence[Any]) -> np.ndarray:
+        """The predictions of the task, float32 [row, ...]; of a classifier the probabilities."""
+        return self._batched(self.predictor.predict, columns)
+
+    def probabilities_of(self, logits: np.ndarray) -> np.ndarray:
+        """The predictions of the task from outputs of the network."""
+        return np.asarray(self.predictor.parts.task.predictions(logits), np.float32)
+
+    def features(self, columns: Sequence[Any], layer: str, names: Sequence[str] = (), *, pool: bool) -> np.ndarray:
+        """The output of a layer, float32 [row, feature]; `names` as for `logits`."""
+        found = self._batched(functools.partial(self.predictor.features, layer=layer, pool=pool), columns, names)
+        return found.reshape(len(found), -1)
+
+    def _batched(self, function: Any, columns: Sequence[Any], names: Sequence[str] = ()) -> np.ndarray:
+        values, found = self.inputs(columns, names), []
+        for start in range(0, max(len(values), 1), self.batch_size):
+            batch = values[start : start + self.batch_size]
+            padding = np.zeros((self.batch_size - len(batch), *batch.shape[1:]), batch.dtype)
+            found.append(np.asarray(function(np.concatenate([batch, padding])))[: len(batch)])
+        return np.concatenate(found)
+
+    def inputs(self, columns: Sequence[Any], names: Sequence[str] = ()) -> np.ndarray:
+        """What the network reads of columns: images uint8 [row, height, width, channel], or numbers [row, column].
+
+        Raises ConfigError for a null, and for what the network was not trained on.
+        """
+        if isinstance(self._spec, ImageSpec):
+            if columns[0].null_count:
+                raise ConfigError("featuresCol: a row has null. Fill it, or drop such rows: df.na.drop().")
+            return self._images(columns[0].to_pylist(), self._spec)
+        trained = getattr(self._spec, "columns", ())
+        names = names or trained_columns(trained)
+        names = names if len(names) == len(columns) else ["features"] * len(columns)
+        if not len(columns[0]):
+            return np.zeros((0, len(trained)), np.float32)
+        wheres = [Where("featuresCol", name, ROW) for name in names]
+        found = [feature_numbers(column, where) for column, where in zip(columns, wheres, strict=True)]
+        return np.concatenate([one.reshape(len(one), -1) for one in found], axis=1)
+
+    def _images(self, values: list[Any], spec: ImageSpec) -> np.ndarray:
+        shape, found = (spec.height, spec.width, spec.channels), []
+        for value in values:
+            try:
+                if self._photos is not None:
+                    found.append(as_evaluated(value, self._photos))
+                    continue
+                found.append(pixels_of(value, spec.channels))
+            except BadImage as error:
+                raise ConfigError(f"featuresCol: an image: {error}. Make it again, or drop such rows.") from None
+            if found[-1].shape != shape:
+                raise ConfigError(
+                    f"featuresCol: an image is {' x '.join(map(str, found[-1].shape))}; the network was trained on "
+                    f"{' x '.join(map(str, shape))}. Resize it."
+                )
+        return np.stack(found) if found else np.zeros((0, *shape), np.uint8)
+
+
+def plain(name: str) -> str:
+    """The column of vectors or lists that a number is of: `v` of `v[0]`. Other names stay as they are."""
+    return _PLACE.sub("", name)
+
+
+def trained_columns(columns: Sequence[str], names: Sequence[str] = ()) -> list[str]:
+    """The columns whose numbers are `columns` of a `NumbersSpec`, in their order; those of `names` are no vectors."""
+    return list(dict.fromkeys(name if name in names else plain(name) for name in columns))
+
+
+def lists_of(values: np.ndarray, null: np.ndarray | None = None) -> Any:
+    """Rows [row, ...] as an Arrow array of lists of float32; those of `null` [row] are null."""
+    import pyarrow
+
+    flat = np.ascontiguousarray(values, np.float32).reshape(len(values), math.prod(values.shape[1:]))
+    ends = np.arange(len(values) + 1, dtype=np.int32) * flat.shape[1]
+    mask = None if null is None or not null.any() else pyarrow.array(null)
+    return pyarrow.ListArray.from_arrays(pyarrow.array(ends), pyarrow.array(flat.ravel()), mask=mask)
+
+
+def scored(
+    trained: Trained,
+    batch_size: int,
+    batches: Iterator[Sequence[Any]],
+    names: Sequence[str] = (),
+    handling: str = "error",
+) -> Iterator[Any]:
+    """For batches of feature columns, structs of Arrow: rawPrediction and probability (lists), prediction (double).
+
+    `names` is what messages call the columns. Of invalid rows, unless `handling` is error, all are NaN.
+    """
+    import pyarrow
+
+    network = scorer(trained, batch_size)
+    for columns in batches:
+        logits, invalid = of_valid_rows(lambda some: network.logits(some, names), columns, handling)
+        if logits.ndim != 2:
+            raise ConfigError(
+                f"{trained.workdir}: its network has outputs {list(logits.shape[1:])}, so it is no classifier."
+            )
+        classes = np.where(invalid, np.nan, logits.argmax(axis=1).astype(np.float64))
+        probabilities = np.where(invalid[:, None], np.float32(np.nan), network.probabilities_of(logits))
+        arrays = [lists_of(logits), lists_of(probabilities), pyarrow.array(classes)]
+        yield pyarrow.StructArray.from_arrays(arrays, names=["rawPrediction", "probability", "prediction"])

@@ -1,0 +1,106 @@
+"""The command `python -m jaxdl.status WORKDIR...`: a table of runs, of which only their small files are read."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jaxdl.core.errors import ConfigError, command_line, print_out
+from jaxdl.report.status.arguments import Parser, no_workdir
+from jaxdl.report.status.rows import find_workdirs, read_row
+from jaxdl.report.status.table import SORT_KEYS, as_json, for_terminal, plain, shown_metrics, sorted_rows
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+
+PROG = "python -m jaxdl.status"
+MOST_SEC = 86_400
+"""A table that is kept up to date is so at least once a day."""
+
+
+def parser() -> Parser:
+    """The options of the command."""
+    found = Parser(PROG, "Prints a table of runs: state, step, metrics, why they ended, what is next.")
+    found.add_argument("workdirs", nargs="*", metavar="WORKDIR", help="workdirs, folders of workdirs, or patterns")
+    found.add_argument("--sort", default="workdir", metavar="KEY", help=f"{', '.join(SORT_KEYS)}, or a metric")
+    found.add_argument("--reverse", action="store_true", help="sort the other way round")
+    found.add_argument("--metric", nargs="+", default=[], metavar="NAME",
+                       help="metrics that get a column, such as eval/accuracy")  # fmt: skip
+    found.add_argument("--json", action="store_true", help="print a JSON list with an object for each run")
+    found.add_argument("--watch", action="store_true", help="show the table until Ctrl-C, and keep it up to date")
+    found.add_argument("--every-sec", type=float, default=None, metavar="SEC",
+                       help="with --watch: seconds between two looks at the runs, 2 by default")  # fmt: skip
+    return found
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs the command line. Exits with 2 after a user error, 130 after Ctrl-C."""
+    with command_line():
+        options = parser().parse(sys.argv[1:] if args is None else args)
+        if not options.workdirs:
+            raise ConfigError(no_workdir(options, f"Give the folders of runs, such as {PROG} runs."))
+        if options.watch and options.json:
+            raise ConfigError("--watch and --json: give one of them.")
+        if options.every_sec is not None and (not options.watch or not 0 < options.every_sec <= MOST_SEC):
+            among = f"it must be above 0, and at most {MOST_SEC:,}"
+            raise ConfigError(
+                f"--every-sec {options.every_sec:g}: {among if options.watch else 'it has no effect without --watch'}."
+            )
+        if options.watch and not sys.stdout.isatty():
+            raise ConfigError("--watch: the output is no terminal. Leave it out, or ask for --json as often as needed.")
+        if options.watch:
+            watch(options)
+            return
+        rows = _rows(options)
+        if options.json:
+            print_out(as_json(rows))
+        elif sys.stdout.isatty():
+            from rich.console import Console
+
+            console = Console()
+            for lines in for_terminal(rows, shown_metrics(rows, options.metric), console.width):
+                console.print(*lines, sep="\n")
+        else:
+            print_out(plain(rows, shown_metrics(rows, options.metric)))
+
+
+def _rows(options: argparse.Namespace) -> list:
+    rows = [read_row(workdir) for workdir in find_workdirs(options.workdirs)]
+    return sorted_rows(rows, options.sort, reverse=options.reverse)
+
+
+def watch(options: argparse.Namespace) -> None:
+    """Shows the table until Ctrl-C. Runs that begin meanwhile appear in it."""
+    from rich.console import Console
+    from rich.live import Live
+
+    every_sec, console = options.every_sec or 2.0, Console(force_terminal=True)
+    with Live(_screen(options, console), console=console, auto_refresh=False, screen=True) as live:
+        while True:
+            time.sleep(every_sec)
+            live.update(_screen(options, console), refresh=True)
+
+
+def _screen(options: argparse.Namespace, console: Console) -> Group:
+    """The table with a title: as many runs as have room, each line cut at the edge."""
+    from rich.console import Group
+    from rich.text import Text
+
+    rows = _rows(options)
+    head, *runs = for_terminal(rows, shown_metrics(rows, options.metric), console.width)
+    room = console.height - 2  # Below the title and the head.
+    shown = [run for run, end in zip(runs, itertools.accumulate(map(len, runs)), strict=True) if end <= room]
+    cut = f", the first {len(shown)}" if len(shown) < len(rows) else ""
+    title = Text(f"{len(rows)} run{'s' * (len(rows) != 1)}{cut}, {time.strftime('%H:%M:%S')}", style="italic")
+    lines = [title, *head, *(line for run in shown for line in run)]
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+    return Group(*lines)
+
+
+if __name__ == "__main__":
+    main()

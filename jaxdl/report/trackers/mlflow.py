@@ -1,0 +1,199 @@
+"""MLflow: a database in the workdir, or a tracking server."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import logging
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pydantic
+
+from jaxdl.core.config import ConfigError
+from jaxdl.report.trackers.base import State, TrackedRun, Tracker, Writer, finite
+
+URI_VARIABLE = "MLFLOW_TRACKING_URI"
+ROW = "row"
+"""The metric with the number of a row, counted from 1: MLflow keeps its metrics one by one."""
+MAX_METRICS, MAX_OTHERS = 1000, 100
+"""The most metrics, and the most parameters or tags, that MLflow takes in one call."""
+MAX_VALUE, MAX_NAME = 5000, 250
+"""The most characters of a parameter or a tag, and of the name of one or of a metric."""
+PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+"""How long MLflow itself tries to reach a server, unless the user has set it; jaxdl tries again itself.
+
+Its default is minutes, with a line on stderr for each try."""
+STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+
+
+class MLflow(Tracker, kind="mlflow"):
+    """MLflow. By default its database and files are in the workdir: `mlflow ui --backend-store-uri sqlite:///...`."""
+
+    package = "mlflow"
+
+    uri: str | None = None
+    """Its tracking URI, such as http://host:5000 or sqlite:////shared/mlflow.db. Default: MLFLOW_TRACKING_URI, or else
+    a database in the workdir."""
+    experiment: str = pydantic.Field(default="jaxdl", min_length=1)
+    """The experiment that the run belongs to; made if there is none of this name."""
+
+    @pydantic.field_validator("uri")
+    @classmethod
+    def _no_password(cls, uri: str | None) -> str | None:
+        if uri is not None and urlsplit(uri).password is not None:
+            raise ValueError(
+                "there is a password in it, which config.json would show. Give the URI by the environment variable "
+                f"{URI_VARIABLE}, or user and password by MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
+            )
+        return uri
+
+    def check(self, workdir: Path | None) -> None:
+        """See `Tracker.check`; without a workdir there must be a URI."""
+        super().check(workdir)
+        if workdir is None and self.place(None) is None:
+            raise ConfigError(
+                "--report.trackers mlflow: without a workdir there is no place for its database. Give --workdir, or "
+                f"--report.trackers.mlflow.uri, or set {URI_VARIABLE}."
+            )
+
+    def place(self, folder: Path | None) -> str | None:
+        """The tracking URI; `folder` is for a database of its own."""
+        local = None if folder is None else f"sqlite:///{folder.absolute() / 'mlflow.db'}"
+        return self.uri or os.environ.get(URI_VARIABLE) or local
+
+    def open(self, run: TrackedRun) -> Writer:
+        """See `Tracker.open`."""
+        uri = self.place(run.folder)
+        assert uri is not None
+        return _Run(uri, self.experiment, run, self.tags)
+
+
+class _Run(Writer):
+    """One run of MLflow. All its calls name the server and the run; what a program sets globally is not touched."""
+
+    def __init__(self, uri: str, experiment: str, run: TrackedRun, words: tuple[str, ...]) -> None:
+        for name in ("alembic", "mlflow.store.db.utils"):  # Each new database would print how it is made.
+            logging.getLogger(name).setLevel(logging.WARNING)
+        for name, value in PATIENCE.items():
+            os.environ.setdefault(name, value)
+        mlflow = importlib.import_module("mlflow")
+        if uri.startswith("sqlite:///"):
+            Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        self._metrics: list[Any] = []
+        self._names: dict[str, str] = {}
+        found = None if run.run_id is None else self._there(run.run_id)
+        if found is not None and run.rows_changed:  # Metrics cannot be removed from a run.
+            self._client.delete_run(found.info.run_id)
+            found = None
+        if found is None:
+            found = self._client.create_run(self._experiment(uri, experiment), run_name=run.name)
+        elif found.info.status != "RUNNING":
+            self._client.update_run(found.info.run_id, status="RUNNING")
+        self.run_id = found.info.run_id
+        self.num_rows = int(found.data.metrics.get(ROW, 0))
+        self._written, self._time_ms = self.num_rows, 0
+        # Described in `flush`, when the id of the run is kept: what fails here would leave a run for each try.
+        self._to_describe: tuple[TrackedRun, Mapping[str, str], tuple[str, ...]] | None = run, found.data.params, words
+
+    def _there(self, run_id: str) -> Any:
+        """The run of an earlier process; None if it has been deleted."""
+        exceptions = importlib.import_module("mlflow.exceptions")
+        try:
+            found = self._client.get_run(run_id)
+        except exceptions.MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return None
+            raise
+        return found if found.info.lifecycle_stage == "active" else None
+
+    def _experiment(self, uri: str, name: str) -> str:
+        """The id of the experiment of this name, which is made if need be, with its files beside a local database."""
+        found = self._client.get_experiment_by_name(name)
+        if found is not None:
+            return found.experiment_id
+        database = Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
+        place = None if database is None else (database.absolute().parent / "mlflow-files").as_uri()
+        return self._client.create_experiment(name, artifact_location=place)
+
+    def _describe(self, run: TrackedRun, there: Mapping[str, str], words: tuple[str, ...]) -> None:
+        """Logs config and tags. A parameter never changes: what a resumed run has changed is a tag."""
+        entities = importlib.import_module("mlflow.entities")
+        config = {self._name(name): str(value)[:MAX_VALUE] for name, value in run.config.items()}
+        for part in _parts(entities.Param(name, value) for name, value in config.items() if name not in there):
+            self._client.log_batch(self.run_id, params=part)
+        changed = {f"now.{name}": value for name, value in config.items() if there.get(name, value) != value}
+        self.tag({**run.tags, **changed, **dict.fromkeys(words, "true")})
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """See `Writer.write`."""
+        entities = importlib.import_module("mlflow.entities")
+        self._written += 1
+        # MLflow keeps equal values of one step and time once; two rows may be of one step.
+        self._time_ms, step = max(int(time.time() * 1000), self._time_ms + 1), row["step"]
+        found = {name: finite(value) for name, value in row.items() if name != "step"} | {ROW: float(self._written)}
+        # The number of the row last, so that a row is there whole if its number is.
+        made = [
+            entities.Metric(self._name(name), value, self._time_ms, step)
+            for name, value in found.items()
+            if value is not None
+        ]
+        if len(self._metrics) + len(made) > MAX_METRICS:
+            self.flush()
+        self._metrics += made
+
+    def flush(self) -> None:
+        """See `Writer.flush`."""
+        if self._to_describe is not None:
+            self._describe(*self._to_describe)
+            self._to_describe = None
+        metrics, self._metrics = self._metrics, []
+        for part in _parts(metrics, MAX_METRICS):
+            self._client.log_batch(self.run_id, metrics=part)
+
+    def tag(self, tags: Mapping[str, str]) -> None:
+        """See `Writer.tag`."""
+        entities = importlib.import_module("mlflow.entities")
+        for part in _parts(entities.RunTag(self._name(name), value[:MAX_VALUE]) for name, value in tags.items()):
+            self._client.log_batch(self.run_id, tags=part)
+
+    def _name(self, name: str) -> str:
+        """The name that MLflow gets for this one; no other name of the run has the same."""
+        short = found = allowed_name(name)
+        for number in itertools.count(2):
+            if self._names.setdefault(found, name) == name:
+                break
+            found = f"{short[: MAX_NAME - 10]} {number}"
+        return found
+
+    def keep(self, path: Path) -> None:
+        """See `Writer.keep`."""
+        assert self.run_id is not None
+        self._client.log_artifact(self.run_id, str(path))
+
+    def close(self, state: State | None = None) -> None:
+        """See `Writer.close`."""
+        self.flush()
+        if state is not None:
+            assert self.run_id is not None
+            self._client.set_terminated(self.run_id, STATUS[state])
+
+
+def allowed_name(name: str) -> str:
+    """The name as MLflow takes one: letters, digits and `_-. :/`, a path in its shortest form, not too long."""
+    found = re.sub(r"[^\w\-. :/]", "_", name[:MAX_NAME])
+    parts = re.sub(r"(^|/)\.\.", r"\1__", found).split("/")
+    return "/".join(one for one in parts if one not in ("", ".")) or "_"
+
+
+def _parts(values: Iterable[Any], size: int = MAX_OTHERS) -> Iterator[list[Any]]:
+    """The values in lists of at most `size`."""
+    rest = iter(values)
+    return iter(functools.partial(lambda: list(itertools.islice(rest, size))), [])

@@ -1,0 +1,318 @@
+"""Reads one checkpoint, and distinguishes damage from an unresponsive disk and from another version of the code.
+
+Damage requires that all files can be read to their end, and that a file in the manifest is missing or has another size
+or other bytes; or that restoring the arrays fails, or their fingerprints differ, twice in a row. Nothing else
+quarantines a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxdl.core.config import ConfigError
+from jaxdl.core.files import step_folder
+from jaxdl.exchange import resplit
+from jaxdl.parallel.cluster import wait_for_all
+from jaxdl.parallel.embedding import places
+from jaxdl.parallel.mesh import on_hosts
+from jaxdl.training.checkpoint.agree import Finding, findings, raise_worst
+from jaxdl.training.checkpoint.differential import with_changed
+from jaxdl.training.checkpoint.errors import Damaged, Unreadable, Unusable, read_refused, unreadable
+from jaxdl.training.checkpoint.fingerprint import Stale, first_sums, host_fingerprints, tagged, tagged_texts, text
+from jaxdl.training.checkpoint.items import read_items, stored_arrays
+from jaxdl.training.checkpoint.literal import with_names
+from jaxdl.training.checkpoint.manifest import check_files, read_everything
+from jaxdl.training.checkpoint.meta import Meta, Stored, read_meta
+from jaxdl.training.checkpoint.stored_tables import (
+    Allocate,
+    Base,
+    Hosted,
+    changed_values,
+    in_memory,
+    named_base,
+    open_base,
+    read_moved,
+)
+from jaxdl.training.state import TABLES
+
+Items = dict[str, dict[str, Any]]
+_GROUP_BYTES = 2**29
+"""Of the arrays whose fingerprints are one program: on CPUs it has two copies of all its arrays."""
+_fingerprints = jax.jit(tagged)
+_first_sums = jax.jit(first_sums)
+
+
+def fingerprint_texts(items: Items, tag: int) -> dict[str, dict[str, str]]:
+    """The fingerprint of each array; all processes call it, with a `tag` that is another for each checkpoint.
+
+    Raises Stale on the processes that get those of another call from their devices.
+    """
+    tag %= 2**32
+    stale: Stale | None = None
+    groups: dict[Any, Items] = {}
+    total = 0
+    hosted = [(item, name) for item, leaves in items.items() for name, x in leaves.items() if on_hosts(x)]
+    for item, leaves in items.items():
+        for name, x in leaves.items():
+            if (item, name) not in hosted:
+                devices = x.sharding.device_set if isinstance(x, jax.Array) else ()  # One program is for the same ones.
+                key = total // _GROUP_BYTES, frozenset(devices)
+                groups.setdefault(key, {}).setdefault(item, {})[name] = x
+                total += x.nbytes
+    found: dict[str, dict[str, str]] = {item: {} for item in items}
+    for group in groups.values():
+        try:
+            every = tagged_texts(_fingerprints(group, np.uint32(tag)), tag)
+        except Stale as error:  # The others go on, and wait for this process below.
+            stale = error
+            continue
+        for item, texts in every.items():
+            found[item] |= texts
+    if hosted:
+        wait_for_all()  # One host may have been slower than Gloo waits.
+        for (item, name), words in zip(hosted, host_fingerprints([items[i][n] for i, n in hosted]), strict=True):
+            found[item][name] = text(words)
+    if stale is not None:
+        raise stale
+    return found
+
+
+def stored_model(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """(shape, dtype) of each array of the network in the checkpoint in `folder`.
+
+    Raises ConfigError if its description is damaged or of another version, Unreadable if it cannot be read.
+    """
+    try:
+        stored = read_meta(folder).arrays["model"]
+    except (Damaged, KeyError) as error:
+        raise Unusable(f"{folder} is damaged ({error}). Choose another checkpoint.") from None
+    if all(one.shape is not None and one.dtype is not None for one in stored.values()):
+        return {name: (tuple(one.shape or ()), str(one.dtype)) for name, one in stored.items()}
+    return stored_arrays(folder, "model")  # Format 1 does not have them.
+
+
+def read_model(folder: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Some arrays of the network in the checkpoint in `folder`: name -> shape struct with a sharding, or array.
+
+    Raises what `read_checkpoint` raises.
+    """
+    return read_checkpoint(folder, {"model": dict(wanted)}, partial=True)[0].get("model", {})
+
+
+def read_checkpoint(
+    folder: Path,
+    wanted: Items,
+    *,
+    partial: bool = False,
+    table_layout: places.Layout = (),
+    allocate: Allocate = in_memory,
+) -> tuple[Items, Meta]:
+    """(the arrays, the description) of the checkpoint in `folder`; it succeeds on all processes or on none.
+
+    A differential checkpoint is put together with the one that has the whole embedding tables.
+    `wanted` are shape structs with shardings, with `partial` of some of the stored arrays. Of the exchange's state all
+    stored arrays are read, sharded as `resplit.readable` says. Embedding tables that are stored in another layout than
+    `table_layout` are moved; `allocate` makes the memory of those that hosts hold. Raises the same error on all
+    processes: Damaged, Unreadable, or Unusable for a checkpoint with other arrays or of another version.
+    """
+    for last in (False, True):
+        error, read = None, None
+        try:
+            if jax.process_index() == 0:
+                check_files(folder)
+            read = _read(folder, wanted, table_layout, allocate, partial=partial)
+        except Exception as raised:  # Kept until the others know: all processes must take the same path.
+            error = raised
+        if not _problem(folder, error, last):
+            assert read is not None
+            bad = _completed(read)
+            if not bad:
+                return read.found | ({TABLES: read.moved} if read.moved else {}), read.meta
+            read.found.clear()  # Free its memory for the second attempt.
+            _problem(folder, changed_values(bad), last)
+    raise AssertionError("the last attempt returns or raises")
+
+
+class _Read(NamedTuple):
+    """What was read; of a differential checkpoint the tables are still those of its base."""
+
+    found: Items
+    meta: Meta
+    base: Base | None
+    hosted: Hosted | None
+    moved: dict[str, Any]
+    """Tables from another layout, already checked and complete."""
+
+
+def _read(folder: Path, wanted: Items, layout: places.Layout, allocate: Allocate, *, partial: bool) -> _Read:
+    """Reads a checkpoint; nothing in here waits for other processes."""
+    meta = read_meta(folder)
+    base = open_base(folder, meta) if TABLES in wanted else None
+    if TABLES in wanted and list(meta.table_layout) != places.to_json(layout):
+        _check_tables(folder, meta, wanted[TABLES], layout)
+        others = {name: x for name, x in wanted.items() if name != TABLES}
+        found = read_items(folder, _to_read(folder, meta, others, partial=partial), partial=partial)
+        return _Read(found, meta, None, None, read_moved(folder, meta, base, wanted[TABLES], layout, allocate))
+    to_read = _to_read(folder, meta, wanted, partial=partial)
+    tables = to_read.pop(TABLES, {})
+    on_host = {name: x for name, x in tables.items() if on_hosts(x)}
+    on_devices = {name: x for name, x in tables.items() if name not in on_host}
+    whole, hosted = folder if base is None else base.folder, Hosted(on_host, allocate) if on_host else None
+    found = read_items(folder, to_read, partial=partial)
+    if on_devices:
+        found |= read_items(whole, {TABLES: on_devices}, partial=partial or bool(on_host))
+    if hosted is not None:
+        hosted.read(whole)
+        found[TABLES] = found.get(TABLES, {}) | hosted.arrays()
+    return _Read(found, meta, base, hosted, {})
+
+
+def _completed(read: _Read) -> list[str]:
+    """Puts changed rows in place; the names of arrays that have changed since they were written. All call it."""
+    found, base, hosted = read.found, read.base, read.hosted
+    if base is not None:
+        bad = [f"{one} of {base.folder.name}" for one in _changed({TABLES: found[TABLES]}, base.meta)]
+        if bad:
+            return bad
+        tables = found.pop(TABLES)
+        if hosted is not None:
+            tables = {name: x for name, x in tables.items() if not on_hosts(x)}
+            hosted.put(base.changed)
+            tables |= hosted.arrays()
+        on_devices = {name: x for name, x in tables.items() if not on_hosts(x)}
+        found[TABLES] = tables | with_changed(on_devices, base.changed)
+    return _changed(found, read.meta)
+
+
+def _problem(folder: Path, error: Exception | None, last: bool) -> bool:
+    """Whether any process met an error that a second attempt may avoid; raises definite errors on all processes."""
+    every = findings(Finding.of(None if error is None else _diagnosed(folder, error, last)))
+    raise_worst(every)
+    return any(kind for kind, _ in every)
+
+
+def _diagnosed(folder: Path, error: Exception, last: bool) -> Exception:
+    """The error as Damaged, Unreadable or Unusable; unchanged if a second attempt has to decide.
+
+    Orbax and TensorStore raise many kinds of errors for a damaged file, and the same ones for a refused read, so the
+    files are read here without them.
+    """
+    if isinstance(error, Damaged | Unreadable | ConfigError):
+        return error
+    try:
+        vouched = check_files(folder)
+        read_everything(folder)
+        if (base := read_meta(folder).base) is not None:
+            whole = folder.parent / step_folder(base)
+            with named_base(whole):
+                vouched = check_files(whole) and vouched
+                read_everything(whole)
+    except (Damaged, Unreadable) as certain:
+        return certain
+    if not last:
+        return error
+    if (number := read_refused(error)) is not None:
+        return unreadable(folder, number)
+    reason = (with_names(str(error)).strip() or type(error).__name__).splitlines()[0][:200]
+    if vouched:
+        return Unreadable(
+            f"{folder}: its files are intact, but it cannot be restored: {reason}. Nothing was moved; the same command "
+            "tries again. If it fails again, check the memory of this host and the version of Orbax."
+        )
+    return Damaged(reason)
+
+
+def _to_read(folder: Path, meta: Meta, wanted: Items, *, partial: bool = False) -> Items:
+    """Shape structs of the stored arrays to read. Raises Unusable if others are wanted, or fewer but for `partial`."""
+    for item, leaves in wanted.items():
+        stored = meta.arrays.get(item, {})
+        other = sorted(leaves.keys() - stored.keys() if partial else leaves.keys() ^ stored.keys())
+        if other and not (item == "exchange" and resplit.same_kind(leaves, meta.exchange_shapes)):
+            what = "is not in it" if other[0] in leaves else "is not in this network"
+            raise _of_another(folder, f"{other[0]} {what}")
+        if item != "exchange":
+            _check_shapes(folder, item, leaves, stored)
+    if "exchange" in wanted:
+        wanted = wanted | {"exchange": _exchange_to_read(folder, meta, wanted["exchange"])}
+    return {name: item for name, item in wanted.items() if item}
+
+
+def _check_tables(folder: Path, meta: Meta, wanted: Mapping[str, Any], layout: places.Layout) -> None:
+    """Raises Unusable for other embedding tables than those in a checkpoint, or other optimizers of theirs."""
+    stored = {name: (one["buffer"], rows) for one in meta.table_layout for name, rows in one["rows"].items()}
+    there, here = (_kept(names) for names in (meta.arrays.get(TABLES, {}), wanted))
+    for one in layout:
+        for name, rows in one.rows.items():
+            buffer, known = stored.get(name, ("", None))
+            if known != rows:
+                what = "is not" if known is None else f"has {known:,} rows"
+                raise _of_another(folder, f"table {name} {what} in it, and has {rows:,} here")
+            if there[buffer] != here[one.buffer]:
+                texts = (", ".join(sorted(kept - {"rows"})) or "nothing" for kept in (there[buffer], here[one.buffer]))
+                what = "the optimizer of table {} keeps {} of a row in it, and {} here".format(name, *texts)
+                raise _of_another(folder, what)
+    more = sorted(stored.keys() - {name for one in layout for name in one.rows})
+    if more:
+        raise _of_another(folder, f"table {more[0]} is in it, and not here")
+
+
+def _kept(names: Iterable[str]) -> dict[str, set[str]]:
+    """Buffer -> what there is of its rows: `rows` and what its optimizer keeps."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        buffer, _, what = name.removeprefix(f"{TABLES}.").rpartition(".")
+        found.setdefault(buffer, set()).add(what)
+    return found
+
+
+def _check_shapes(folder: Path, item: str, leaves: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:
+    known = {name: (one.shape, one.dtype) for name, one in stored.items() if one.shape is not None}
+    if not known:  # Format 1: ask TensorStore. If it cannot read them, the restore will fail too.
+        with contextlib.suppress(Exception):
+            known = stored_arrays(folder, item)
+    for name, x in leaves.items():
+        now = (tuple(x.shape), str(x.dtype))
+        if name in known and known[name] != now:
+            then = f"{known[name][1]} {list(known[name][0] or ())}"
+            raise _of_another(folder, f"{name} is {then} in it, but {now[1]} {list(now[0])} here")
+
+
+def _exchange_to_read(folder: Path, meta: Meta, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Shape structs of the exchange's arrays, in their stored dtypes where known."""
+    found = {}
+    for name, x in resplit.readable(dict(wanted), meta.exchange_shapes).items():
+        dtype = meta.arrays["exchange"][name].dtype or str(x.dtype)
+        if name in wanted and dtype != str(wanted[name].dtype):
+            raise _of_another(folder, f"{name} is {dtype} in it, but {wanted[name].dtype} here")
+        found[name] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+    return found
+
+
+def _of_another(folder: Path, what: str) -> Unusable:
+    return Unusable(
+        f"{folder}: this checkpoint is of another network or version of jaxdl: {what}. Restore it with the "
+        "settings and the version that wrote it."
+    )
+
+
+def _changed(found: Items, meta: Meta) -> list[str]:
+    """The names of the arrays whose fingerprints differ from the stored ones."""
+    if meta.format == 1:
+        now = jax.tree.map(lambda x: str(int(x)), jax.device_get(_first_sums(found)))
+    else:
+        stored = json.dumps([{name: one.fingerprint for name, one in meta.arrays[item].items()} for item in found])
+        now = fingerprint_texts(found, zlib.crc32(stored.encode()))
+    return [
+        f"{item}.{name}"
+        for item, leaves in now.items()
+        for name, value in leaves.items()
+        if meta.arrays[item][name].fingerprint != value
+    ]

@@ -1,0 +1,327 @@
+"""What is checked of an experiment before anything is compiled."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from jaxdl.core.config import ConfigError
+from jaxdl.core.user_code import user_code
+from jaxdl.data import Data, DataSpec, PhotoSource, Splits
+from jaxdl.exchange import Auto, Dense, ExchangeConfig
+from jaxdl.exchange.agreement import Agreement, check_exchange
+from jaxdl.models import Network
+from jaxdl.models.mode_check import check_evaluation
+from jaxdl.parallel.cluster import current, wait_for_all
+from jaxdl.parallel.cluster.consistency import process_names
+from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.sharding import STACKED, UNNAMED, UNNAMED_STACK, ShardingConfig, has_names, is_names
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.tasks import Task, check_task
+
+
+def read_splits(data: Data, recorded: DataSpec | None) -> Splits:
+    """The data as `build` reads them, with the spec that the run recorded earlier if they can be read so.
+
+    Raises ConfigError for data that cannot be read, and for what is no `Splits`.
+    """
+    with user_code(data.users_name):
+        found: Any = data.build()
+    if not isinstance(found, Splits):
+        raise ConfigError(
+            f"data {data.kind}: build() returned {type(found).__name__}. Return Splits(train, test) of two sources."
+        )
+    check_same_examples(found)
+    return (found.read_as(recorded) if recorded else None) or found
+
+
+def task_inputs(task: Task, spec: DataSpec, batch: Any) -> Any:
+    """The shapes of the network's inputs of a batch. Raises ConfigError when the task's `inputs` fails."""
+    with user_code(task.users_name, of=task.inputs):
+        return jax.eval_shape(lambda batch: task.inputs(batch, spec), batch)
+
+
+def fitted_task(task: Task, spec: DataSpec, outputs: Callable[[Any], Any]) -> Task:
+    """The task as it is used with this data and a network, see `Task.fitted`. Raises ConfigError for one that fails.
+
+    `outputs(batch)` gives the shapes of the network's outputs.
+    """
+    with user_code(task.users_name):
+        fitted = task.fitted(spec, outputs)
+    assert fitted.resolved_mode, "raises where it is not known"
+    if fitted.users_name is not None:
+        check_task(fitted, spec, outputs)
+    return fitted
+
+
+def check_with_tables(experiment: Experiment, num_devices: int) -> None:
+    """Raises ConfigError for settings that do not work with embedding tables."""
+    if experiment.agreement.keeps_replicas or experiment.agreement.num_past:
+        raise ConfigError(
+            f"--agreement {experiment.agreement.kind}: embedding tables are updated in each step, so replicas cannot "
+            "differ. Take --agreement every_step; --embedding.scheme replicated sends touched rows alone."
+        )
+    if experiment.evaluation.norm_batches is not None:
+        raise ConfigError(
+            "--evaluation.norm-batches: statistics are not estimated for a network with embedding tables. Remove it."
+        )
+    sizes = {"--batch-size": experiment.batch_size}
+    if experiment.evaluation.batch_size is not None:
+        sizes["--evaluation.batch-size"] = experiment.evaluation.batch_size
+    for name, size in sizes.items():
+        if size % num_devices:
+            raise ConfigError(
+                f"{name} {size}: with embedding tables it is spread over all {num_devices} devices. Choose a multiple."
+            )
+
+
+def check_profile(experiment: Experiment, total_steps: int) -> None:
+    """Raises ConfigError for a profile that would start after the end of the run."""
+    first = experiment.report.profile_start_step
+    if first is not None and first >= total_steps:
+        raise ConfigError(
+            f"--report.profile-start-step {first}: the run has {total_steps} steps. Choose fewer, or None."
+        )
+
+
+def check_warmup(experiment: Experiment, total_steps: int) -> None:
+    """Raises ConfigError for an exchange that would still be warming up at the end of the run."""
+    config = experiment.exchange
+    if config.delay_steps >= total_steps:
+        raise ConfigError(
+            f"--exchange.delay-steps {config.delay_steps}: the run has {total_steps} steps, so no gradient would be "
+            "applied. Set it to 0, or make the run longer."
+        )
+    warmups = {name: steps for name, steps in config if name.endswith("warmup_steps")}
+    if sum(warmups.values()) >= total_steps:
+        flags = " or ".join(f"--exchange.{name.replace('_', '-')}" for name, steps in warmups.items() if steps)
+        raise ConfigError(
+            f"the warm-up of exchange {config.kind} ({sum(warmups.values())} steps) is not shorter than the run "
+            f"({total_steps} steps), so its final setting would never be reached. Lower {flags}, or make the run "
+            "longer."
+        )
+
+
+def check_batches(experiment: Experiment, ways: int, eval_batch_size: int) -> None:
+    """Raises ConfigError for batches that cannot be split over `ways` devices."""
+    unit = ways * experiment.step.microbatches
+    for size in sorted({experiment.batch_size, *(one.batch_size or unit for one in experiment.phases)}):
+        if size % unit:
+            below, above = size // unit * unit, math.ceil(size / unit) * unit
+            raise ConfigError(
+                f"--batch-size {size}: cannot be split evenly over replica x fsdp = {ways} devices"
+                + (f" and {experiment.step.microbatches} micro-batches" if experiment.step.microbatches > 1 else "")
+                + f". Choose a multiple of {unit}, such as {f'{below} or {above}' if below else above}."
+            )
+    if eval_batch_size % ways:
+        raise ConfigError(
+            f"--evaluation.batch-size {eval_batch_size}: cannot be split evenly over replica x fsdp = {ways} devices. "
+            f"Choose a multiple of {ways}."
+        )
+
+
+def check_norms(experiment: Experiment, num_replicas: int, *, has_norms: bool) -> None:
+    """Raises ConfigError for batch norm over groups of examples that batches cannot be divided into, or without it."""
+    batches = experiment.evaluation.norm_batches
+    if batches is not None and not has_norms:
+        raise ConfigError(
+            f"--evaluation.norm-batches {batches}: {experiment.model.users_name or f'model {experiment.model.kind}'} "
+            "has no batch norm (nnx.BatchNorm), so there is nothing to estimate. Remove it."
+        )
+    span = getattr(experiment.model, "norm_span", None)
+    if not has_norms or not isinstance(span, int):
+        return
+    for phase in experiment.phases or (None,):
+        size = (phase and phase.batch_size) or experiment.batch_size
+        local = size // num_replicas // experiment.step.microbatches
+        if local % span and (span % local or num_replicas % (span // local)):
+            raise ConfigError(
+                f"--model.norm-span {span}: a batch of {size} cannot be divided into groups of {span}. A replica has "
+                f"{local} of its examples at a time ({num_replicas} replicas, {experiment.step.microbatches} "
+                f"micro-batches): choose a divisor of {local}, or {local} times a number of replicas."
+            )
+
+
+def check_agreement(experiment: Experiment, num_replicas: int, total_steps: int, *, averages: bool) -> None:
+    """Raises ConfigError for settings that replicas with other parameters than each other's cannot have.
+
+    `averages`: whether the optimizer evaluates an average of its own.
+    """
+    agreement = experiment.agreement
+    assert isinstance(experiment.exchange, ExchangeConfig), "it has been chosen"
+    agreement.check(experiment.exchange, num_replicas, total_steps)
+    if not agreement.keeps_replicas and not agreement.num_past:
+        return
+    what = f"--agreement {agreement.kind}"
+    span = getattr(experiment.model, "norm_span", None)
+    rows = experiment.batch_size // num_replicas // experiment.step.microbatches
+    if num_replicas > 1 and (span == "mesh" or (isinstance(span, int) and span > rows)):
+        raise ConfigError(
+            f"--model.norm-span {span}: with {what} each replica has other parameters, so batch norm has statistics of "
+            f"its own {rows} examples at most. Set it to replica, or to fewer examples."
+        )
+    if not agreement.keeps_replicas:
+        return
+    if averages:
+        raise ConfigError(
+            f"--optimizer {experiment.optimizer.kind}: with {what} each replica has an "
+            "average of its own to evaluate, which no merge averages. Choose another one, and --step.ema-decay."
+        )
+    if experiment.step.ema_decay is not None and not agreement.has_anchor:
+        raise ConfigError(
+            f"--step.ema-decay {experiment.step.ema_decay:g}: with {what} no parameters are common to all replicas "
+            "before the end, so there is nothing to average. Remove it."
+        )
+    if agreement.longest_beside and experiment.phases:
+        raise ConfigError(
+            "phases: a merge beside local steps (--agreement.overlap-steps) takes batches of one size. Set "
+            "overlap_steps to 0, or remove the phases."
+        )
+    guard = experiment.guard
+    for name in ("rollback_after", "max_rollbacks"):
+        if getattr(guard, name) != type(guard).model_fields[name].default:
+            raise ConfigError(
+                f"--guard.{name.replace('_', '-')} {getattr(guard, name)}: with {what} there are no rollbacks: a merge "
+                "leaves out replicas with bad numbers and hands them the anchor. Remove it."
+            )
+
+
+def check_candidates(auto: Auto, agreement: Agreement, num_replicas: int) -> None:
+    """Raises ConfigError for an exchange that `auto` could choose and the agreement does not take."""
+    if not agreement.uses_exchange:
+        raise ConfigError(
+            f"--exchange auto: with --agreement {agreement.kind} whole parameters travel from replica to replica, and "
+            "the exchange is not used. Leave it out."
+        )
+    for config in auto.configs(num_replicas) if agreement.keeps_replicas else ():
+        check_exchange(agreement, config.model_copy(update={"delay_steps": auto.delay_steps}))
+
+
+def check_network(experiment: Experiment, network: Network, spec: DataSpec, num_replicas: int) -> None:
+    """Raises ConfigError for a network of a user that fails, or whose outputs are not what the task takes."""
+    if network.what is None:
+        return
+    rows = max(1, experiment.batch_size // num_replicas // experiment.step.microbatches)
+    batch = {name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in spec.blank().items()}
+    inputs = task_inputs(experiment.task, spec, batch)
+    wanted = experiment.task.output_shape(spec)
+    for train in (True, False):
+        if train:
+            apply = functools.partial(network.apply, train=True)
+            outputs, _ = jax.eval_shape(apply, network.param_shapes, network.state_shapes, *inputs)
+        else:
+            outputs = check_evaluation(network, inputs, experiment.evaluation.allows)
+        found = [x.shape for x in jax.tree.leaves(outputs)]
+        if wanted is not None and (found != [(rows, *wanted)] or not hasattr(outputs, "shape")):
+            takes = ", ".join(map(str, ("batch", *wanted)))
+            raise ConfigError(
+                f"{network.what}: for a batch of {rows} its outputs are {_shapes(outputs)}, but task "
+                f"{experiment.task.kind} takes one array [{takes}]. Change the network's last layer, or take a task of "
+                "your own."
+            )
+
+
+def _shapes(outputs: Any) -> str:
+    """`float32 [8, 10]`; of several outputs also the type that holds them."""
+    if outputs is None:
+        return "nothing (is there a return?)"
+    leaves = [f"{x.dtype} {list(x.shape)}" for x in jax.tree.leaves(outputs)]
+    return leaves[0] if hasattr(outputs, "shape") else f"a {type(outputs).__name__} of {', '.join(leaves) or 'nothing'}"
+
+
+def idle_tensor(network: Network, mesh: Mesh) -> tuple[str, ...]:
+    """A line for the user when the mesh axis `tensor` splits nothing, since no parameter has logical axes."""
+    size = mesh.shape[Axis.TENSOR]
+    if size == 1 or has_names(network.axes):
+        return ()
+    return (
+        f"--mesh.tensor {size}: no parameter of {network.what} has logical axes, so nothing is split over tensor, and "
+        f"each group of {size} devices computes the same. Name the axes, or take --mesh.tensor 1.",
+    )
+
+
+def idle_exchange(config: ExchangeConfig) -> tuple[str, ...]:
+    """Lines for the user about an exchange on a mesh of one replica; none for the default exchange.
+
+    No error: a run with several replicas may resume with one, and a small trial on one device is no mistake.
+    """
+    if config == Dense(delay_steps=config.delay_steps):
+        return ()
+    fields = {name: getattr(config, name) for name in config.single_replica_options}
+    still = [f"--exchange.{name.replace('_', '-')} {value:g}" for name, value in fields.items() if value]
+    return (
+        f"exchange {config.kind}: this mesh has one replica, so nothing is exchanged; --exchange "
+        + (f"has no effect but for {' and '.join(still)}. " if still else "has no effect. ")
+        + "It takes effect with --mesh.replica 2 or more.",
+    )
+
+
+def check_tensor_dims(config: ShardingConfig, network: Network) -> None:
+    """Raises ConfigError for a name that no dimension has, neither of this model's nor in the default list."""
+    axes = jax.tree.leaves(network.axes, is_leaf=is_names)
+    own = {name for names in axes for name in names} - {STACKED, UNNAMED, UNNAMED_STACK}
+    for name in config.tensor_dims:
+        if name not in own | set(ShardingConfig().tensor_dims):
+            raise ConfigError(
+                f"--sharding.tensor-dims {name}: the model has no dimension of this name that can be split. "
+                f"Choose from {', '.join(sorted(own)) or 'none: its parameters have no logical axes'}."
+            )
+
+
+def check_phases(experiment: Experiment, splits: Splits) -> None:
+    """Raises ConfigError for phases of images that cannot be made in their sizes."""
+    if not experiment.phases:
+        return
+    if not isinstance(splits.train, PhotoSource):
+        raise ConfigError(
+            f"phases: the images of data {experiment.data.kind} have one size. Take --data image_folder, image_tars, "
+            "or tfds with photos."
+        )
+    photos = splits.train.pipeline.config
+    for number, phase in enumerate(experiment.phases):
+        if phase.min_scale is not None and photos.crop == "centre":
+            raise ConfigError(
+                f"phases.{number}.min_scale = {phase.min_scale}: with photos.crop = centre there are no random crops. "
+                "Remove it, or set photos.crop = random."
+            )
+    cache = photos.cache
+    largest = max(max(phase.size, phase.eval_size or phase.size) for phase in experiment.phases)
+    if (cache.memory_bytes or cache.disk) and cache.form == "pixels" and cache.short_side < largest:
+        raise ConfigError(
+            f"phases: images of {largest} pixels would be made from smaller ones, since cache.short_side = "
+            f"{cache.short_side}. Raise it, or set cache.form = encoded."
+        )
+
+
+def check_same_examples(splits: Splits) -> None:
+    """Raises ConfigError, on all processes, unless they see the same examples: each reads the rows of its devices."""
+    # Asked first: the count would start this process's devices, which a search leaves to its trials.
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+        return
+    content = splits.content()
+    own = [hashlib.sha256(json.dumps(content).encode()).digest(), *(one["examples"] for one in content.values())]
+    row = np.array([*np.frombuffer(own[0], np.int32), *own[1:]], np.int64)
+    member = current()
+    wait_for_all()  # Gloo waits for less long.
+    rows = np.asarray(multihost_utils.process_allgather(row.view(np.int32)))
+    others = [number for number, one in enumerate(rows) if not np.array_equal(one, rows[0])]
+    if others:
+        others = [number for number in others if np.array_equal(rows[number], rows[others[0]])]
+        counts = rows.view(np.int64)[:, -2:]
+        first, other = (f"{train:,} to train on and {test:,} held out" for train, test in counts[[0, others[0]]])
+        hosts = member.hosts if member is not None else ["host ?"] * len(rows)
+        raise ConfigError(
+            f"the processes do not see the same data: {process_names([0], hosts)} {first}, "
+            f"{process_names(others, hosts)} "
+            + ("as many, but others" if first == other else other)
+            + ". Copy it to each host again, or use a shared file system."
+        )

@@ -1,0 +1,339 @@
+"""The training loop, in reading order: set up, restore, compile, train, evaluate, save, report."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from jaxdl.core.config import Periodic
+from jaxdl.core.errors import as_typed
+from jaxdl.data import TrainLoader
+from jaxdl.data.phases import Segment
+from jaxdl.parallel.cluster import heartbeat, wait_for_all
+from jaxdl.parallel.lease import Lease
+from jaxdl.report import Report, Reporter, Start, Status, StepCounter, Stopwatch, Subject
+from jaxdl.training.checkpoint import Restored, Unusable
+from jaxdl.training.evaluation import max_in_flight
+from jaxdl.training.run.compile import StepFunctions, programs
+from jaxdl.training.run.evaluation import Evaluation
+from jaxdl.training.run.hooks import Callbacks, Hooks
+from jaxdl.training.run.plan.build import Plan, make_exchange_state, make_initial_state
+from jaxdl.training.run.plan.length import check_not_past, early_end_note
+from jaxdl.training.run.result import Interrupted, Run
+from jaxdl.training.run.rollback import BadStep, Rollbacks, skip
+from jaxdl.training.run.saver import Saver, report_start_events
+from jaxdl.training.run.signals import Stop, StopSignals
+from jaxdl.training.state import TrainState
+from jaxdl.training.step import Batch
+
+
+class Trainer:
+    """One run, from its plan to its end. What it opens is closed by `stack`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        workdir: Path | None,
+        stop: StopSignals,
+        watch: Stopwatch,
+        stack: contextlib.ExitStack,
+        start: Start,
+        *,
+        end: int,
+        lease: Lease | None = None,
+        callbacks: Callbacks,
+    ) -> None:
+        self.plan, self.parts, self.experiment, self.workdir = plan, plan.parts, plan.experiment, workdir
+        self.stop, self.watch, self.stack, self.start = stop, watch, stack, start
+        self.check_lease = lease.check if lease else lambda: None
+        self.run_ahead, self.programs = max_in_flight() > 1, programs()
+        # What changes while the run trains.
+        self.end, self.end_asked_by, self.over = end, "--max-steps", False
+        self.state: TrainState | None = None
+        self.metrics, self.segment = None, plan.timeline.segment(0)
+        self.steps: StepFunctions | None = None
+        self.loader: TrainLoader | None = None
+        self.counter, self.evaluated_step, self.num_taken, self.first_batch = StepCounter(), -1, 1, True
+
+        folder = workdir if jax.process_index() == 0 else None
+        task, source, experiment = self.parts.task, plan.splits.train, self.experiment
+        subject = Subject(plan.timeline, self.counter, task, source, experiment.seed, experiment)
+        self.reporter = Reporter(self.experiment.report, folder, watch, start, subject)
+        stack.callback(self.reporter.close)
+        self.evaluation = Evaluation(plan, self.reporter, watch, stop.poll)
+        plan.open(self.reporter.warn, stack)
+        start.plan(plan, end)
+        self.rollbacks = Rollbacks.of(plan, workdir, self.reporter)
+        self.saver = Saver(plan, workdir, self.reporter) if workdir is not None else None
+        if self.saver is not None:
+            stack.callback(self.saver.close)
+            self.rollbacks.load(self.saver.checkpoints)
+        self.hooks = Hooks(callbacks, watch, self.reporter, self.saver, self._stop_here)
+
+    @property
+    def step(self) -> int:
+        """Steps completed; the one counter of the run."""
+        return self.counter.step
+
+    def run(self) -> Run:
+        """The whole run."""
+        try:
+            return self._whole()
+        except Stop as signal:
+            if self.state is None:
+                raise Interrupted(signal.signum, f"{signal}: stopped before the run began; nothing changed.") from None
+            saved, lost = self._save_for_resume()
+            run, signum = self._finish("interrupted"), None if lost else signal.signum
+            self.hooks.saved()
+            raise Interrupted(signum, f"{signal}: stopped at step {self.step}; {saved}", run) from None
+        except Exception as error:
+            if error is self.hooks.raised:
+                error.add_note(as_typed(f"jaxdl: a hook raised this at step {self.step}; {self._save_for_resume()[0]}"))
+                self._finish("interrupted")
+            raise
+
+    def _whole(self) -> Run:
+        """The run, if nothing ends it early."""
+        restored = self._begin()
+        changed = self.step < self.end or self.evaluated_step < self.step
+        self._report_start(restored, changed)
+        if not changed:
+            return self._finish_at_end(changed=False)
+        self._enter(self.plan.timeline.segment(max(0, self.step - 1)))
+        heartbeat.beat(self.step)  # From here on the watchdog expects progress, of the first batch too.
+        self._evaluate_late()
+        self._read_data()
+        while self.step < self.end:
+            self._advance()
+        self.reporter.doing("saving")
+        with self.watch("checkpoint"):
+            lost = self.saver.lost(self.step) if self.saver and self._saves_this_step else None
+        if lost:
+            raise Interrupted(None, f"error: {lost}", self._finish("interrupted"))
+        self.hooks.saved()
+        return self._finish_at_end()
+
+    def _begin(self) -> Restored | None:
+        """Restores the newest checkpoint, or makes the initial state; a signal is noticed meanwhile."""
+        restored = None
+        if self.saver is not None:
+            with self.watch("checkpoint"), self.start.doing("looking for a checkpoint"):
+                restored = self.stop.run(functools.partial(self.saver.restore, from_start=self.rollbacks.from_start))
+            if self.saver.started_over:
+                self.rollbacks.forget()
+        if restored is not None:
+            self._resume_from(restored)
+        else:
+            with self.watch("compile"), self.start.doing("making the initial parameters"):
+                self.state = self.stop.run(lambda: make_initial_state(self.plan))
+        check_not_past(self.step, self.end, self.plan.timeline)
+        return restored
+
+    def _resume_from(self, restored: Restored) -> None:
+        assert self.saver is not None
+        self.state, self.counter.step = restored.state, restored.step
+        self.evaluated_step = self.saver.evaluated_step(restored)
+
+    def _report_start(self, restored: Restored | None, changed: bool) -> None:
+        """Opens the reports; how the run got here, also as events of the history unless nothing will be `changed`."""
+        self.start.workdir(self.workdir, self.step if restored else None)
+        self.start.close()
+        self.reporter.open(self.evaluated_step)
+        for reason in self.plan.reasons:
+            self.reporter.note(reason)
+        report_start_events(self.reporter, self.saver, self.rollbacks, restored, recorded=changed)
+
+    def _enter(self, segment: Segment) -> None:
+        """From here on the steps are those of the segment, compiled by now or here; the next one's are started."""
+        self.segment = segment
+        if not self.programs.ready(self.plan, segment):
+            self.reporter.status("compiling")
+        with self.watch("compile"):
+            self.steps = self.stop.run(lambda: self.programs.of(self.plan, segment, self.end))
+
+    def _evaluate_late(self) -> None:
+        """Makes an evaluation that was due at this step and was stopped; it may change the state that was saved."""
+        if self.step > self.evaluated_step and self._due(self.experiment.evaluation):
+            self._evaluate()
+            if self.experiment.evaluation.norm_batches is not None and self.saver is not None:
+                with self.watch("checkpoint"):
+                    self.saver.save_again(self.state, self.step, self.metrics)
+
+    def _read_data(self) -> None:
+        """Starts to read the batches of the next steps, up to the end of the segment."""
+        if self.step < self.end and self.plan.timeline.segment(self.step) != self.segment:
+            self._enter(self.plan.timeline.segment(self.step))
+        left = min(self.segment.first + self.segment.num_steps, self.end) - self.step
+        self.loader = self.plan.batches(self.segment, self.plan.timeline.position(self.step), left, self.state)
+        self.stack.callback(self.loader.close)
+        assert self.steps is not None
+        self.steps, self.first_batch = self.steps.begun(), True
+        self.reporter.status("training")
+
+    def _advance(self) -> None:
+        """One step, with the evaluation and the checkpoint that are due after it; or a rollback."""
+        self.check_lease()
+        assert self.loader is not None
+        if self.step == self.segment.first + self.segment.num_steps:
+            if self._rolled_back(self.reporter.flush()):
+                return
+            self.loader.close()
+            self._read_data()
+        batches = self._next_batches()
+        if not self.run_ahead:
+            with self.watch("train"):
+                self.reporter.wait()
+        self.stop.poll(self.step)
+        self.reporter.profile(self.state)
+        with self.watch("train"):
+            if not self._take_steps(batches):
+                return
+        if self._due(self.experiment.evaluation) or self._due(self.experiment.checkpoint):
+            with self.watch("train"):
+                report = self.reporter.flush()
+            if self._rolled_back(report):
+                return
+            if self._due(self.experiment.evaluation):
+                self._evaluate()
+            if self._due(self.experiment.checkpoint):  # Asked now: a hook of the evaluation may end the run.
+                self._save()
+            self.reporter.status("training")
+
+    def _next_batches(self) -> Sequence[Batch]:
+        assert self.loader is not None
+        assert self.steps is not None
+        with self.watch("data"):
+            if self.first_batch:
+                self.reporter.doing("reading data")
+            batches = [next(self.loader) for _ in range(self.steps.train.num_batches(self.step))]
+            if self.first_batch:
+                wait_for_all()  # One host's first batch may take minutes, and Gloo gives up after 30 s.
+                self.reporter.doing("training")
+                self.first_batch = False
+            return batches
+
+    def _take_steps(self, batches: Sequence[Batch]) -> bool:
+        """Trains on the batches, or skips them, and calls the hooks; False if the run was rolled back instead."""
+        assert self.state is not None
+        assert self.steps is not None
+        self.num_taken, metrics = len(batches), [{} for _ in batches]
+        self.state = self.plan.swapped(self.state, len(batches))
+        skipped = self.rollbacks.skips(self.step + 1)
+        if skipped:
+            if self._rolled_back(self.reporter.flush()):
+                return False
+            self.state = skip(self.state)
+        else:
+            self.state, metrics = self.steps.train(self.state, batches, self.step)
+        for one in metrics:
+            self.counter.step += 1
+            if skipped:
+                self.reporter.skipped()
+            elif self._rolled_back(self.reporter.add(one)):
+                return False
+        for step, one in enumerate(metrics, self.step - len(metrics) + 1):
+            self.hooks.stepped(step, self.state, one, skipped=skipped)
+        return True
+
+    def _stop_here(self, by: str = "a hook", over: bool = False) -> None:
+        self.end, self.end_asked_by, self.over = self.step, by, over
+
+    def _rolled_back(self, report: Report | None) -> bool:
+        """Rolls the run back if the steps of a report end a streak of bad ones that is too long; whether it did."""
+        if (streak := self.rollbacks.judge(report)) is not None:
+            self._roll_back(streak)
+        return streak is not None
+
+    def _roll_back(self, streak: Sequence[BadStep]) -> None:
+        """Returns to a checkpoint from before a streak of bad steps, or to the start; their batches are skipped now."""
+        assert self.loader is not None
+        self.reporter.status("rolling back")
+        checkpoints = self.saver and self.saver.checkpoints
+        with self.watch("checkpoint"):
+            jax.block_until_ready(self.state)  # A step may still be under way: see `max_in_flight`.
+            rollback = self.rollbacks.roll_back(streak, checkpoints)
+            assert checkpoints is not None
+            self.state, self.counter.step, self.evaluated_step = None, 0, -1  # The restored state needs its memory.
+            fresh = functools.partial(make_exchange_state, self.plan)
+            restored = checkpoints.restore(self.parts.state_spec.abstract(), fresh_exchange_state=fresh)
+        if restored is not None:
+            self._resume_from(restored)
+        elif rollback.to_step == 0:
+            with self.watch("compile"):
+                self.state = make_initial_state(self.plan)
+        else:
+            raise Unusable(
+                f"{checkpoints.folder}: the checkpoint of step {rollback.to_step}, to which the run "
+                "returns, has been removed. Restore it from a backup, or choose another --workdir."
+            )
+        self.loader.close()
+        self.reporter.rolled_back(self.evaluated_step)
+        self.reporter.event("rollback", rollback.text, rollback.to_step)
+        for text in restored.damaged if restored else ():
+            self.reporter.event("damaged", text)
+        self._read_data()
+
+    def _due(self, period: Periodic) -> bool:
+        """Whether the steps just completed cross a multiple of the period, or are the last."""
+        return self.step >= self.end or self.plan.timeline.due(self.step, period, self.num_taken)
+
+    def _evaluate(self) -> None:
+        """Evaluates the state, with the statistics of batch norm that are estimated for that."""
+        assert self.state is not None
+        assert self.steps is not None
+        self.reporter.status("evaluating")
+        self.state = self.evaluation.settled(self.state, self.step, self.segment, self.steps)
+        self.metrics = self.evaluation.metrics(self.state, self.step, self.segment, self.steps)
+        self.evaluated_step = self.step
+        self.reporter.evaluated(self.metrics)
+        if self.step == self.plan.total_steps and not self.evaluation.is_empty:
+            self.rollbacks.check_end(self.metrics["loss"])
+        self.hooks.evaluated(self.step, self.state, self.metrics)
+
+    @property
+    def _saves_this_step(self) -> bool:
+        """No checkpoint is written in a streak of bad steps, except at the end of the run."""
+        return not self.rollbacks.in_streak or self.step == self.plan.total_steps
+
+    def _save(self) -> None:
+        """Starts writing a checkpoint of this step, unless there is one, or the last steps were bad."""
+        if self.saver is None:
+            return
+        if not self._saves_this_step:
+            self.reporter.event("checkpoint", f"no checkpoint of step {self.step}: the last steps are bad")
+            return
+        assert self.state is not None
+        self.check_lease()
+        if self.steps is not None and self.evaluated_step < self.step:
+            self.state = self.evaluation.agreed(self.state, self.steps)
+        with self.watch("checkpoint"):
+            self.saver.save(self.state, self.step, self.evaluated_step, self.metrics)
+
+    def _save_for_resume(self) -> tuple[str, bool]:
+        """Saves the step that a signal stopped at, whatever the run was doing: `(what was done, whether it failed)`."""
+        if self.saver is None:
+            return "nothing was saved: the run has no --workdir.", False
+        if self.hooks.raised and jax.process_count() > 1:  # The others would wait for this one to save.
+            return f"of several processes none saves its state then; {self.saver.newest()}.", False
+        # What was measured up to here would not be measured again. A streak will be met again when the run resumes.
+        self.rollbacks.judge(self.reporter.flush())
+        if not self.rollbacks.in_streak:
+            self._save()
+        return self.saver.after_signal(self.step, bad=self.rollbacks.in_streak)
+
+    def _finish_at_end(self, *, changed: bool = True) -> Run:
+        """`_finish` at the full length of the run, or at the earlier end that was asked for."""
+        if early := self.step < self.plan.total_steps:
+            kept = self.saver is not None and self._saves_this_step
+            by, timeline = self.end_asked_by, self.plan.timeline
+            self.reporter.note(early_end_note(self.step, timeline, by, kept=kept, over=self.over))
+        return self._finish("stopped" if early else "finished", changed=changed)
+
+    def _finish(self, status: Status, *, changed: bool = True) -> Run:
+        """Writes the curves and the summary (unless nothing has `changed`); returns the run."""
+        summary = self.reporter.finish(status, mesh=self.plan.mesh_sizes, changed=changed)
+        return Run(self.state, self.reporter.history.columns(), summary, self.plan, self.workdir)

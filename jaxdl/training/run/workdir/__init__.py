@@ -1,0 +1,1 @@
+"""The workdir of a run."""

@@ -1,0 +1,30 @@
+"""One training step: a single jitted function of `(state, batch)`."""
+
+from jaxdl.training.step.gradients import local_gradients, one_replica_params, own_param_specs, split
+from jaxdl.training.step.network import apply_network, run_network
+from jaxdl.training.step.parts import Batch, Metrics, Parts, StepConfig, Sums, TrainStep
+from jaxdl.training.step.program import gradient_names, make_ahead_step, make_train_step, make_update
+from jaxdl.training.step.update import ema_decay, guarded, nonzero, updated
+
+__all__ = [
+    "Batch",
+    "Metrics",
+    "Parts",
+    "StepConfig",
+    "Sums",
+    "TrainStep",
+    "apply_network",
+    "ema_decay",
+    "gradient_names",
+    "guarded",
+    "local_gradients",
+    "make_ahead_step",
+    "make_train_step",
+    "make_update",
+    "nonzero",
+    "one_replica_params",
+    "own_param_specs",
+    "run_network",
+    "split",
+    "updated",
+]

@@ -1,0 +1,71 @@
+"""The network applied to a batch, in the precision and the sharding of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxdl.parallel.precision import cast_weights
+from jaxdl.parallel.sharding import Layout, Params, gather_params, use_layout
+from jaxdl.training.state import TABLES, ModelState
+from jaxdl.training.step.parts import IDS, LENGTHS, Batch, Parts
+
+
+def apply_network(
+    parts: Parts,
+    layout: Layout,
+    params: Params,
+    model_state: ModelState,
+    batch: Batch,
+    *,
+    train: bool,
+    forget: bool = False,
+    key: jax.Array | None = None,
+    rows: jax.Array | None = None,
+    whole: bool = True,
+    vectors: jax.Array | None = None,
+    layer: str | None = None,
+) -> tuple[Any, ModelState]:
+    """`(outputs, model_state)` of the network on a batch, in the precision's dtype, sharded by `layout`.
+
+    `train`, `forget`, `key`, `rows`, `whole` and `layer` are those of `Network.apply`. A network with embedding tables
+    has the pooled vectors of each feature as its last input: `vectors`, or else what is looked up in the tables that
+    `model_state` then has (`TrainState.eval_state`).
+    """
+    if parts.tables is not None and vectors is None:
+        model_state = dict(model_state)
+        located = parts.tables.located(batch[IDS], batch.get(LENGTHS))
+        vectors = parts.tables.lookup(model_state.pop(TABLES), located)
+    with _precise(parts, layout):
+        inputs = parts.task.inputs(batch, parts.data_spec)
+        if parts.tables is not None and vectors is not None:
+            inputs = (*inputs, parts.tables.by_feature(vectors))
+    how: dict[str, Any] = {"train": train, "forget": forget, "key": key, "rows": rows, "whole": whole}
+    if layer is not None:  # Not every network has layers with names.
+        how["layer"] = layer
+    return run_network(parts, layout, params, model_state, *inputs, **how)
+
+
+def run_network(
+    parts: Parts, layout: Layout, params: Params, model_state: ModelState, *inputs: Any, **how: Any
+) -> tuple[Any, ModelState]:
+    """`apply_network` on the network's own inputs; `how` are the further arguments of `Network.apply`."""
+    with _precise(parts, layout):
+        used = cast_weights(params, parts.network.axes, parts.precision.weight_dtype)
+        used = gather_params(used, parts.network.axes)
+        return parts.network.apply(used, model_state, *inputs, **how)
+
+
+@contextlib.contextmanager
+def _precise(parts: Parts, layout: Layout) -> Iterator[None]:
+    """Context of what a network computes: the layout, and the precision of products."""
+    layout = dataclasses.replace(layout, wire_dtype=parts.precision.dtype)
+    matmul = (
+        jax.default_matmul_precision(parts.precision.matmul) if parts.precision.matmul else jax.named_scope("model")
+    )
+    with use_layout(layout), matmul:
+        yield

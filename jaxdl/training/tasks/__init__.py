@@ -1,0 +1,13 @@
+"""Tasks: the loss and the metrics. A task turns outputs into sums over a batch, and sums into metrics.
+
+Means are taken after the sums, so they are exact on any mesh and for any split of the batch.
+"""
+
+from jaxdl.training.tasks.base import Task, check_task
+from jaxdl.training.tasks.binary import Binary
+from jaxdl.training.tasks.classification import Classification
+from jaxdl.training.tasks.language import LanguageModelling
+from jaxdl.training.tasks.own import Loss
+from jaxdl.training.tasks.translation import Translation
+
+__all__ = ["Binary", "Classification", "LanguageModelling", "Loss", "Task", "Translation", "check_task"]

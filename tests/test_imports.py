@@ -1,0 +1,122 @@
+"""What is imported when: nothing runs at the import of the package, heavy packages are imported where they are used."""
+
+import ast
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HEAVY = {
+    "tensorflow_datasets", "tensorflow", "sklearn", "tokenizers", "sentencepiece", "pyarrow", "datasets",
+    "tensorboardX", "PIL", "cv2", "simplejpeg", "fsspec", "mlflow", "wandb", "trackio", "optuna",
+}  # fmt: skip
+
+
+def early_imports(tree):
+    """(line, module) of the imports that run when the module itself is imported."""
+    late = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        or (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING")
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in late:
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            yield from ((node.lineno, one) for one in names)
+
+
+def test_heavy_packages_are_imported_when_they_are_used():
+    found = [
+        f"{path}:{line} imports {module} at the top: import it in the function that needs it"
+        for path in sorted((ROOT / "jaxdl").rglob("*.py"))
+        for line, module in early_imports(ast.parse(path.read_text()))
+        if module.split(".")[0] in HEAVY or module.startswith("matplotlib.pyplot")
+    ]
+    assert not found, "\n".join(found)
+
+
+def in_a_fresh_process(code):
+    """What a fresh interpreter prints as JSON on its last line."""
+    environment = {"PYTHONPATH": ":".join([str(ROOT), *filter(None, sys.path)]), "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_nothing_runs_when_the_package_is_imported():
+    loaded = in_a_fresh_process("import sys, json, jaxdl; dir(jaxdl); print(json.dumps(sorted(sys.modules)))")
+    names = {name for name in loaded if name.startswith("jaxdl")}
+    assert names == {"jaxdl", "jaxdl.core", "jaxdl.core.moved"}
+    assert not {"jax", "jaxlib", "numpy", "flax", "pydantic"} & set(loaded)
+
+
+def test_config_needs_no_jax():
+    loaded = in_a_fresh_process("import sys, json, jaxdl.core.config; print(json.dumps(sorted(sys.modules)))")
+    assert not {"jax", "jaxlib", "flax"} & set(loaded)
+
+
+def test_importing_everything_starts_no_backend_and_nothing_heavy():
+    code = """
+import sys, json, jaxdl, jaxdl.train
+from jax._src import xla_bridge
+used = [getattr(jaxdl, name) for name in jaxdl.__all__ if name != "train"]
+jaxdl.load("configs/digits.py").to_json()
+print(json.dumps([sorted(sys.modules), xla_bridge.backends_are_initialized()]))
+""".replace('"configs', f'"{ROOT.as_posix()}/configs')
+    loaded, started = in_a_fresh_process(code)
+    assert not started
+    assert not (HEAVY - {"PIL"}) & set(loaded)  # matplotlib imports PIL.
+    assert "matplotlib.pyplot" not in loaded
+
+
+def test_the_face_of_the_package():
+    code = """
+import json, jaxdl
+found = {name: [getattr(jaxdl, name).__module__, callable(getattr(jaxdl, name))] for name in jaxdl.__all__}
+import jaxdl.train
+found["module"] = [jaxdl.train.__name__, callable(jaxdl.train)]
+try:
+    jaxdl.nothing
+except AttributeError as error:
+    found["nothing"] = str(error)
+print(json.dumps(found))
+"""
+    found = in_a_fresh_process(code)
+    assert found.pop("nothing") == "module 'jaxdl' has no attribute 'nothing'"
+    assert found["train"] == ["jaxdl.training.run.train", True]
+    assert found["module"] == ["jaxdl.train", True], "after its import, jaxdl.train is a module that can be called"
+    assert found["load"] == ["jaxdl.training.experiment", True]
+    assert set(found) == {
+        "Arrays", "ConfigError", "Data", "ExchangeConfig", "Experiment", "FromFunctions", "FromModule", "InitFrom",
+        "Interrupted", "Loss", "Model", "Optax", "Optimizer", "Predictor", "Run", "Schedule", "Task", "Tracker", "fit",
+        "load", "module", "restore", "train",
+    }  # fmt: skip
+
+
+def test_earlier_paths_are_the_same_modules():
+    code = """
+import importlib, json, sys, warnings
+from jaxdl.core.moved import MOVED, SHORT, new_path
+warnings.simplefilter("always")
+found = {}
+for name in sorted(MOVED):
+    with warnings.catch_warnings(record=True) as caught:
+        module = importlib.import_module(f"jaxdl.{name}")
+    new = importlib.import_module(new_path(f"jaxdl.{name}"))
+    found[name] = [module is new, module.__spec__.name == new.__name__, len(caught), name in SHORT]
+print(json.dumps(found))
+"""
+    found = in_a_fresh_process(code)
+    assert len(found) > 100
+    # A package whose name stays gives no warning; all others give one, of their own.
+    assert {name: kept for name, kept in found.items() if kept[:2] != [True, True]} == {}
+    assert {name: kept[2] for name, kept in found.items() if kept[2] != (0 if kept[3] else 1)} == {}
+    with pytest.raises(ModuleNotFoundError, match=re.escape("jaxdl.run.nothing")):
+        importlib.import_module("jaxdl.run.nothing")
