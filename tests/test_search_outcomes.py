@@ -72,6 +72,11 @@ def test_a_trial_whose_loss_left_its_start_cannot_win(tmp_path, policy):
         ([2.3, 2.2, 1e7, 1e7, 1e7], math.inf, 3),
         ([1e8, 1e3, 1.0, 1.0, 1.0, 1.0, 1e5, 1e6, 1e7], math.inf, 7),  # It began in a bad place, and left a good one.
         ([1.5**i for i in range(30)], math.inf, 21),  # Slowly.
+        ([2.3, *[5e4] * 10], math.inf, 2),  # Too high a rate from the start, and it stays there.
+        ([2.3, 2.2, *[5e5] * 10], math.inf, 3),
+        ([2.3, 1.0, 3e3, *[5e4] * 10], math.inf, 3),
+        ([5e6] * 10, 2.3, 1),
+        ([2.3, *[5e4] * 9], math.inf, None),
         ([1e-6, 1e-6, 1e-6, 1e3, 1e5, 1e6, 1e6], math.inf, 4),
         ([50.0, 50.0, 0.0, 50.0, 50.0, 50.0], math.inf, None),  # A dip, as any report may be.
         ([0.0, 50.0, 50.0, 50.0, 50.0], math.inf, None),

@@ -254,7 +254,10 @@ def outliving_readers(unread: Callable[[], None] | None = None) -> Iterator[None
 def _outliving(stream: typing.TextIO, unread: Callable[[], None] | None = None, *, pipes: bool = True) -> typing.TextIO:
     if type(stream) is not io.TextIOWrapper or stream.closed:
         return stream
-    kind = os.fstat(stream.fileno()).st_mode
+    try:
+        kind = os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError):  # It is in memory, or its descriptor was closed.
+        return stream
     if not (stream.isatty() or (pipes and (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)))):
         return stream
     with contextlib.suppress(BrokenPipeError):

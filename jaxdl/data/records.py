@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from jaxdl.data.remote import Outage
+from jaxdl.data.source import Former
 from jaxdl.parallel.cluster import ClusterError
 
 SAMPLED = 64
@@ -140,7 +141,7 @@ class Records(abc.ABC):
     @property
     def former_examples(self) -> Container[str]:
         """What `examples` may have been of the same images: of earlier versions, and when others could be read."""
-        return _Former(self)
+        return _FormerImages(self)
 
     @functools.cached_property
     def _sampled(self) -> list[int | None]:
@@ -177,7 +178,7 @@ class Records(abc.ABC):
         return ()
 
 
-class _Former(Container[str]):
+class _FormerImages(Former):
     """What was recorded of images that are the same, as far as it is known."""
 
     def __init__(self, records: Records) -> None:
@@ -190,6 +191,14 @@ class _Former(Container[str]):
         before, now = recorded.split("-"), self._records.examples.split("-")
         if recorded == content or len(before) != len(now):
             return recorded in (content, self._records.first_examples())
-        return before[0] == now[0] and all(
-            _UNREAD in (one, other) or one == other for one, other in zip(before[1:], now[1:], strict=True)
-        )
+        pairs = [(one, other) for one, other in zip(before[1:], now[1:], strict=True) if one != _UNREAD]
+        compared = [one == other for one, other in pairs if other != _UNREAD]
+        # Without one image to compare, nothing says that they are the same.
+        return before[0] == now[0] and all(compared) and bool(compared or not pairs)
+
+    def kept(self, recorded: str) -> str:
+        """The hashes of images that can be read now, and for others the recorded ones."""
+        before, now = recorded.split("-"), self._records.examples.split("-")
+        if len(before) != len(now):
+            return self._records.examples
+        return "-".join(one if other == _UNREAD else other for one, other in zip(before, now, strict=True))

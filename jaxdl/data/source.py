@@ -96,6 +96,14 @@ class TrainRows(NamedTuple):
     seed: int
 
 
+class Former(Container[str], abc.ABC):
+    """Contents of the same examples that do not say all that is known of them."""
+
+    @abc.abstractmethod
+    def kept(self, recorded: str) -> str:
+        """What to record in place of one of these."""
+
+
 class Source(abc.ABC):
     """Examples by index, 0 <= index < len(source). Reading has no state: equal indices give equal rows."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -71,7 +72,7 @@ class Curves:
         values = self.points(metric)[1]
         return float(values[-1]) if len(values) else None
 
-    @property
+    @functools.cached_property
     def divergence(self) -> Divergence | None:
         """Since when the training loss is orders of magnitude from where it started; None if it is not."""
         return divergence(losses(self.rows))

@@ -26,6 +26,7 @@ from jaxdl.core.files import (
 from jaxdl.core.kinds import find
 from jaxdl.core.user_code import user_code
 from jaxdl.data import DataSpec, spec_from_json, spec_to_json
+from jaxdl.data.source import Former
 from jaxdl.exchange import ExchangeConfig
 from jaxdl.models.stacks import Dims
 from jaxdl.parallel.cluster import BROKEN, MISTAKE, current, exits
@@ -223,6 +224,10 @@ def _refused(workdir: Path, error: OSError) -> ConfigError:
     return ConfigError(f"--workdir {workdir}: {error.strerror}. Choose a writable folder.")
 
 
+def _encoded(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
 def keep_examples(
     workdir: Path, content: Mapping[str, Any], former: Mapping[str, Container[str]] | None = None
 ) -> None:
@@ -232,18 +237,21 @@ def keep_examples(
     Other examples would change the shuffled stream: some would be seen twice and some never. Raises ConfigError, on all
     processes, when they changed or the file cannot be read or written.
     """
-    path, written = workdir / EXAMPLES_FILE, (json.dumps(content, indent=2) + "\n").encode()
+    path = workdir / EXAMPLES_FILE
 
     def keep() -> bytes:
         try:
             if not path.exists():
-                replace_file(path, written)
+                replace_file(path, _encoded(content))
             before = json.loads(path.read_bytes())
-            known = [split for split, names in (former or {}).items() if before[split]["content"] in names]
-            for split in known:
+            known = {split: names for split, names in (former or {}).items() if before[split]["content"] in names}
+            kept = {split: dict(now) for split, now in content.items()}
+            for split, names in known.items():
+                if isinstance(names, Former):
+                    kept[split]["content"] = names.kept(before[split]["content"])
                 before[split]["content"] = content[split]["content"]
             if known and before == content:
-                replace_file(path, written)
+                replace_file(path, _encoded(kept))
             counts = [before[split]["examples"] for split in content]
         except OSError as error:
             raise _refused(workdir, error) from None
