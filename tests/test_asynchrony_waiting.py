@@ -297,6 +297,22 @@ def test_all_are_waited_for_after_restarts_of_the_syncer(restarts, life):
     assert calls.merges == [(380, [0, 1, 2])]
 
 
+def test_one_failure_after_a_restart_of_all_is_the_first():
+    calls = Calls()
+    calls.standing = as_saved(calls.standing, calls.policy)
+    calls.leave(25, 0, 1, 2)
+    for learner in range(3):
+        calls.join(26 + learner, learner, f"new {learner}")
+    calls.leave(40, 1)
+    calls.join(50, 1, "newer 1")
+    calls.delta(100, 0)
+    calls.delta(110, 2)
+    calls.tell(Tick(150 * SECOND))
+    assert not calls.merges
+    calls.delta(200, 1)
+    assert calls.merges == [(200, [0, 1, 2])]
+
+
 def test_who_was_lost_before_a_restart_of_the_syncer_has_return_sec_from_then_on():
     calls = Calls()
     calls.leave(50, 1)

@@ -14,6 +14,7 @@ from jaxdl import Experiment, FromModule, restore, train
 from jaxdl.core.config import ConfigError
 from jaxdl.core.files import STACKS_FILE
 from jaxdl.models import Network
+from jaxdl.models.stacks import _stacks as stacks_of
 from jaxdl.models.stacks import as_recorded, named_stacks
 from jaxdl.optim import LAMB, AdamW, Muon, Rates, decay_mask, stacked_dims
 from jaxdl.optim.muon import matrix_dims
@@ -265,6 +266,17 @@ def test_layers_as_many_as_elements_are_along_the_axis_of_those_beside_them():
     (line,) = unclear_stacks(network)
     assert "Dense_0/bias (dimension 0)" in line
     assert "out_axes=0 of nnx.vmap" in line
+
+
+def test_neighbours_that_differ_leave_a_stack_unclear():
+    shapes = {("enc", "k"): ((3, 6, 5), (6, 5), None), ("dec", "k"): ((6, 5, 3), (6, 5), None)}
+    square = {("mid", "k"): ((6, 6, 6), (6, 6), None)}
+    assert stacks_of(shapes | square).unclear == ("mid/k (dimension 0)",)
+    assert stacks_of({**square, ("mid", "w"): ((5, 4, 6), (5, 4), None)}).dims["mid", "k"] == (2,)
+    assert stacks_of({("scalar",): ((3, 4), (), None), ("gain",): ((3,), (), None)}).dims == {
+        ("scalar",): (),
+        ("gain",): (0,),
+    }
 
 
 def test_a_resumed_run_is_told_its_stacks(tmp_path, capsys):

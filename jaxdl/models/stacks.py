@@ -198,21 +198,27 @@ def _as_nearest(
     known: Mapping[tuple[str, ...], Dims],
     shapes: Mapping[tuple[str, ...], _Shapes],
 ) -> tuple[Dims, bool]:
-    """(the choice of the nearest known parameter for one of so many dimensions, whether there is no other)."""
+    """(the choice of the nearest known parameters for one of so many dimensions, whether they leave no other)."""
     guess = choices[0]
-    for other in sorted(known, key=lambda other: -_num_common(path, other)):
-        dims, more = known[other], num_dims - len(shapes[other][0])
-        fits = [one for one in dict.fromkeys([dims, tuple(dim + more for dim in dims)]) if one in choices]
-        if len(fits) == 1:
-            return fits[0], True
-        guess = fits[0] if fits and guess == choices[0] else guess
+    # `sorted` keeps the order of the network among those that are as near.
+    nearest = sorted(known, key=lambda other: -_num_common(path, other))
+    for _, group in itertools.groupby(nearest, key=lambda other: _num_common(path, other)):
+        found: dict[Dims, None] = {}
+        for other in group:
+            dims, more = known[other], num_dims - len(shapes[other][0])
+            fits = [one for one in dict.fromkeys([dims, tuple(dim + more for dim in dims)]) if one in choices]
+            guess = fits[0] if fits and guess == choices[0] else guess
+            if len(fits) == 1:
+                found[fits[0]] = None
+        if found:
+            return next(iter(found)), len(found) == 1
     return guess, False
 
 
 def _choices(whole: tuple[int, ...], single: tuple[int, ...] | None, num_dims: int | None) -> list[Dims]:
     """The dimensions of a parameter that may count layers, leading ones first; `[()]` where it is not stacked."""
     num = len(whole) - (num_dims if num_dims is not None else len(whole if single is None else single))
-    if num <= 0:
+    if num <= 0 or (num > 1 and single == ()):  # A scalar that another value replaced is no stack of stacks.
         return [()]
     dims = itertools.combinations(range(len(whole)), num)
     left = [one for one in dims if tuple(size for dim, size in enumerate(whole) if dim not in one) == single]

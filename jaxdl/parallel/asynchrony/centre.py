@@ -136,9 +136,10 @@ class Centre:
 def _to_go_on_from(standing: Standing) -> Standing:
     """The standing before its pending deltas arrived, so that their learners may send them again.
 
-    No failure of a learner is in it: when the syncer is started again, so may all of them be, and that is none.
+    No failure of a learner is in it: when the syncer is started again, so may all of them be, and that is none. So the
+    next process of each is forgiven, which -1 says.
     """
-    members = {learner: dataclasses.replace(member, losses=0) for learner, member in standing.members.items()}
+    members = {learner: dataclasses.replace(member, losses=-1) for learner, member in standing.members.items()}
     for pending in standing.pending:
         member = members[pending.learner]
         if member.round >= pending.round:

@@ -73,6 +73,9 @@ def make_network(experiment: Experiment, spec: DataSpec, stacks: Mapping[str, Di
         pairs = {name: (stacks.get(name, ()), now.get(name, ())) for name in {**now, **stacks}}
         network.restacked = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
         network.axes = as_recorded(network.axes, stacks)
+        network.unclear_stacks = tuple(
+            text for text in network.unclear_stacks if text.partition(" (")[0] not in network.restacked
+        )
     return network
 
 
