@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import signal
 import time
@@ -11,6 +12,8 @@ from jaxdl.platform.launch.host import HostProcess, describe_code, exit_code, fi
 
 Events = queue.SimpleQueue[HostProcess | int]
 """What an attempt waits for: a process that has ended, or the number of a signal to forward, or `UNREAD`."""
+SAME_SEC = 2.0
+"""The first signal so soon after `UNREAD` is the one that ended the reader too, as Ctrl-C does under `| tee`."""
 UNREAD = 0
 """Nobody reads what the launcher prints any more: as SIGTERM, but Ctrl-C under `| tee` is this and SIGINT at once, and
 such a second one kills nobody."""
@@ -29,7 +32,7 @@ class Attempt:
         self._grace_sec = grace_sec
         self._say = say
         self._began_sec = time.monotonic()
-        self._unread = False
+        self._unread_sec = -math.inf
         self._ended: list[HostProcess] = []
         self._deadline_sec: float | None = None
 
@@ -91,9 +94,10 @@ class Attempt:
         if signum == UNREAD:
             if self.stopped is not None:
                 return
-            self._unread, signum = True, signal.SIGTERM
-        elif self._unread:
-            self._unread = False
+            self._unread_sec, signum = time.monotonic(), signal.SIGTERM
+            self._say("nobody reads the output any more")
+        elif time.monotonic() - self._unread_sec < SAME_SEC:
+            self._unread_sec = -math.inf
             return
         name = signal.Signals(signum).name
         if self.stopped is None:
