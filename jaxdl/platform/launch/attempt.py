@@ -19,6 +19,25 @@ UNREAD = 0
 such a second one kills nobody."""
 
 
+class Reader:
+    """Who reads what a launcher prints: its end is one signal, and so is the Ctrl-C that has ended it."""
+
+    def __init__(self) -> None:
+        self._gone_sec = -math.inf
+
+    def meant(self, signum: int, has_stopped: bool, say: Callable[[str], None]) -> int | None:
+        """The signal to forward for this number, which may be `UNREAD`; None for none."""
+        now_sec = time.monotonic()
+        if signum == UNREAD:
+            if has_stopped:
+                return None
+            self._gone_sec = now_sec
+            say("nobody reads the output any more")
+            return signal.SIGTERM
+        is_same, self._gone_sec = now_sec - self._gone_sec < SAME_SEC, -math.inf
+        return None if is_same else signum
+
+
 class Attempt:
     """Waits for started processes. When one fails, the others are killed after `grace_sec`."""
 
@@ -32,7 +51,7 @@ class Attempt:
         self._grace_sec = grace_sec
         self._say = say
         self._began_sec = time.monotonic()
-        self._unread_sec = -math.inf
+        self._reader = Reader()
         self._ended: list[HostProcess] = []
         self._deadline_sec: float | None = None
 
@@ -91,14 +110,10 @@ class Attempt:
                 self._say(f"{self._describe(process)}; the others have {format_sec(self._grace_sec)} to exit")
 
     def _forward(self, signum: int) -> None:
-        if signum == UNREAD:
-            if self.stopped is not None:
-                return
-            self._unread_sec, signum = time.monotonic(), signal.SIGTERM
-            self._say("nobody reads the output any more")
-        elif time.monotonic() - self._unread_sec < SAME_SEC:
-            self._unread_sec = -math.inf
+        meant = self._reader.meant(signum, self.stopped is not None, self._say)
+        if meant is None:
             return
+        signum = meant
         name = signal.Signals(signum).name
         if self.stopped is None:
             self.stopped = signum

@@ -6,7 +6,6 @@ On a cluster each node has one learner, and the first one the syncer too.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import queue
 import signal
@@ -19,7 +18,7 @@ from typing import NamedTuple, TextIO
 from jaxdl.parallel.asynchrony.service import LEARNER_VARIABLE, LEARNERS_VARIABLE, Service
 from jaxdl.parallel.cluster.address import SYNCER_VARIABLE
 from jaxdl.parallel.cluster.token import VARIABLE, make_token
-from jaxdl.platform.launch.attempt import SAME_SEC, UNREAD, Events, format_sec
+from jaxdl.platform.launch.attempt import UNREAD, Events, Reader, format_sec
 from jaxdl.platform.launch.host import Host, HostProcess, describe_code, exit_code
 from jaxdl.platform.launch.output import LAUNCHER, Printer
 from jaxdl.platform.launch.processes import NOT_RESTARTED, free_port, resolved, write_pids
@@ -87,7 +86,7 @@ class Learners:
         self._deadline: float | None = None
         """When whatever still runs is killed."""
         self._stopped: int | None = None
-        self._unread_sec = -math.inf
+        self._reader = Reader()
         self._code: int | None = None
         """The exit code of the run, once it is known."""
         names = [SYNCER, *self._numbers]
@@ -224,14 +223,10 @@ class Learners:
             process.signal(signal.SIGTERM)
 
     def _forward(self, signum: int) -> None:
-        if signum == UNREAD:
-            if self._stopped is not None:
-                return
-            self._unread_sec, signum = time.monotonic(), signal.SIGTERM
-            self._say("nobody reads the output any more")
-        elif time.monotonic() - self._unread_sec < SAME_SEC:
-            self._unread_sec = -math.inf
+        meant = self._reader.meant(signum, self._stopped is not None, self._say)
+        if meant is None:
             return
+        signum = meant
         name = signal.Signals(signum).name
         if self._stopped is not None:
             self._kill_rest()
