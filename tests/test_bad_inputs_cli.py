@@ -40,7 +40,7 @@ WITH_THE_FILE = {
         "--optimizer.b1",
     ],
     "--optimizer.learning_rat 3": ["Did you mean --optimizer.learning-rate?"],
-    "--optimzer.x 3": ["--optimzer.x: there is no such option. Did you mean --optimizer.x?"],
+    "--optimzer.x 3": ["--optimzer.x: there is no part optimzer; optimizer is one."],
     "--clip-norm 3": ["--clip-norm: there is no such option. Did you mean --step.clip-norm?"],
     "--optimizer.nesterov true": ["true: not an option and not a value", "--optimizer.nesterov"],
     "--optimizer.nesterov=true": ["--optimizer.nesterov=true: it takes no value", "--optimizer.no-nesterov"],
