@@ -6,6 +6,7 @@ import abc
 import contextlib
 import fcntl
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -105,12 +106,10 @@ def _keeper_of(folder: Path) -> int | None:
     """The process that keeps an attempt by its command line, where Linux shows that; else None."""
     # One that a server of an earlier version started has the earlier name.
     names = (b"jaxdl.platform.fleet.keeper", b"jaxdl.fleet.keeper")
+    wanted = {(name, os.fsencode(folder)) for name in names}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            line = path.read_bytes().split(b"\0")
-            if any(
-                line[place : place + 2] == [name, os.fsencode(folder)] for place in range(len(line)) for name in names
-            ):
+            if not wanted.isdisjoint(itertools.pairwise(path.read_bytes().split(b"\0"))):
                 return int(path.parent.name)
     return None
 
