@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.kinds import kinds
-from jaxdl.data.tables.tabular import Feature, counted_ids
+from jaxdl.data.tables.tabular import Feature, count_ids
 from jaxdl.parallel.embedding import (
     ColumnWise,
     DataParallel,
@@ -137,7 +137,7 @@ JAGGED = tuple(
 
 def as_jagged(tables, ids):
     """The ids as values and lengths, in the first bucket that holds them."""
-    examples, lengths = BATCH // tables.mesh.size, counted_ids(ids, JAGGED)
+    examples, lengths = BATCH // tables.mesh.size, count_ids(ids, JAGGED)
     capacity = fitting(tables.buckets(BATCH), lengths, examples)
     return packed(ids, JAGGED, capacity, examples), lengths
 

@@ -18,7 +18,7 @@ from jaxdl.core.options import parse
 from jaxdl.data import SyntheticImages
 from jaxdl.exchange import Dense, TopK
 from jaxdl.models import Model, Network
-from jaxdl.optim import SGD, Constant, Optax, Optimizer, Rates, averaged, make_optimizer, scale_by_learning_rate
+from jaxdl.optim import SGD, Constant, Optax, Optimizer, Rates, average_params, make_optimizer, scale_by_learning_rate
 from jaxdl.parallel.mesh import MeshConfig, make_mesh
 from jaxdl.parallel.precision import Float32
 from jaxdl.parallel.sharding import Layout, ShardingConfig
@@ -154,7 +154,7 @@ def test_schedule_free_averages_as_its_paper_says(mesh):
         z = jax.tree.map(lambda z, g, rate=rate: z - rate * g, z, slope)
         x = jax.tree.map(lambda x, z, share=share: (1 - share) * x + share * z, x, z)
         y = jax.tree.map(lambda x, z: 0.8 * x + 0.2 * z, x, z)
-    for found, wanted in ((params, y), (averaged(opt_state, params), x)):
+    for found, wanted in ((params, y), (average_params(opt_state, params), x)):
         jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-6), found, wanted)
 
 

@@ -17,7 +17,7 @@ from test_tfds import TEXT, write_dataset
 from jaxdl.core.config import ConfigError
 from jaxdl.data import Codec, Pairs, PairSpec, TFDSPairs
 from jaxdl.data.__main__ import main
-from jaxdl.data.copies import Held
+from jaxdl.data.copies import Hold
 from jaxdl.data.text.pair_files import pair_files
 from jaxdl.data.text.pair_rows import first_fit
 from jaxdl.data.text.shards import SOURCES
@@ -212,7 +212,7 @@ def test_tokens_of_what_a_file_was_are_removed_unless_they_are_used(folder, tmp_
         [former] = {one.parent for one in shards.glob(f"*/{SOURCES}") if str(source) in one.read_text()}
         with (former / "used.lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            assert not Held(former).is_there
+            assert not Hold(former).is_there
         (former / "manifest.json").unlink()
         former.rename(shards / f".{former.name}.{'0' * 32}")
         np.testing.assert_array_equal(config.build().train.batch(np.arange(3))["source"], rows["source"])

@@ -275,7 +275,7 @@ def test_movielens_reads_its_files(movielens):
         ("ml-100k.item", "item_id:token\tclass:token_seq\n", "it has no line after its header"),
         ("ml-100k.inter", MOVIELENS["ml-100k.inter"][:73], "there is one rating"),
         ("ml-100k.user", MOVIELENS["ml-100k.user"].replace("8\t53", "9\t53"), r"there is no user_id 8"),
-        ("ml-100k.user", MOVIELENS["ml-100k.user"].replace("8\t53", "8\tinf"), "an age or a time is no number"),
+        ("ml-100k.user", MOVIELENS["ml-100k.user"].replace("8\t53", "8\tinf"), "an age or a time is not a number"),
         (
             "ml-100k.inter",
             re.sub(r"(?m)^(\d+\t\d+)\t\d", r"\1\t77", MOVIELENS["ml-100k.inter"]),

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxdl.core.config import Config, ConfigError
 from jaxdl.core.kinds import without_source
 from jaxdl.core.options import choices_help, parse_options, take_choices
-from jaxdl.core.runs import asks_for_help, given_option
+from jaxdl.core.runs import asks_for_help, find_option
 from jaxdl.inference.predictor import Predictor, restore
 from jaxdl.parallel.cluster import start_devices
 from jaxdl.parallel.mesh import Axis, MeshConfig, make_mesh
@@ -55,7 +55,7 @@ def parse_command(kind: type[CommandT], args: Sequence[str], prog: str, about: s
 
     `about` is the head of a help that does not depend on the run.
     """
-    workdir = given_option(args, "--workdir", "the folder of a run")
+    workdir = find_option(args, "--workdir", "the folder of a run")
     run = None if workdir is None or (about and asks_for_help(args)) else read_experiment(Path(workdir))
     where: type[Where] = typing.get_type_hints(kind)["experiment"]
     values = {name: MeshConfig() if run is None else getattr(run, name) for name in where.model_fields}

@@ -14,7 +14,7 @@ from pydantic_core import core_schema
 
 from jaxdl.core.errors import ConfigError
 from jaxdl.core.kinds import SOURCE
-from jaxdl.core.reference import Reference, as_json, resolved
+from jaxdl.core.reference import Reference, as_json, resolve
 from jaxdl.core.user_code import check_given, check_known, parameters, takes_any, user_code
 from jaxdl.models.config import Model, check_dtype
 from jaxdl.models.functions import FunctionNetwork, blank, linen_network
@@ -52,7 +52,7 @@ def _argument(value: Any) -> Any:
     if isinstance(value, Mapping) and SOURCE not in value and all(isinstance(name, str) for name in value):
         return {name: _argument(one) for name, one in value.items()}
     if isinstance(value, Mapping) or callable(value):
-        return resolved(value)
+        return resolve(value)
     raise ConfigError(
         f"{value!r} cannot be written to config.json. Give a number, a string, True, False, None, a function or class "
         "with a name, or lists and dictionaries of these"

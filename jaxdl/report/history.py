@@ -15,8 +15,7 @@ from typing import IO, Any
 import pydantic
 
 from jaxdl.core.config import Config, Several
-from jaxdl.core.files import METRICS_FILE, TENSORBOARD_FOLDER
-from jaxdl.core.writing import replace_file
+from jaxdl.core.files import METRICS_FILE, TENSORBOARD_FOLDER, replace_file
 from jaxdl.report.events import Event, EventKind, event_of
 from jaxdl.report.scalars import Scalars
 from jaxdl.report.trackers import State, Tracker, Writer
@@ -42,7 +41,7 @@ class ReportConfig(Config):
     @pydantic.field_validator("trackers", mode="before")
     @classmethod
     def _made(cls, value: Any) -> Any:
-        return value.made(Tracker) if isinstance(value, Several) else value
+        return value.build(Tracker) if isinstance(value, Several) else value
 
     @pydantic.field_validator("trackers")
     @classmethod

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxdl.core.writing import replace_file
+from jaxdl.core.files import replace_file
 from jaxdl.report.better_direction import Best, is_higher_better
 
 if TYPE_CHECKING:

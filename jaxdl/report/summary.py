@@ -17,8 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxdl.core.errors import as_typed
-from jaxdl.core.files import CHECKPOINTS_FOLDER, CURVES_FILE
-from jaxdl.core.writing import replace_file
+from jaxdl.core.files import CHECKPOINTS_FOLDER, CURVES_FILE, replace_file
 from jaxdl.report.history import json_value
 from jaxdl.report.lines import format_duration, format_number, is_live
 

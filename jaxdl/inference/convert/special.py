@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdl.core.errors import ConfigError
-from jaxdl.core.paths import expanded
+from jaxdl.core.paths import expand_home
 from jaxdl.data import Codec
 from jaxdl.data.codec import GENERATION_FILE, SENTENCEPIECE_FILE, TOKENIZER_FILE
 from jaxdl.inference.convert import HF_CONFIG
@@ -90,7 +90,7 @@ def write_tokenizer(codec: Codec, folder: Path) -> dict[str, Any]:
     if codec.tokenizer is None:
         _write(folder / JSON, bytes_tokenizer())
     else:
-        path = expanded(codec.tokenizer)
+        path = expand_home(codec.tokenizer)
         _copy(path if path.is_dir() else path.parent, folder)
         if path.is_file():
             shutil.copyfile(path, folder / (SENTENCEPIECE if path.suffix == ".model" else JSON))

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxdl.core.errors import ConfigError
-from jaxdl.core.writing import partial_path
+from jaxdl.core.files import partial_path
 from jaxdl.inference.convert import INDEX, SINGLE
 
 DTYPES: dict[str, Any] = {

@@ -36,7 +36,7 @@ from jaxdl.performance.planner.table_search import plan_tables
 from jaxdl.performance.planner.trials import Trials
 from jaxdl.performance.planner.workload import fixed_fields, no_layout, workload_of
 from jaxdl.platform.launch.netns import parse_rate
-from jaxdl.training.experiment import Experiment, given_config, parse_command_line
+from jaxdl.training.experiment import Experiment, find_config_option, parse_command_line
 from jaxdl.training.plans import typed_fields
 
 _SHOWN = 12
@@ -92,7 +92,7 @@ For tables, up to 65,536 examples of the config's data are read, to count the ro
 
 def run(args: list[str], prog: str) -> None:
     """Runs the command line. Raises ConfigError for what cannot be planned."""
-    if given_config(args) is None and {"--help", "-h"} & set(args):
+    if find_config_option(args) is None and {"--help", "-h"} & set(args):
         print(
             f"{ABOUT}\n\nAll other options are those of python -m jaxdl.train. With --config FILE --help: every option,"
             " with its default in that file."

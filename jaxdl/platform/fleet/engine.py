@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxdl.core.errors import ConfigError
-from jaxdl.core.writing import replace_file
+from jaxdl.core.files import replace_file
 from jaxdl.parallel.cluster import exits
 from jaxdl.platform.fleet.journal import sync_folder
 from jaxdl.platform.fleet.keeper import EXIT_FILE, KEEPER_FILE, OUTPUT_FILE

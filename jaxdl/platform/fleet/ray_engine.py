@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdl.core.errors import ConfigError
-from jaxdl.core.writing import replace_file
+from jaxdl.core.files import replace_file
 from jaxdl.parallel.cluster import exits
 from jaxdl.parallel.cluster.token import VARIABLE, make_token
 from jaxdl.platform.fleet.engine import Engine, exit_code

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdl.core.errors import OptionError
+from jaxdl.core.files import replace_file
 from jaxdl.core.runs import check_writable
-from jaxdl.core.writing import replace_file
 from jaxdl.platform.fleet.policy import Rules
 from jaxdl.platform.fleet.simulate import (
     Costs,

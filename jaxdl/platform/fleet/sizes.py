@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxdl.core.errors import ConfigError
-from jaxdl.core.startup import own_options, training_options
+from jaxdl.core.startup import split_options, training_options
 from jaxdl.platform.fleet.resources import Amounts
 from jaxdl.platform.fleet.submission import words_on
 
@@ -112,7 +112,7 @@ def reader() -> ReadConfig:
     def read(args: tuple[str, ...], on_gpus: bool) -> tuple[Any, int | None]:
         from jaxdl.training.experiment import parse
 
-        own, others = own_options(args)
+        own, others = split_options(args)
         if "config" not in own:
             raise ConfigError("no --config. Give --config FILE.")
         base = file(own["config"], on_gpus)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxdl.core.errors import ConfigError
-from jaxdl.core.writing import replace_file
+from jaxdl.core.files import replace_file
 from jaxdl.platform.fleet.journal import JOURNAL_FILE, sync_folder
 from jaxdl.platform.fleet.queued import queue
 from jaxdl.platform.fleet.speed import Exchange

@@ -126,7 +126,7 @@ def syncer(args: list[str]) -> int:
 def replay(args: list[str]) -> int:
     """Runs `replay` and returns the exit code."""
     options, command = parse("replay", args)
-    from jaxdl.core.startup import PROG, first_look, own_options, training_options
+    from jaxdl.core.startup import PROG, first_look, split_options, training_options
     from jaxdl.parallel.asynchrony.replay import Difference
     from jaxdl.training.experiment import Experiment, load
     from jaxdl.training.run.learners.replay import replay_runs
@@ -139,7 +139,7 @@ def replay(args: list[str]) -> int:
                 "in: -- python -m jaxdl.train --config FILE --agreement async --seed {learner}."
             )
         own = first_look(words, PROG)
-        experiment = load(own["config"], own_options(words)[1], gpus=False)
+        experiment = load(own["config"], split_options(words)[1], gpus=False)
         return experiment.replaced({"mesh.cpu_devices": options.devices})
 
     try:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from jaxdl.core.errors import ConfigError
-from jaxdl.core.runs import given_option
+from jaxdl.core.runs import find_option
 from jaxdl.parallel.cluster import BROKEN, DIVERGED, MISTAKE
 from jaxdl.platform.launch.attempt import Attempt
 from jaxdl.report.status import (
@@ -72,7 +72,7 @@ def keep_ends(
 def workdir_of(command: Sequence[str]) -> Path | None:
     """The workdir that a command is given with `--workdir`; None without one."""
     try:
-        found = given_option(command, "--workdir", "a folder")
+        found = find_option(command, "--workdir", "a folder")
     except ConfigError:
         return None
     return None if found is None else Path(found)

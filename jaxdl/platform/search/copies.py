@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxdl.core.writing import partial_path
+from jaxdl.core.files import partial_path
 from jaxdl.platform.search.journal import STUDY, storage_at
 from jaxdl.platform.search.space import Setting
 from jaxdl.platform.search.trial import Direction, Trial

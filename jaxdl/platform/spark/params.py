@@ -18,7 +18,7 @@ from pyspark.ml.param.shared import (
 )
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.paths import expanded
+from jaxdl.core.paths import expand_home
 from jaxdl.platform.spark.invalid import checked_handling
 
 __all__ = [
@@ -113,7 +113,7 @@ class HasWorkdir(Params):
         """The folder of the run, absolute: executors have another working directory. Raises ConfigError without one."""
         if not self.isSet(self.workdir) or not self.getOrDefault(self.workdir).strip():
             raise ConfigError("workdir is not set. Give a folder that the driver and all executors share.")
-        return str(expanded(self.getOrDefault(self.workdir)).absolute())
+        return str(expand_home(self.getOrDefault(self.workdir)).absolute())
 
     def getBatchSize(self) -> int:
         """Rows that the network gets at a time."""

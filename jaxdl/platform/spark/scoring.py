@@ -14,10 +14,10 @@ import numpy as np
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.files import CHECKPOINTS_FOLDER, step_folder
-from jaxdl.core.paths import expanded
+from jaxdl.core.paths import expand_home
 from jaxdl.core.runs import check_checkpoint, check_run
 from jaxdl.data import ImageSpec, Photos
-from jaxdl.data.images.image_values import as_evaluated, pixels_of
+from jaxdl.data.images.image_values import eval_pixels, pixels_of
 from jaxdl.data.images.photo import BadImage
 from jaxdl.data.tables.arrow_numbers import Where, feature_numbers
 from jaxdl.platform.spark.invalid import of_valid_rows
@@ -40,7 +40,7 @@ class Trained(NamedTuple):
 def newest(workdir: str | Path) -> Trained:
     """The newest checkpoint of the run in a workdir. Raises ConfigError when there is none."""
     if str(workdir).strip():  # Executors have another working directory, and may have another home.
-        workdir = expanded(workdir).absolute()
+        workdir = expand_home(workdir).absolute()
     folder = check_run(workdir)
     step = max(check_checkpoint(folder, "newest"))
     return Trained(str(folder), step, (folder / CHECKPOINTS_FOLDER / step_folder(step)).stat().st_mtime_ns)
@@ -116,7 +116,7 @@ class Scorer:
         for value in values:
             try:
                 if self._photos is not None:
-                    found.append(as_evaluated(value, self._photos))
+                    found.append(eval_pixels(value, self._photos))
                     continue
                 found.append(pixels_of(value, spec.channels))
             except BadImage as error:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxdl.core.errors import ConfigError, command_line, print_out
+from jaxdl.core.files import replace_file
 from jaxdl.core.runs import check_writable
-from jaxdl.core.writing import replace_file
 from jaxdl.report.compare.curves import By, Curves, config_differences, metrics_of, read_curves, short_names
 from jaxdl.report.compare.figure import plot_runs
 from jaxdl.report.status import find_workdirs

@@ -16,8 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxdl.core.files import CONFIG_FILE, FAILURE_FILE, FAILURES_FOLDER, METRICS_FILE
-from jaxdl.core.writing import replace_file
+from jaxdl.core.files import CONFIG_FILE, FAILURE_FILE, FAILURES_FOLDER, METRICS_FILE, replace_file
 from jaxdl.report.status.rows import tail_rows
 
 KEPT_FAILURES = 10

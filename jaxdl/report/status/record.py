@@ -10,8 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jaxdl.core.files import STATUS_FILE
-from jaxdl.core.writing import replace_file
+from jaxdl.core.files import STATUS_FILE, replace_file
 from jaxdl.parallel.lease import Holder, is_alive
 from jaxdl.report.status.parsing import check_types, parse_json
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxdl.core.errors import ConfigError
 from jaxdl.core.files import CONFIG_FILE, LEASE_FILE, METRICS_FILE, REPORT_FILE, STATUS_FILE, SUMMARY_FILE
-from jaxdl.core.paths import matching
+from jaxdl.core.paths import find_paths
 from jaxdl.core.runs import has_checkpoint
 from jaxdl.parallel.lease import Holder, is_alive
 from jaxdl.report.status.parsing import parse_json
@@ -71,7 +71,7 @@ def find_workdirs(given: Sequence[str], *, closed: bool = True) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for name in given:
-        paths = [Path(name)] if os.path.exists(name) else matching(name)
+        paths = [Path(name)] if os.path.exists(name) else find_paths(name)
         if not name.strip() or not paths:
             raise ConfigError(f"{name or repr('')}: there is no such folder. Give workdirs, or folders of workdirs.")
         inside = [one for path in sorted(paths) for one in _inside(path, DEPTH, closed)]

@@ -25,7 +25,7 @@ from rich.console import Console
 from jaxdl.core.errors import ConfigError, OptionError
 from jaxdl.core.kinds import kinds
 from jaxdl.core.options import parse_options
-from jaxdl.data.tables.clicks import shuffled, zipf_rank
+from jaxdl.data.tables.clicks import shuffle_ids, zipf_rank
 from jaxdl.parallel.embedding import EmbeddingConfig, RowOptimizer, Tables
 from jaxdl.parallel.embedding.table import Table as EmbeddingTable
 from jaxdl.parallel.embedding.tables import TableState
@@ -119,7 +119,7 @@ def make_ids(command: RowsBench, number: int) -> np.ndarray:
     rng = np.random.default_rng([number])
     drawn = rng.random((command.num_tables, command.batch_size, command.num_ids))
     ranks = zipf_rank(drawn, command.rows, command.skew)
-    parts = [shuffled(ranks[table], command.rows, table) for table in range(command.num_tables)]
+    parts = [shuffle_ids(ranks[table], command.rows, table) for table in range(command.num_tables)]
     return np.concatenate(parts, axis=1).astype(np.int32)
 
 

@@ -16,7 +16,7 @@ import pydantic
 
 from jaxdl.core.config import Config, ConfigError
 from jaxdl.core.options import parse_options
-from jaxdl.core.startup import PROG, first_look, own_options, training_options
+from jaxdl.core.startup import PROG, first_look, split_options, training_options
 from jaxdl.parallel.cluster.exits import DELIBERATE, HALTED
 from jaxdl.parallel.mesh import Axis
 from jaxdl.platform.launch.asynchronous import parse
@@ -170,7 +170,7 @@ def _checked(job: Job, words: tuple[str, ...]) -> tuple[Command, list[str]]:
         note = "the command is not jaxdl.train, so its config and mesh are not checked."
         return Command(words, None, (note,), learner is not None), [note]
     own = first_look(args, PROG)
-    rest = [word for word in own_options(args)[1] if word != "--explain"]
+    rest = [word for word in split_options(args)[1] if word != "--explain"]
     experiment = load(own["config"], rest, gpus=job.gpus_per_node > 0)
     if "devices" in own:
         experiment = experiment.replaced({"mesh.cpu_devices": int(own["devices"])})
