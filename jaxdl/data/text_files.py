@@ -42,6 +42,14 @@ def suffix_of(path: Path) -> str:
     return Path(path.stem).suffix.lower() if is_compressed(path) else path.suffix.lower()
 
 
+def files_matching(folder: Path, glob: str) -> list[Path]:
+    """The files in a folder that match. Raises ConfigError for what is not a pattern, such as an absolute path."""
+    try:
+        return [file for file in folder.glob(glob) if file.is_file()]
+    except (NotImplementedError, ValueError) as error:
+        raise ConfigError(f"glob = {glob!r}: {error}. Give a pattern inside the folders of paths.") from None
+
+
 def open_text(path: Path, file: Any = None) -> IO[bytes]:
     """The file, decompressed while it is read, behind its byte order mark; `file` is it, open, if it is.
 

@@ -34,7 +34,7 @@ from jaxdl.data.lines import (
 from jaxdl.data.remote import is_hidden
 from jaxdl.data.tables.row_groups import check_columns, check_names
 from jaxdl.data.text.texts import FileTexts
-from jaxdl.data.text_files import suffix_of
+from jaxdl.data.text_files import files_matching, suffix_of
 
 PlainDocument = Literal["file", "line"]
 EVERY_FILE = "**/*"
@@ -267,12 +267,8 @@ def _is_searched(path: Path) -> bool:
 
 def _matching(folder: Path, given: str, glob: str) -> list[tuple[str, Path]]:
     """(name, path) of the files of a folder, without hidden ones."""
-    try:
-        files = [file for file in folder.glob(glob) if file.is_file()]
-    except (NotImplementedError, ValueError) as error:
-        raise ConfigError(f"glob = {glob!r}: {error}. Give a pattern inside the folders of paths.") from None
-    named = [(file.relative_to(folder), file) for file in files]
-    named = [(name.as_posix(), file) for name, file in named if not is_hidden(name.as_posix())]
+    named = [(file.relative_to(folder).as_posix(), file) for file in files_matching(folder, glob)]
+    named = [(name, file) for name, file in named if not is_hidden(name)]
     if not named:
         raise ConfigError(f"{given}: no file in it matches {glob!r}. Change glob, or name another folder.")
     return named

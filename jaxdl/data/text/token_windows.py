@@ -21,7 +21,7 @@ from jaxdl.data.remote import is_hidden, reading
 from jaxdl.data.source import Data, Source, Splits
 from jaxdl.data.spec import TextSpec
 from jaxdl.data.staging import Stage
-from jaxdl.data.text_files import MARK, is_compressed
+from jaxdl.data.text_files import MARK, files_matching, is_compressed
 
 STANDARD_LIBRARY = "python:stdlib"
 """In `TextFiles.paths`: the source of the running Python's standard library."""
@@ -88,7 +88,7 @@ class TextFiles(Data, kind="text"):
             folder = expand_home(path)
             if not folder.is_dir():
                 return stage.files(path)
-            names = [file.relative_to(folder).as_posix() for file in _matching(folder, self.glob)]
+            names = [file.relative_to(folder).as_posix() for file in files_matching(folder, self.glob)]
             names = [name for name in names if _is_shown(name, self.glob)]
             return stage.folder(path, only=(self.glob, names))
 
@@ -130,7 +130,7 @@ def _find(
             named = [(Path(file), Path(file).relative_to(root).as_posix()) for file in standard_library_files()]
         elif path.is_dir():
             folders = True
-            named = [(file, file.relative_to(path).as_posix()) for file in _matching(path, glob)]
+            named = [(file, file.relative_to(path).as_posix()) for file in files_matching(path, glob)]
             named = [(file, name) for file, name in named if shown(name, glob)]
         elif path.is_file():
             named = [(path, path.name)]
@@ -146,16 +146,6 @@ def _find(
     if not any(file.num_bytes for file in files):
         raise ConfigError(f"{', '.join(paths)}: empty; there is no text to train on.")
     return files
-
-
-def _matching(folder: Path, glob: str) -> list[Path]:
-    """The files in the folder that match. Raises ConfigError for what is not a pattern, such as an absolute path."""
-    try:
-        return [file for file in folder.glob(glob) if file.is_file()]
-    except (NotImplementedError, ValueError) as error:
-        raise ConfigError(
-            f"glob = {glob!r}: {error}. Give a pattern inside the folders of paths, such as {_DEFAULT_GLOB!r}."
-        ) from None
 
 
 def _is_shown(name: str, glob: str) -> bool:
