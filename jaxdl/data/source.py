@@ -8,7 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -78,6 +78,14 @@ class Data(Choice):
     def codec(self) -> Codec:
         """Between text and this data's tokens. Raises ConfigError for data that are not text."""
         raise ConfigError(f"data {type(self).__name__}: it is not text, so there is nothing to encode or sample.")
+
+
+class FilesOfSplits(Data, kind=None):
+    """Data whose fields `train` and `test` are names or patterns of files."""
+
+    def staged(self, stage: Stage) -> Self:
+        """The config of copies of the files of `train` and `test`."""
+        return self.replaced({name: tuple(map(stage.files, getattr(self, name))) for name in ("train", "test")})
 
 
 class Activity(NamedTuple):

@@ -6,7 +6,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 import pydantic
@@ -18,9 +18,8 @@ from jaxdl.data.images.image_values import encoded_of, holds_images, pixels_of
 from jaxdl.data.images.photo import BadImage
 from jaxdl.data.images.photos import Photos
 from jaxdl.data.records import SAMPLED, BadRecord, Records
-from jaxdl.data.source import Data, ImageArrays, Source, Splits, channel_statistics, check_classes
+from jaxdl.data.source import FilesOfSplits, ImageArrays, Source, Splits, channel_statistics, check_classes
 from jaxdl.data.spec import ImageSpec
-from jaxdl.data.staging import Stage
 from jaxdl.data.tables.arrow_numbers import Where, label_numbers, type_name
 from jaxdl.data.tables.columns import check_label_range
 from jaxdl.data.tables.row_groups import CACHE_BYTES, RowGroups, find_files
@@ -75,7 +74,7 @@ class ParquetRows:
         return digest.hexdigest()[:16]
 
 
-class InParquet(Data, kind=None):
+class InParquet(FilesOfSplits, kind=None):
     """What `ParquetImages` and `ParquetPhotos` share: the files, and which rows are held out."""
 
     train: tuple[str, ...] = ()
@@ -92,10 +91,6 @@ class InParquet(Data, kind=None):
     """Seed of the choice of held-out images."""
     num_classes: int | None = pydantic.Field(default=None, ge=2)
     """Number of classes; None takes the largest label plus 1."""
-
-    def staged(self, stage: Stage) -> Self:
-        """The config of copies of the files of `train` and `test`."""
-        return self.replaced({name: tuple(map(stage.files, getattr(self, name))) for name in ("train", "test")})
 
     def rows(self) -> tuple[ParquetRows, ParquetRows, int]:
         """(training rows, held-out rows, number of classes). Raises ConfigError for what cannot be read."""

@@ -22,8 +22,7 @@ from jaxdl.data import remote
 from jaxdl.data.images.photos import Photos
 from jaxdl.data.images.tar_members import find_images
 from jaxdl.data.records import BadRecord, LeftOut, Records, left_out_remark, mark_of
-from jaxdl.data.source import Data, Splits
-from jaxdl.data.staging import Stage
+from jaxdl.data.source import FilesOfSplits, Splits
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _VERSION = 2
@@ -32,7 +31,7 @@ _READERS = 16
 """Tar files that are scanned at once: it waits for disks and networks, not for the CPU."""
 
 
-class ImageTars(Data, kind="image_tars"):
+class ImageTars(FilesOfSplits, kind="image_tars"):
     """Images in tar files, which are scanned once; the positions of the images are kept in the disk cache."""
 
     train: tuple[str, ...] = ()
@@ -54,10 +53,6 @@ class ImageTars(Data, kind="image_tars"):
         if largest >= num_classes:
             raise ConfigError(f"label {largest}: there are {num_classes} classes, 0 to {num_classes - 1}.")
         return self.photos.build(train, test, num_classes, name=Path(self.train[0]).name.split(".")[0])
-
-    def staged(self, stage: Stage) -> ImageTars:
-        """The config of copies of the files."""
-        return self.replaced({name: tuple(map(stage.files, getattr(self, name))) for name in ("train", "test")})
 
     def _records(self, patterns: Sequence[str]) -> TarRecords:
         files = [file for pattern in patterns for file in remote.expand(pattern)]

@@ -15,9 +15,8 @@ import pydantic
 from jaxdl.core.config import ConfigError
 from jaxdl.data.codec import import_text
 from jaxdl.data.digits import stratified_split
-from jaxdl.data.source import Data, Source, Splits, check_classes
+from jaxdl.data.source import FilesOfSplits, Source, Splits, check_classes
 from jaxdl.data.spec import DataSpec
-from jaxdl.data.staging import Stage
 from jaxdl.data.tables.arrow_numbers import Where, check_exact, feature_numbers, label_numbers
 from jaxdl.data.tables.row_groups import check_columns, check_names, find_files, open_parquet, reading
 from jaxdl.data.tables.table_index import index_columns, suspects
@@ -106,7 +105,7 @@ def _some_names(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
-class Tabular(Data, kind="tabular"):
+class Tabular(FilesOfSplits, kind="tabular"):
     """Columns of numbers and a class number, from Parquet files, or CSV files with a line of names. They are read into
     memory.
 
@@ -164,10 +163,6 @@ class Tabular(Data, kind="tabular"):
             earlier = sources(train.indexed[0], train.indexed[1][rows], test.indexed[1][held], [warning])
             pair[0].earlier, pair[1].earlier = earlier
         return Splits(*pair)
-
-    def staged(self, stage: Stage) -> Tabular:
-        """The config of copies of the files of `train` and `test`."""
-        return self.replaced({name: tuple(map(stage.files, getattr(self, name))) for name in ("train", "test")})
 
     def _read(self, patterns: Sequence[str], split: str) -> _Table:
         """The rows of some files."""

@@ -18,8 +18,7 @@ from jaxdl.core.paths import expand_home
 from jaxdl.data.codec import import_text
 from jaxdl.data.copies import NOTE, Copies, Hold, content_from, read_note, sha256_of
 from jaxdl.data.draws import mix_bits
-from jaxdl.data.source import Data, Splits, num_held_out
-from jaxdl.data.staging import Stage
+from jaxdl.data.source import FilesOfSplits, Splits, num_held_out
 from jaxdl.data.tables.clicks import CRITEO_ROWS, NUM_NUMBERS
 from jaxdl.data.tables.row_groups import find_files
 from jaxdl.data.tables.tabular import Feature, TabularSource, TabularSpec
@@ -39,7 +38,7 @@ _BLOCK_BYTES, _GROUP_ROWS = 2**24, 2**17
 _FILES = {"number": ("numbers.f32", np.float32), "feature": ("hashes.u32", np.uint32), "label": ("labels.u8", np.uint8)}
 
 
-class Criteo(Data, kind="criteo"):
+class Criteo(FilesOfSplits, kind="criteo"):
     """Click logs of Criteo's format: a label, 13 whole numbers, 26 features; TSV (.tsv, .txt, also .gz, .bz2,
     .xz) or Parquet.
 
@@ -80,10 +79,6 @@ class Criteo(Data, kind="criteo"):
             round(float(train.labels[: 2**20].mean()), 4),
         )
         return Splits(CriteoSource(train, spec), CriteoSource(test, spec))
-
-    def staged(self, stage: Stage) -> Criteo:
-        """The config of copies of the files of `train` and `test`."""
-        return self.replaced({name: tuple(map(stage.files, getattr(self, name))) for name in ("train", "test")})
 
     def prepare(self, console: Console) -> str | None:
         """Reads the files into `folder`, with progress; None without a folder."""
