@@ -89,9 +89,9 @@ def _experiment_page() -> list[str]:
         f"`{Experiment.__module__}.Experiment`. {_about(Experiment)}",
         "",
         "A config file's `config()` returns one. On the command line a field is an option, `batch_size` being "
-        "`--batch-size`; a field of a part is `--optimizer.learning-rate`. `--optimizer lars` chooses a part by name; the "
-        "part then has the fields of that kind. The tables have no limits that join several fields: the message of the "
-        "error says what to change.",
+        "`--batch-size`; a field of a part is `--optimizer.learning-rate`. `--optimizer lars` chooses a part by name; "
+        "it then has the fields of that kind. Limits that join several fields are not in the tables: the message of "
+        "the error says what to change.",
         "",
     ]
     return lines + _table(Experiment, "", links=True)
