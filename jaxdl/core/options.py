@@ -198,6 +198,8 @@ def _options(kind: Any, value: Any, prefix: str = "") -> dict[str, Any]:
                 found |= _options(type(one), one, f"{prefix}{_prefix(name)}{one.kind}.")
         elif not is_phases and not any(issubclass(one, Config) for one in _classes(annotation)):
             found[prefix + name] = annotation
+    for former, name in getattr(kind, "former_names", {}).items():
+        found[prefix + former] = annotations[name]
     return found | {prefix + name: one for name, one in getattr(value, "further_types", {}).items()}
 
 
