@@ -170,11 +170,11 @@ class Tables:
                 where = located[buffer.name]
                 here = lookup.owned_grads(buffer, jnp.stack(mine, axis=1), where, send)
                 if buffer.scheme.dense_gradient:
-                    one = update.of_all_rows(buffer, where, here)
+                    rows = update.of_all_rows(buffer, where, here)
                 else:
-                    one = update.of_all_copies(buffer, update.touched(buffer, where, here), send)
-                found[buffer.name] = one
-                square = square + update.square_sum(buffer, one)
+                    rows = update.of_all_copies(buffer, update.touched(buffer, where, here), send)
+                found[buffer.name] = rows
+                square = square + update.square_sum(buffer, rows)
             return found, square
 
         everywhere = self._everywhere
