@@ -84,10 +84,10 @@ def compiled(tables, jagged=(), weights=WEIGHTS):
     """The step of a state, ids and a count."""
 
     def step(state, ids, count, kept):
-        located = tables.located(*(ids if jagged else (ids,)))
+        located = tables.locate(*(ids if jagged else (ids,)))
         vectors = tables.lookup({name: one["rows"] for name, one in state.items()}, located)
         found, squares = tables.gradients(located, gradient(vectors, jnp, weights))
-        new = tables.updated(
+        new = tables.update(
             state, found, kept=kept, factor=jnp.float32(0.5), learning_rate=jnp.float32(RATE), count=count
         )
         return new, vectors, squares

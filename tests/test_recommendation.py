@@ -21,7 +21,7 @@ from jaxdl.optim import SGD, Constant
 from jaxdl.parallel.embedding import ColumnWise, DataParallel, EmbeddingConfig, Replicated, RowSGD, RowWise, Table
 from jaxdl.parallel.embedding.layout import make_buffers
 from jaxdl.parallel.embedding.table import check_tables
-from jaxdl.parallel.mesh import Axis, MeshConfig, batch_sharding, make_mesh
+from jaxdl.parallel.mesh import AXES, MeshConfig, batch_sharding, make_mesh
 from jaxdl.performance.planner.table_report import measured_workload
 from jaxdl.report import ReportConfig
 from jaxdl.training.checkpoint import CheckpointConfig
@@ -347,7 +347,7 @@ def test_tables_that_cannot_hold_their_ids():
     with pytest.raises(ConfigError, match="no table has the feature 'two' of the data"):
         with_vectors(incomplete, source.spec, (source.batch(np.arange(2))["ids"],))
     with pytest.raises(ConfigError, match="no table has the feature 'two' of the data"):
-        measured_workload(incomplete, {axis.value: 1 for axis in Axis}, lambda *_: Splits(source, source))
+        measured_workload(incomplete, dict.fromkeys(AXES, 1), lambda *_: Splits(source, source))
     huge = [Table(name=name, rows=6 * 10**8, columns=4, features=(name,)) for name in ("one", "two")]
     with pytest.raises(ConfigError, match=r"a device has 1,200,000,000 rows .* may have 1,073,741,823"):
         make_buffers(huge, {"one": 1, "two": 2}, EmbeddingConfig(), {"replica": 1, "fsdp": 1, "tensor": 1})

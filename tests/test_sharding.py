@@ -20,14 +20,14 @@ from jaxdl.parallel.sharding import (
     constrain,
     gather,
     gather_params,
-    lookup,
     named,
     param_specs,
     spec_axes,
     statistics_axis,
     use_layout,
-    without_axis,
+    without_axes,
 )
+from jaxdl.parallel.token_vectors import lookup
 from jaxdl.report import explain
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.run.plan.build import make_initial_state, make_plan
@@ -121,7 +121,7 @@ def test_statistics_are_averaged_over_replicas_that_see_a_part_of_the_batch_each
 
 def test_specs_without_an_axis():
     spec = P(None, ("tensor", "fsdp"), "fsdp")
-    assert without_axis(spec, "fsdp") == P(None, "tensor", None)
+    assert without_axes(spec, "fsdp") == P(None, "tensor", None)
     assert spec_axes(spec) == ("tensor", "fsdp", "fsdp")
 
 
@@ -231,7 +231,7 @@ def test_gather_changes_no_value_and_splits_the_gradient_like_the_parameter(size
     whole, gradient = forward_and_backward(placed)
     np.testing.assert_array_equal(whole, x)
     np.testing.assert_array_equal(gradient, 2 * x)
-    assert whole.sharding.is_equivalent_to(NamedSharding(ours.mesh, without_axis(spec, "fsdp")), 2)
+    assert whole.sharding.is_equivalent_to(NamedSharding(ours.mesh, without_axes(spec, "fsdp")), 2)
     assert gradient.sharding.is_equivalent_to(placed.sharding, 2)
     assert whole.addressable_shards[0].data.nbytes == placed.addressable_shards[0].data.nbytes * sizes[1]
 

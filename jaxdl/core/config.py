@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import json
 import reprlib
 import typing
@@ -33,6 +34,9 @@ class Config(pydantic.BaseModel):
 
     by_position: ClassVar[tuple[str, ...]] = ()
     """The fields that may be given without their names, in this order."""
+
+    former_names: ClassVar[Mapping[str, str]] = {}
+    """Earlier name of a field -> its name, so that earlier configs and options are read."""
 
     def __init__(self, *args: Any, **values: Any) -> None:
         cls, given = type(self), dict(zip(self.by_position, args, strict=False))
@@ -69,6 +73,13 @@ class Config(pydantic.BaseModel):
             f"{name}: a config is frozen. Make a changed copy instead: {cls.__name__}.replaced({{{name!r}: ...}}), or "
             "replace it by its path: experiment = experiment.replaced({'optimizer.learning_rate': 0.1})."
         )
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _rename(cls, values: Any) -> Any:
+        if not cls.former_names or not isinstance(values, dict):
+            return values
+        return {cls.former_names.get(name, name): value for name, value in values.items()}
 
     @pydantic.model_validator(mode="after")
     def _has_no_subclass(self: ConfigT) -> ConfigT:
@@ -185,17 +196,16 @@ class Fields(dict[str, Any]):
 
     def replace(self, path: str, value: Any) -> None:
         """Sets the field at a dotted path. Raises ConfigError when there is none."""
-        *parents, last = path.split(".")
-        parent, _ = self._parent(path)
-        if last == "kind" and parents:
-            where = ".".join(parents)
+        parent, last = self._parent(path)
+        if last == "kind" and (where := path.rpartition(".")[0]):
             raise ConfigError(f"{path}: set {where} = {value!r} instead, then the fields of that kind.")
         known = {*parent, *getattr(parent, "more", ())}
+        last = parent.cls.former_names.get(last, last) if isinstance(parent, Fields) else last
         if last not in known:
             near = difflib.get_close_matches(last, known, n=1)
             raise ConfigError(
                 f"{path}: there is no such field; choose one of {', '.join(sorted(known))}."
-                + (f" Did you mean {'.'.join([*parents, near[0]])}?" if near else "")
+                + (f" Did you mean {path.removesuffix(last)}{near[0]}?" if near else "")
             )
         parent[last] = value
 
@@ -343,10 +353,7 @@ def is_config(annotation: Any) -> TypeGuard[type[Config]]:
 
 def field_at(config: Config, path: str) -> Any:
     """The value of a dotted field."""
-    value: Any = config
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
+    return functools.reduce(getattr, path.split("."), config)
 
 
 def differences(before: Config, after: Config, prefix: str = "") -> list[str]:

@@ -199,6 +199,8 @@ def _options(kind: Any, value: Any, prefix: str = "") -> dict[str, Any]:
                 types |= _options(type(part), part, f"{prefix}{_prefix(name)}{part.kind}.")
         elif not is_phases and not any(issubclass(cls, Config) for cls in _classes(annotation)):
             types[prefix + name] = annotation
+    for former, name in getattr(kind, "former_names", {}).items():
+        types[prefix + former] = annotations[name]
     return types | {prefix + name: type_ for name, type_ in getattr(value, "further_types", {}).items()}
 
 

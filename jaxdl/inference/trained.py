@@ -22,7 +22,7 @@ from jaxdl.core.options import choices_help, parse_options, take_choices
 from jaxdl.core.runs import asks_for_help, find_option
 from jaxdl.inference.predictor import Predictor, restore
 from jaxdl.parallel.cluster import start_devices
-from jaxdl.parallel.mesh import Axis, MeshConfig, make_mesh
+from jaxdl.parallel.mesh import AXES, FILLING_AXIS, MeshConfig, make_mesh
 from jaxdl.training.experiment import read_experiment
 
 CommandT = TypeVar("CommandT", bound="OfRun")
@@ -97,7 +97,7 @@ def restored(command: OfRun, args: Sequence[str], *, as_trained: bool = False) -
     """The network of the checkpoint, on the mesh that the options ask for; without them on one device.
 
     With `as_trained` it is, without them, on the mesh of the run. Where the devices here are other than those of the
-    run and no size of the mesh was given, `fsdp` takes all of them, and a line on stderr says so.
+    run and no size of the mesh was given, `FILLING_AXIS` takes all of them, and a line on stderr says so.
     """
     run, mesh = read_experiment(command.workdir), command.experiment.mesh
     with contextlib.suppress(ConfigError):  # The folder may be one of another machine.
@@ -108,12 +108,12 @@ def restored(command: OfRun, args: Sequence[str], *, as_trained: bool = False) -
     try:
         make_mesh(mesh)
     except ConfigError as error:
-        if _given(args, *(f"--mesh.{axis}" for axis in Axis)):
+        if _given(args, *(f"--mesh.{axis}" for axis in AXES)):
             raise
         mesh = MeshConfig(cpu_devices=mesh.cpu_devices)
         if jax.process_index() == 0:
             reason = str(error).partition(". ")[0]
-            used = f"fsdp {len(jax.devices())} is used here; --mesh.AXIS chooses otherwise"
+            used = f"{FILLING_AXIS} {len(jax.devices())} is used here; --mesh.AXIS chooses otherwise"
             print(f"note: the run's {reason}. {used}", file=sys.stderr)
     return restore(command.workdir, step=command.step, average=command.average, mesh=mesh)
 

@@ -30,7 +30,7 @@ class Model(Choice):
 
     @classmethod
     def instead_of(cls, value: Any) -> str:
-        """See `Choice.instead_of`: how a flax module is given."""
+        """A sentence on how a flax module is given."""
         made = value if isinstance(value, type) else type(value)
         if not issubclass(made, nnx.Module | linen.Module):
             return ""

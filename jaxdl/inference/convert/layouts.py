@@ -21,7 +21,7 @@ from jaxdl.models import Transformer
 _layouts: dict[str, HFLayout] = {}
 """`model_type` -> its layout, in the order of definition."""
 HOW_ONLY = frozenset(
-    {"scan_layers", "layers_per_turn", "remat", "dropout", "attention_dropout", "vocab_size", "num_kv_heads",
+    {"scan_layers", "scan_unroll", "remat", "dropout", "attention_dropout", "vocab_size", "num_kv_heads",
      "head_size", "mlp_dim", "lora", "max_length", "init_stddev"}
 )  # fmt: skip
 """Fields of a `Transformer` that do not change what a trained one computes, or that are compared resolved."""

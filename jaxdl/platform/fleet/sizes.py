@@ -143,7 +143,7 @@ def _without_words(args: Sequence[str]) -> list[str]:
 
 def _refused(read: ReadConfig, args: tuple[str, ...], size: int, gpus: int) -> tuple[int, str] | None:
     """(How little it says, why the run cannot be on so many hosts with so many GPUs each); None if it can."""
-    from jaxdl.parallel.mesh import Axis
+    from jaxdl.parallel.mesh import BATCH_AXES, Axis, ways
     from jaxdl.training.run.plan.validate import check_batches, check_norms
 
     rank = 0
@@ -159,7 +159,7 @@ def _refused(read: ReadConfig, args: tuple[str, ...], size: int, gpus: int) -> t
         rank = 0
         check_batches(
             experiment,
-            sizes[Axis.REPLICA] * sizes[Axis.FSDP],
+            ways(sizes, BATCH_AXES),
             experiment.evaluation.batch_size or experiment.batch_size,
         )
         if isinstance(getattr(experiment.model, "norm_span", None), int):

@@ -78,7 +78,7 @@ def _resharded(parts: Parts, layout: Layout, params: optax.Params, specs: Specs)
     """The parameters, resharded to `specs` where the update is sharded unlike them."""
     if parts.state_spec.update == parts.trainable.of(parts.state_spec.params):
         return params
-    return jax.tree.map(lambda spec, x: layout.constrained(x, spec), specs, params, is_leaf=is_spec)
+    return jax.tree.map(lambda spec, x: layout.constrain(x, spec), specs, params, is_leaf=is_spec)
 
 
 def nonzero(weight: jax.Array) -> jax.Array:

@@ -100,12 +100,12 @@ def make_step(tables: Tables) -> Step:
     """(state, ids, gradients of the pooled vectors, count of updates with this) -> (state after it, pooled vectors)."""
 
     def step(state: TableState, ids: jax.Array, grads: jax.Array, count: Any) -> tuple[TableState, jax.Array]:
-        located = tables.located(ids)
+        located = tables.locate(ids)
         vectors = tables.lookup({name: one["rows"] for name, one in state.items()}, located)
         # As in training, the gradients are there when the lookup is done.
         vectors, grads = lax.optimization_barrier((vectors, grads))
         found, _ = tables.gradients(located, grads)
-        after = tables.updated(
+        after = tables.update(
             state, found, kept=jnp.bool_(True), factor=jnp.float32(1), learning_rate=jnp.float32(RATE),
             count=count,
         )  # fmt: skip
@@ -168,7 +168,7 @@ def _measured(command: RowsBench, optimizer: str, batches: list[np.ndarray], dis
 
     @jax.jit
     def lookup(state: TableState, ids: jax.Array) -> jax.Array:
-        return tables.lookup({name: one["rows"] for name, one in state.items()}, tables.located(ids))
+        return tables.lookup({name: one["rows"] for name, one in state.items()}, tables.locate(ids))
 
     def ours(step: Step) -> Any:
         nonlocal state

@@ -18,7 +18,7 @@ from jaxdl.core.config import Config, ConfigError
 from jaxdl.core.options import parse_options
 from jaxdl.core.startup import PROG, first_look, split_options, training_options
 from jaxdl.parallel.cluster.exits import DELIBERATE, HALTED
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import FILLING_AXIS, INNER_AXES, Axis, mesh_text, ways
 from jaxdl.platform.launch.asynchronous import parse
 from jaxdl.platform.launch.jobs.setup import GUARD, checked_setup, unwritable
 from jaxdl.platform.launch.learners import PLACEHOLDER, numbered
@@ -243,15 +243,14 @@ def _mesh_notes(job: Job, experiment: Experiment) -> tuple[list[str], list[str]]
         sizes = experiment.mesh.sizes(job.nodes * per_node)
     except ConfigError as error:
         raise ConfigError(f"{job.nodes} nodes with {devices} each: {error}") from None
-    shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-    notes = [f"The mesh: {shape}, on {job.nodes} nodes with {devices} each."]
-    inside = sizes[Axis.FSDP] * sizes[Axis.TENSOR]
+    notes = [f"The mesh: {mesh_text(sizes)}, on {job.nodes} nodes with {devices} each."]
+    inside = ways(sizes, INNER_AXES)
     if job.nodes == 1 or (inside <= per_node and per_node % inside == 0):
         return notes, []
     problem, also = f"replicas of {inside} devices do not fit into nodes with {per_node}", ""
     if inside > per_node:
         problem = f"a replica of {inside} devices is larger than a node with {per_node}"
-        also = " (and leave --mesh.fsdp at -1)"
+        also = f" (and leave --mesh.{FILLING_AXIS} at -1)"
     so = "so more than the exchange is sent between nodes"
     if sizes[Axis.REPLICA] == 1:
         so = "gradients are not exchanged over `replica` at all"

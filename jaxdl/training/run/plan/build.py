@@ -58,8 +58,8 @@ from jaxdl.training.run.plan.validate import (
     check_tensor_dims,
     check_warmup,
     fitted_task,
+    idle_axes,
     idle_exchange,
-    idle_tensor,
     read_splits,
 )
 from jaxdl.training.run.tables.cached_tables import Caches, make_caches
@@ -206,7 +206,7 @@ def make_plan(
     reasons += experiment.model.remarks(mesh, experiment.precision.dtype)
     reasons += experiment.agreement.remarks(total_steps, num_replicas) + notes
     reasons += settings_remarks(experiment, parts, num_replicas)
-    reasons += idle_tensor(parts.network, mesh) + ((note,) if note else ())
+    reasons += idle_axes(parts.network, mesh) + ((note,) if note else ())
     return _checked(Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons, begin_with, kept))
 
 
