@@ -34,7 +34,7 @@ from jaxdl.platform.spark.processes import (
     run_process,
 )
 from jaxdl.platform.spark.rows import LABEL, Columns, PartitionWriter, digest_of
-from jaxdl.platform.spark.scoring import lists_of, newest, scored, scorer
+from jaxdl.platform.spark.scoring import lists_of, newest, score_batches, scorer
 from jaxdl.platform.spark.stream import Ended, Stream
 
 SECRET = "0123456789abcdef"
@@ -326,7 +326,7 @@ def test_scores_are_those_of_the_predictor(tiny_run):
     column = pyarrow.array([one.tolist() for one in images])
     scorer.cache_clear()
     found = list(
-        scored(newest(tiny_run.workdir), 4, iter([[column.slice(0, 7)], [column.slice(7)], [column.slice(11)]]))
+        score_batches(newest(tiny_run.workdir), 4, iter([[column.slice(0, 7)], [column.slice(7)], [column.slice(11)]]))
     )
     assert [len(one) for one in found] == [7, 4, 0]
     predictor = jaxdl.restore(tiny_run.workdir)
