@@ -26,7 +26,6 @@ from jaxdl.platform.spark.fitting import (
     check_overrides,
     check_workdir,
     data_of,
-    experiment_of,
     hold_workdir,
     metrics_of,
     workdir_of_fit,
@@ -45,6 +44,7 @@ from jaxdl.platform.spark.frames import (
 from jaxdl.platform.spark.params import ClassifierParams, ScoringParams
 from jaxdl.platform.spark.rows import SPLITS
 from jaxdl.platform.spark.udf import check_batch_size, score_udf
+from jaxdl.training.experiment import load
 
 _SCORES = "_jaxdl_scores"
 """The column of all that is scored, while it is taken apart."""
@@ -130,7 +130,7 @@ class JaxdlClassifier(Estimator, ClassifierParams, DefaultParamsReadable, Defaul
         check_batch_size(self.getBatchSize())
         form = form_of(dataset, features)
         check_columns(dataset, [self.getLabelCol()], "labelCol")
-        experiment = experiment_of(config, self.getOverrides(), gpus=gpus > 0)
+        experiment = load(config, self.getOverrides(), gpus=gpus > 0)
         names = [IMAGE] if form == "images" else features
         check_overrides(self.getOverrides(), experiment, data_of(experiment.data, form, (), (), names, None))
         distributor = JaxDistributor(processes, local_mode=False, use_gpu=gpus > 0)

@@ -15,7 +15,7 @@ from jaxdl.core.files import CONFIG_FILE, SPARK_FOLDER, SUMMARY_FILE
 from jaxdl.data import Data, ParquetImages, ParquetPhotos, Photos, Tabular
 from jaxdl.parallel.cluster.consistency import flat
 from jaxdl.report import replace_file
-from jaxdl.training.experiment import Experiment, identity, load
+from jaxdl.training.experiment import Experiment, identity
 
 EXPERIMENT_FILE = "experiment.json"
 FITS_FOLDER = "fits"
@@ -25,11 +25,6 @@ _SHOWN = 3
 _LOCKS: dict[Path, threading.Lock] = {}
 """Of the workdirs in which fits of this process train."""
 _LOCKS_LOCK = threading.Lock()
-
-
-def experiment_of(config: str, overrides: Mapping[str, Any], *, gpus: bool) -> Experiment:
-    """The experiment of a config file, changed by `overrides`. Raises ConfigError."""
-    return load(config, overrides, gpus=gpus)
 
 
 def data_of(
