@@ -216,6 +216,7 @@ def test_a_signal_during_the_last_estimation_changes_nothing(tmp_path, estimated
     assert_bit_equal(saved_state(tmp_path / "cut", ESTIMATED), jax.device_get(estimated.state))
 
 
+@pytest.mark.slow
 def test_micro_batches_are_estimated_one_by_one():
     parts = ESTIMATED.replaced({"step.microbatches": 2, "steps": 4})
     run = jaxdl.train(parts, quiet=True, devices=FOUR)

@@ -148,7 +148,7 @@ def test_exchange(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.long("a notebook trains in a process of its own")
 def test_own_model(tmp_path, monkeypatch):
-    outputs = execute(ROOT / "notebooks" / "own_model.ipynb", tmp_path, monkeypatch)
+    outputs = execute(ROOT / "notebooks" / "own_model.ipynb", tmp_path, monkeypatch, [('"epochs": 12', '"epochs": 8')])
     assert "stopped at step 100 of " in text_of(outputs["fit-code"])
     assert "resumed from the checkpoint at step 100" in text_of(outputs["resume-code"])
     for cell in ("fit-code", "resume-code"):
@@ -186,7 +186,12 @@ def test_language_model(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.long("a notebook trains with every agreement in a process of its own")
 def test_agreement(tmp_path, monkeypatch):
-    smaller = [("steps=320", "steps=160"), ("max_steps=200", "max_steps=100"), ("every_steps=20", "every_steps=40")]
+    smaller = [
+        ("steps=320", "steps=160"),
+        ("max_steps=200", "max_steps=100"),
+        ("every_steps=20", "every_steps=40"),
+        ("replica=8, fsdp=1, cpu_devices=8", "replica=4, fsdp=1, cpu_devices=4"),
+    ]
     outputs = execute(ROOT / "notebooks" / "agreement.ipynb", tmp_path, monkeypatch, smaller)
     for cell in ("curves-code", "apart-code", "async-plot"):
         assert_picture(outputs[cell], 20_000)

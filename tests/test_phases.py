@@ -138,6 +138,7 @@ def test_a_run_goes_through_its_phases(whole):
     assert column(whole, "input/per_sec/augment")[-1] > 0
 
 
+@pytest.mark.slow
 def test_the_losses_are_the_same_with_workers(whole, folder):
     one = experiment(folder, report={"every_steps": 1}).replaced({"data.photos.workers": 2})
     run = jaxdl.train(one, quiet=True, devices=jax.devices()[:4])

@@ -91,7 +91,7 @@ def test_exactly_k_and_the_right_ones(n, k, method):
     check_indices(x, indices, k, method)
 
 
-@pytest.mark.parametrize(("method", "dtype"), zip(METHODS, [jnp.bfloat16, jnp.float16] * 2, strict=True))
+@pytest.mark.parametrize(("method", "dtype"), [*zip(METHODS, [jnp.bfloat16, jnp.float16] * 2, strict=True)])
 def test_short_dtypes(method, dtype):
     x = nasty_inputs(3001, dtype)
     select = functools.partial(select_top_k, k=17, method=method, num_passes=FEW_PASSES.get(method, 30))
@@ -101,7 +101,7 @@ def test_short_dtypes(method, dtype):
     check_indices(x, indices, 17, method)
 
 
-@pytest.mark.parametrize(("method", "n", "k"), zip(METHODS, (6007, 1030) * 2, (6, 500) * 2, strict=True))
+@pytest.mark.parametrize(("method", "n", "k"), [*zip(METHODS, (6007, 1030) * 2, (6, 500) * 2, strict=True)])
 def test_the_ways_of_counting_agree(n, k, method):
     x = nasty_inputs(n, jnp.float32)[:, :n]
     settings = {
