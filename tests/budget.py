@@ -1,9 +1,10 @@
-"""The suite's budget: CPU seconds of each test and file, a table of them at the end, and tests that may be long.
+"""The suite's budget: CPU seconds of each test, of each file and of the whole, and a table of them at the end.
 
 CPU seconds, of pytest's process and of the processes that a test started and waited for, because wall time on a machine
 that does other work besides says little. Even so they grow by a third when the cores are shared, so a file over its
-budget is only reported. What fails the run is a test that is over `LONG_SEC` and has no marker `long` with a reason:
-unmarked tests are far below that.
+budget is only reported. Two things fail the run: a whole that is over its budget by more than a fifth (`make test` and
+`make test-all` have one each; a run of some files stays below it), and a test that is over `LONG_SEC` without a marker
+`long` that has a reason.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from typing import Any
 
 import pytest
 
+WHOLE_SEC = {"not slow": 1150.0, "": 2900.0}
+"""What follows `-m` -> CPU seconds of the whole: `make test`, 10 minutes on two cores, and `make test-all`, 25."""
+ROOM = 1.2
+"""How many times its budget the whole may take, and all files' budgets together may be."""
 LONG_SEC = 60.0
 """CPU seconds that a test may take without a reason."""
 DEFAULT_SEC = 15.0
@@ -118,9 +123,13 @@ def cpu_seconds() -> float:
 
 
 class Budget:
-    """A pytest plugin: measures on the workers, and reports in the process that the user started."""
+    """A pytest plugin: measures on the workers, and reports in the process that the user started.
 
-    def __init__(self) -> None:
+    `selected` is the run's `-m`.
+    """
+
+    def __init__(self, selected: str = "") -> None:
+        self._whole_sec = WHOLE_SEC.get(selected)
         self._mark = 0.0
         self._files: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._reasons: dict[str, str] = {}
@@ -166,10 +175,20 @@ class Budget:
             if seconds > LONG_SEC and test not in self._reasons
         }
 
+    @property
+    def total_sec(self) -> float:
+        """CPU seconds of all tests."""
+        return sum(seconds for tests in self._files.values() for seconds in tests.values())
+
+    @property
+    def over_whole(self) -> bool:
+        """Whether the whole takes a fifth more than its budget, or more."""
+        return self._whole_sec is not None and self.total_sec > ROOM * self._whole_sec
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """A test that is long without a reason fails the run."""
-        if self.too_long() and session.exitstatus == pytest.ExitCode.OK:
+        """A whole over its budget, and a test that is long without a reason, fail the run."""
+        if (self.over_whole or self.too_long()) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -179,16 +198,22 @@ class Budget:
         write = terminalreporter.write_line
         terminalreporter.section("CPU seconds of each file and its budget")
         write(f"{'file':36}{'tests':>6}{'seconds':>9}{'budget':>8}")
-        for file, tests in sorted(self._files.items(), key=lambda one: -sum(one[1].values())):
+        for file, tests in sorted(self._files.items(), key=lambda entry: -sum(entry[1].values())):
             seconds, budget = sum(tests.values()), BUDGETS.get(file, DEFAULT_SEC)
             write(f"{file:36}{len(tests):6}{seconds:9.1f}{budget:8.0f}{'  over' if seconds > budget else ''}")
-        every = [seconds for tests in self._files.values() for seconds in tests.values()]
-        write(f"{'all':36}{len(every):6}{sum(every):9.1f}")
+        num_tests, whole = sum(map(len, self._files.values())), self._whole_sec
+        write(f"{'all':36}{num_tests:6}{self.total_sec:9.1f}{'' if whole is None else f'{whole:8.0f}'}")
         for test, reason in self._reasons.items():
             write(f"long: {test}: {reason}")
         for test, seconds in self.too_long().items():
             write(
                 f"error: {test} took {seconds:.0f} CPU seconds, more than {LONG_SEC:.0f}. Make it cheaper, or say why "
                 'it may: @pytest.mark.long("the reason")',
+                red=True,
+            )
+        if self.over_whole:
+            write(
+                f"error: the suite took {self.total_sec:.0f} CPU seconds, more than {ROOM} times its budget of "
+                f"{whole:.0f}. What is new needs room: make other tests cheaper (docs/testing.md)",
                 red=True,
             )

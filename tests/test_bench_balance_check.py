@@ -89,6 +89,7 @@ def checked(exchanges, replicas=2, inner=1, precision="float32"):
     return check_all(block("tiny"), exchanges, **sizes, clock=clock)
 
 
+@pytest.mark.slow
 @pytest.mark.long("each exchange, right and wrong, is another program")
 def test_the_check_finds_wrong_exchanges_and_passes_right_ones():
     right = {"dense": Dense(), "topk": TopK(min_elements=64), "quantized": Quantized(error_feedback=False)}
@@ -111,6 +112,7 @@ def test_the_check_finds_wrong_exchanges_and_passes_right_ones():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "right", "bad"),
     [

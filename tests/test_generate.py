@@ -88,7 +88,7 @@ LONG = "so long that it does not fit: 2 fish, r"
 
 
 @pytest.mark.filterwarnings("ignore:the prompt")
-@pytest.mark.parametrize("prompt", ["1 f", LONG])
+@pytest.mark.parametrize("prompt", [pytest.param("1 f", marks=pytest.mark.slow), LONG])
 def test_temperature_0_takes_the_likeliest(text, writer, prompt):
     # Both go on beyond LENGTH.
     pieces = list(writer.generate(prompt, num_tokens=2 * LENGTH, temperature=0))
