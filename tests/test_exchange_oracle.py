@@ -18,8 +18,8 @@ EVERYWHERE = (
     "topk mstopk",
     "topk block",
     "quantized 8",
-    "sign",
     "powersgd",
+    "sign",
     "demo",
 )
 ONCE = {
@@ -175,13 +175,11 @@ def test_constant_gradients(exchange):
         assert 0.05 < float(metrics["density"]) < 0.13
 
 
-@pytest.mark.parametrize(
-    ("exchange", "place", "dtype"), [*thinned(case for case in CASES if not case[0].startswith("topk mstopk"))]
-)
+@pytest.mark.parametrize(("exchange", "place", "dtype"), [*thinned(case for case in CASES if case[1] != "replica 8")])
 def test_reported_bytes_are_those_of_the_collectives(exchange, place, dtype):
     run = run_of(exchange, place, dtype)
     _, _, metrics = run(run.gradients(0), run.init(), 0)
-    # The norms among the metrics travel over all axes at once, and are not counted.
+    # The norms among the metrics travel over all axes at once, and are not counted; on replica 8 they would be.
     found = sent_bytes(run.lowered, run.mesh)
     for axis in ("replica", *run.place.inner):
         assert float(metrics[f"bytes_sent/{axis}"]) == found[axis]
