@@ -268,7 +268,7 @@ def test_the_config_for_fine_tuning(base, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "topk", "powersgd"])
-def test_every_exchange(base, kind):
+def test_exchanges(base, kind):
     """It exchanges the adapters' gradients alone; a dense one gives the losses of one device."""
     run = experiment(base, exchange=kind, steps=3)
     wanted = {"min_elements": 16, "rank": 1}
