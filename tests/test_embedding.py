@@ -279,7 +279,7 @@ def schemes_on_meshes():
             yield pytest.param(scheme, sizes, id=f"{scheme.kind}, {np.prod(sizes)} devices", marks=marks)
 
 
-@pytest.mark.parametrize(("scheme", "sizes"), schemes_on_meshes())
+@pytest.mark.parametrize(("scheme", "sizes"), [*schemes_on_meshes()])
 def test_one_step_and_twenty(scheme, sizes):
     assert_all_like_oracle(trained(scheme, RowWiseAdaGrad(), sizes), RowWiseAdaGrad())
 
