@@ -130,11 +130,9 @@ def _from_record(workdir: Path, record: Record, now: datetime) -> Row:
     alive, seen_sec = record.is_alive(now), seconds_since(record.seen, now)
     reason = record.reason or Reason("")
     names = ("state", "doing", "step", "end_step", "total_steps", "hosts", "restart", "next_action", "next_text")
-    times = {"since_sec": seconds_since(record.since, now), "seen_sec": seen_sec}
-    row = Row(
-        str(workdir), **{name: getattr(record, name) for name in names}, **times, alive=alive, reason=reason.text,
-        exit_code=reason.exit_code,
-    )  # fmt: skip
+    fields: dict[str, Any] = {name: getattr(record, name) for name in names}
+    fields |= {"since_sec": seconds_since(record.since, now), "seen_sec": seen_sec}
+    row = Row(str(workdir), **fields, alive=alive, reason=reason.text, exit_code=reason.exit_code)
     if record.state.is_final or alive is not False:
         return row
     return _lost_row(row, record.process)
