@@ -18,7 +18,7 @@ from jaxdl.parallel.mesh import MeshConfig, batch_sharding, make_mesh
 from jaxdl.parallel.precision import Float16
 from jaxdl.training.run.compile import compile_train_step
 from jaxdl.training.run.plan.build import make_initial_state, make_plan
-from jaxdl.training.run.workdir.workdir import read_choice
+from jaxdl.training.run.workdir.records import Workdir
 
 REPLICAS = MeshConfig(replica=8, fsdp=1)
 GIVEN = Auto(bandwidth_gbps=1.0, latency_us=20.0)
@@ -102,14 +102,14 @@ def test_the_choice_is_kept_with_the_run(tmp_path):
 
     kept["exchange"] = Dense(wire_dtype="bfloat16").model_dump()
     (tmp_path / "exchange.json").write_text(json.dumps(kept))
-    assert read_choice(tmp_path) == Dense(wire_dtype="bfloat16")
-    plan = make_plan(experiment, chosen=lambda: read_choice(tmp_path))
+    assert Workdir(tmp_path).read_exchange() == Dense(wire_dtype="bfloat16")
+    plan = make_plan(experiment, workdir=Workdir(tmp_path))
     assert plan.experiment.exchange == Dense(wire_dtype="bfloat16")
     assert plan.reasons == ("exchange: dense bfloat16, as chosen when the run began",)
 
     (tmp_path / "exchange.json").write_text("{")
     with pytest.raises(ConfigError, match="not a choice of an exchange"):
-        read_choice(tmp_path)
+        Workdir(tmp_path).read_exchange()
 
 
 def test_with_one_replica_nothing_is_measured():
@@ -140,7 +140,7 @@ def test_a_choice_on_one_replica_is_not_kept(tmp_path):
     """Begun on one replica and resumed on several, the run chooses then."""
     experiment = tiny_experiment(exchange=GIVEN, mesh=MeshConfig(replica=1, fsdp=8), steps=2)
     jaxdl.train(experiment, tmp_path, quiet=True)
-    assert read_choice(tmp_path) is None
+    assert Workdir(tmp_path).read_exchange() is None
     assert json.loads((tmp_path / "config.json").read_text())["exchange"]["kind"] == "auto"
 
 

@@ -1,5 +1,6 @@
 """`--init-from`: a run begins with the parameters of another run, whole or in part, on any mesh."""
 
+import dataclasses
 import json
 import shutil
 from types import SimpleNamespace
@@ -33,7 +34,8 @@ def source(tiny_run):
 
 def begun(experiment, init=None):
     """(the initial state of a run, what it took), without a workdir."""
-    plan = make_plan(experiment, initial=lambda abstract: beginning(None, init, False, abstract))
+    plan = make_plan(experiment)
+    plan = dataclasses.replace(plan, initial=beginning(None, init, False, plan.parts.state_spec.abstract())[0])
     return make_initial_state(plan), plan
 
 

@@ -1,6 +1,6 @@
 """Low-rank adapters: what is trained, what it computes, and what becomes of it when it is merged."""
 
-import functools
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -202,8 +202,8 @@ def test_adapters_beside_random_values_are_a_mistake(base, tuned, tmp_path):
     run = experiment(base)
 
     def begun(run, init=None, workdir=None):
-        take = functools.partial(beginning, workdir, init, False, model=run.model)
-        return make_plan(run, jax.devices()[:1], initial=take).initial
+        abstract = make_plan(run, jax.devices()[:1]).parts.state_spec.abstract()
+        return beginning(workdir, init, False, abstract, model=run.model)[0]
 
     why = r"without init_from: all 13 arrays .* Give init_from=FOLDER, .* allow that with model.lora.random_base"
     with pytest.raises(jaxdl.ConfigError, match=why):
@@ -234,7 +234,9 @@ def test_unscanned_layers_and_wrong_patterns(base):
 def test_the_whole_network_too(base):
     """`--init-from` without adapters takes every array, on a mesh."""
     run = experiment(base, mesh=EIGHT, **{"model.lora": LoRA()})
-    plan = make_plan(run, jax.devices(), initial=lambda abstract: beginning(None, InitFrom(base), False, abstract))
+    plan = make_plan(run, jax.devices())
+    initial, _ = beginning(None, InitFrom(base), False, plan.parts.state_spec.abstract())
+    plan = dataclasses.replace(plan, initial=initial)
     assert not plan.initial.left
     assert_bit_equal(make_initial_state(plan).params, jaxdl.restore(base).params)
 

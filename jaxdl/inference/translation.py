@@ -13,6 +13,7 @@ from jaxdl.core.config import ConfigError
 from jaxdl.data import Codec, DataSpec, PairSpec
 from jaxdl.data.codec import import_text
 from jaxdl.inference.decoding.beam import beam_search, per_beam
+from jaxdl.models.network import Call
 from jaxdl.parallel.mesh import batch_sharding, batch_ways
 from jaxdl.training.run.inference import Inference
 from jaxdl.training.state import replicated
@@ -93,7 +94,8 @@ class Translator:
         parts, beams = self._network.parts, self._beams
 
         def call(method: str, *inputs: Any) -> Any:
-            return run_network(parts, parts.layout, params, model_state, *inputs, train=False, method=method)[0]
+            how = Call(train=False, method=method)
+            return run_network(parts, parts.layout, params, model_state, how, *inputs)[0]
 
         keys, cache = call("begin", source, lengths, length)
         keys, of_beams = per_beam(keys, beams), jnp.repeat(lengths, beams)
