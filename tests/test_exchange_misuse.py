@@ -12,13 +12,14 @@ from runs import tiny_experiment
 
 import jaxdl
 from jaxdl.core.config import ConfigError
+from jaxdl.core.files import CHOICE_FILE
 from jaxdl.exchange import Auto, Dense, GradientLayout, PowerSGD, Quantized, TopK
 from jaxdl.optim import SGD
 from jaxdl.parallel.mesh import MeshConfig, batch_sharding, make_mesh
 from jaxdl.parallel.precision import Float16
 from jaxdl.training.run.compile import compile_train_step
 from jaxdl.training.run.plan.build import make_initial_state, make_plan
-from jaxdl.training.run.workdir.records import Workdir
+from jaxdl.training.run.workdir.records import Workdir, choice_file
 
 REPLICAS = MeshConfig(replica=8, fsdp=1)
 GIVEN = Auto(bandwidth_gbps=1.0, latency_us=20.0)
@@ -118,7 +119,7 @@ def test_with_one_replica_nothing_is_measured():
     assert "one replica exchanges nothing" in plan.reasons[0]
 
 
-def test_one_replica_says_that_nothing_is_exchanged():
+def test_one_replica_says_that_nothing_is_exchanged(tmp_path):
     """Also of a choice that was made for several: its state has to survive until there are several again."""
     one = {"mesh": MeshConfig(replica=1, fsdp=8)}
 
@@ -130,7 +131,8 @@ def test_one_replica_says_that_nothing_is_exchanged():
     assert "no effect but for --exchange.delay-steps 1" in note
     assert "--exchange has no effect. It takes effect with --mesh.replica 2" in said(Dense(bucket_mib=1.0)).reasons[0]
     assert said(Dense()).reasons == said(Dense(delay_steps=1)).reasons == ()
-    chosen = said(Auto(), chosen=lambda: TopK(min_elements=0))
+    (tmp_path / CHOICE_FILE).write_bytes(choice_file(tmp_path, TopK(min_elements=0), ())[CHOICE_FILE])
+    chosen = said(Auto(), workdir=Workdir(tmp_path))
     assert chosen.experiment.exchange == TopK(min_elements=0)
     assert [reason.split(":")[0] for reason in chosen.reasons] == ["exchange", "exchange topk"]
     assert "residual" in chosen.parts.state_spec.shapes.exchange_state["replica"]

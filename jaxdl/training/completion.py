@@ -36,9 +36,9 @@ def option_values(cls: type[Config], prefix: str = "", inside: tuple[type, ...] 
         if issubclass(part, Choice) and not part.kind:
             options[f"--{path}"] = [*kinds(part), *part.presets]
             every = list(kinds(part).values())
-        for option in every:
-            if option not in inside:
-                options |= option_values(option, f"{prefix}{name}.", (*inside, option))
+        for config in every:
+            if config not in inside:
+                options |= option_values(config, f"{prefix}{name}.", (*inside, config))
     return options
 
 

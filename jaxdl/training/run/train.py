@@ -14,9 +14,9 @@ from jaxdl.parallel.mesh import Device
 from jaxdl.training.experiment import Experiment, as_experiment
 from jaxdl.training.run.hooks import Callbacks, OnCheckpoint, OnEvaluation, OnStep
 from jaxdl.training.run.learners.learning import as_learner
-from jaxdl.training.run.plan.build import join, open_data, open_mesh
+from jaxdl.training.run.plan.build import begin, join, open_data, open_mesh
 from jaxdl.training.run.plan.changed_settings import check_changes
-from jaxdl.training.run.plan.init_from import InitFrom, as_init, beginning
+from jaxdl.training.run.plan.init_from import InitFrom, as_init
 from jaxdl.training.run.plan.length import check_max_steps, end_step
 from jaxdl.training.run.plan.plan import Plan
 from jaxdl.training.run.result import Interrupted, Run
@@ -92,10 +92,7 @@ def _plan(
         layout, mesh = open_mesh(experiment, devices, start, workdir)
         session.begin(experiment.report.trackers)
         data = open_data(layout.experiment, mesh, start, workdir, stage=stage)
-        plan = join(layout, mesh, data, start, workdir)
-        abstract, start_over = plan.parts.state_spec.abstract(), experiment.checkpoint.start_over
-        initial, note = beginning(workdir.path, init, start_over, abstract, model=experiment.model)
-        return dataclasses.replace(plan, initial=initial, reasons=plan.reasons + ((note,) if note else ()))
+        return begin(join(layout, mesh, data, start, workdir), init, workdir)
 
     try:
         return session.stop.run(stages)

@@ -28,6 +28,7 @@ from jaxdl.report import Start
 from jaxdl.training.experiment import LENGTH, Experiment, as_experiment
 from jaxdl.training.run.plan.data import RunData, copy_data, read_data
 from jaxdl.training.run.plan.exchange import choose_exchange, loop_sum_dtype, make_exchange
+from jaxdl.training.run.plan.init_from import InitFrom, beginning
 from jaxdl.training.run.plan.layout import RunLayout, choose_layout
 from jaxdl.training.run.plan.length import timeline_of
 from jaxdl.training.run.plan.memory import check_memory
@@ -153,6 +154,16 @@ def join(
     plan = Plan(experiment, parts, **vars(data), asked=layout.asked, reasons=reasons, kept=layout.kept)
     _check_sources(plan)
     return plan
+
+
+def begin(plan: Plan, init: InitFrom | None, workdir: Workdir) -> Plan:
+    """The plan of a run that begins in the workdir, or goes on there, with what it takes from another run.
+
+    Raises ConfigError for what cannot be taken, on all processes.
+    """
+    abstract, start_over = plan.parts.state_spec.abstract(), plan.experiment.checkpoint.start_over
+    initial, note = beginning(workdir.path, init, start_over, abstract, model=plan.experiment.model)
+    return dataclasses.replace(plan, initial=initial, reasons=plan.reasons + ((note,) if note else ()))
 
 
 def make_devices(experiment: Experiment, devices: Sequence[Device] | None = None) -> Mesh:
