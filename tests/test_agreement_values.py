@@ -16,7 +16,7 @@ from jaxdl.optim import SGD
 from jaxdl.parallel.mesh import MeshConfig, batch_sharding
 from jaxdl.parallel.precision import Float16
 from jaxdl.report import OWN, Report
-from jaxdl.report.fetching import described
+from jaxdl.report.fetching import step_metrics
 from jaxdl.training.guard import GuardConfig
 from jaxdl.training.rounds import make_local_step, make_merge, make_settle
 from jaxdl.training.run.plan.build import make_initial_state, make_plan
@@ -204,8 +204,8 @@ def test_metrics_of_other_processes_replicas_are_known_when_they_merge():
         "joined/sums/weight": np.float32(10),
         "agreement/distance": np.float32(5),
     }
-    assert described([local, local | bad], Task(), None) == {"own/loss": 8 / 6, "own/grad_norm": 2.0}
-    assert described([local | merge, local], Task(), None) == {
+    assert step_metrics([local, local | bad], Task(), None) == {"own/loss": 8 / 6, "own/grad_norm": 2.0}
+    assert step_metrics([local | merge, local], Task(), None) == {
         "own/loss": 1.5, "own/grad_norm": 2.0, "loss": 3.0, "agreement/loss": 3.0, "agreement/distance": 5.0,
     }  # fmt: skip
 

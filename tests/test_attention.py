@@ -14,7 +14,7 @@ from jaxdl.data import SyntheticText, spec_to_json
 from jaxdl.inference.export.writing import function_file
 from jaxdl.inference.predictor import Predictor
 from jaxdl.models import Transformer, attention
-from jaxdl.models.loop import rematerialized
+from jaxdl.models.loop import rematerialize
 from jaxdl.parallel.collectives.attention import flash_attention
 from jaxdl.parallel.collectives.packed_attention import Packed, documents, packed_attention
 from jaxdl.parallel.precision import BFloat16
@@ -212,7 +212,7 @@ def test_in_a_loop_over_layers_it_is_that_of_one_device(monkeypatch, remat, patt
         def layer(x, scale):
             return attention.attend(scale * x, x, x, **options, **rows)
 
-        body = rematerialized(layer, remat, in_scan=True)
+        body = rematerialize(layer, remat, in_scan=True)
         return jnp.sum(jnp.sin(jax.lax.scan(lambda x, scale: (body(x, scale), None), x, scales)[0]) * means)
 
     means = jnp.broadcast_to(means, (BATCH, LENGTH, 1, 1))

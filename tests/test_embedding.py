@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.kinds import kinds
-from jaxdl.data.tables.tabular import Feature, counted_ids
+from jaxdl.data.tables.tabular import Feature, count_ids
 from jaxdl.parallel.embedding import (
     ColumnWise,
     DataParallel,
@@ -84,10 +84,10 @@ def compiled(tables, jagged=(), weights=WEIGHTS):
     """The step of a state, ids and a count."""
 
     def step(state, ids, count, kept):
-        located = tables.located(*(ids if jagged else (ids,)))
+        located = tables.locate(*(ids if jagged else (ids,)))
         vectors = tables.lookup({name: one["rows"] for name, one in state.items()}, located)
         found, squares = tables.gradients(located, gradient(vectors, jnp, weights))
-        new = tables.updated(
+        new = tables.update(
             state, found, kept=kept, factor=jnp.float32(0.5), learning_rate=jnp.float32(RATE), count=count
         )
         return new, vectors, squares
@@ -137,7 +137,7 @@ JAGGED = tuple(
 
 def as_jagged(tables, ids):
     """The ids as values and lengths, in the first bucket that holds them."""
-    examples, lengths = BATCH // tables.mesh.size, counted_ids(ids, JAGGED)
+    examples, lengths = BATCH // tables.mesh.size, count_ids(ids, JAGGED)
     capacity = fitting(tables.buckets(BATCH), lengths, examples)
     return packed(ids, JAGGED, capacity, examples), lengths
 

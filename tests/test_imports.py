@@ -53,7 +53,7 @@ def in_a_fresh_process(code):
 def test_nothing_runs_when_the_package_is_imported():
     loaded = in_a_fresh_process("import sys, json, jaxdl; dir(jaxdl); print(json.dumps(sorted(sys.modules)))")
     names = {name for name in loaded if name.startswith("jaxdl")}
-    assert names == {"jaxdl", "jaxdl.core", "jaxdl.core.moved"}
+    assert names == {"jaxdl", "jaxdl.core", "jaxdl.core.lazy", "jaxdl.core.moved"}
     assert not {"jax", "jaxlib", "numpy", "flax", "pydantic"} & set(loaded)
 
 
@@ -103,14 +103,14 @@ print(json.dumps(found))
 def test_earlier_paths_are_the_same_modules():
     code = """
 import importlib, json, sys, warnings
-from jaxdl.core.moved import MOVED, SHORT, new_path
+from jaxdl.core.moved import MOVED, is_kept, new_path
 warnings.simplefilter("always")
 found = {}
 for name in sorted(MOVED):
     with warnings.catch_warnings(record=True) as caught:
         module = importlib.import_module(f"jaxdl.{name}")
     new = importlib.import_module(new_path(f"jaxdl.{name}"))
-    found[name] = [module is new, module.__spec__.name == new.__name__, len(caught), name in SHORT]
+    found[name] = [module is new, module.__spec__.name == new.__name__, len(caught), is_kept(f"jaxdl.{name}")]
 print(json.dumps(found))
 """
     found = in_a_fresh_process(code)

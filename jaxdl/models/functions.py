@@ -61,7 +61,7 @@ class FunctionNetwork(Network):
         check_arrays(what, self.param_shapes, self.state_shapes)
 
     def init(self, key: jax.Array) -> tuple[Params, ModelState]:
-        """See `Network.init`."""
+        """Fresh `(params, model_state)` from a random key."""
         with user_code(self.what, of=self._written[0]):
             params, state = self._init(key)
         return self._param_names.named(params), self._state_names.named(state)
@@ -73,7 +73,7 @@ class FunctionNetwork(Network):
 
     @property
     def called(self) -> Callable[..., Any]:
-        """See `Network.called`."""
+        """The user's function that is the network."""
         return self._written[1]
 
     def call(self, how: Call, params: Params, model_state: ModelState, *inputs: jax.Array) -> tuple[Any, ModelState]:
@@ -99,7 +99,7 @@ class FunctionNetwork(Network):
 
 def blank(inputs: Sequence[jax.ShapeDtypeStruct]) -> tuple[jax.Array, ...]:
     """Inputs of zeros."""
-    return tuple(jnp.zeros(one.shape, one.dtype) for one in inputs)
+    return tuple(jnp.zeros(x.shape, x.dtype) for x in inputs)
 
 
 def linen_network(

@@ -15,7 +15,7 @@ from jaxdl.core.errors import ConfigError
 from jaxdl.core.user_code import user_code
 from jaxdl.models.dropout import RowKeys, row_keys
 from jaxdl.models.features import layer_output
-from jaxdl.models.logits import projected
+from jaxdl.models.logits import materialize
 from jaxdl.models.loop import BESIDE_LOOP
 from jaxdl.models.modes import call_modes, set_modes
 from jaxdl.models.stacks import Dims, nnx_stacks, noted_shapes, with_stacks
@@ -150,7 +150,7 @@ class Network:
         if how.reset_batch_stats:
             keep = jax.tree_util.tree_map_with_path
             after = keep(lambda path, new, old: new if _names(path) in self.norms else old, after, model_state)
-        return projected(outputs) if how.materialize_logits else outputs, after
+        return materialize(outputs) if how.materialize_logits else outputs, after
 
     def changed(self, change: Callable[[nnx.Module], None]) -> Network:
         """A network of the same parameters whose module `change` has changed after it was made."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from jaxdl.core.errors import outliving_readers
+from jaxdl.core.errors import survive_readers
 from jaxdl.core.files import hang_file
 from jaxdl.parallel.cluster import Watchdog, heartbeat
 from jaxdl.report import Start, Stopwatch
@@ -61,7 +61,7 @@ class Session:
 def open_session(experiment: Experiment, workdir: Path | None, *, quiet: bool) -> Iterator[Session]:
     """Context of a run of the experiment in a workdir; without one nothing is kept."""
     watch, start = Stopwatch(on_change=heartbeat.enter), Start(quiet=quiet)
-    with StopSignals() as stop, outliving_readers(stop.unread), contextlib.ExitStack() as stack:
+    with StopSignals() as stop, survive_readers(stop.unread), contextlib.ExitStack() as stack:
         status = RunStatus(workdir, experiment, stop, start)
         stack.callback(status.release)  # After everything that writes there is closed.
         stack.enter_context(status)

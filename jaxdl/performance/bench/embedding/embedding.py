@@ -33,7 +33,7 @@ from jaxdl.data import CRITEO_NUM_IDS, CRITEO_ROWS, Clicks, Feature
 from jaxdl.parallel.compiler import hlo
 from jaxdl.parallel.embedding import ROWS, EmbeddingConfig, Scheme, Table, Tables
 from jaxdl.parallel.embedding.traffic import axis_bytes, messages, sent_bytes
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import FILLING_AXIS, Axis, MeshConfig
 from jaxdl.performance.bench.cluster.cluster_hosts import HostFailed
 from jaxdl.performance.bench.embedding.embedding_network import PLAN, measure_steps
 from jaxdl.performance.bench.embedding.options import PROG, EmbeddingBench
@@ -159,10 +159,7 @@ def workload(command: EmbeddingBench) -> Workload:
         table.name: distinct_rows(table.rows, int(mean * command.batch_size // command.nodes), command.skew)
         for table, mean in zip(tables, means, strict=True)
     }
-    sizes = {axis.value: 1 for axis in Axis} | {
-        Axis.REPLICA.value: command.nodes,
-        Axis.FSDP.value: command.gpus_per_node,
-    }
+    sizes = MeshConfig(replica=command.nodes).sizes(command.nodes * command.gpus_per_node)
     return Workload(tables, num_ids, distinct, command.batch_size, sizes, jagged)
 
 
@@ -184,7 +181,7 @@ def measure(command: EmbeddingBench) -> tuple[list[Row], Counter[str]]:
         Row(
             name,
             *slow[name],
-            *sent[name][Axis.FSDP.value],
+            *sent[name][FILLING_AXIS],
             of_table_wise=slow["table_wise"][0] / slow[name][0],
             column_bytes=in_columns[name],
             device_gib=costs[name].device_bytes / 2**30,
@@ -236,11 +233,11 @@ def compiled_step(tables: Tables, batch_size: int, num_ids: int) -> str:
 
     def step(state: Any, *ids: jax.Array) -> Any:
         key = jax.random.key(0)
-        located = tables.located(*ids)
+        located = tables.locate(*ids)
         vectors = tables.lookup({name: one[ROWS] for name, one in state.items()}, located, key)
         found, square = tables.gradients(located, vectors, key)
         numbers = {"factor": jnp.float32(1), "learning_rate": jnp.float32(0.1), "count": jnp.int32(1)}
-        return tables.updated(state, found, kept=jnp.isfinite(square), **numbers)
+        return tables.update(state, found, kept=jnp.isfinite(square), **numbers)
 
     def struct(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -20,7 +20,7 @@ from jaxdl.data import DataSpec, PhotoSource, Splits, Stage
 from jaxdl.data.phases import Timeline
 from jaxdl.exchange import Auto, Dense, ExchangeConfig
 from jaxdl.models.stacks import Dims
-from jaxdl.optim import Rates, built_schedule, check_average, check_rates, keeps_average, make_optimizer
+from jaxdl.optim import Rates, build_schedule, check_average, check_rates, keeps_average, make_optimizer
 from jaxdl.parallel.cluster import start_devices
 from jaxdl.parallel.mesh import Axis, Device, batch_ways, make_mesh, platform
 from jaxdl.parallel.sharding import Layout
@@ -47,7 +47,7 @@ from jaxdl.training.run.plan.validate import (
     check_tensor_dims,
     check_warmup,
     fit_task,
-    idle_tensor,
+    idle_axes,
 )
 from jaxdl.training.run.workdir.records import Workdir
 from jaxdl.training.state import TrainState, init_agreement, make_state_spec
@@ -150,7 +150,7 @@ def join(
     reasons += experiment.agreement.remarks(timeline.total_steps, num_replicas) + layout.notes
     start_over = experiment.checkpoint.start_over
     reasons += settings_remarks(parts, experiment.optimizer, timeline, start_over=start_over)
-    reasons += idle_tensor(parts.network, mesh)
+    reasons += idle_axes(parts.network, mesh)
     plan = Plan(experiment, parts, **vars(data), asked=layout.asked, reasons=reasons, kept=layout.kept)
     _check_sources(plan)
     return plan
@@ -267,7 +267,7 @@ def make_rates(experiment: Experiment, timeline: Timeline) -> Callable[[jax.typi
     """
     optimizer = experiment.optimizer
     length = {"total_steps": timeline.scheduled_steps, "steps_per_epoch": timeline.steps_per_epoch}
-    learning_rate, cycle = built_schedule(experiment.schedule, peak=optimizer.learning_rate, **length)
+    learning_rate, cycle = build_schedule(experiment.schedule, peak=optimizer.learning_rate, **length)
 
     def rates(num_updates: jax.typing.ArrayLike) -> Rates:
         step, size = timeline.scheduled(num_updates)

@@ -13,6 +13,7 @@ from jaxdl.models import Model
 from jaxdl.parallel.cluster import host_memory_bytes
 from jaxdl.parallel.embedding import Tables
 from jaxdl.parallel.embedding.layout import copied_bytes
+from jaxdl.parallel.mesh import FILLING_AXIS
 from jaxdl.training.state import StateSpec, TrainState
 
 
@@ -38,7 +39,7 @@ def check_memory(
         raise ConfigError(
             f"model {model.kind}: its parameters, the optimizer's and the exchange's state take "
             f"{_size(state)}{on}, and {where} {_size(there)}. Make the model smaller, or shard it over more devices "
-            "(--mesh.fsdp)."
+            f"(--mesh.{FILLING_AXIS})."
         )
     copied = copies * _evaluation_bytes(model, spec, tables)
     if tables is not None and state + copied > there:

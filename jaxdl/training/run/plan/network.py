@@ -21,7 +21,7 @@ from jaxdl.models.stacks import Dims, as_recorded, named_stacks
 from jaxdl.optim import Trainable, make_trainable
 from jaxdl.parallel.embedding import EmbeddingConfig, Table
 from jaxdl.parallel.embedding.table import check_tables
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import Axis, inner_sizes
 from jaxdl.parallel.sharding import STACKED, Layout, LogicalAxes, Params, grad_specs, is_names
 from jaxdl.training.run.plan.validate import task_inputs
 from jaxdl.training.tasks import Task
@@ -83,7 +83,7 @@ class TaskNetwork:
         order = backward_order(loss, self.network.param_shapes, self.spec.blank()) if ordered else ()
         return GradientLayout(
             specs=by_name(grad_specs(layout, trained_axes, trained)),
-            inner={axis: size for axis, size in layout.mesh.shape.items() if axis != Axis.REPLICA and size > 1},
+            inner=inner_sizes(layout.mesh.shape),
             order=tuple(name for name in order if name in names),
             stacked=frozenset(name for name, dims in zip(names, axes, strict=True) if STACKED in dims),
         )
