@@ -151,7 +151,9 @@ def test_gossip_evaluates_the_mean_by_the_weights_of_push_sum():
     assert not any(np.any(x) for x in jax.tree.leaves(after.own.since))
 
 
-@pytest.mark.parametrize("number", [2, 3, 1])
+@pytest.mark.parametrize(
+    "number", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)]
+)
 def test_as_many_replicas_as_are_wanted_go_on_from_the_mean_that_a_merge_would_take(number):
     own = "agreement_state.replica."
     params = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
