@@ -44,7 +44,7 @@ COMMANDS = {
         "jaxdl.performance.planner.__main__",
         "plans mesh, sharding, exchange and tables for GPUs not at hand: --config FILE --nodes N",
     ),
-    "bench": ("jaxdl.performance.bench.__main__", "measures exchanges, steps, the input pipeline, start-up"),
+    "bench": ("jaxdl.performance.bench.__main__", "measures exchanges, steps, memory, the input pipeline"),
 }
 """Name -> (module with a function main(args), description)."""
 

@@ -1,4 +1,4 @@
-"""scripts/large_batch.py: what its variants are, what it refuses, and that no run is made twice."""
+"""benchmarks/studies/large_batch.py: what its variants are, what it refuses, and that no run is made twice."""
 
 import subprocess
 import sys
@@ -7,10 +7,8 @@ from types import SimpleNamespace
 import pytest
 from runs import ROOT, tiny_experiment
 
-sys.path.insert(0, str(ROOT / "scripts"))
-import large_batch
-
 import jaxdl
+from benchmarks.studies import large_batch
 from jaxdl.parallel.mesh import MeshConfig
 
 
@@ -107,7 +105,7 @@ def test_only_a_trial_that_finished_or_diverged_has_an_accuracy(tmp_path):
     ],
 )
 def test_mistakes_are_one_message(tmp_path, args, message):
-    command = [sys.executable, str(ROOT / "scripts/large_batch.py"), "--config", "configs/fashion_mnist.py"]
+    command = [sys.executable, "-m", "benchmarks.studies.large_batch", "--config", "configs/fashion_mnist.py"]
     done = subprocess.run([*command, "--workdir", tmp_path, *args], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
     assert message in done.stderr

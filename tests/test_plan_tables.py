@@ -112,7 +112,7 @@ def test_given_places_are_those_of_the_whole_mesh():
         data=Clicks(rows=(50, 60), num_ids=(1, 1), train_examples=256, test_examples=64),
         embedding=EmbeddingConfig(places=(("feature01", 1),)),
     )
-    work, _, _ = auto.prepared(experiment, Trials(experiment), jax.devices()[:2], auto.Start(quiet=True))
+    work, _, _ = auto.prepare(experiment, Trials(experiment), jax.devices()[:2], auto.Start(quiet=True))
     found = work.tables({"replica": 1, "fsdp": 2, "tensor": 1}, 1e9)
     assert dict(found.embedding.places)["feature01"] == 1
 
@@ -120,4 +120,4 @@ def test_given_places_are_those_of_the_whole_mesh():
 def test_more_tensor_than_a_process_has_devices_is_one_message():
     experiment = clicks(plan=PlanAuto(devices_per_node=1), mesh={"tensor": 4})
     with pytest.raises(ConfigError, match=r"mesh\.tensor 4 is more than the 2 devices of a process"):
-        auto.prepared(experiment, Trials(experiment), jax.devices()[:2], auto.Start(quiet=True))
+        auto.prepare(experiment, Trials(experiment), jax.devices()[:2], auto.Start(quiet=True))

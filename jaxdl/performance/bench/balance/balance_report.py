@@ -98,9 +98,13 @@ def checks_table(checks: Sequence[Checked]) -> Table:
     """What was checked before anything was timed."""
     columns = ("correctness", "against", "largest relative difference", "bound", "")
     table = make_table("Correctness: three steps", columns, left=("correctness", "against"), box=SIMPLE_HEAD)
-    for one in checks:
+    for check in checks:
         table.add_row(
-            one.name, one.reference, f"{one.difference:.2g}", f"{one.bound:.2g}", "ok" if one.fine else "WRONG"
+            check.name,
+            check.reference,
+            f"{check.difference:.2g}",
+            f"{check.bound:.2g}",
+            "ok" if check.fine else "WRONG",
         )
     return table
 
@@ -211,7 +215,7 @@ def alike(rows: Sequence[Row]) -> list[str]:
         work = (row.flops, row.examples, row.gradient_bytes)
         found.setdefault(work, {})[row.regime] = None
     return [
-        f"{', '.join(one)}: the same work here, since a batch has whole texts; what differs is noise."
-        for one in found.values()
-        if len(one) > 1
+        f"{', '.join(regimes)}: the same work here, since a batch has whole texts; what differs is noise."
+        for regimes in found.values()
+        if len(regimes) > 1
     ]

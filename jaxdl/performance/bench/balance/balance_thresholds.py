@@ -64,7 +64,7 @@ def parse_thresholds(text: str, path: Path) -> Thresholds:
         )
         assert rows
         assert all(sec > 0 for sec in made.seconds.values())
-        assert all(one > 0 for one in made.tolerance.values())
+        assert all(share > 0 for share in made.tolerance.values())
         assert all(count > 0 for count in made.examples.values())
     except (ValueError, LookupError, TypeError, AttributeError, AssertionError, OverflowError, RecursionError):
         raise ConfigError(
@@ -92,7 +92,7 @@ def check_about(about: Mapping[str, Any], earlier: Thresholds, path: Path) -> No
             )
 
 
-def compared(rows: Sequence[Row], earlier: Thresholds) -> Comparison:
+def compare(rows: Sequence[Row], earlier: Thresholds) -> Comparison:
     """Each row beside its earlier figure."""
     found = Comparison([], [], [], [])
     now = {row.name: row for row in rows}

@@ -196,9 +196,9 @@ def summary(rates: Sequence[Sequence[Row]]) -> list[str]:
         groups = [[row for row in rows if chosen(row.variant)] for chosen in (is_compressed, AGREEMENTS.__contains__)]
         fastest = [min(group, key=lambda row: row.step_sec) for group in groups if group]
         lines += [
-            f"dense exchange / computation {dense_ratio(rows):.2f}: {one.variant} is {one.speedup:.2f}x faster than "
-            f"dense, {100 * one.overhead:+.1f} % over the floor"
-            for one in fastest
+            f"dense exchange / computation {dense_ratio(rows):.2f}: {row.variant} is {row.speedup:.2f}x faster than "
+            f"dense, {100 * row.overhead:+.1f} % over the floor"
+            for row in fastest
         ]
     worst = max((row for rows in rates for row in rows if row.variant != FLOOR), key=lambda row: abs(row.error))
     lines.append(
@@ -225,13 +225,13 @@ def figure(at: Sequence[float], series: Mapping[str, Curves], title: str) -> byt
     drawn = style.new_figure(12.5, height, title)
     left, right = drawn.subplots(1, 2)
     chosen = style.looks(list(series))
-    for name, one in series.items():
+    for name, sery in series.items():
         color, mark = chosen[name].color, chosen[name].mark
-        left.plot(at, one.over_floor, color=color, marker=mark, lw=1.5, **style.MEASURED)
-        right.plot(at, one.times_faster, color=color, marker=mark, lw=1.5, **style.MEASURED)
-        modelled = [float("nan") if value is None else value for value in one.modelled_over_floor]
+        left.plot(at, sery.over_floor, color=color, marker=mark, lw=1.5, **style.MEASURED)
+        right.plot(at, sery.times_faster, color=color, marker=mark, lw=1.5, **style.MEASURED)
+        modelled = [float("nan") if value is None else value for value in sery.modelled_over_floor]
         left.plot(at, modelled, color=color, marker=mark, lw=1, **style.MODELLED)
-    known = [value for one in series.values() for value in (*one.over_floor, *one.modelled_over_floor) if value]
+    known = [value for sery in series.values() for value in (*sery.over_floor, *sery.modelled_over_floor) if value]
     x = "dense exchange / computation (slower link →)"
     style.dress(left, "Step time", x=x, y="step / step without exchange")
     style.dress(right, "Against the dense exchange between hosts", x=x, y="times faster than dense")
@@ -242,6 +242,6 @@ def figure(at: Sequence[float], series: Mapping[str, Curves], title: str) -> byt
         drawn,
         [style.measured_entry("measured, median of the rounds"), style.modelled_entry("modelled: floor + cost model")],
     )
-    for panel, last in ((left, lambda one: one.over_floor[-1]), (right, lambda one: one.times_faster[-1])):
-        style.label_ends(panel, [(last(one), name, chosen[name]) for name, one in series.items()])
+    for panel, last in ((left, lambda curve: curve.over_floor[-1]), (right, lambda curve: curve.times_faster[-1])):
+        style.label_ends(panel, [(last(sery), name, chosen[name]) for name, sery in series.items()])
     return style.png(drawn)
