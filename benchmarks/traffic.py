@@ -48,7 +48,7 @@ class TrafficBench:
 
 
 @dataclass(frozen=True)
-class Row:
+class ExchangeBytes:
     """One exchange's bytes."""
 
     exchange: str
@@ -74,13 +74,13 @@ def main(args: list[str]) -> None:
     write_json(command.json, [asdict(row) for row in rows])
 
 
-def measure(command: TrafficBench) -> list[Row]:
+def measure(command: TrafficBench) -> list[ExchangeBytes]:
     """The bytes of every kind of exchange, in the settings that differ in bytes."""
     configs = [config for kind in kinds().values() for config in kind.variants()]
     sent = {config.label: exchange_bytes(config, command) for config in configs}
     slow = {name: found[Axis.REPLICA.value] for name, found in sent.items()}
     return [
-        Row(name, found, slow[name] / slow["dense float32"], slow[name] / slow["dense bfloat16"])
+        ExchangeBytes(name, found, slow[name] / slow["dense float32"], slow[name] / slow["dense bfloat16"])
         for name, found in sent.items()
     ]
 

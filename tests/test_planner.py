@@ -16,7 +16,15 @@ from jaxdl.parallel.mesh import Axis
 from jaxdl.parallel.sharding import ShardingConfig
 from jaxdl.performance.planner import placement
 from jaxdl.performance.planner.memory import Fit, Parameters, Step, described_layout, fit_memory, memory, sharding_of
-from jaxdl.performance.planner.search import Cluster, TablesOnMesh, Workload, binding, choices, make_candidate, search
+from jaxdl.performance.planner.search import (
+    Cluster,
+    RunWorkload,
+    TablesOnMesh,
+    binding,
+    choices,
+    make_candidate,
+    search,
+)
 from jaxdl.performance.planner.steptime import (
     Efficiency,
     Profile,
@@ -49,7 +57,7 @@ def profile_of(tensor, remat, sharding):
 
 def workload(**changes):
     """A model of 4 million parameters, 64 examples a step."""
-    found = Workload(64, PARAMETERS, profile_of, remats=("none", "block"), tensor_fits=lambda size: size <= 4)
+    found = RunWorkload(64, PARAMETERS, profile_of, remats=("none", "block"), tensor_fits=lambda size: size <= 4)
     return dataclasses.replace(found, **changes)
 
 

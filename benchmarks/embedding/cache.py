@@ -59,7 +59,7 @@ class CacheBench:
 
 
 @dataclass(frozen=True)
-class Row:
+class CacheTimes:
     """One cache."""
 
     name: str
@@ -136,7 +136,7 @@ def main(args: list[str]) -> None:
     write_json(command.json, [asdict(row) for row in rows])
 
 
-def measure(command: CacheBench, say: Any) -> list[Row]:
+def measure(command: CacheBench, say: Any) -> list[CacheTimes]:
     """The rows of the table; the first is that with whole tables."""
     caches = {WHOLE: CacheConfig()} | {
         f"{policy} {fraction:.0%}": CacheConfig(fraction=fraction, policy=policy, min_rows=1, window=command.window)
@@ -165,7 +165,7 @@ def measure(command: CacheBench, say: Any) -> list[Row]:
             np.array_equal(x, expected[table][what]) for table, one in side.tables().items() for what, x in one.items()
         )
         rows.append(
-            Row(
+            CacheTimes(
                 name,
                 caches[name].fraction or 1.0,
                 hits / max(1, lookups),

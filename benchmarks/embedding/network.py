@@ -44,7 +44,7 @@ _STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class StepRow:
+class StepTimes:
     """The train step with tables under one config at one rate."""
 
     rate: str
@@ -65,9 +65,9 @@ class StepRow:
 
 def measure_steps(
     command: EmbeddingBench, work: Workload, configs: Mapping[str, EmbeddingConfig], console: Console
-) -> list[StepRow]:
+) -> list[StepTimes]:
     """The rows of all rates; `configs` are those of the schemes, to which a plan for each rate is added."""
-    rows: list[StepRow] = []
+    rows: list[StepTimes] = []
     with (
         Network(command.nodes, cores=_cores(command, console)) as network,
         Workers(
@@ -98,7 +98,7 @@ def measure_steps(
                 added = costs_of(work, config, machine).slow_sec - costs_of(work, config, started).slow_sec
                 predicted = before[name] + added + probed["exchange_sec"] - fast["exchange_sec"]
                 of_best = medians[name] / min(medians.values())
-                rows.append(StepRow(rate, name, medians[name], before[name], predicted, of_best))
+                rows.append(StepTimes(rate, name, medians[name], before[name], predicted, of_best))
             console.print(_table([row for row in rows if row.rate == rate]))
     return rows
 
@@ -218,7 +218,7 @@ def _link(values: Mapping[str, Any]) -> Link:
     return Link(values["latency_sec"], values["bytes_per_sec"], collectives, curve)
 
 
-def _table(rows: list[StepRow]) -> Any:
+def _table(rows: list[StepTimes]) -> Any:
     table = make_table(rows[0].rate, ("tables", "step s", "of the best", "without a limit", "predicted s", "error"))
     for row in rows:
         table.add_row(

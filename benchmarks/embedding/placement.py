@@ -36,7 +36,7 @@ class PlacementBench:
 
 
 @dataclass(frozen=True)
-class Row:
+class PlacedLoads:
     """The worst of the instances of a kind, each figure over the bound."""
 
     shards: int
@@ -88,7 +88,7 @@ def instance(shards: int, devices: int, slack: float, seed: int) -> tuple[np.nda
     return costs, sizes, max(slack * sizes.sum() / devices, sizes.max())
 
 
-def measure(shards: int, devices: int, slack: float, seeds: int) -> Row:
+def measure(shards: int, devices: int, slack: float, seeds: int) -> PlacedLoads:
     """The worst of the instances with these seeds."""
     found = []
     for seed in range(seeds):
@@ -104,7 +104,7 @@ def measure(shards: int, devices: int, slack: float, seeds: int) -> Row:
         found.append((*loads, ours.makespan / bound, *fit, seconds))
     worst = np.max(found, axis=0)
     fits = np.sum(found, axis=0)
-    return Row(
+    return PlacedLoads(
         shards, devices, slack, worst[0], worst[1], int(fits[5]), worst[2], int(fits[6]), worst[3], float(worst[7])
     )
 

@@ -141,6 +141,8 @@ def parse_command(args: list[str]) -> PeerBench:
     if unknown := [side for side in command.jaxdl_sides if side not in SIDES]:
         listed = ", ".join(f'"{side}"' for side in SIDES)
         raise ConfigError(f"--jaxdl-sides {unknown[0]!r}: there is no such side. Choose from {listed}.")
+    if not set(command.jaxdl_sides) - {LOCAL}:
+        raise ConfigError("--jaxdl-sides: give one that exchanges gradients, such as dense.")
     return command
 
 

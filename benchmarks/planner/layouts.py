@@ -33,7 +33,7 @@ _EXCHANGES: tuple[ExchangeConfig, ...] = (Dense(), Quantized(bits=8))
 
 
 @dataclass(frozen=True)
-class Row:
+class LayoutTimes:
     """One layout."""
 
     layout: str
@@ -65,7 +65,7 @@ def compare_times(command: PlannerBench, console: Console) -> None:
     devices = jax.devices()[:NUM_DEVICES]
     if len(devices) < NUM_DEVICES:
         raise ConfigError(f"there are {len(devices)} devices. Give {NUM_DEVICES}, or virtual ones of the CPU.")
-    every: list[Row] = []
+    every: list[LayoutTimes] = []
     for nodes in command.nodes:
         console.print(f"{nodes} nodes of {NUM_DEVICES // nodes}: planning")
         trials = Trials(experiment)
@@ -107,18 +107,18 @@ def _named(one: Candidate) -> str:
 
 def make_rows(
     predicted: Mapping[str, float], times: Mapping[str, Sequence[float]], *, nodes: int, chosen: str
-) -> list[Row]:
+) -> list[LayoutTimes]:
     """The layouts by predicted time."""
     fastest = min(times, key=lambda name: statistics.median(times[name]))
     rows = []
     for name in sorted(predicted, key=lambda name: predicted[name]):
         low, middle, high = (float(one) for one in np.quantile(times[name], (0.25, 0.5, 0.75)))
         tied, spread = is_as_fast(times[name], times[fastest]), (high - low) / 2 / middle
-        rows.append(Row(name, nodes, predicted[name], middle, spread, name == chosen, tied))
+        rows.append(LayoutTimes(name, nodes, predicted[name], middle, spread, name == chosen, tied))
     return rows
 
 
-def rank_correlation(rows: Sequence[Row]) -> float:
+def rank_correlation(rows: Sequence[LayoutTimes]) -> float:
     """Kendall's tau of predicted and measured times."""
     import scipy.stats
 
@@ -126,7 +126,7 @@ def rank_correlation(rows: Sequence[Row]) -> float:
     return float(found.statistic)
 
 
-def remarks(rows: Sequence[Row]) -> list[str]:
+def remarks(rows: Sequence[LayoutTimes]) -> list[str]:
     """The choice against the fastest layout, with and without timing the best; ties, and errors."""
     first, best = rows[0], min(rows, key=lambda row: row.measured_sec)
     [chosen] = [row for row in rows if row.chosen]
@@ -143,7 +143,7 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _table(command: PlannerBench, rows: Sequence[Row]) -> Any:
+def _table(command: PlannerBench, rows: Sequence[LayoutTimes]) -> Any:
     best = min(row.measured_sec for row in rows)
     columns = ("replica x fsdp x tensor", "predicted, ms", "measured, ms", "error", "spread", "of the best")
     batch = command.experiment.batch_size

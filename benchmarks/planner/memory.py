@@ -18,7 +18,7 @@ from jaxdl.performance.planner.h100 import DEVICE, NUM_DEVICES, compile_step, h1
 from jaxdl.performance.planner.machine import nominal_machine
 from jaxdl.performance.planner.memory import sharding_of
 from jaxdl.performance.planner.mesh_tables import tables_on_meshes
-from jaxdl.performance.planner.search import Candidate, Choice, Cluster, Workload, divisors, make_candidate
+from jaxdl.performance.planner.search import Candidate, Choice, Cluster, RunWorkload, divisors, make_candidate
 from jaxdl.performance.planner.trial import planned_bytes
 from jaxdl.performance.planner.trials import Trials
 from jaxdl.performance.planner.workload import workload_of
@@ -31,7 +31,7 @@ _MESHES = ((1, 8, 1), (8, 1, 1), (2, 4, 1), (1, 4, 2), (2, 2, 2))
 
 
 @dataclass(frozen=True)
-class Row:
+class LayoutMemory:
     """The memory of one layout."""
 
     layout: str
@@ -63,7 +63,7 @@ def compare_memory(command: PlannerBench, console: Console) -> None:
         found = _compiled_bytes(trials, one)
         c = one.choice
         rows.append(
-            Row(
+            LayoutMemory(
                 f"{c.replica} x {c.fsdp} x {c.tensor}",
                 c.microbatches,
                 c.remat,
@@ -92,7 +92,7 @@ def compare_memory(command: PlannerBench, console: Console) -> None:
     write_json(command.json, [dataclasses.asdict(row) for row in rows])
 
 
-def layouts(work: Workload, cluster: Cluster) -> Iterator[Candidate]:
+def layouts(work: RunWorkload, cluster: Cluster) -> Iterator[Candidate]:
     """One candidate of each mesh, way to keep activations and sharding, in turns: with few micro-batches, and more.
 
     Steps are compiled for a layout when it is asked for.
@@ -114,7 +114,7 @@ def layouts(work: Workload, cluster: Cluster) -> Iterator[Candidate]:
 
 
 def _fitting(
-    work: Workload, cluster: Cluster, mesh: tuple[int, int, int], remat: str, sharding: str
+    work: RunWorkload, cluster: Cluster, mesh: tuple[int, int, int], remat: str, sharding: str
 ) -> list[Candidate]:
     """By micro-batches, the first two that divide the batch and fit."""
     replica, fsdp, tensor = mesh

@@ -31,8 +31,8 @@ from jaxdl.performance.planner.search import (
     Candidate,
     Choice,
     Cluster,
-    Found,
-    Workload,
+    RunWorkload,
+    SearchResult,
     binding,
     describe,
     search,
@@ -86,7 +86,7 @@ def plan(experiment: Experiment, devices: Sequence[Device], start: Start) -> Pla
 
 def prepare(
     experiment: Experiment, trials: Trials, devices: Sequence[Device], start: Start
-) -> tuple[Workload, Cluster, dict[str, Any]]:
+) -> tuple[RunWorkload, Cluster, dict[str, Any]]:
     """What is searched on these devices: (the workload, the devices and their links, fields that keep their values)."""
     asked = experiment.plan
     assert isinstance(asked, PlanAuto)
@@ -187,7 +187,7 @@ def _of_host() -> float:
     return host_memory_bytes() / jax.local_device_count()
 
 
-def search_layouts(work: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> Found:
+def search_layouts(work: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any]) -> SearchResult:
     """The layouts; those that keep fewer activations are compiled only where memory is what binds without them."""
     kept = work.remats[:1] if "model.remat" not in fixed else work.remats
     found = search(dataclasses.replace(work, remats=kept), cluster, fixed)
@@ -199,7 +199,7 @@ def search_layouts(work: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -
 
 
 def to_planned(
-    found: Found,
+    found: SearchResult,
     experiment: Experiment,
     times: Mapping[Choice, Sequence[float]] | None = None,
     tables: Sequence[tuple[Candidate, Sequence[float]]] = (),
@@ -265,7 +265,7 @@ def _schemes(candidate: Candidate) -> str:
     return describe_schemes(candidate.tables.schemes) if candidate.tables else ""
 
 
-def _chosen(found: Found, times: Mapping[Choice, Sequence[float]]) -> Found:
+def _chosen(found: SearchResult, times: Mapping[Choice, Sequence[float]]) -> SearchResult:
     """The candidates with those that were timed before the others: that to take, then the fastest first.
 
     Raises ConfigError if all of them are too large by XLA's plan.

@@ -28,7 +28,7 @@ from jaxdl.performance.planner.h100 import DEVICE, h100_devices
 from jaxdl.performance.planner.machine import NVLINK, network_rate
 from jaxdl.performance.planner.memory import MOST_OF_DEVICE
 from jaxdl.performance.planner.mesh_tables import given_schemes, tables_on_meshes, with_slots
-from jaxdl.performance.planner.search import Candidate, Cluster, Found, binding, describe, search, why_slower
+from jaxdl.performance.planner.search import Candidate, Cluster, SearchResult, binding, describe, search, why_slower
 from jaxdl.performance.planner.steptime import Efficiency, nodes_that_pay, parameter_servers
 from jaxdl.performance.planner.table_report import config_lines, measured_workload, table_of
 from jaxdl.performance.planner.table_report import remarks as remarks_of_tables
@@ -198,7 +198,7 @@ def cluster_of(command: PlanCommand) -> Cluster:
     return Cluster(command.nodes, command.gpus_per_node, machine, size, Efficiency(command.efficiency, command.overlap))
 
 
-def table(found: Found, command: PlanCommand) -> Table:
+def table(found: SearchResult, command: PlanCommand) -> Table:
     """The first candidates, and the fastest that does not fit."""
     devices = f"{command.nodes} x {command.gpus_per_node} H100, {command.network}"
     title = f"{command.config}: {devices}, batch {command.experiment.batch_size:,}; times in ms"
@@ -231,7 +231,7 @@ def _texts(candidate: Candidate, best: Candidate) -> tuple[str, ...]:
     )
 
 
-def remarks(found: Found, command: PlanCommand) -> list[str]:
+def remarks(found: SearchResult, command: PlanCommand) -> list[str]:
     """Below the table: what binds, how many nodes pay, and the options of the plan."""
     lines = [f"{len(found.candidates):,} layouts, {sum(candidate.fits for candidate in found.candidates):,} fit"]
     if any(not candidate.fits for candidate in found.candidates):

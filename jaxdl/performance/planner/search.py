@@ -87,7 +87,7 @@ PlanTables = Callable[[Mapping[str, int], float], TablesOnMesh]
 
 
 @dataclass(frozen=True)
-class Workload:
+class RunWorkload:
     """What is planned: a model, its batch, and what a compiled step says of both."""
 
     batch_size: int
@@ -128,7 +128,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """All candidates: those that fit, the fastest first, then the others."""
 
     candidates: tuple[Candidate, ...]
@@ -142,7 +142,7 @@ class Found:
         return self.candidates[0] if self.candidates and self.candidates[0].fits else None
 
 
-def search(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> Found:
+def search(workload: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any]) -> SearchResult:
     """All layouts, costed and ordered; `fixed` are fields of the experiment, as in `LAYOUT`, that keep their values.
 
     Splitting layers over `tensor` is tried where no layout without it fits, or where it is given.
@@ -155,7 +155,7 @@ def search(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> Fo
             break
     whole = described_layout(workload.sharding, {axis.value: 1 for axis in Axis})
     size = workload.parameters.bytes(whole)["parameters"]
-    return Found(tuple(sorted(found, key=_rank)), cluster, size)
+    return SearchResult(tuple(sorted(found, key=_rank)), cluster, size)
 
 
 def _rank(candidate: Candidate) -> tuple[Any, ...]:
@@ -166,7 +166,7 @@ def _rank(candidate: Candidate) -> tuple[Any, ...]:
     )
 
 
-def choices(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> Iterator[Choice]:
+def choices(workload: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any]) -> Iterator[Choice]:
     """Every layout of the devices that divides the batch, with what is given kept; `replica` is the nodes by default.
 
     `fsdp` and `tensor` together stay inside a node. With tables, every batch is spread over all devices, `tensor` too.
@@ -206,7 +206,7 @@ def divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def make_candidate(workload: Workload, cluster: Cluster, choice: Choice) -> Candidate:
+def make_candidate(workload: RunWorkload, cluster: Cluster, choice: Choice) -> Candidate:
     """A layout with its exchange, its time and its memory; with the tables that are best on its mesh, if they fit.
 
     Raises ConfigError where tables do not fit into a device that has nothing else.
@@ -224,14 +224,14 @@ def make_candidate(workload: Workload, cluster: Cluster, choice: Choice) -> Cand
         return found
 
 
-def with_other_tables(workload: Workload, cluster: Cluster, candidate: Candidate, most: int) -> list[Candidate]:
+def with_other_tables(workload: RunWorkload, cluster: Cluster, candidate: Candidate, most: int) -> list[Candidate]:
     """Layouts with other schemes of tables that fit, see `TablesOnMesh.others`."""
     others = candidate.tables.others(most) if candidate.tables else ()
     found = [_candidate(workload, cluster, candidate.choice, tables) for tables in others]
     return [candidate for candidate in found if candidate.fits]
 
 
-def _candidate(workload: Workload, cluster: Cluster, choice: Choice, tables: TablesOnMesh | None) -> Candidate:
+def _candidate(workload: RunWorkload, cluster: Cluster, choice: Choice, tables: TablesOnMesh | None) -> Candidate:
     machine, efficiency = cluster.machine, cluster.efficiency
     examples = workload.batch_size // (choice.replica * choice.fsdp * choice.microbatches)
     profile = workload.profiles(choice.tensor, choice.remat, choice.param_sharding)
@@ -252,7 +252,7 @@ def _candidate(workload: Workload, cluster: Cluster, choice: Choice, tables: Tab
 
 
 def _exchange(
-    workload: Workload, gradients: Gradients, machine: Machine, own: StepTime
+    workload: RunWorkload, gradients: Gradients, machine: Machine, own: StepTime
 ) -> tuple[ExchangeConfig, tuple[str, ...]]:
     asked = workload.exchange
     if isinstance(asked, ExchangeConfig):
@@ -285,7 +285,7 @@ def why_slower(candidate: Candidate, best: Candidate) -> str:
     return f"{name}: +{1e3 * most:.3g} ms" if most > 0 else "as fast, but less simple"
 
 
-def binding(found: Found) -> str:
+def binding(found: SearchResult) -> str:
     """The first constraint that keeps the best plan from being faster, in a sentence."""
     best = found.best
     if best is None:

@@ -16,7 +16,7 @@ from jaxdl.exchange import Auto, ExchangeConfig
 from jaxdl.exchange.base import by_name, leaf_names
 from jaxdl.parallel.sharding import has_names, is_names
 from jaxdl.performance.planner.memory import Fit, Parameters
-from jaxdl.performance.planner.search import PlanTables, Workload
+from jaxdl.performance.planner.search import PlanTables, RunWorkload
 from jaxdl.performance.planner.steptime import Profile
 from jaxdl.performance.planner.timed import StepParts
 from jaxdl.performance.planner.trial import Measured, Setting, measure_step, profile, trial_exchange
@@ -69,7 +69,7 @@ def workload_of(
     parts: Callable[[str], StepParts] | None = None,
     *,
     replicas: bool | None = None,
-) -> Workload:
+) -> RunWorkload:
     """What is planned of an experiment; steps, those of `trials`, are compiled for `devices`, those of a node.
 
     With `replicas`, which several nodes have by default, the memory that their exchange needs is that of a compiled
@@ -88,7 +88,7 @@ def workload_of(
         raise ConfigError(f"exchange {exchange.kind}: the planner does not know what it costs. Choose another one.")
     remat = getattr(experiment.model, "remat", None)
     base = trial_plan(trials, Setting(1, 1, 1, remat, "replicated"), devices)
-    return Workload(
+    return RunWorkload(
         batch_size=experiment.batch_size,
         parameters=parameters_of(base),
         profiles=_profiles(

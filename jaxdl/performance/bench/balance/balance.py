@@ -36,7 +36,7 @@ from jaxdl.performance.bench.balance.balance_check import Checked, check_all, or
 from jaxdl.performance.bench.balance.balance_report import (
     LOCAL,
     SUM,
-    Row,
+    KernelTimes,
     alike,
     checks_table,
     figure,
@@ -195,7 +195,7 @@ class Measurement:
             found += [dataclasses.replace(check, name=f"{check.name}, {name}") for check in some]
         return found
 
-    def sum(self) -> Row:
+    def sum(self) -> KernelTimes:
         """The first kernel."""
         self.say("timing the sum of one number")
         side = Side(repeated_sum(self.mesh, _REPLICA), hosts_of(self.mesh))
@@ -241,7 +241,7 @@ class Measurement:
             found[regime] = work
         return found
 
-    def rows(self, regime: str, work: Work, replicas: int, scaling: str = "") -> list[Row]:
+    def rows(self, regime: str, work: Work, replicas: int, scaling: str = "") -> list[KernelTimes]:
         """The second and the third kernel: the local step, and the whole step with each exchange."""
         what = f"{scaling} {regime} on {replicas} of {self.replicas} replicas".strip()
         self.say(f"compiling {what}")
@@ -263,7 +263,7 @@ class Measurement:
         }
         return [make_row(regime, name, time, **common) for name, time in times.items()]
 
-    def set_rows(self, work: Work, measured: Sequence[Row]) -> list[Row]:
+    def set_rows(self, work: Work, measured: Sequence[KernelTimes]) -> list[KernelTimes]:
         """The sets: the rows of their regime on all devices, which may be measured already, and on fewer replicas."""
         regime = self.command.set_regime
         found = [row for row in measured if row.regime == regime] or self.rows(regime, work, self.replicas)
@@ -317,7 +317,11 @@ def report(command: BalanceBench, exchanges: Mapping[str, ExchangeConfig], conso
 
 
 def _print(
-    measurement: Measurement, machine: Mapping[str, float], first: Row, rows: Sequence[Row], of_sets: Sequence[Row]
+    measurement: Measurement,
+    machine: Mapping[str, float],
+    first: KernelTimes,
+    rows: Sequence[KernelTimes],
+    of_sets: Sequence[KernelTimes],
 ) -> None:
     console, about = measurement.console, measurement.about
     processes = f"{about['processes']} process{'es' * (about['processes'] > 1)}"
@@ -339,7 +343,7 @@ def _print(
         )
 
 
-def _compare(console: Console, rows: Sequence[Row], earlier: Thresholds) -> bool:
+def _compare(console: Console, rows: Sequence[KernelTimes], earlier: Thresholds) -> bool:
     """Prints what has become slower or faster; returns whether nothing is too slow."""
     found = compare(rows, earlier)
     for what, lines in (

@@ -49,7 +49,7 @@ class Merges:
 
 
 @dataclass(frozen=True)
-class Row:
+class VariantTimes:
     """One variant at one rate, against the exchange-free step (`floor`) and the dense exchange between hosts."""
 
     rate: int
@@ -116,7 +116,7 @@ def make_rows(
     costs: Mapping[str, Mapping[str, float]],
     *,
     devices_per_host: int,
-) -> list[Row]:
+) -> list[VariantTimes]:
     """The rows of one rate, from the turns by variant (one a round) and the costs that the workers predict.
 
     Turns are compared within their round, so that a temporary slow-down of the machine affects both sides.
@@ -132,7 +132,7 @@ def make_rows(
         floor_sent = statistics.median(turn.wire_bytes for turn in turns[floor_of(variant)])
         cost = costs.get(variant, {"total_sec": 0.0, "sent_bytes": 0.0})
         rows.append(
-            Row(
+            VariantTimes(
                 rate=rate,
                 variant=variant,
                 step_sec=statistics.median(steps),
@@ -148,13 +148,13 @@ def make_rows(
     return rows
 
 
-def dense_ratio(rows: Sequence[Row]) -> float:
+def dense_ratio(rows: Sequence[VariantTimes]) -> float:
     """Time of the dense exchange between hosts over that of the computation, at one rate."""
     [dense] = [row for row in rows if row.variant == BASELINE]
     return dense.exchange_sec / dense.floor_sec
 
 
-def best(rows: Sequence[Row]) -> Row:
+def best(rows: Sequence[VariantTimes]) -> VariantTimes:
     """The fastest compressed exchange at one rate."""
     return min((row for row in rows if is_compressed(row.variant)), key=lambda row: row.step_sec)
 
@@ -165,7 +165,7 @@ def is_compressed(variant: str) -> bool:
     return config is not None and config.compresses and variant not in AGREEMENTS
 
 
-def rate_table(rows: Sequence[Row]) -> Table:
+def rate_table(rows: Sequence[VariantTimes]) -> Table:
     """All variants at one rate."""
     title = f"{rows[0].rate / 1e6:.4g} Mbit/s each way; dense exchange / computation = {dense_ratio(rows):.2f}"
     headings = (
@@ -189,7 +189,7 @@ def rate_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def summary(rates: Sequence[Sequence[Row]]) -> list[str]:
+def summary(rates: Sequence[Sequence[VariantTimes]]) -> list[str]:
     """Sentences: the best compressed exchange and agreement at each rate, and the largest error of the predictions."""
     lines = []
     for rows in rates:
@@ -208,7 +208,7 @@ def summary(rates: Sequence[Sequence[Row]]) -> list[str]:
     return lines
 
 
-def curves(rates: Sequence[Sequence[Row]]) -> tuple[list[float], dict[str, Curves]]:
+def curves(rates: Sequence[Sequence[VariantTimes]]) -> tuple[list[float], dict[str, Curves]]:
     """The cost of the dense exchange relative to computation, by rate in rising order; and the curves by variant."""
     ordered = sorted(rates, key=dense_ratio)
     found = {}
