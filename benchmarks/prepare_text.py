@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxdl.data.text.documents import EVERY_FILE, Reading, document_texts
-from jaxdl.data.text.shards import Plan, TokenStore
+from jaxdl.data.text.shards import ShardPlan, TokenStore
 from jaxdl.data.text.token_windows import standard_library_files
 from jaxdl.data.text.tokenizer import Train, train_tokenizer
 from jaxdl.data.text.tokenizing import prepare
@@ -121,7 +121,7 @@ def _library(tokenizer: Path, texts: list[str]) -> tuple[float, int]:
 def _jaxdl(folder: Path, tokenizer: Path, number: int, console: Console) -> tuple[float, int]:
     """(seconds, tokens) of preparing shards; without the tokens that end documents."""
     (texts,) = document_texts([[str(folder / f"{number}.jsonl")]], EVERY_FILE, Reading())
-    plan = Plan(texts, str(tokenizer), str(folder / "shards"))
+    plan = ShardPlan(texts, str(tokenizer), str(folder / "shards"))
     start = time.perf_counter()
     prepare(plan, console)
     seconds = time.perf_counter() - start

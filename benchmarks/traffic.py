@@ -25,7 +25,7 @@ from jaxdl.exchange import (
     state_specs,
 )
 from jaxdl.parallel.compiler.wire_bytes import lower, sent_bytes
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import GATHER_AXES, Axis
 from jaxdl.performance.bench.shared import Imports, import_exchanges, make_table, parse_bench, run_module, write_json
 
 _ROWS, _COLUMNS = 1024, 1000
@@ -87,7 +87,7 @@ def measure(command: TrafficBench) -> list[ExchangeBytes]:
 
 def exchange_bytes(config: ExchangeConfig, command: TrafficBench) -> dict[str, float]:
     """Mesh axis -> bytes that one device sends in one exchange, counted in its StableHLO."""
-    sizes = {Axis.REPLICA.value: command.replica, Axis.FSDP.value: command.fsdp}
+    sizes = {Axis.REPLICA.value: command.replica, GATHER_AXES[0]: command.fsdp}
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     count = command.num_elements // (_ROWS * _COLUMNS)
     if command.num_elements % (_ROWS * _COLUMNS) or _COLUMNS % command.fsdp:
@@ -95,10 +95,10 @@ def exchange_bytes(config: ExchangeConfig, command: TrafficBench) -> dict[str, f
             f"--num-elements {command.num_elements} on fsdp {command.fsdp}: the parameters are matrices of {_ROWS} x "
             f"{_COLUMNS}. Choose a multiple of {_ROWS * _COLUMNS:,}, and an fsdp that divides {_COLUMNS}."
         )
-    spec = PartitionSpec(None, Axis.FSDP.value)
+    spec = PartitionSpec(None, GATHER_AXES[0])
     specs = {f"layer{number:02d}": spec for number in range(count)}
     shapes = {name: jax.ShapeDtypeStruct((_ROWS, _COLUMNS), jnp.float32) for name in specs}
-    exchange: Exchange = config.build(GradientLayout(specs=specs, inner={Axis.FSDP.value: command.fsdp}))
+    exchange: Exchange = config.build(GradientLayout(specs=specs, inner={GATHER_AXES[0]: command.fsdp}))
     places = state_specs(exchange, shapes, specs, mesh)
     state = jax.eval_shape(lambda: init_on_mesh(exchange, shapes, specs, mesh))
     function = exchanged_on_mesh(exchange, specs, places, mesh)

@@ -50,8 +50,8 @@ def made_up() -> Experiment:
 def smoke() -> Experiment:
     """Small, on a CPU, with made-up clicks."""
     data = Clicks(
-        rows=tuple(min(one, 1000) for one in CRITEO_ROWS),
-        num_ids=tuple(min(one, 4) for one in CRITEO_NUM_IDS),
+        rows=tuple(min(rows, 1000) for rows in CRITEO_ROWS),
+        num_ids=tuple(min(num_ids, 4) for num_ids in CRITEO_NUM_IDS),
         train_examples=10_000,
         test_examples=2_000,
     )

@@ -33,6 +33,6 @@ def config() -> Experiment:
 
 def smoke() -> Experiment:
     """Small, on a CPU."""
-    rows = tuple(min(one, 1000) for one in Clicks().rows)
+    rows = tuple(min(number, 1000) for number in Clicks().rows)
     data = Clicks(rows=rows, train_examples=20_000, test_examples=5_000)
     return config().replaced({"data": data, "batch_size": 256, "evaluation": EvaluationConfig(every_steps=40)})

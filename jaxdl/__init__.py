@@ -9,9 +9,9 @@ Nothing runs at import; each name below is loaded when it is first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from jaxdl.core.lazy import lazy_names
 from jaxdl.core.moved import install
 
 if TYPE_CHECKING:
@@ -32,31 +32,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 install()
-
-_HOMES = {
-    "Arrays": "jaxdl.data",
-    "ConfigError": "jaxdl.core.errors",
-    "Data": "jaxdl.data",
-    "ExchangeConfig": "jaxdl.exchange",
-    "Experiment": "jaxdl.training.experiment",
-    "FromFunctions": "jaxdl.models",
-    "FromModule": "jaxdl.models",
-    "load": "jaxdl.training.experiment",
-    "Model": "jaxdl.models",
-    "Optax": "jaxdl.optim",
-    "Optimizer": "jaxdl.optim",
-    "Schedule": "jaxdl.optim",
-    "Loss": "jaxdl.training.tasks",
-    "Task": "jaxdl.training.tasks",
-    "Tracker": "jaxdl.report.trackers",
-    "InitFrom": "jaxdl.training.run.plan.init_from",
-    "Interrupted": "jaxdl.training.run.result",
-    "Run": "jaxdl.training.run.result",
-    "train": "jaxdl.training.run.train",
-    "fit": "jaxdl.training.run.fit",
-    "Predictor": "jaxdl.inference.predictor",
-    "restore": "jaxdl.inference.predictor",
-}
 
 __all__ = [
     "Arrays",
@@ -84,10 +59,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'jaxdl' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__ = lazy_names("jaxdl")
 
 
 def __dir__() -> list[str]:

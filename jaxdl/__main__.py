@@ -7,46 +7,26 @@ import sys
 
 from jaxdl import __version__
 from jaxdl.core.errors import command_line, fail, print_out
+from jaxdl.core.moved import new_path
 
 COMMANDS = {
-    "train": ("jaxdl.train", "trains an experiment: --config FILE --workdir FOLDER"),
-    "evaluate": ("jaxdl.inference.evaluate.__main__", "evaluates a checkpoint of a run: --workdir FOLDER"),
-    "export": (
-        "jaxdl.inference.export.__main__",
-        "writes a trained network for other programs: --workdir FOLDER --to FOLDER",
-    ),
-    "convert": ("jaxdl.inference.convert.__main__", "takes over checkpoints of Hugging Face, and writes them"),
-    "generate": (
-        "jaxdl.inference.generate.__main__",
-        "continues texts by a trained language model: --workdir FOLDER --prompt TEXT",
-    ),
-    "score": (
-        "jaxdl.inference.score.__main__",
-        "perplexity of texts, multiple-choice questions: --workdir FOLDER --text FILE",
-    ),
-    "translate": ("jaxdl.inference.translate.__main__", "translates texts with a trained network: --workdir FOLDER"),
-    "data": ("jaxdl.data.__main__", "prepares the data of an experiment before it trains"),
-    "search": (
-        "jaxdl.platform.search.__main__",
-        "searches settings: --config FILE --workdir FOLDER --vary NAME=VALUES --trials N",
-    ),
-    "launch": (
-        "jaxdl.platform.launch.__main__",
-        "starts several processes: on this machine, or by a job file for a cluster",
-    ),
-    "status": ("jaxdl.report.status.__main__", "a table of runs, also of many, and live: FOLDER..."),
-    "compare": (
-        "jaxdl.report.compare.__main__",
-        "curves of runs over each other, and how their configs differ: FOLDER...",
-    ),
-    "fleet": ("jaxdl.platform.fleet.__main__", "lets several runs share the nodes of a cluster, and resizes them"),
-    "planner": (
-        "jaxdl.performance.planner.__main__",
-        "plans mesh, sharding, exchange and tables for GPUs not at hand: --config FILE --nodes N",
-    ),
-    "bench": ("jaxdl.performance.bench.__main__", "measures exchanges, steps, memory, the input pipeline"),
+    "train": "trains an experiment: --config FILE --workdir FOLDER",
+    "evaluate": "evaluates a checkpoint of a run: --workdir FOLDER",
+    "export": "writes a trained network for other programs: --workdir FOLDER --to FOLDER",
+    "convert": "takes over checkpoints of Hugging Face, and writes them",
+    "generate": "continues texts by a trained language model: --workdir FOLDER --prompt TEXT",
+    "score": "perplexity of texts, multiple-choice questions: --workdir FOLDER --text FILE",
+    "translate": "translates texts with a trained network: --workdir FOLDER",
+    "data": "prepares the data of an experiment before it trains",
+    "search": "searches settings: --config FILE --workdir FOLDER --vary NAME=VALUES --trials N",
+    "launch": "starts several processes: on this machine, or by a job file for a cluster",
+    "status": "a table of runs, also of many, and live: FOLDER...",
+    "compare": "curves of runs over each other, and how their configs differ: FOLDER...",
+    "fleet": "lets several runs share the nodes of a cluster, and resizes them",
+    "planner": "plans mesh, sharding, exchange and tables for GPUs not at hand: --config FILE --nodes N",
+    "bench": "measures exchanges, steps, memory, the input pipeline",
 }
-"""Name -> (module with a function main(args), description)."""
+"""Name -> description. `jaxdl NAME` is `python -m jaxdl.NAME`."""
 
 RENAMED = {"sample": "generate"}
 """Former name of a command -> its name now."""
@@ -74,7 +54,8 @@ def main(args: list[str] | None = None) -> None:
             + (f" Did you mean: jaxdl {begin}?" if begin else "")
         )
     with command_line():
-        module = importlib.import_module(COMMANDS[line[0]][0])
+        path = f"jaxdl.{line[0]}" if line[0] == "train" else f"jaxdl.{line[0]}.__main__"
+        module = importlib.import_module(new_path(path) or path)
         named = {"prog": "jaxdl train"} if line[0] == "train" else {}  # The name of the command in messages.
         module.main(line[1:], **named)
 
@@ -88,7 +69,7 @@ def _print_completion(args: list[str]) -> None:
 
 def help_text() -> str:
     """The text of `jaxdl --help`."""
-    commands = "\n".join(f"  {name:9} {about}" for name, (_, about) in COMMANDS.items())
+    commands = "\n".join(f"  {name:9} {about}" for name, about in COMMANDS.items())
     return f"""jaxdl {__version__}: a JAX trainer for clusters whose network is slower than their GPUs
 
 usage: jaxdl COMMAND [OPTIONS]      (also: python -m jaxdl COMMAND, python -m jaxdl.train ...)

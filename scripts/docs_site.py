@@ -3,6 +3,8 @@
 - reference/config/*.md: every field of `Experiment`, from the config classes themselves;
 - results.md, contributing.md and changelog.md: the files of the root, with their links turned towards the site.
 
+After the build it checks that the pages find words without a server and without the network.
+
 `pages()` returns them as text, so that a test can read them without mkdocs.
 """
 
@@ -38,6 +40,24 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def on_post_build(config: Any) -> None:
+    """Checks that the search of the built site needs no server: an event of mkdocs."""
+    check_offline(Path(config.site_dir))
+
+
+setattr(on_post_build, "mkdocs_priority", -200)  # noqa: B010  After the plugin `offline`, which writes the index at -100.
+
+
+def check_offline(site: Path) -> None:
+    """Raises if pages that are opened as files would not find words, or if one loads a script from the network."""
+    for path in site.rglob("*.html"):
+        scripts = re.findall(r'<script[^>]* src="?([^" >]+)', path.read_text(encoding="utf-8"))
+        assert any("iframe-worker" in script for script in scripts), f"{path}: no script iframe-worker"
+        assert not [script for script in scripts if "//" in script], f"{path}: a script from the network"
+    index = (site / "search/search_index.js").read_text(encoding="utf-8")
+    assert index.startswith("var __index = {"), "search/search_index.js is no script of the index"
+
+
 def pages() -> dict[str, str]:
     """The generated pages: path inside the site -> Markdown."""
     found = {f"{REFERENCE}/{name}.md": "\n".join(lines) + "\n" for name, lines in config_pages().items()}
@@ -69,9 +89,9 @@ def _experiment_page() -> list[str]:
         f"`{Experiment.__module__}.Experiment`. {_about(Experiment)}",
         "",
         "A config file's `config()` returns one. On the command line a field is an option, `batch_size` being "
-        "`--batch-size`; a field of a part is `--optimizer.learning-rate`. A part with kinds is switched by name, "
-        "`--optimizer lars`, and then has the fields of that kind. A limit that joins several fields is not in the "
-        "tables: the message of the error says what to change.",
+        "`--batch-size`; a field of a part is `--optimizer.learning-rate`. `--optimizer lars` chooses a part by name; "
+        "it then has the fields of that kind. Limits that join several fields are not in the tables: the message of "
+        "the error says what to change.",
         "",
     ]
     return lines + _table(Experiment, "", links=True)

@@ -274,13 +274,15 @@ def test_specs_come_back_from_json():
 
 def test_mistakes():
     assert "x has 21 rows, y has 20 rows" in refusal((X, Y[1:]))
-    assert "city holds text, not numbers (such as 'Rome')" in refusal({"x": X, "city": ["Rome"] * N})
-    assert "y holds text, not numbers (such as 'Rome'). Class numbers are numpy.unique(y" in refusal((X, ["Rome"] * N))
+    assert "city contains text, not numbers (such as 'Rome')" in refusal({"x": X, "city": ["Rome"] * N})
+    assert "y contains text, not numbers (such as 'Rome'). Class numbers are numpy.unique(y" in refusal(
+        (X, ["Rome"] * N)
+    )
     mixed = np.array([[1.5, "Rome"], [2.5, None]], object)
-    assert "x holds text, not numbers (such as 'Rome')" in refusal((mixed, Y[:2]))
+    assert "x contains text, not numbers (such as 'Rome')" in refusal((mixed, Y[:2]))
     assert "x is a dictionary" in refusal(({"a": X}, Y))
     assert "x is a masked array" in refusal((np.ma.masked_less(X, 0), Y))
-    assert "x holds bfloat16, not numbers" in refusal((jax.numpy.asarray(X, "bfloat16"), Y))
+    assert "x contains bfloat16, not numbers" in refusal((jax.numpy.asarray(X, "bfloat16"), Y))
     assert "x has no numbers in an example: [0]" in refusal((X[:, :0], Y))
     assert "it has both label and y" in refusal({"x": X, "label": Y, "y": Y})
     assert "vocabulary would have 1,000,000,001. Number the" in refusal({"tokens": np.full((N, 3), 10**9)})
@@ -300,7 +302,7 @@ def test_mistakes():
     assert "data.test has x float32 [2]" in refusal_of(Arrays(train=(X, Y), test=(X[:, :2], Y)))
     assert "y of example 20 is 4; with 4 classes" in refusal_of_rows((X, np.where(np.arange(N) == 20, 4, Y % 4)), 4)
     assert re.search(r"_failing\(\) \(.*/test_arrays.py:\d+\): ValueError: no disk\.", refusal_of(arrays(_failing)))
-    with pytest.raises(ConfigError, match=r"^data\[0\]: x holds text, not numbers"):
+    with pytest.raises(ConfigError, match=r"^data\[0\]: x contains text, not numbers"):
         Experiment(data=arrays(Items(lambda index: "text"))).to_json()
     assert "data.train[7]: it is None, as what a filter" in refusal_of_items(Items(_filtered))
     assert re.search(r"data.train\[7\] \(.*:\d+\): RuntimeError: bad record", refusal_of_items(Items(_broken_seventh)))

@@ -334,11 +334,11 @@ def test_a_network_disk_is_waited_for(copied, monkeypatch):
     for kind in ("photos", "decoded", "text"):
         data, _ = copied(kind)
 
-        class Stale(prepared.Stored):
+        class Stale(prepared.StoredSplit):
             def __init__(self, source, *args):
                 super().__init__(_Failing(source), *args)
 
-        monkeypatch.setattr(prepared, "Stored", Stale)
+        monkeypatch.setattr(prepared, "StoredSplit", Stale)
         with pytest.raises(ClusterError, match=r"out of reach: record \d+ of .*Stale file handle"):
             read_all(data)
     assert pauses[:4] == list(remote.PAUSES_SEC)

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from exchange_cases import FAST_COMPILE
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdl.models import ResNet
 from jaxdl.models.batch_norm import BatchNormOptions, batch_norm_of_product
 from jaxdl.models.layers import Norm, conv, max_pool
 from jaxdl.parallel.collectives.neighbours import Neighbours
 from jaxdl.parallel.compiler import hlo
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import Axis, MeshConfig, make_mesh
 from jaxdl.parallel.sharding import Layout, ShardingConfig, use_layout
 
 NUM, SIZE, INCOMING, OUTGOING = 16, 5, 3, 8
@@ -92,9 +92,7 @@ EVERY, TWO = Neighbours("replica", None), Neighbours("replica", 2)
 )  # fmt: skip
 def test_gradients_and_statistics_are_those_of_flax(span, replicas, groups, of_replica, neighbours):
     """On every span, of a 3x3 convolution, and of a 1x1 convolution by the moments of its input."""
-    mesh = Mesh(
-        np.array(jax.devices()[: 2 * replicas]).reshape(replicas, 2, 1), tuple(Axis), axis_types=(AxisType.Auto,) * 3
-    )
+    mesh = make_mesh(MeshConfig(replica=replicas, fsdp=2), jax.devices()[: 2 * replicas])
     layout = Layout(ShardingConfig(), mesh, manual=frozenset({Axis.REPLICA.value}))
     has_shortcut, stride = replicas != 2 or groups > 1, 1 if replicas > 1 else 2
     image, shortcut, weights = inputs(stride)
@@ -182,7 +180,7 @@ def test_moments_of_the_input_are_taken_in_bfloat16(span, dtype, num_convolution
 def test_a_device_with_a_part_of_a_group_convolves(span, num_convolutions):
     """12 examples on two devices: of three groups the middle one lies on both, which are no equal parts of it."""
     graphdef, state = nnx.split(layers(span, 1, 1, dtype=jnp.bfloat16))
-    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2, 1), tuple(Axis), axis_types=(AxisType.Auto,) * 3)
+    mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])
     image, _, weights = (x[:12] for x in inputs(1))
     with use_layout(Layout(ShardingConfig(), mesh)):
         traced = jax.make_jaxpr(lambda *args: ours(graphdef, *args, None, weights, relu=False))(state, image)
@@ -192,7 +190,7 @@ def test_a_device_with_a_part_of_a_group_convolves(span, num_convolutions):
 def test_devices_that_share_statistics_send_moments_and_no_products():
     """Both in one message: XLA splits the batch of a replica, a device computes with its own examples."""
     graphdef, state = nnx.split(layers("replica", 1, 1, dtype=jnp.bfloat16))
-    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2, 1), tuple(Axis), axis_types=(AxisType.Auto,) * 3)
+    mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])
 
     def local(state, image):
         with use_layout(Layout(ShardingConfig(), mesh)):

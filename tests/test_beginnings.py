@@ -205,7 +205,7 @@ def test_an_exported_tokenizer_begins_alike(files, tmp_path, name, begins):
     from jaxdl.inference.convert.special import write_tokenizer
 
     codec = Codec(None if name == "bytes" else str(files / name))
-    codec = codec.trained((codec.packed_mark,) if begins else ())
+    codec = codec.for_documents((codec.packed_mark,) if begins else ())
     numbers = write_tokenizer(codec, tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     first, end = codec.name(codec.beginning[-1]), codec.name(codec.end)

@@ -6,7 +6,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data import CRITEO_NUM_IDS, CRITEO_ROWS, Clicks
-from jaxdl.data.tables.clicks import auc_and_loss, shuffled, zipf_rank
+from jaxdl.data.tables.clicks import auc_and_loss, shuffle_ids, zipf_rank
 from jaxdl.performance.planner.zipf import distinct_rows
 
 SMALL = Clicks(rows=(1000, 50, 3), num_ids=(1, 4, 1), train_examples=3000, test_examples=500)
@@ -42,10 +42,10 @@ def test_ranks_follow_zipf(skew):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 50, 1000, 65_537])
 def test_the_permutation_is_one(rows):
-    found = shuffled(np.arange(rows), rows, seed=3)
+    found = shuffle_ids(np.arange(rows), rows, seed=3)
     np.testing.assert_array_equal(np.sort(found), np.arange(rows))
     if rows > 3:
-        assert not np.array_equal(found, shuffled(np.arange(rows), rows, seed=4))
+        assert not np.array_equal(found, shuffle_ids(np.arange(rows), rows, seed=4))
 
 
 def test_the_expected_number_of_distinct_ids():

@@ -19,7 +19,7 @@ from jaxdl.core.config import ConfigError
 from jaxdl.data import Criteo, copies
 from jaxdl.data.tables import criteo
 from jaxdl.data.tables.criteo import hash_of
-from jaxdl.data.text_files import Table
+from jaxdl.data.text_files import LineReader
 
 NUM_EXAMPLES = 40
 DRAW = np.random.default_rng(0)
@@ -199,10 +199,10 @@ def test_blank_lines_are_counted_and_named(tsv, tmp_path):
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
 def test_blank_lines_across_reads(tmp_path, size):
     (tmp_path / "x.tsv").write_bytes(b"\xef\xbb\xbf\na\r\n\r\nb\n\n\nc\n\r\n")
-    table = Table(tmp_path / "x.tsv", hashing=True)
+    table = LineReader(tmp_path / "x.tsv", hashing=True)
     while table.read(size):
         pass
-    assert table.counted()[1:] == (5, [1, 3, 5])
+    assert table.count_blank()[1:] == (5, [1, 3, 5])
     assert table.sha256() == hashlib.sha256((tmp_path / "x.tsv").read_bytes()).hexdigest()
     table.close()
 

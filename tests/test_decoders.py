@@ -208,7 +208,7 @@ def test_remat_draws_the_same_masks():
         ({"positions": "learned", "max_length": 8, "rope_scaling": RopeScaling(factor=2.0)}, "has no effect"),
         ({"head_size": 7}, "head_size = 7 is odd"),
         ({"embed_dim": 30}, "or set head_size"),
-        ({"layers_per_turn": 2, "scan_layers": False}, "has no effect without scan_layers"),
+        ({"scan_unroll": 2, "scan_layers": False}, "has no effect without scan_layers"),
     ],
 )
 def test_settings_that_do_not_fit(changes, says):

@@ -40,7 +40,7 @@ from jaxdl.performance.bench.__main__ import BENCHES
 from jaxdl.performance.bench.__main__ import main as bench
 from jaxdl.platform.launch import __main__ as launch
 from jaxdl.platform.launch import asynchronous
-from jaxdl.platform.launch.learners import numbered
+from jaxdl.platform.launch.learners import command_of_learner
 from jaxdl.platform.search import command as searching
 from jaxdl.report.better_direction import HIGHER, LOWER
 from jaxdl.training.checkpoint.items import ITEMS
@@ -184,11 +184,11 @@ def check_module(module, args):
         searching.check_settings(given.search, given.experiment, searching.parse_settings(given.search.vary))
     elif module == "jaxdl.launch" and args[0] in launch.HERE:
         kind = {"local": launch.Local, "netns": launch.Netns}[args[0]]
-        check(launch.parse(args[0], kind, args[1:])[1])
+        check(launch.parse_command(kind, args[0], args[1:])[1])
     elif module == "jaxdl.launch" and args[0] in launch.ASYNCHRONOUS:
         _, command = asynchronous.parse(args[0], args[1:])
         if command:
-            check(numbered(command, 0))
+            check(command_of_learner(command, 0))
     elif module == "jaxdl.launch":
         run(["python", "-m", module, *args])
     elif module == "jaxdl.bench" and hasattr(inspect.getmodule(BENCHES[args[0]][1]), "parse_command"):
@@ -332,13 +332,12 @@ def test_the_architecture_names_every_room():
 
 
 def where_is_what():
-    """(concept, file, name) of the table in architecture.md."""
-    table = re.search(r"\| concept \|.*?\n\n", page("architecture.md"), re.S)
-    assert table
-    for line in table[0].splitlines()[2:]:
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 3:
-            yield cells[0], cells[1].strip("`"), cells[2].strip("`")
+    """(concept, file, name) of the tables in architecture.md."""
+    for table in re.findall(r"\| concept \|.*?\n\n", page("architecture.md"), re.S):
+        for line in table.splitlines()[2:]:
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if len(cells) == 3:
+                yield cells[0], cells[1].strip("`"), cells[2].strip("`")
 
 
 def test_where_is_what():
@@ -350,6 +349,7 @@ def test_where_is_what():
         }
         assert not [part for part in name.split(".") if part not in defined], f"{concept}: {path} has no {name}"
     concepts = " ".join(concept for concept, _, _ in where_is_what())
+    assert len(list(where_is_what())) > 100
     for word in ("top-k selects", "residual is saved", "rollback is decided", "image is cached", "speed is measured"):
         assert word in concepts
 

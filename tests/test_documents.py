@@ -16,8 +16,8 @@ from jaxdl.core.config import ConfigError
 from jaxdl.data import Codec, Documents
 from jaxdl.data.__main__ import main
 from jaxdl.data.text.documents import EVERY_FILE, Reading, document_texts, find_documents, format_of, read_documents
-from jaxdl.data.text.shards import Plan, TokenStore
-from jaxdl.data.text.tokenizing import prepared
+from jaxdl.data.text.shards import ShardPlan, TokenStore
+from jaxdl.data.text.tokenizing import load_tokens
 
 TEXTS = ["one", "", "zwei — 𝄞", "three\twith tab", "a longer document, " * 9, "é"]
 
@@ -142,8 +142,9 @@ def test_nulls_are_left_out_and_counted(tmp_path, capsys):
     write_parquet(tmp_path / "a.parquet", texts)
     for name in ("a.jsonl", "a.parquet"):
         assert list(read_documents([str(tmp_path / name)], Reading("body"))) == ["one", "", "two"]
-        plan = Plan(document_texts([[str(tmp_path / name)]], EVERY_FILE, Reading("body"))[0], None, str(tmp_path / "s"))
-        store = prepared(plan, "data")
+        (texts,) = document_texts([[str(tmp_path / name)]], EVERY_FILE, Reading("body"))
+        plan = ShardPlan(texts, None, str(tmp_path / "s"))
+        store = load_tokens(plan, "data")
         assert (store.num_bytes.tolist(), store.nulls) == ([3, 3], 2)
         assert "data: 2 documents (2 that are null were left out)" in capsys.readouterr().err
 
@@ -163,8 +164,8 @@ def test_a_store_of_many_shards_reads_as_one(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxdl.data.text.shards._PIECE_BYTES", 1)
     for number in range(300):
         (tmp_path / f"{number:03}.txt").write_text(f"{number} " * (number % 7 + 1))
-    plan = Plan(document_texts([[str(tmp_path)]], EVERY_FILE, Reading())[0], None, str(tmp_path / "shards"))
-    store = prepared(plan, "data")
+    plan = ShardPlan(document_texts([[str(tmp_path)]], EVERY_FILE, Reading())[0], None, str(tmp_path / "shards"))
+    store = load_tokens(plan, "data")
     assert len(plan.pieces) == 300
     random = np.random.default_rng(0)
     documents = random.integers(0, 300, (40, 50))
@@ -207,16 +208,16 @@ def corpus(tmp_path_factory):
 def test_shards_have_the_tokens_of_each_document(corpus, tmp_path):
     folder, texts = corpus
     (lines,) = document_texts([[str(folder / "in")]], EVERY_FILE, Reading(document="line"))
-    plan = Plan(lines, str(folder / "words.json"), str(tmp_path))
-    store, codec = prepared(plan, "data"), Codec(str(folder / "words.json"))
+    plan = ShardPlan(lines, str(folder / "words.json"), str(tmp_path))
+    store, codec = load_tokens(plan, "data"), Codec(str(folder / "words.json"))
     expected = [[*codec.encode(text), 0] for text in texts]
     assert store.num_tokens.tolist() == [len(one) for one in expected]
     assert store.num_bytes.tolist() == [len(text.encode()) for text in texts]
     found = [store.read(np.full(len(one), i), np.arange(len(one))).tolist() for i, one in enumerate(expected)]
     assert found == expected
-    other = Plan(lines, None, str(tmp_path))
+    other = ShardPlan(lines, None, str(tmp_path))
     assert other.folder != plan.folder
-    assert prepared(other, "data").num_tokens.tolist() == [len(text) + 1 for text in texts]
+    assert load_tokens(other, "data").num_tokens.tolist() == [len(text) + 1 for text in texts]
     os.truncate(plan.folder / "00000.tokens", 10)
     with pytest.raises(ConfigError, match=r"damaged \(shard 00000 has another size\). Remove this folder"):
         TokenStore(plan.folder)

@@ -207,6 +207,7 @@ def test_classes_are_counted_against_the_training_examples():
                 _data(given, None, classifies=True, quiet=True)
 
 
+@pytest.mark.slow
 def test_an_interrupted_cell_gives_the_run_so_far_and_goes_on(tmp_path, fitted, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: True))
 
@@ -227,10 +228,10 @@ def test_an_interrupted_cell_gives_the_run_so_far_and_goes_on(tmp_path, fitted, 
     ("changes", "message"),
     [
         ({"model": Net(nnx.Rngs(0))}, r"model: an object of Net; give its class, or FromModule\(Net"),
-        ({"loss": None, "metrics": None}, r"loss: it is not given, .* y float32 \[3\] holds no class numbers"),
+        ({"loss": None, "metrics": None}, r"loss: it is not given, .* y float32 \[3\] contains no class numbers"),
         ({"train": {"x": TRAIN[0]}, "loss": None, "metrics": None}, r"Class numbers are an array y \(or label\)"),
-        (labelled(-1), r"y int64 \[\] holds no class numbers\. It has numbers below 0"),
-        (labelled(10**9), r"y int64 \[\] holds no class numbers\. It has numbers below 0, or larger"),
+        (labelled(-1), r"y int64 \[\] contains no class numbers\. It has numbers below 0"),
+        (labelled(10**9), r"y int64 \[\] contains no class numbers\. It has numbers below 0, or larger"),
         ({"loss": None}, "metrics: they are those of the task"),
         ({"train": SyntheticImages()}, "test: data synthetic_images has its own held-out examples"),
         ({"optimizer": "adamm"}, "adamm"),

@@ -15,7 +15,7 @@ from jaxdl.training.tasks import Classification, Task
 @pytest.mark.parametrize(
     ("y", "words"),
     [
-        (Y / 1, r"y float32 \[\] holds no class numbers. Class numbers are whole numbers, none missing: y.astype"),
+        (Y / 1, r"y float32 \[\] contains no class numbers. Class numbers are whole numbers, none missing: y.astype"),
         (Y > 1, r"y bool \[\] .* y.astype\(int\)"),
         (Y[:, None], r"y int32 \[1\] .* y\[:, 0\]"),
         (np.eye(4)[Y], r"y float32 \[4\] .* y.argmax"),

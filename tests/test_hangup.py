@@ -11,7 +11,7 @@ import pytest
 from runs import ONE_DEVICE, finish, start, write_config
 
 import jaxdl
-from jaxdl.core.errors import _outliving, command_line, outliving_readers
+from jaxdl.core.errors import _survivor, command_line, survive_readers
 from jaxdl.core.runs import newest_step
 from jaxdl.data import Tabular
 from jaxdl.models import Perceptron
@@ -82,7 +82,7 @@ def test_a_launcher_forwards_a_hangup_once_and_as_sigterm():
 def test_what_is_printed_after_the_terminal_is_closed_is_lost_and_nothing_else():
     master, slave = pty.openpty()
     with open(slave, "w") as terminal:
-        stream = _outliving(terminal)
+        stream = _survivor(terminal)
         print("seen", file=stream)
         assert os.read(master, 100) == b"seen\r\n"
         os.close(master)
@@ -103,7 +103,7 @@ def test_a_run_that_nobody_reads_saves_and_ends_as_the_signal_before_or_after_sa
         with command_line(), StopSignals() as stop:
             print("lost", file=sys.stderr)
             assert stop.signum is None
-            with outliving_readers(stop.unread):
+            with survive_readers(stop.unread):
                 print("lost", flush=True)
                 for signum in signals:
                     os.kill(os.getpid(), signum)
@@ -150,6 +150,7 @@ atexit.register(print, "an ordinary end")
 """
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_where_the_run_is_and_it_resumes_from_the_newest_checkpoint(tmp_path):
     """At an ordinary end of the interpreter threads that compile or write would crash."""
     (tmp_path / "x.csv").write_text("x,label\n" + "0.5,0\n-0.5,1\n" * 8)

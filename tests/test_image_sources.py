@@ -98,7 +98,7 @@ LOST = {
     "text": (
         [("a.jpg", "image"), ("a.cls", "cat"), ("b.jpg", "image"), ("b.json", '{"label": "dog"}'),
          ("c.jpg", "image"), ("c.json", '{"label": true}'), ("d.jpg", "image"), ("d.json", "{")],
-        "images whose label is no whole number: 4 (tar: a.jpg: 'cat', tar: b.jpg: 'dog', tar: c.jpg: True, ...)",
+        "images whose label is not a whole number: 4 (tar: a.jpg: 'cat', tar: b.jpg: 'dog', tar: c.jpg: True, ...)",
     ),
     "no label in the JSON": ([("a.jpg", "image"), ("a.json", '{"text": "x"}')], "images without a label: 1"),
     "two labels": (

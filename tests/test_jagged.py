@@ -9,7 +9,7 @@ import pytest
 import jaxdl
 from jaxdl.core.config import ConfigError
 from jaxdl.data import Clicks, Feature
-from jaxdl.data.tables.tabular import counted_ids, with_statistics
+from jaxdl.data.tables.tabular import count_ids, with_statistics
 from jaxdl.models import DLRM
 from jaxdl.optim import SGD, Constant
 from jaxdl.parallel.embedding import EmbeddingConfig, jagged
@@ -38,7 +38,7 @@ def test_packing_drops_nothing_and_lengths_say_whose_ids_they_are():
     draw, examples = np.random.default_rng(0), 8
     ids = np.where(draw.random((32, 23)) < 0.3, draw.integers(0, 9, (32, 23)), -1).astype(np.int32)
     features = (HISTORY, ONE, PAIR)
-    counts = counted_ids(ids, features)
+    counts = count_ids(ids, features)
     capacity = fitting(buckets(features, examples), counts, examples)
     assert 6 <= capacity[0] < 20
     made = packed(ids, features, capacity, examples)
@@ -96,6 +96,7 @@ def small_buckets(monkeypatch):
     monkeypatch.setattr(jagged, "_DEVIATIONS", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_buckets")
 def test_a_run_with_all_of_it_that_is_resumed_has_the_bits_of_columns(tmp_path):
     options = EmbeddingConfig(jagged=True, ids_ahead=True, cache=CacheConfig(fraction=0.5, min_rows=100))

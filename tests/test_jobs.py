@@ -23,7 +23,7 @@ from job_files import (
 )
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.startup import VALUED, own_options
+from jaxdl.core.startup import VALUED, split_options
 from jaxdl.platform.launch.jobs import COMMANDS
 from jaxdl.training.command import Command
 
@@ -123,7 +123,7 @@ def test_the_options_of_a_run_are_known():
     """The others belong to the experiment; a new one with one value must be added to `VALUED`."""
     own = {name.replace("_", "-") for name in Command.__dataclass_fields__}
     assert own - {"experiment", "explain", "print-config", "init-names", "may-change"} == set(VALUED)
-    found, left = own_options(["--config", "c", "--workdir=w", "--devices", "2", "--mesh.fsdp", "2"])
+    found, left = split_options(["--config", "c", "--workdir=w", "--devices", "2", "--mesh.fsdp", "2"])
     assert found == {"config": "c", "workdir": "w", "devices": "2"}
     assert left == ["--mesh.fsdp", "2"]
 

@@ -17,7 +17,7 @@ from jaxdl.core.config import ConfigError
 from jaxdl.core.kinds import forgotten
 from jaxdl.exchange import GradientLayout, Linear
 from jaxdl.optim import SGD
-from jaxdl.optim.build import built_schedule
+from jaxdl.optim.build import build_schedule
 from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.training.run.compile import compile_train_step
 from jaxdl.training.run.plan.build import make_plan
@@ -111,10 +111,10 @@ def test_a_task_that_fails(members, message):
 
 def test_a_schedule_takes_the_arguments_it_asks_for():
     made = own(Schedule, build=lambda self, peak: lambda step: jnp.float32(peak) / (step + 1))
-    rate, cycle = built_schedule(made, peak=0.5, total_steps=10, steps_per_epoch=2)
+    rate, cycle = build_schedule(made, peak=0.5, total_steps=10, steps_per_epoch=2)
     assert (rate(4), cycle(9)) == (pytest.approx(0.1), pytest.approx(0.1))
     whole = own(Schedule, build=lambda self: lambda step: 1)
-    assert built_schedule(whole, peak=0.5, total_steps=10, steps_per_epoch=2)[0](3).dtype == jnp.float32
+    assert build_schedule(whole, peak=0.5, total_steps=10, steps_per_epoch=2)[0](3).dtype == jnp.float32
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_schedule_takes_the_arguments_it_asks_for():
 )
 def test_a_schedule_that_fails(build, message):
     with pytest.raises(ConfigError, match=message):
-        built_schedule(own(Schedule, build=build), peak=0.5, total_steps=10, steps_per_epoch=2)
+        build_schedule(own(Schedule, build=build), peak=0.5, total_steps=10, steps_per_epoch=2)
 
 
 def test_a_learning_rate_that_is_none_somewhere():

@@ -14,7 +14,7 @@ from runs import ROOT
 import jaxdl
 from jaxdl.core.config import ConfigError
 from jaxdl.data import Digits, ParquetImages, ParquetPhotos, Tabular, spec_from_json, spec_to_json
-from jaxdl.data.images.image_values import as_evaluated, encoded_of, pixels_of
+from jaxdl.data.images.image_values import encoded_of, eval_pixels, pixels_of
 from jaxdl.data.images.photo import BadImage
 from jaxdl.data.images.photos import Photos
 from jaxdl.data.tables.row_groups import RowGroups
@@ -38,7 +38,7 @@ def numbers(tmp_path_factory):
 def test_rows_are_found_by_number(numbers):
     groups = RowGroups(sorted(numbers.glob("*.parquet")), ["x"])
     assert len(groups) == 37
-    group, row = groups.placed(np.array([0, 9, 10, 24, 25, 36]))
+    group, row = groups.locate(np.array([0, 9, 10, 24, 25, 36]))
     assert (group.tolist(), row.tolist()) == ([0, 0, 1, 2, 3, 4], [0, 9, 0, 4, 0, 1])
     chosen = np.random.default_rng(0).integers(0, 37, 100)
     assert groups.read(chosen).column(0).to_pylist() == chosen.tolist()
@@ -136,15 +136,15 @@ def test_a_run_of_a_table_learns_and_predicts(tmp_path):
         ({"x": [-(2**63), 0], "label": [0, 1]}, {}, r"'x' has the integer -9223372036854775808 in row 0"),
         ({"x": [[3, 4], [5, 2**40]], "label": [0, 1]}, {}, r"'x' has the integer 1099511627776 in row 1"),
         ({"x": [D("16777217"), D("1")], "label": [0, 1]}, {}, r"'x' has the integer 16777217 in row 0"),
-        ({"x": [datetime(2024, 1, 1)] * 2, "label": [0, 1]}, {}, r"holds timestamp\[us\], not numbers\. .*days since"),
+        ({"x": [datetime(2024, 1, 1)] * 2, "label": [0, 1]}, {}, r"contains timestamp\[us\], not numbers.*days since"),
         ({"x": [1.0, 2.0], "label": [0, 2**53 + 1]}, {}, r"the label 'label' is 9007199254740993 in row 1\."),
         ({"x": [1.0, 2.0], "label": [D("1"), D("0." + 20 * "9")]}, {}, r"the label 'label' is 0\.9{20} in row 1\."),
-        ({"x": ["a", "b"], "label": [0, 1]}, {}, r"column 'x' holds string, not numbers\."),
+        ({"x": ["a", "b"], "label": [0, 1]}, {}, r"column 'x' contains text, not numbers\."),
         ({"x": [[1.0], [1.0, 2.0]], "label": [0, 1]}, {}, r"the lists of 'x' have 1, 2 numbers\."),
         ({"x": [1.0, 2.0], "label": [0, None]}, {}, r"the label 'label' is null in row 1\."),
         ({"x": [1.0, 2.0], "label": [0.0, 0.5]}, {}, r"the label 'label' is 0\.5 in row 1\. Labels are whole"),
         ({"x": [1.0, 2.0], "label": [0, -1]}, {}, r"the label 'label' is -1 in row 1\."),
-        ({"x": [1.0, 2.0], "label": ["a", "b"]}, {}, r"the label 'label' holds string.*StringIndexer"),
+        ({"x": [1.0, 2.0], "label": ["a", "b"]}, {}, r"the label 'label' contains text.*StringIndexer"),
         ({"x": [1.0, 2.0, 3.0], "label": [0, 1, 2]}, {"num_classes": 2}, r"there is a label 2; 2 classes are"),
         ({"x": [1.0, 2.0], "label": [0, 0]}, {}, r"1 class"),
         ({"label": [0, 1]}, {}, r"no column but the label"),
@@ -257,11 +257,11 @@ def test_the_three_forms_of_an_image():
         ({"height": 1, "width": 1, "mode": 0, "data": None}, "some are null"),
         ({"height": -1, "width": -1, "mode": 0, "data": b"1"}, "it is -1 x -1"),
         ([[], []], "have no numbers"),
-        ([[1.0, float("nan")]], "no grey levels"),
+        ([[1.0, float("nan")]], "not grey levels"),
         ({"height": 1, "width": 1, "mode": 5, "data": b"1"}, "mode is 5"),
         ({"height": 1, "width": 2, "mode": 0, "data": b"1"}, "1 bytes, not 1 x 2 x 1"),
         ([[1, 2], [3]], "no \\[height, width\\]"),
-        ([[1, 300]], "no grey levels"),
+        ([[1, 300]], "not grey levels"),
     ],
 )  # fmt: skip
 def test_what_is_no_image(value, problem):
@@ -288,7 +288,7 @@ def test_photographs_are_cropped_as_the_config_says(tmp_path):
     try:
         [batch] = splits.test.eval_batches(iter([np.arange(8)]))
         for place, one in enumerate(rows["image"]):
-            np.testing.assert_array_equal(batch["image"][place], as_evaluated(one, photos))
+            np.testing.assert_array_equal(batch["image"][place], eval_pixels(one, photos))
         assert batch["label"].tolist() == rows["label"]
     finally:
         splits.train.close()

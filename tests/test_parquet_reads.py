@@ -39,7 +39,7 @@ GROUP = r"damaged\.parquet: it cannot be read in rows 4 to 7, its row group 1 \(
     [
         ({"image": [*IMAGES[:7], b"no", *IMAGES[8:]], "label": LABELS}, None, r"damaged\.parquet, row 7: .*cannot"),
         ({"image": [*IMAGES[:7], None, *IMAGES[8:]], "label": LABELS}, None, r"damaged\.parquet, row 7: .*null"),
-        ({"image": [1] * 12, "label": LABELS}, None, r"damaged\.parquet: column 'image' holds int64, not images\."),
+        ({"image": [1] * 12, "label": LABELS}, None, r"damaged\.parquet: column 'image' contains int64, not images\."),
         ({"image": IMAGES, "label": [*LABELS[1:], 0.5]}, None, r"damaged.*: the label 'label' is 0\.5 in row 11\."),
         ({"image": IMAGES, "label": LABELS}, 0, GROUP),
         ({"image": IMAGES, "label": LABELS}, 1, r"damaged\.parquet: it cannot be read in its column 'label' \("),
@@ -68,7 +68,7 @@ def test_a_damaged_file_ends_the_command_with_code_2(tmp_path, capsys):
         message = refusal(
             capsys, "--config", "digits", "--data", kind, "--data.train", path, "--workdir", tmp_path / kind
         )
-        assert "a.parquet: column 'image' holds string, not images." in message
+        assert "a.parquet: column 'image' contains text, not images." in message
 
 
 def test_files_whose_columns_differ_in_type(tmp_path):

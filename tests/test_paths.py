@@ -12,10 +12,10 @@ from runs import assert_bit_equal
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.files import step_dir
-from jaxdl.core.paths import expanded, matching
+from jaxdl.core.paths import expand_home, find_paths
 from jaxdl.data import Tabular, remote
 from jaxdl.data.staging import Stage
-from jaxdl.data.tables.row_groups import found_files
+from jaxdl.data.tables.row_groups import find_files
 from jaxdl.models import Perceptron
 from jaxdl.parallel.compiler import CompilerConfig
 from jaxdl.parallel.lease.holder import RECORD_BYTES, Holder
@@ -107,18 +107,18 @@ def test_what_exists_by_the_letter_is_taken(tmp_path, monkeypatch):
         file = folder / f"{name}.bin"
         for path in (file, folder / "z.bin"):
             path.write_bytes(b"1")
-        assert matching(file) == [file]
-        assert found_files([str(file)], "--data.train") == [file]
+        assert find_paths(file) == [file]
+        assert find_files([str(file)], "--data.train") == [file]
         assert [one.address for one in remote.expand(str(file))] == [str(file)]
         assert [one.name for one in remote.expand(f"{folder}/z*.bin")] == ["z.bin"], "its folder is no pattern"
         assert Path(Stage(tmp_path / "staged").files(str(file))).name == file.name
         (folder / "config.json").write_text("{}")
         assert find_workdirs([str(folder)]) == [folder]
         monkeypatch.chdir(folder)
-        assert expanded(f"{name}.bin") == Path(f"{name}.bin")
+        assert expand_home(f"{name}.bin") == Path(f"{name}.bin")
     monkeypatch.chdir(tmp_path)
-    assert expanded("~nobody") == Path("~nobody")
-    assert expanded("~nobody-else/x") == Path("~nobody-else/x"), "there is no such user"
+    assert expand_home("~nobody") == Path("~nobody")
+    assert expand_home("~nobody-else/x") == Path("~nobody-else/x"), "there is no such user"
 
 
 def test_a_pattern_is_still_one(tmp_path):

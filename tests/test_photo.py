@@ -8,9 +8,9 @@ from photographs import by_pillow, difference, encoded, photograph
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
-from jaxdl.data.images.colours import _NAMES, _OPERATIONS, Jitter, changed, policy_changed
+from jaxdl.data.images.colours import _NAMES, _OPERATIONS, Jitter, apply_policy, jitter_colours
 from jaxdl.data.images.photo import BadImage, Photo
-from jaxdl.data.images.view import Box, Erasing, View, random_box, resized, shrunk
+from jaxdl.data.images.view import Box, Erasing, View, random_box, resize, shrink
 
 
 @pytest.mark.parametrize("orientation", [None, *range(1, 9)])
@@ -137,7 +137,7 @@ def crop_differences(content, size, count):
         box = random_box(photo.height, photo.width, (0.08, 1.0), (3 / 4, 4 / 3), random)
         pixels, scale = photo.pixels(max(size / box.height, size / box.width), bottom=box.top + box.height)
         out = np.empty((size, size, 3), np.uint8)
-        resized(pixels, box.scaled(scale), out)
+        resize(pixels, box.scaled(scale), out)
         edges = (box.left, box.top, box.left + box.width, box.top + box.height)
         yield difference(out, np.asarray(whole.resize((size, size), Image.Resampling.BILINEAR, box=edges)))
 
@@ -156,11 +156,11 @@ def test_crops_of_real_photographs_are_pillows(size):
 
 def test_the_shorter_side_is_made_the_one_asked_for():
     photo = Photo(encoded(photograph(375, 500), quality=95))
-    small = shrunk(photo, 160)
+    small = shrink(photo, 160)
     assert small.shape == (160, 213, 3)
     wanted = np.asarray(Image.fromarray(photo.pixels()[0]).resize((213, 160), Image.Resampling.BILINEAR))
     assert difference(small, wanted) < 2
-    assert np.array_equal(shrunk(photo, 400), photo.pixels()[0])
+    assert np.array_equal(shrink(photo, 400), photo.pixels()[0])
 
 
 def test_a_part_is_not_moved():
@@ -168,7 +168,7 @@ def test_a_part_is_not_moved():
     slope = np.repeat(np.linspace(0, 240, 241, dtype=np.float64)[None, :, None], 200, 0).repeat(3, 2)
     for box, size in ((Box(10.5, 20.25, 150.0, 180.0), 64), (Box(50.0, 60.0, 20.0, 30.0), 96)):
         out = np.empty((size, size, 3), np.uint8)
-        resized(slope.round().astype(np.uint8), box, out)
+        resize(slope.round().astype(np.uint8), box, out)
         wanted = box.left + (np.arange(size) + 0.5) * box.width / size - 0.5
         assert np.abs(out[:, :, 0].astype(float) - wanted).max() < 1.2
 
@@ -244,14 +244,15 @@ def test_jitter_is_what_it_says():
         (Jitter(brightness=0.4), lambda new: new.mean() / image.mean()),
         (Jitter(contrast=0.4), lambda new: new.astype(float).std() / image.astype(float).std()),
     ):
-        ratios = [same(changed(image, jitter, random)) for _ in range(200)]
+        ratios = [same(jitter_colours(image, jitter, random)) for _ in range(200)]
         assert 0.55 < min(ratios) < 0.7
         assert max(ratios) > 1.2
     # The mean distance of the colours from their grey: a factor from 0 to 2, less what does not fit into 0..255.
-    colour = [np.ptp(changed(image, Jitter(saturation=1.0), random).astype(float), axis=-1).mean() for _ in range(200)]
+    jitter = Jitter(saturation=1.0)
+    colour = [np.ptp(jitter_colours(image, jitter, random).astype(float), axis=-1).mean() for _ in range(200)]
     assert min(colour) < 0.05 * np.ptp(image.astype(float), axis=-1).mean()
     assert max(colour) > 1.3 * np.ptp(image.astype(float), axis=-1).mean()
-    turned = [changed(image, Jitter(hue=0.5), random) for _ in range(20)]
+    turned = [jitter_colours(image, Jitter(hue=0.5), random) for _ in range(20)]
     assert max(difference(one, image) for one in turned) > 10
     brightness = [difference(one.max(-1), image.max(-1)) for one in turned]
     assert max(brightness) < 3, "the value of HSV stays"
@@ -274,7 +275,7 @@ def test_operations_do_nothing_at_zero_and_something_at_most(name, wide):
 @pytest.mark.parametrize("policy", ["rand", "trivial"])
 def test_policies_are_functions_of_the_choices(policy):
     image = photograph(32, 32)
-    one, two = (policy_changed(image, policy, 2, 9, np.random.default_rng(3)) for _ in range(2))
+    one, two = (apply_policy(image, policy, 2, 9, np.random.default_rng(3)) for _ in range(2))
     assert np.array_equal(one, two)
-    others = [policy_changed(image, policy, 2, 9, np.random.default_rng(seed)) for seed in range(20)]
+    others = [apply_policy(image, policy, 2, 9, np.random.default_rng(seed)) for seed in range(20)]
     assert sum(not np.array_equal(image, one) for one in others) > 12

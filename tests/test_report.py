@@ -12,8 +12,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.files import METRICS_FILE, TENSORBOARD_FOLDER
-from jaxdl.core.writing import partial_path, replace_file
+from jaxdl.core.files import METRICS_FILE, TENSORBOARD_FOLDER, partial_path, replace_file
 from jaxdl.report import (
     History,
     ReportConfig,

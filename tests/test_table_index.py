@@ -152,7 +152,7 @@ def test_frames_in_memory_are_looked_at_too(form):
     made = frame().rename_axis("Unnamed: 0").reset_index().assign(row=np.arange(120))
     x, y = made.drop(columns="label"), made.label
     value = {"pair": (x, y), "dictionary": {"x": x, "y": y}, "frame": made}[form]
-    notes = " ".join(Examples.made(value).rows("data.train").notes)
+    notes = " ".join(Examples.of(value).rows("data.train").notes)
     assert "'Unnamed: 0'" in notes
     assert ("column 'row' of x numbers the rows" in notes) == (form != "frame")
     splits = Arrays(train=(x[["a", "b"]], y), test=(x[["a", "b"]], y)).build()

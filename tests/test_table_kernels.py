@@ -123,12 +123,12 @@ def test_updates_are_those_of_the_optimizer(kind):
 
 
 def test_an_update_of_other_rows_is_seen(monkeypatch):
-    right = kernels.updated_by_kernel
+    right = kernels.update_by_kernel
 
     def shifted(table, state, places, *others, **settings):
         return right(table, state, places ^ 1, *others, **settings)
 
-    monkeypatch.setattr(kernels, "updated_by_kernel", shifted)
+    monkeypatch.setattr(kernels, "update_by_kernel", shifted)
     assert not kernels_trial.updates_are_right(RowSGD(), interpret=True)
 
 
@@ -159,8 +159,8 @@ class Listed(RowOptimizer, kind=None):
     def row_numbers(self):
         return {}
 
-    def updated(self, rows, state, grads, mean_square, rate, count):
-        return rows - rate * self.factors[0] * grads, state
+    def update(self, old):
+        return old.rows - old.rate * self.factors[0] * old.grads, old.state
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def listed(monkeypatch):
 @needs_no_gpu
 def test_an_optimizer_of_the_users_own(listed, monkeypatch):
     assert lowered(listed).count(CALL) == 3
-    monkeypatch.setattr(update, "_of_optimizer", lambda _: types.SimpleNamespace(used=lambda: False))
+    monkeypatch.setattr(update, "_kernel_of", lambda _: types.SimpleNamespace(used=lambda: False))
     assert lowered(listed).count(CALL) == 2, "its update is left to XLA, the sums are not"
 
 
@@ -181,11 +181,11 @@ def test_an_optimizer_is_tried_as_it_is_set(monkeypatch):
     tried = []
     monkeypatch.setattr(kernels_trial, "updates_are_right", lambda one: tried.append(one) or True)
     every = [Listed(factors=[1.0]), Listed(factors=[2.0]), RowSGD(weight_decay=0.1)]
-    asked = [update._of_optimizer(update._hashable(one)) for one in every]
+    asked = [update._kernel_of(update._hashable(one)) for one in every]
     assert [one.rightly() for one in asked] == [True] * 3
     assert tried == every
-    assert update._of_optimizer(update._hashable(Listed(factors=[2.0]))) is asked[1]
-    update._of_optimizer.cache_clear()
+    assert update._kernel_of(update._hashable(Listed(factors=[2.0]))) is asked[1]
+    update._kernel_of.cache_clear()
 
 
 def test_without_triton_there_is_plain_xla(monkeypatch):
@@ -209,7 +209,7 @@ def test_processes_agree_on_the_sums_and_each_optimizer_once(monkeypatch):
         assert not update.SUMS.used()
     finally:
         update.SUMS.forget()
-        update._of_optimizer.cache_clear()
+        update._kernel_of.cache_clear()
 
 
 def test_rows_of_too_many_columns_are_left_to_xla():

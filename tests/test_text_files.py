@@ -136,7 +136,7 @@ def test_blank_lines_of_a_table_are_said(tmp_path):
             '[{"instruction": "i", "output": "o"}]',
             "element 1 of the array: it has no 'text', but instruction, output",
         ),
-        ("a.json", '[{"text": "x"}', "it begins as a JSON array, and is none"),
+        ("a.json", '[{"text": "x"}', "it begins like a JSON array, but is not one"),
         ("a.json", '{"text":\n "x"}', "line 1 is not JSON"),
     ],
 )

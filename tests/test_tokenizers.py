@@ -40,7 +40,7 @@ def test_a_disk_that_is_full_at_the_end_is_told(tmp_path, monkeypatch, capsys):
     def full(*paths):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("jaxdl.core.writing.os.replace", full)
+    monkeypatch.setattr("jaxdl.core.files.os.replace", full)
     with pytest.raises(SystemExit) as ended:
         trained(tmp_path)
     assert ended.value.code == 2

@@ -28,7 +28,7 @@ from benchmarks.embedding import rows_torch
 from benchmarks.pytorch import share_gpu_memory
 from jaxdl.core.errors import ConfigError, OptionError
 from jaxdl.core.kinds import kinds
-from jaxdl.data.tables.clicks import shuffled, zipf_rank
+from jaxdl.data.tables.clicks import shuffle_ids, zipf_rank
 from jaxdl.parallel.embedding import EmbeddingConfig, RowOptimizer, Tables
 from jaxdl.parallel.embedding.table import Table as EmbeddingTable
 from jaxdl.parallel.embedding.tables import TableState
@@ -133,12 +133,12 @@ def make_step(tables: Tables) -> Step:
     """(state, ids, gradients of the pooled vectors, count of updates with this) -> (state after it, pooled vectors)."""
 
     def step(state: TableState, ids: jax.Array, grads: jax.Array, count: Any) -> tuple[TableState, jax.Array]:
-        located = tables.located(ids)
+        located = tables.locate(ids)
         vectors = tables.lookup({name: one["rows"] for name, one in state.items()}, located)
         # As in training, the gradients are there when the lookup is done.
         vectors, grads = lax.optimization_barrier((vectors, grads))
         found, _ = tables.gradients(located, grads)
-        after = tables.updated(
+        after = tables.update(
             state, found, kept=jnp.bool_(True), factor=jnp.float32(1), learning_rate=jnp.float32(RATE),
             count=count,
         )  # fmt: skip
@@ -152,7 +152,7 @@ def make_ids(command: RowsBench, number: int) -> np.ndarray:
     rng = np.random.default_rng([number])
     drawn = rng.random((command.num_tables, command.batch_size, command.num_ids))
     ranks = zipf_rank(drawn, command.rows, command.skew)
-    parts = [shuffled(ranks[table], command.rows, table) for table in range(command.num_tables)]
+    parts = [shuffle_ids(ranks[table], command.rows, table) for table in range(command.num_tables)]
     return np.concatenate(parts, axis=1).astype(np.int32)
 
 
@@ -201,7 +201,7 @@ def _measured(command: RowsBench, optimizer: str, batches: list[np.ndarray], dis
 
     @jax.jit
     def lookup(state: TableState, ids: jax.Array) -> jax.Array:
-        return tables.lookup({name: one["rows"] for name, one in state.items()}, tables.located(ids))
+        return tables.lookup({name: one["rows"] for name, one in state.items()}, tables.locate(ids))
 
     def ours(step: Step) -> Any:
         nonlocal state

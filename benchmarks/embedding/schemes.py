@@ -28,7 +28,7 @@ from jaxdl.core.kinds import kinds
 from jaxdl.data import CRITEO_NUM_IDS, CRITEO_ROWS, Clicks, Feature
 from jaxdl.parallel.embedding import EmbeddingConfig, Scheme, Table
 from jaxdl.parallel.embedding.wire import WireType
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import FILLING_AXIS, Axis, MeshConfig
 from jaxdl.performance.bench.cluster.cluster_hosts import HostFailed
 from jaxdl.performance.bench.shared import make_table, parse_bench, run_module, write_json
 from jaxdl.performance.planner.machine import nominal_machine
@@ -196,10 +196,7 @@ def workload(command: EmbeddingBench) -> Workload:
         table.name: distinct_rows(table.rows, int(mean * command.batch_size // command.nodes), command.skew)
         for table, mean in zip(tables, means, strict=True)
     }
-    sizes = {axis.value: 1 for axis in Axis} | {
-        Axis.REPLICA.value: command.nodes,
-        Axis.FSDP.value: command.gpus_per_node,
-    }
+    sizes = MeshConfig(replica=command.nodes).sizes(command.nodes * command.gpus_per_node)
     return Workload(tables, num_ids, distinct, command.batch_size, sizes, jagged)
 
 
@@ -221,7 +218,7 @@ def measure(command: EmbeddingBench) -> tuple[list[Bytes], Counter[str]]:
         Bytes(
             name,
             *slow[name],
-            *sent[name][Axis.FSDP.value],
+            *sent[name][FILLING_AXIS],
             of_table_wise=slow["table_wise"][0] / slow[name][0],
             column_bytes=in_columns[name],
             device_gib=costs[name].device_bytes / 2**30,

@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.fleet.demo_config import EVERY_STEPS
-from jaxdl.core.files import METRICS_FILE
-from jaxdl.core.writing import replace_file
+from jaxdl.core.files import METRICS_FILE, replace_file
 from jaxdl.platform.fleet.policy import fairness_loss
 from jaxdl.platform.fleet.simulate import Job, shares_of
 

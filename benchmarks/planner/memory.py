@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from jaxdl.core.config import ConfigError
-from jaxdl.parallel.mesh import Axis, MeshConfig
+from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.performance.bench.shared import make_table, write_json
 from jaxdl.performance.planner.auto import table_settings
 from jaxdl.performance.planner.h100 import DEVICE, NUM_DEVICES, compile_step, h100_devices
@@ -55,7 +55,7 @@ def compare_memory(command: PlannerBench, console: Console) -> None:
     machine = nominal_machine("25gbit", NUM_DEVICES)
     cluster = Cluster(1, NUM_DEVICES, machine, float(DEVICE["device_memory_size"]))
     trials = Trials(experiment)
-    sizes = {Axis.REPLICA.value: 1, Axis.FSDP.value: NUM_DEVICES, Axis.TENSOR.value: 1}
+    sizes = MeshConfig().sizes(NUM_DEVICES)
     tables = tables_on_meshes(experiment, sizes, lambda: machine, (), trials.splits)
     work = workload_of(experiment, trials, h100_devices(1, NUM_DEVICES), 1, tables, replicas=True)
     rows = []

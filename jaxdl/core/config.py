@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import json
 import reprlib
 import typing
@@ -34,11 +35,14 @@ class Config(pydantic.BaseModel):
     by_position: ClassVar[tuple[str, ...]] = ()
     """The fields that may be given without their names, in this order."""
 
+    former_names: ClassVar[Mapping[str, str]] = {}
+    """Earlier name of a field -> its name, so that earlier configs and options are read."""
+
     def __init__(self, *args: Any, **values: Any) -> None:
         cls, given = type(self), dict(zip(self.by_position, args, strict=False))
         if len(args) > len(given):
             names = [name for name in cls.model_fields if name not in given]
-            shown = [getattr(one, "__name__", None) or _short(one) for one in given.values()]
+            shown = [getattr(value, "__name__", None) or _short(value) for value in given.values()]
             shown.append(f"{names[0] if names else 'NAME'}={_short(args[len(given)])}")
             known = f", {', '.join(names)}" if names else ""
             after = f" after {' and '.join(given)}" if given else ""
@@ -70,6 +74,13 @@ class Config(pydantic.BaseModel):
             "replace it by its path: experiment = experiment.replaced({'optimizer.learning_rate': 0.1})."
         )
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _rename(cls, values: Any) -> Any:
+        if not cls.former_names or not isinstance(values, dict):
+            return values
+        return {cls.former_names.get(name, name): value for name, value in values.items()}
+
     @pydantic.model_validator(mode="after")
     def _has_no_subclass(self: ConfigT) -> ConfigT:
         """Where there are no kinds, a subclass would silently become its base when a field changes, or in JSON."""
@@ -83,13 +94,13 @@ class Config(pydantic.BaseModel):
         return self
 
     def model_dump(self, **options: Any) -> dict[str, Any]:
-        """See pydantic. Raises ConfigError for a value that cannot be described, such as data that cannot be read."""
-        with _own_errors():
+        """The fields as a dictionary. Raises ConfigError for a value without a description, such as unreadable data."""
+        with _unwrap_errors():
             return super().model_dump(**options)
 
     def model_dump_json(self, **options: Any) -> str:
-        """See `model_dump`."""
-        with _own_errors():
+        """The fields as JSON. Raises ConfigError as `model_dump` does."""
+        with _unwrap_errors():
             return super().model_dump_json(**options)
 
     @property
@@ -159,19 +170,19 @@ class Fields(dict[str, Any]):
 
     def __init__(self, config: Config) -> None:
         types = {name: field.annotation for name, field in type(config).model_fields.items()}
-        super().__init__({name: _copied(value, types.get(name)) for name, value in config})
+        super().__init__({name: _editable(value, types.get(name)) for name, value in config})
         self.cls = type(config)
         self.more: Mapping[str, Any] = config.further_options
 
     def choose(self, path: str, kind: Any) -> bool:
         """Whether a value names the kind, or the kinds, of the field at a dotted path; it gets those it has not yet."""
-        if not isinstance(kind, str | list | tuple) or not all(isinstance(one, str) for one in kind):
+        if not isinstance(kind, str | list | tuple) or not all(isinstance(name, str) for name in kind):
             return False
         parent, last = self._parent(path)
         field = parent.cls.model_fields.get(last) if isinstance(parent, Fields) else None
         part = several_of(field.annotation) if field is not None else None
         if part is not None:
-            parent[last] = parent[last].chosen(part, [kind] if isinstance(kind, str) else kind, path)
+            parent[last] = parent[last].select(part, [kind] if isinstance(kind, str) else kind, path)
             return True
         if field is None or not isinstance(kind, str) or not is_config(field.annotation):
             return False
@@ -185,47 +196,46 @@ class Fields(dict[str, Any]):
 
     def replace(self, path: str, value: Any) -> None:
         """Sets the field at a dotted path. Raises ConfigError when there is none."""
-        *parents, last = path.split(".")
-        parent, _ = self._parent(path)
-        if last == "kind" and parents:
-            where = ".".join(parents)
+        parent, last = self._parent(path)
+        if last == "kind" and (where := path.rpartition(".")[0]):
             raise ConfigError(f"{path}: set {where} = {value!r} instead, then the fields of that kind.")
         known = {*parent, *getattr(parent, "more", ())}
+        last = parent.cls.former_names.get(last, last) if isinstance(parent, Fields) else last
         if last not in known:
             near = difflib.get_close_matches(last, known, n=1)
             raise ConfigError(
                 f"{path}: there is no such field; choose one of {', '.join(sorted(known))}."
-                + (f" Did you mean {'.'.join([*parents, near[0]])}?" if near else "")
+                + (f" Did you mean {path.removesuffix(last)}{near[0]}?" if near else "")
             )
         parent[last] = value
 
     def _parent(self, path: str) -> tuple[Any, str]:
         """(the fields that have the last part of a dotted path, or what is there instead; the last part)."""
-        found: Any = self
+        fields: Any = self
         *parents, last = path.split(".")
         for depth, name in enumerate(parents):
-            found = found.get(name)
-            if not isinstance(found, dict):
+            fields = fields.get(name)
+            if not isinstance(fields, dict):
                 raise ConfigError(
                     f"{path}: '{'.'.join(parents[: depth + 1])}' has no fields of its own; --help lists the fields."
                 )
-        return found, last
+        return fields, last
 
 
 class Several(dict[str, Any]):
     """The configs of a field that takes several kinds, each once, as `Fields` by the names of their kinds."""
 
-    def chosen(self, part: type[Config], names: Sequence[str], path: str) -> Several:
+    def select(self, part: type[Config], names: Sequence[str], path: str) -> Several:
         """Those of these names alone, in this order; new ones with their defaults. Raises ConfigError."""
-        found = Several()
+        chosen = Several()
         for name in names:
-            if name in found:
+            if name in chosen:
                 raise ConfigError(f"--{path.replace('_', '-')} {' '.join(names)}: {name} is named twice. Name it once.")
             with one_message():
-                found[name] = self[name] if name in self else Fields(part.of_kind(name, path)())
-        return found
+                chosen[name] = self[name] if name in self else Fields(part.of_kind(name, path)())
+        return chosen
 
-    def made(self, part: type[Config]) -> tuple[Any, ...]:
+    def build(self, part: type[Config]) -> tuple[Any, ...]:
         """The configs. Raises ConfigError, which names a field as `mlflow.uri`."""
         mapping: Any = dict
         with one_message():
@@ -235,8 +245,8 @@ class Several(dict[str, Any]):
 def several_of(annotation: Any) -> type[Config] | None:
     """The part of which a field of this type, `tuple[Part, ...]`, takes several kinds; None for other fields."""
     inner = typing.get_args(annotation)
-    found = inner[0] if typing.get_origin(annotation) is tuple and inner[1:] == (...,) else None
-    return found if is_config(found) and found.has_kinds() else None
+    part = inner[0] if typing.get_origin(annotation) is tuple and inner[1:] == (...,) else None
+    return part if is_config(part) and part.has_kinds() else None
 
 
 def _short(value: Any) -> str:
@@ -244,24 +254,24 @@ def _short(value: Any) -> str:
     return " ".join(reprlib.repr(value).split())
 
 
-def _copied(value: Any, annotation: Any) -> Any:
+def _editable(value: Any, annotation: Any) -> Any:
     """A value of a field whose fields or items can be replaced without a change of the config."""
     if isinstance(value, Config):
         return Fields(value)
     if several_of(annotation) is not None:
-        return Several({one.kind: Fields(one) for one in value})
+        return Several({config.kind: Fields(config) for config in value})
     return dict(value) if isinstance(value, dict) else value
 
 
 @contextlib.contextmanager
-def _own_errors() -> Iterator[None]:
+def _unwrap_errors() -> Iterator[None]:
     """A ConfigError that pydantic has wrapped while it wrote a config is raised as it was."""
     try:
         yield
     except PydanticSerializationError as error:
         # Of a config inside another the cause is lost, and only its text is left.
-        _, own, text = str(error).partition(f"{ConfigError.__name__}: ")
-        if own:
+        _, wrapped, text = str(error).partition(f"{ConfigError.__name__}: ")
+        if wrapped:
             raise ConfigError(text) from None
         raise
 
@@ -308,10 +318,10 @@ def _problems(error: pydantic.ValidationError) -> Iterator[tuple[tuple[str, ...]
 
 def _no_such_field(title: str, name: str) -> str:
     """The message for a field that the config class called `title` does not have."""
-    fields = list(_class_called(title).model_fields)
+    fields = list(_find_class(title).model_fields)
     usual = USUAL_NAMES.get(name.replace("_", "-"), "").replace("-", "_")
     inner = usual.rpartition(".")[2]
-    near = [one for one in (usual, inner) if one.partition(".")[0] in fields][:1]
+    near = [candidate for candidate in (usual, inner) if candidate.partition(".")[0] in fields][:1]
     near = near or difflib.get_close_matches(name, fields, n=1)
     return (
         "there is no such field. "
@@ -327,13 +337,13 @@ def _not_a_config(value: Any) -> str:
     return f"{_short(value)} is not a config. Give an object of its class, such as MeshConfig(...) for mesh"
 
 
-def _class_called(title: str) -> type[Config]:
+def _find_class(title: str) -> type[Config]:
     """The config class of this name; pydantic's errors have only the name."""
-    found: list[type[Config]] = [Config]
-    for one in found:
-        found += one.__subclasses__()
+    classes: list[type[Config]] = [Config]
+    for cls in classes:
+        classes += cls.__subclasses__()
     # The last of this name: a notebook cell, or a file, may have defined it several times.
-    return next(one for one in reversed(found) if one.__name__ == title)
+    return next(cls for cls in reversed(classes) if cls.__name__ == title)
 
 
 def is_config(annotation: Any) -> TypeGuard[type[Config]]:
@@ -343,10 +353,7 @@ def is_config(annotation: Any) -> TypeGuard[type[Config]]:
 
 def field_at(config: Config, path: str) -> Any:
     """The value of a dotted field."""
-    value: Any = config
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
+    return functools.reduce(getattr, path.split("."), config)
 
 
 def differences(before: Config, after: Config, prefix: str = "") -> list[str]:
@@ -355,25 +362,25 @@ def differences(before: Config, after: Config, prefix: str = "") -> list[str]:
     Where a choice is of another kind, that is a line, and the fields of the new kind are compared with its defaults.
     Values are equal if their JSON is: a config file that is loaded twice makes each of its functions and classes twice.
     """
-    found, old, new = [], before.model_dump(mode="json"), after.model_dump(mode="json")
+    changes, old, new = [], before.model_dump(mode="json"), after.model_dump(mode="json")
     for name, now in after:
         path, then = f"{prefix}{name}", getattr(before, name, None)
         if isinstance(now, Config) and isinstance(then, Config):
             kinds = [values.get(name, {}) for values in (old, new)]  # A field may be left out at its default.
-            if any(kinds[0].get(one) != kinds[1].get(one) for one in ("kind", SOURCE)):
-                found.append(f"{path}: {_spelt(then)} -> {_spelt(now)}")
+            if any(kinds[0].get(key) != kinds[1].get(key) for key in ("kind", SOURCE)):
+                changes.append(f"{path}: {_spell(then)} -> {_spell(now)}")
                 fields = type(now).model_fields.values()
                 then = now if any(field.is_required() for field in fields) else type(now)()
-            found += differences(then, now, f"{path}.")
+            changes += differences(then, now, f"{path}.")
         elif old.get(name) != new.get(name):
-            found.append(f"{path}: {_spelt(then)} -> {_spelt(now)}")
-    return found
+            changes.append(f"{path}: {_spell(then)} -> {_spell(now)}")
+    return changes
 
 
-def _spelt(value: Any) -> str:
+def _spell(value: Any) -> str:
     """A value as the command line spells it; a config by its kind, a function by its name."""
     if isinstance(value, tuple | list):
-        return " ".join(map(_spelt, value)) or "()"
+        return " ".join(map(_spell, value)) or "()"
     return str(getattr(value, "kind", None) or getattr(value, "__qualname__", None) or value)
 
 

@@ -50,15 +50,15 @@ def command_line() -> Iterator[None]:
 
     A ConfigError ends the program with its message and exit code 2, and so do a variable of JAX with a value that JAX
     refuses, and a limit of this shell that is too low; Ctrl-C ends it with one line and 130. If nobody reads
-    stdout any more, as after `| head`, it ends without a word.
+    stdout any more, as after `| head`, it ends without a message.
     """
     global _options
     before, _options = _options, True
     make_writable()
     try:
-        with outliving_readers():  # Around the last words too.
+        with survive_readers():  # Around the last words too.
             try:
-                with _until_unread():
+                with _end_when_unread():
                     yield
             except ConfigError as error:
                 fail(str(error))
@@ -107,11 +107,11 @@ def _of_machine(error: BaseException) -> str | None:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         raised_in = frame.f_code.co_filename
     if "/jax/" in raised_in.replace(os.sep, "/"):
-        # With "raise" and "strict" JAX checks the program, and what it finds is no fault of the variable.
+        # With "raise" and "strict" JAX checks the program, and what it finds is not a fault of the variable.
         given = {name: value for name, value in os.environ.items()
                  if name.startswith("JAX_") and value not in ("", "raise", "strict")}  # fmt: skip
         named = [name for name in given if re.search(rf"\b{name}\b", text.replace(".", "_"), re.IGNORECASE)]
-        for name in (*named, *(one for one, value in given.items() if f"'{value}'" in text)):
+        for name in (*named, *(name for name, value in given.items() if f"'{value}'" in text)):
             said = text.splitlines()[0]
             return f"{name}={given[name]}: JAX refuses it ({said}). Set another value, or unset the variable."
     while seen is not None:
@@ -142,10 +142,10 @@ def as_typed(text: str) -> str:
     if _options:
         return text
 
-    def in_python(found: re.Match[str]) -> str:
-        (option, value), before = found.groups(), found.string[: found.start()]
+    def in_python(match: re.Match[str]) -> str:
+        (option, value), before = match.groups(), match.string[: match.start()]
         if option in _NOT_OURS or "python -m" in before or before.endswith("jaxdl train "):
-            return found[0]
+            return match[0]
         name = _DIFFERENT.get(option, option.replace("-", "_"))
         return name if value is None else f"{name}={value}"
 
@@ -189,14 +189,14 @@ def fail(message: str) -> typing.NoReturn:
 
 
 def print_out(text: str, end: str = "\n") -> None:
-    """Prints on stdout what another program may read; ends without a word when that, such as `head`, has ended."""
-    with _until_unread():
+    """Prints on stdout what another program may read; ends without a message when that, such as `head`, has ended."""
+    with _end_when_unread():
         print(text, end=end)
 
 
 @contextlib.contextmanager
-def _until_unread() -> Iterator[None]:
-    """Context in which the program ends without a word if nobody reads stdout any more.
+def _end_when_unread() -> Iterator[None]:
+    """Context in which the program ends without a message if nobody reads stdout any more.
 
     A broken pipe of another program is raised as usual.
     """
@@ -219,7 +219,7 @@ class _Outliving(io.FileIO):
     """Called at each write to a pipe that nobody reads any more."""
 
     def write(self, data: typing.Any) -> int:
-        """See `io.FileIO`."""
+        """The number of bytes that are written, or lost."""
         try:
             return super().write(data)
         except OSError as error:
@@ -231,7 +231,7 @@ class _Outliving(io.FileIO):
 
 
 @contextlib.contextmanager
-def outliving_readers(unread: Callable[[], None] | None = None) -> Iterator[None]:
+def survive_readers(unread: Callable[[], None] | None = None) -> Iterator[None]:
     """Context in which a terminal that is closed fails no print, and neither does an stderr that nobody reads any more
     (`2>&1 | tee log`, where Ctrl-C ends tee first): a run that ignores SIGHUP, or saves after a signal, goes on.
 
@@ -239,8 +239,8 @@ def outliving_readers(unread: Callable[[], None] | None = None) -> Iterator[None
     objects meanwhile if they are terminals or pipes.
     """
     before = sys.stdout, sys.stderr
-    sys.stdout = _outliving(sys.stdout, unread, pipes=unread is not None)
-    sys.stderr = _outliving(sys.stderr)
+    sys.stdout = _survivor(sys.stdout, unread, pipes=unread is not None)
+    sys.stderr = _survivor(sys.stderr)
     try:
         yield
     finally:
@@ -251,7 +251,7 @@ def outliving_readers(unread: Callable[[], None] | None = None) -> Iterator[None
         sys.stdout, sys.stderr = before
 
 
-def _outliving(stream: typing.TextIO, unread: Callable[[], None] | None = None, *, pipes: bool = True) -> typing.TextIO:
+def _survivor(stream: typing.TextIO, unread: Callable[[], None] | None = None, *, pipes: bool = True) -> typing.TextIO:
     if type(stream) is not io.TextIOWrapper or stream.closed:
         return stream
     try:

@@ -29,25 +29,11 @@ _FIELD = re.compile(r"^    ([a-z]\w*): (?!ClassVar)(.+?)(?: = .*)?$", re.MULTILI
 _NUMBERS = re.compile(r"Literal\[[\d, ]+\]")
 
 
-def experiment_fields() -> dict[str, str]:
-    """Option -> its type in the source of `Experiment`, such as "int | None"; "group" for a config without kinds."""
-    source = ast.parse((_PACKAGE / "training/experiment.py").read_bytes())
-    found = {}
-    for one in source.body:
-        if isinstance(one, ast.ClassDef) and one.name == "Experiment":
-            for node in one.body:
-                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                    type_ = ast.unparse(node.annotation)
-                    made = ast.unparse(node.value) if node.value is not None else ""
-                    found[node.target.id.replace("_", "-")] = "group" if made == f"{type_}()" else type_
-    return found
-
-
 @functools.cache
-def part_types() -> dict[str, str]:
-    """Part of the experiment -> the type of its field in the source."""
+def experiment_fields() -> dict[str, str]:
+    """Option -> its type in the source of `Experiment`, such as "int | None" or "MeshConfig"."""
     source = ast.parse((_PACKAGE / "training/experiment.py").read_bytes())
-    [body] = [one.body for one in source.body if isinstance(one, ast.ClassDef) and one.name == "Experiment"]
+    [body] = [node.body for node in source.body if isinstance(node, ast.ClassDef) and node.name == "Experiment"]
     return {
         node.target.id.replace("_", "-"): ast.unparse(node.annotation)
         for node in body
@@ -58,8 +44,8 @@ def part_types() -> dict[str, str]:
 def fields_of_part(annotation: str) -> set[str]:
     """The options in a part of the experiment, by the type of its field: of its class, and of those above it.
 
-    None of a part with kinds, since another kind may be chosen than the one that has them, nor of a tuple, which is set
-    in a config file.
+    None of a part whose kind is chosen by name, since another kind may be chosen than the one that has them, nor of a
+    tuple, which is set in a config file.
     """
     bases, every, ambiguous = _classes()
     declared = {name: fields for name, fields in every.items() if name not in ambiguous}
@@ -69,7 +55,7 @@ def fields_of_part(annotation: str) -> set[str]:
 
     if annotation not in declared or any(annotation in above(name) - {name} for name in declared):
         return set()
-    return {field.replace("_", "-") for one in above(annotation) for field, _ in declared[one]}
+    return {field.replace("_", "-") for name in above(annotation) for field, _ in declared[name]}
 
 
 @functools.cache
@@ -80,11 +66,11 @@ def inner_fields() -> dict[str, set[str]]:
     def is_config(name: str) -> bool:
         return name == "Config" or any(map(is_config, bases.get(name, ())))
 
-    found: dict[str, set[str]] = {}
+    types: dict[str, set[str]] = {}
     for name, fields in declared.items():
         for field, type_ in fields if is_config(name) else ():
-            found.setdefault(field.replace("_", "-"), set()).add(type_)
-    return found
+            types.setdefault(field.replace("_", "-"), set()).add(type_)
+    return types
 
 
 @functools.cache
@@ -95,14 +81,13 @@ def _classes() -> tuple[dict[str, list[str]], dict[str, list[tuple[str, str]]], 
     declared: dict[str, list[tuple[str, str]]] = {}
     for path in _PACKAGE.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        found_here = list(_CLASS.finditer(text))
-        for one, following in itertools.zip_longest(found_here, found_here[1:]):
-            body = re.split(r"^(?=\S)", text[one.end() : following.start() if following else None], flags=re.MULTILINE)[
-                0
-            ]
-            ambiguous |= {one[1]} & bases.keys()
-            bases.setdefault(one[1], []).extend(base.strip() for base in (one[2] or "").split(","))
-            declared.setdefault(one[1], []).extend(_FIELD.findall(body))
+        matches = list(_CLASS.finditer(text))
+        for match, following in itertools.zip_longest(matches, matches[1:]):
+            below = text[match.end() : following.start() if following else None]
+            body = re.split(r"^(?=\S)", below, flags=re.MULTILINE)[0]
+            ambiguous |= {match[1]} & bases.keys()
+            bases.setdefault(match[1], []).extend(base.strip() for base in (match[2] or "").split(","))
+            declared.setdefault(match[1], []).extend(_FIELD.findall(body))
     return bases, declared, ambiguous
 
 
@@ -141,7 +126,7 @@ def is_stock(path: Path, seen: set[Path]) -> bool:
         name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
         if isinstance(node, ast.ClassDef) or name in MAKE_CLASSES:
             return False
-        imported = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+        imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             imported = ["." * node.level + (node.module or "")]
         for name in imported:

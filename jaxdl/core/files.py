@@ -1,6 +1,17 @@
-"""The names of all files and folders of a workdir. They are part of the format: a run resumes by them."""
+"""The names of all files and folders of a workdir, which are part of its format; and files written whole or not at all.
 
+Only the standard library is imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
 from pathlib import Path
+
+_MAX_NAME_BYTES = 255
 
 CONFIG_FILE = "config.json"
 """The experiment as requested."""
@@ -61,7 +72,7 @@ FAILURE_FILE = "failure.json"
 """In the folder of a failure: reason, exit code, versions, last metrics."""
 
 SEARCH_FILE = "search.json"
-"""The settings of a search: its folder is no workdir, but has those of its trials."""
+"""The settings of a search: its folder is not a workdir, but has those of its trials."""
 
 TRIALS_FOLDER = "trials"
 """In the folder of a search: the workdirs of its trials, named by their numbers."""
@@ -80,3 +91,31 @@ def step_dir(workdir: Path, step: int) -> Path:
 def hang_file(process: int) -> str:
     """Where the watchdog of a process writes all stacks."""
     return f"hang-{process}.txt"
+
+
+def partial_path(path: Path) -> Path:
+    """Where a file is written before it appears as `path`, in the same folder: `.NAME.HOST-PROCESS-RANDOM.tmp`.
+
+    No two writers have the same: containers that share a disk can have equal process ids, and equal host names. NAME is
+    cut where the whole would be longer than file systems take.
+    """
+    host = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in socket.gethostname()[:40])
+    end = f".{host}-{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    name = path.name.encode(errors="surrogateescape")[: _MAX_NAME_BYTES - len(end) - 1].decode(errors="ignore")
+    return path.with_name(f".{name}{end}")
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all: a reader, or a run killed here, sees the old content or the new one."""
+    temporary = partial_path(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error  # The name that a user knows.
+    finally:
+        with contextlib.suppress(OSError):  # What has failed before it says more.
+            temporary.unlink(missing_ok=True)

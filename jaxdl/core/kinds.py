@@ -94,9 +94,9 @@ class Choice(Config):
         if cls.kind or not hasattr(cls, "part"):
             return handler(source)
         return core_schema.no_info_wrap_validator_function(
-            cls._chosen,
+            cls._validate_kind,
             handler(source),
-            serialization=core_schema.wrap_serializer_function_ser_schema(cls._dumped, info_arg=True),
+            serialization=core_schema.wrap_serializer_function_ser_schema(cls._serialize_kind, info_arg=True),
         )
 
     @classmethod
@@ -106,15 +106,15 @@ class Choice(Config):
 
     @classmethod
     def of_kind(cls, name: str, path: str) -> Callable[[], Config]:
-        """See `Config.of_kind`. Raises ConfigError when there is no kind and no preset of this name."""
-        found = _named(cls, name) or cls.presets.get(name)
-        if found is None:
+        """The kind or preset of this name. Raises ConfigError, which names the field `path`, when there is none."""
+        kind = _find_named(cls, name) or cls.presets.get(name)
+        if kind is None:
             names = [*kinds(cls), *cls.presets]
             known = f"there is no such kind; choose one of {', '.join(names)}."
-            near = [f" Did you mean {one}?" for one in difflib.get_close_matches(name, names, n=1)]
+            near = [f" Did you mean {near_name}?" for near_name in difflib.get_close_matches(name, names, n=1)]
             advice = cls.instead_of(name) or "".join(near)
             raise ConfigError(f"--{path.replace('_', '-')} {name}: {known}{advice}")
-        return found
+        return kind
 
     @classmethod
     def instead_of(cls, value: Any) -> str:
@@ -123,7 +123,7 @@ class Choice(Config):
         return ""
 
     @classmethod
-    def _chosen(cls, value: Any, itself: Callable[[Any], Any]) -> Any:
+    def _validate_kind(cls, value: Any, itself: Callable[[Any], Any]) -> Any:
         """The kind that a value of a field spells; pydantic reports the ValueErrors at that field.
 
         `itself` makes a config of this class, which may have no kind.
@@ -132,17 +132,17 @@ class Choice(Config):
             return value
         if not isinstance(value, Mapping):
             raise ValueError(_not_a_kind(cls, value))
-        found: type[Choice] = cls
+        kind: type[Choice] = cls
         if isinstance(value, Fields):
-            found = value.cls  # pyright: ignore[reportAssignmentType]
+            kind = value.cls  # pyright: ignore[reportAssignmentType]
         elif "kind" in value:
-            found = find(cls, value["kind"], value.get(SOURCE))
+            kind = find(cls, value["kind"], value.get(SOURCE))
         elif cls is cls.part or inspect.isabstract(cls):
             raise ValueError(_not_a_kind(cls, value))
-        return itself(value) if found is cls else found.model_validate(value)
+        return itself(value) if kind is cls else kind.model_validate(value)
 
     @classmethod
-    def _dumped(cls, value: Choice, itself: Callable[[Any], Any], info: Any) -> Any:
+    def _serialize_kind(cls, value: Choice, itself: Callable[[Any], Any], info: Any) -> Any:
         return itself(value) if type(value) is cls else value.model_dump(mode=info.mode)
 
     @pydantic.model_validator(mode="before")
@@ -166,8 +166,8 @@ def kinds(part: type[PartT]) -> dict[str, type[PartT]]:
     Classes that lack a method which the part needs are left out.
     """
     _load_installed()
-    found = {name: cls for name, cls in _by_name.get(part.part, {}).items() if issubclass(cls, part)}
-    return {name: cls for name, cls in found.items() if not inspect.isabstract(cls)}
+    classes = {name: cls for name, cls in _by_name.get(part.part, {}).items() if issubclass(cls, part)}
+    return {name: cls for name, cls in classes.items() if not inspect.isabstract(cls)}
 
 
 def choices(cls: type[Config], prefix: str = "", *, several: bool = False) -> dict[str, dict[str, type[Choice]]]:
@@ -175,14 +175,14 @@ def choices(cls: type[Config], prefix: str = "", *, several: bool = False) -> di
 
     With `several`, the fields that take several kinds.
     """
-    found: dict[str, dict[str, type[Choice]]] = {}
+    by_field: dict[str, dict[str, type[Choice]]] = {}
     for name, field in cls.model_fields.items():
         part, inner = several_of(field.annotation) if several else field.annotation, field.annotation
         if is_config(part) and issubclass(part, Choice) and part.has_kinds():
-            found[prefix + name] = kinds(part)
+            by_field[prefix + name] = kinds(part)
         elif is_config(inner) and not inner.has_kinds():
-            found |= choices(inner, f"{prefix}{name}.", several=several)
-    return found
+            by_field |= choices(inner, f"{prefix}{name}.", several=several)
+    return by_field
 
 
 def find(part: type[PartT], name: str, source: str | None = None) -> type[PartT]:
@@ -191,46 +191,46 @@ def find(part: type[PartT], name: str, source: str | None = None) -> type[PartT]
     Raises ConfigError when there is none.
     """
     if source is None:
-        named = _named(part, name)
+        named = _find_named(part, name)
         if named is None:
             raise ConfigError(f"there is no such kind (got {name!r}); choose one of {', '.join(kinds(part))}")
         return named
-    found = _by_source.get(source) or _renamed(part, name, source) or import_object(source, f"the {_noun(part)}")
-    if not (isinstance(found, type) and issubclass(found, part) and found.kind == name):
+    kind = _by_source.get(source) or _find_moved(part, name, source) or import_object(source, f"the {_noun(part)}")
+    if not (isinstance(kind, type) and issubclass(kind, part) and kind.kind == name):
         raise ConfigError(f"{source}: this is not the {_noun(part)} {name} any more. Put that back into the file")
-    return found
+    return kind
 
 
-def _named(part: type[PartT], name: str) -> type[PartT] | None:
+def _find_named(part: type[PartT], name: str) -> type[PartT] | None:
     """The kind of this name, even if it lacks a method. Raises ConfigError when several files define one."""
     _load_installed()
-    found = _by_name.get(part.part, {}).get(name)
-    if found is None or not issubclass(found, part):
+    kind = _by_name.get(part.part, {}).get(name)
+    if kind is None or not issubclass(kind, part):
         return None
-    alike = [one for one in _by_source.values() if one.part is part.part and one.kind == name and _is_defined(one)]
+    alike = [kind for kind in _by_source.values() if kind.part is part.part and kind.kind == name and _is_defined(kind)]
     if len(alike) > 1:
-        places = ", ".join(str(source_of(one)) for one in alike)
+        places = ", ".join(str(source_of(kind)) for kind in alike)
         raise ConfigError(
             f"{name}: several {_noun(part)}s have this name: {places}. Give one "
-            f'another name: class {found.__name__}({found.__bases__[0].__name__}, kind="another_name").'
+            f'another name: class {kind.__name__}({kind.__bases__[0].__name__}, kind="another_name").'
         )
-    return found
+    return kind
 
 
 def _is_defined(cls: type) -> bool:
     """Whether its module still has the class; not when the file was moved, or loaded again without it."""
     module = sys.modules.get(cls.__module__)
-    found, file = _inside(module, cls.__qualname__), getattr(module, "__file__", None)
-    return found is cls and (file is None or Path(file).exists())
+    current, file = _inside(module, cls.__qualname__), getattr(module, "__file__", None)
+    return current is cls and (file is None or Path(file).exists())
 
 
-def _renamed(part: type[Choice], name: str, source: str) -> type[Choice] | None:
+def _find_moved(part: type[Choice], name: str, source: str) -> type[Choice] | None:
     """The kind of this name from another file, when that of `source` does not exist any more."""
-    found, place = _by_name.get(part.part, {}).get(name), Path(source.rpartition(":")[0])
-    if place.suffix != ".py" or place.exists() or found is None or source_of(found) is None:
+    kind, place = _by_name.get(part.part, {}).get(name), Path(source.rpartition(":")[0])
+    if place.suffix != ".py" or place.exists() or kind is None or source_of(kind) is None:
         return None
-    _warn_moved(f"the {_noun(part)}", place, place_of(found))
-    return found
+    _warn_moved(f"the {_noun(part)}", place, place_of(kind))
+    return kind
 
 
 def source_of(cls: type) -> str | None:
@@ -238,9 +238,9 @@ def source_of(cls: type) -> str | None:
     return None if cls.__module__.partition(".")[0] == "jaxdl" else f"{place_of(cls)}:{cls.__qualname__}"
 
 
-def place_of(found: Any) -> str:
+def place_of(definition: Any) -> str:
     """The file in which a function or class is defined, or its module if that is part of a package or installed."""
-    name = found.__module__
+    name = definition.__module__
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
     if file is None or not file.endswith(".py") or "." in name or hasattr(module, "__path__"):
@@ -280,10 +280,10 @@ def import_object(source: str, what: str) -> Any:
                 f"{what} is defined in the module {place}, which cannot be imported ({type(error).__name__}: {error}). "
                 "Install its package, or add its folder to PYTHONPATH"
             ) from None
-    found = _inside(module, name)
-    if found is None:
+    value = _inside(module, name)
+    if value is None:
         raise ConfigError(f"{place} has no {name}{'' if what == name else f', {what}'}. {advice}")
-    return found
+    return value
 
 
 def _inside(module: Any, name: str) -> Any:
@@ -303,12 +303,12 @@ def _of_file(path: Path, name: str, what: str) -> ModuleType:
         for module_name, module in list(sys.modules.items())
         if "." not in module_name and os.path.basename(getattr(module, "__file__", None) or "") == path.name
     ]
-    same = [one for one in loaded if Path(str(one.__file__)).resolve() == path.resolve()]
+    same = [module for module in loaded if Path(str(module.__file__)).resolve() == path.resolve()]
     if same:
         return same[-1]
     if path.exists():
         return import_file(path, what)
-    moved = [one for one in loaded if _inside(one, name) is not None]
+    moved = [module for module in loaded if _inside(module, name) is not None]
     if moved:
         _warn_moved(what, path, str(moved[-1].__file__))
         return moved[-1]
@@ -357,7 +357,7 @@ def _load_installed() -> None:
 @contextlib.contextmanager
 def forgotten() -> Iterator[None]:
     """Context: kinds that are defined inside are forgotten at its end. For tests of kinds."""
-    names, sources = {part: dict(found) for part, found in _by_name.items()}, dict(_by_source)
+    names, sources = {part: dict(classes) for part, classes in _by_name.items()}, dict(_by_source)
     try:
         yield
     finally:
@@ -379,7 +379,7 @@ def _noun(part: type[Choice]) -> str:
 def _not_a_kind(part: type[Choice], value: Any) -> str:
     """The message for a value that is not a kind, given for a field of this part."""
     known = kinds(part)
-    names = ", ".join(f"{one.__name__}()" for one in known.values())
+    names = ", ".join(f"{kind.__name__}()" for kind in known.values())
     if is_config(value):
         return f"{value.__name__} is a class, not an object. Write {value.__name__}(...)" + (
             "" if value in known.values() else f", of one of {names}"
@@ -391,5 +391,5 @@ def _not_a_kind(part: type[Choice], value: Any) -> str:
         what = f"an object of type {type(value).__module__.partition('.')[0]}.{type(value).__name__}"
         what = getattr(value, "__qualname__", what)
         said = f"{what} is not a config. Give an object of one of {names}"
-    own = isinstance(value, str) and value in known
-    return said if own else part.instead_of(value).strip() or said
+    is_name = isinstance(value, str) and value in known
+    return said if is_name else part.instead_of(value).strip() or said

@@ -26,7 +26,7 @@ from typing import Any
 
 from jaxdl.core.errors import ConfigError
 from jaxdl.core.startup import check_source, find_config
-from jaxdl.core.user_code import described, is_installed
+from jaxdl.core.user_code import explain_error, is_installed
 
 _loading = threading.RLock()
 """Held while a file beside another one is imported: several threads may be the first that import it."""
@@ -42,7 +42,7 @@ def load_file(given: str | Path) -> Any:
     path, function = find_config(given)
     if path.suffix != ".py":
         raise ConfigError(f"--config {given}: not a Python file. Give the Python file of the run.")
-    with running(path, f"--config {given}"):
+    with user_file(path, f"--config {given}"):
         make = getattr(_run(path), function, None)
         made = make() if callable(make) else None
     if not callable(make):
@@ -55,32 +55,32 @@ def import_file(path: Path, what: str) -> ModuleType:
 
     Raises ConfigError, which begins with `what`, when the file fails.
     """
-    with running(path, what):
+    with user_file(path, what):
         return _run(path)
 
 
 @contextlib.contextmanager
-def running(path: Path, what: str) -> Iterator[None]:
+def user_file(path: Path, what: str) -> Iterator[None]:
     """Context in which code of a file runs: it can import from its folder, and its errors become ConfigErrors.
 
     They begin with `what` and name the line of the file.
     """
     filename = str(path)
     try:
-        with _searched(path.resolve().parent):
+        with _search_folder(path.resolve().parent):
             yield
     except ConfigError as error:
         raise ConfigError(f"{what}{_line(error, filename)}: {error}") from None
     except SystemExit as error:
         raise ConfigError(f"{what}{_line(error, filename)}: it calls sys.exit or exit. Remove the call.") from None
     except Exception as error:
-        wrong, instead = described(error)
+        wrong, instead = explain_error(error)
         advice = f". {instead}." if instead else ""
         raise ConfigError(f"{what}{_line(error, filename)}: {wrong}{advice}") from error
 
 
 @contextlib.contextmanager
-def _searched(folder: Path) -> Iterator[None]:
+def _search_folder(folder: Path) -> Iterator[None]:
     """Context in which imports look into a folder first."""
     sys.path.insert(0, str(folder))
     try:
@@ -108,7 +108,7 @@ def _import_beside(path: Path) -> Callable[..., ModuleType]:
             with _loading:
                 return sys.modules.get(_module_name(beside)) or _run(beside)
         package = itself.parent / name.partition(".")[0]
-        with _searched(itself.parent) if package.is_dir() else contextlib.nullcontext():
+        with _search_folder(itself.parent) if package.is_dir() else contextlib.nullcontext():
             return builtins.__import__(name, globals, locals, fromlist, level)
 
     return load

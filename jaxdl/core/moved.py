@@ -9,24 +9,40 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import types
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
-COMMANDS = (
-    "bench", "compare", "convert", "evaluate", "export", "fleet", "generate", "launch", "planner", "score", "search",
-    "status", "translate",
-)  # fmt: skip
-"""What runs as `python -m jaxdl.NAME`."""
+KEPT = ("classics", "spark", "testing")
+"""Packages that users import by their earlier paths, which stay; so do those of commands. They give no warning."""
 
-SHORT = {*COMMANDS, *(f"{name}.__main__" for name in COMMANDS), "classics", "spark", "testing"}
-"""Names that stay: those of commands, and of packages that users import. They give no warning."""
+_ROOMS = {
+    "core": (
+        "config errors fields files kinds modules option_values options overview paths patterns reference runs "
+        "solver startup user_code"
+    ),
+    "parallel": "asynchrony cluster collectives compiler embedding lease mesh precision sharding",
+    "exchange": "agreement testing",
+    "data": "phases",
+    "data.arrays": "examples labels readers rows",
+    "data.images": (
+        "colours damage folder image_values maker memfd parquet photo photos pool private shm store tar_members "
+        "tars view worker"
+    ),
+    "data.tables": "arrow_numbers clicks columns criteo movielens ranks row_groups table_index tabular",
+    "data.text": "corpus documents mixture packing pair_files pair_rows shard_worker shards tokenizer tokenizing",
+    "report": "compare status trackers",
+    "training": "classics command completion evaluation experiment guard plans rounds state step tasks",
+    "inference": "convert decoding evaluate export generate predictor score trained translate",
+    "platform": "fleet launch search spark",
+    "performance": "planner",
+}
+"""Room -> modules and packages that are in it now, and were in `jaxdl`; for a room of `data`, in `jaxdl.data`."""
 
 MOVED = {
-    "agreement": "exchange.agreement",
-    "asynchrony": "parallel.asynchrony",
     "bench": "performance.bench",
     "bench.balance": "performance.bench.balance.balance",
     "bench.balance_check": "performance.bench.balance.balance_check",
@@ -45,91 +61,13 @@ MOVED = {
     "checkpoint": "training.checkpoint",
     "checkpoint.earlier": "training.checkpoint.earlier_runs",
     "checkpoint.quiet": "training.checkpoint.orbax_logs",
-    "classics": "training.classics",
-    "cluster": "parallel.cluster",
-    "collectives": "parallel.collectives",
-    "command": "training.command",
-    "compare": "report.compare",
-    "compiler": "parallel.compiler",
-    "completion": "training.completion",
-    "config": "core.config",
-    "convert": "inference.convert",
-    "data.arrow_numbers": "data.tables.arrow_numbers",
-    "data.clicks": "data.tables.clicks",
-    "data.colours": "data.images.colours",
-    "data.columns": "data.tables.columns",
-    "data.corpus": "data.text.corpus",
-    "data.criteo": "data.tables.criteo",
-    "data.damage": "data.images.damage",
-    "data.documents": "data.text.documents",
-    "data.examples": "data.arrays.examples",
-    "data.folder": "data.images.folder",
-    "data.image_values": "data.images.image_values",
-    "data.labels": "data.arrays.labels",
-    "data.maker": "data.images.maker",
-    "data.memfd": "data.images.memfd",
-    "data.mixture": "data.text.mixture",
-    "data.movielens": "data.tables.movielens",
-    "data.packing": "data.text.packing",
-    "data.pair_files": "data.text.pair_files",
-    "data.pair_rows": "data.text.pair_rows",
-    "data.parquet": "data.images.parquet",
-    "data.photo": "data.images.photo",
-    "data.photos": "data.images.photos",
-    "data.pool": "data.images.pool",
-    "data.private": "data.images.private",
-    "data.ranks": "data.tables.ranks",
-    "data.readers": "data.arrays.readers",
-    "data.row_groups": "data.tables.row_groups",
-    "data.rows": "data.arrays.rows",
-    "data.shard_worker": "data.text.shard_worker",
-    "data.shards": "data.text.shards",
-    "data.shm": "data.images.shm",
-    "data.store": "data.images.store",
-    "data.table_index": "data.tables.table_index",
-    "data.tabular": "data.tables.tabular",
-    "data.tar_members": "data.images.tar_members",
-    "data.tars": "data.images.tars",
-    "data.tokenizer": "data.text.tokenizer",
-    "data.tokenizing": "data.text.tokenizing",
-    "data.view": "data.images.view",
-    "data.worker": "data.images.worker",
-    "decoding": "inference.decoding",
-    "embedding": "parallel.embedding",
-    "errors": "core.errors",
-    "evaluate": "inference.evaluate",
-    "evaluation": "training.evaluation",
     "exchange.idle": "performance.planner.idle_exchange",
-    "experiment": "training.experiment",
-    "export": "inference.export",
-    "fields": "core.fields",
-    "files": "core.files",
-    "fleet": "platform.fleet",
     "fleet.mixed": "platform.fleet.shared_nodes_policy",
     "fleet.shown": "platform.fleet.status_view",
-    "generate": "inference.generate",
-    "guard": "training.guard",
-    "kinds": "core.kinds",
-    "launch": "platform.launch",
-    "lease": "parallel.lease",
-    "mesh": "parallel.mesh",
-    "modules": "core.modules",
     "optim.making": "optim.build",
-    "option_values": "core.option_values",
-    "options": "core.options",
-    "overview": "core.overview",
-    "paths": "core.paths",
-    "patterns": "core.patterns",
-    "phases": "data.phases",
-    "planner": "performance.planner",
-    "plans": "training.plans",
-    "precision": "parallel.precision",
-    "predictor": "inference.predictor",
-    "reference": "core.reference",
     "report.directions": "report.better_direction",
     "report.seen": "report.consumed",
     "report.subject": "report.reported_run",
-    "rounds": "training.rounds",
     "run": "training.run",
     "run.ahead": "training.run.tables.ids_ahead",
     "run.build": "training.run.plan.build",
@@ -153,25 +91,12 @@ MOVED = {
     "run.validate": "training.run.plan.validate",
     "run.whole": "training.run.tables.global_ids",
     "run.workdir": "training.run.workdir.workdir",
-    "runs": "core.runs",
-    "score": "inference.score",
-    "search": "platform.search",
-    "sharding": "parallel.sharding",
-    "solver": "core.solver",
-    "spark": "platform.spark",
-    "startup": "core.startup",
-    "state": "training.state",
-    "status": "report.status",
-    "step": "training.step",
-    "tasks": "training.tasks",
-    "testing": "exchange.testing",
-    "trackers": "report.trackers",
-    "trained": "inference.trained",
-    "translate": "inference.translate",
-    "user_code": "core.user_code",
-    "writing": "core.writing",
+    "writing": "core.files",
 }
 """The module by its earlier path -> by its path now, both below `jaxdl`; modules inside of a package move with it."""
+for _room, _names in _ROOMS.items():
+    _before = "data." if _room.startswith("data.") else ""
+    MOVED |= {f"{_before}{_name}": f"{_room}.{_name}" for _name in _names.split()}
 
 
 class _SameModule:
@@ -213,13 +138,14 @@ class Finder:
         if not fullname.startswith("jaxdl."):
             return None
         name = new_path(fullname)
-        found = None if name is None else importlib.util.find_spec(name)
-        if name is None or found is None:
+        moved = None if name is None else importlib.util.find_spec(name)
+        if name is None or moved is None:
             return None
-        _warn(fullname, name)
+        if not is_kept(fullname):
+            _warn(fullname, name)
         loader: Any = _SameModule(name)
-        spec = importlib.machinery.ModuleSpec(fullname, loader, origin=found.origin)
-        spec.submodule_search_locations = found.submodule_search_locations
+        spec = importlib.machinery.ModuleSpec(fullname, loader, origin=moved.origin)
+        spec.submodule_search_locations = moved.submodule_search_locations
         return spec
 
 
@@ -233,10 +159,18 @@ def new_path(name: str) -> str | None:
     return None
 
 
+def is_kept(name: str) -> bool:
+    """Whether the earlier path `jaxdl.a` stays: of a command, `python -m jaxdl.a`, and of what is in `KEPT`."""
+    package = name.removesuffix(".__main__")
+    path = new_path(package)
+    if path is None or package.count(".") != 1:
+        return False
+    main = os.path.join(os.path.dirname(__file__), os.pardir, *path.split(".")[1:], "__main__.py")
+    return package.removeprefix("jaxdl.") in KEPT or os.path.isfile(main)
+
+
 def _warn(name: str, new: str) -> None:
     """Warns at the line of the import. Of `import jaxdl.run.build`, whose package is imported first, once."""
-    if name.removeprefix("jaxdl.") in SHORT:
-        return
     frame, whole = sys._getframe(2), name
     while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
         if frame.f_code.co_name == "_find_and_load":

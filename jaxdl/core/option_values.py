@@ -21,20 +21,20 @@ def members(annotation: Any) -> tuple[Any, ...]:
     """The types of a union, or the one type."""
     annotation = plain(annotation)
     if typing.get_origin(annotation) in (Union, types.UnionType):
-        return tuple(plain(one) for one in typing.get_args(annotation))
+        return tuple(plain(member) for member in typing.get_args(annotation))
     return (annotation,)
 
 
 def takes_many(annotation: Any, *, fixed: bool = True) -> bool:
     """Whether an option of this type takes several words; without `fixed`, whether any number of them."""
-    every = [(typing.get_origin(one), typing.get_args(one)) for one in members(annotation)]
+    every = [(typing.get_origin(member), typing.get_args(member)) for member in members(annotation)]
     return any(origin in (list, dict) or (origin is tuple and (fixed or ... in inner)) for origin, inner in every)
 
 
 def convert(annotation: Any, words: Sequence[str]) -> Any:
     """The value of this type that the words spell. Raises ValueError when there is none."""
-    for one in sorted(members(annotation), key=lambda one: one is not type(None)):  # "None" is not a string.
-        origin, inner = typing.get_origin(one), typing.get_args(one)
+    for member in sorted(members(annotation), key=lambda member: member is not type(None)):  # "None" is not a string.
+        origin, inner = typing.get_origin(member), typing.get_args(member)
         try:
             if origin is dict:
                 return dict(_pair(inner[1], word) for word in words)
@@ -42,7 +42,7 @@ def convert(annotation: Any, words: Sequence[str]) -> Any:
                 each = inner if origin is tuple and inner[-1] is not Ellipsis else [inner[0]] * len(words)
                 return origin(convert(type_, [word]) for type_, word in zip(each, words, strict=True))
             if len(words) == 1:
-                return _single(one, words[0])
+                return _single(member, words[0])
         except ValueError:
             continue
     raise ValueError
@@ -68,7 +68,7 @@ def _single(annotation: Any, word: str) -> Any:
         return None
     if typing.get_origin(annotation) is Literal:
         values = typing.get_args(annotation)
-        return values[[str(one) for one in values].index(word)]
+        return values[[str(value) for value in values].index(word)]
     if annotation is bool:
         return bool(("false", "true").index(word.lower()))
     if annotation is Reference:
@@ -89,20 +89,20 @@ _NOUNS = {
 }
 
 
-def wanted(annotation: Any) -> str:
+def describe_type(annotation: Any) -> str:
     """`a number or None`: the values that an option of this type takes."""
-    found = []
+    texts = []
     if members(annotation) == (int, float):
         return _NOUNS[float]
-    for one in sorted(members(annotation), key=lambda one: one is type(None)):
-        inner = typing.get_args(one)
-        if typing.get_origin(one) is Literal:
-            found.append(("one of " if len(inner) > 1 else "") + ", ".join(map(str, inner)))
-        elif typing.get_origin(one) in (tuple, list):
+    for member in sorted(members(annotation), key=lambda member: member is type(None)):
+        inner = typing.get_args(member)
+        if typing.get_origin(member) is Literal:
+            texts.append(("one of " if len(inner) > 1 else "") + ", ".join(map(str, inner)))
+        elif typing.get_origin(member) in (tuple, list):
             count = f"{len(inner)} values" if inner[-1] is not Ellipsis else "values"
-            found.append(f"{count}, each {wanted(inner[0])}")
-        elif typing.get_origin(one) is dict:
-            found.append("NAME=VALUE pairs" + ("" if inner[1] is Any else f", each VALUE {wanted(inner[1])}"))
+            texts.append(f"{count}, each {describe_type(inner[0])}")
+        elif typing.get_origin(member) is dict:
+            texts.append("NAME=VALUE pairs" + ("" if inner[1] is Any else f", each VALUE {describe_type(inner[1])}"))
         else:
-            found.append(_NOUNS.get(one, getattr(one, "__name__", str(one))))
-    return " or ".join(found)
+            texts.append(_NOUNS.get(member, getattr(member, "__name__", str(member))))
+    return " or ".join(texts)

@@ -22,7 +22,7 @@ import tyro
 from jaxdl.core.config import Config, ConfigError, ConfigT, describe, field_at, several_of
 from jaxdl.core.errors import OptionError
 from jaxdl.core.kinds import Choice, choices
-from jaxdl.core.option_values import convert, members, plain, takes_many, wanted
+from jaxdl.core.option_values import convert, describe_type, members, plain, takes_many
 from jaxdl.core.reference import Reference
 from jaxdl.core.startup import USUAL_NAMES
 
@@ -52,7 +52,7 @@ def take_choices(config: ConfigT, args: Sequence[str]) -> tuple[ConfigT, list[st
         if not equals and (not rest or rest[0].startswith("-")):
             raise OptionError(f"{flag}: needs a value, one of {', '.join(known[path])}.")
         switched[path] = value if equals else rest.pop(0)
-    with _named_as_options({}):
+    with _name_as_options({}):
         return config.replaced(switched), left
 
 
@@ -74,7 +74,7 @@ def choices_help(config: Config) -> str:
         lines.append(f"  --{path.replace('_', '-')} {current.kind}" + (f" (or {', '.join(others)})" if others else ""))
         lines += [f"    --{path}.{name} {value}" for name, value in current.further_options.items()]
     for path, kinds in choices(type(config), several=True).items():
-        now = " ".join(one.kind for one in field_at(config, path)) or "none"
+        now = " ".join(part.kind for part in field_at(config, path)) or "none"
         lines.append(f"  --{path.replace('_', '-')} {now} (or any of {', '.join(kinds)})")
     return "\n".join(lines)
 
@@ -92,17 +92,17 @@ def parse_options(
     `--help` prints the help and exits. Raises ConfigError for an invalid argument.
     """
     if {"--help", "-h"} & set(args):
-        about = {"prog": prog, "config": CLI_STYLE, "description": description, "registry": _own_types()}
+        about = {"prog": prog, "config": CLI_STYLE, "description": description, "registry": _help_types()}
         tyro.cli(kind, args=["--help"], default=default, **about)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    if default is None and dataclasses.is_dataclass(kind) and not _required(kind):
+    if default is None and dataclasses.is_dataclass(kind) and not _required_fields(kind):
         default = kind()
     values, typed = _read(args, _options(kind, default), default)
-    with _named_as_options(typed):
+    with _name_as_options(typed):
         if isinstance(default, Config):
             return default.replaced(values)
         if issubclass(kind, Config):
             return kind(**values)
-        return _filled(kind, values, default)
+        return _fill(kind, values, default)
 
 
 def split_words(line: Sequence[str], most: int | None = None) -> tuple[list[str], list[str]]:
@@ -122,7 +122,7 @@ def split_words(line: Sequence[str], most: int | None = None) -> tuple[list[str]
     return places, options
 
 
-def _own_types() -> tyro.constructors.ConstructorRegistry:
+def _help_types() -> tyro.constructors.ConstructorRegistry:
     """How `--help` shows the types that tyro does not know, or would show otherwise than they are typed."""
     registry = tyro.constructors.ConstructorRegistry()
 
@@ -133,25 +133,25 @@ def _own_types() -> tyro.constructors.ConstructorRegistry:
     def _(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
         alternatives = members(info.type)
         if info.type_origin is dict:
-            return shown("[NAME=VALUE ...]", lambda value: [f"{key}={one}" for key, one in value.items()])
+            return shown("[NAME=VALUE ...]", lambda value: [f"{key}={item}" for key, item in value.items()])
         if Reference in alternatives:
             shapes = {Reference: "FILE:NAME", type(None): "None"}
-            metavar = "|".join(dict.fromkeys(shapes.get(one, "NAME") for one in alternatives))
+            metavar = "|".join(dict.fromkeys(shapes.get(alternative, "NAME") for alternative in alternatives))
             return shown(metavar, lambda value: [getattr(value, "__qualname__", str(value))])
         return None
 
     @registry.struct_rule
     def _(info: tyro.constructors.StructTypeInfo) -> Any:
         given = info.default
-        if not (isinstance(given, tuple) and given and all(isinstance(one, Choice) for one in given)):
+        if not (isinstance(given, tuple) and given and all(isinstance(item, Choice) for item in given)):
             return None
-        fields = (tyro.constructors.StructFieldSpec(name=one.kind, type=type(one), default=one) for one in given)
+        fields = (tyro.constructors.StructFieldSpec(name=part.kind, type=type(part), default=part) for part in given)
         return tyro.constructors.StructConstructorSpec(instantiate=dict, fields=tuple(fields))
 
     return registry
 
 
-def _required(kind: Any) -> list[str]:
+def _required_fields(kind: Any) -> list[str]:
     """The fields of a dataclass without a default."""
     return [
         field.name
@@ -160,20 +160,21 @@ def _required(kind: Any) -> list[str]:
     ]
 
 
-def _filled(kind: type[CommandT], values: Mapping[str, Any], default: CommandT | None) -> CommandT:
+def _fill(kind: type[CommandT], values: Mapping[str, Any], default: CommandT | None) -> CommandT:
     """A dataclass with these values of its fields and of the fields of its configs."""
-    own = {name: values[name] for name in values if name in kind.__dataclass_fields__}  # pyright: ignore[reportAttributeAccessIssue]
+    fields = {name: values[name] for name in values if name in kind.__dataclass_fields__}  # pyright: ignore[reportAttributeAccessIssue]
     if default is None:
-        for name in _required(kind):
-            if name not in own:
+        for name in _required_fields(kind):
+            if name not in fields:
                 raise OptionError(f"--{name.replace('_', '-')}: required, but not given. --help lists the options.")
-        return kind(**own)
+        return kind(**fields)
     for name, config in vars(default).items():
         if isinstance(config, Config):
             prefix = _prefix(name)
-            inner = {path.removeprefix(prefix): values[path] for path in values.keys() - own if path.startswith(prefix)}
-            own[name] = config.replaced(inner) if inner else config
-    return dataclasses.replace(default, **own)  # pyright: ignore[reportArgumentType]
+            paths = [path for path in values.keys() - fields if path.startswith(prefix)]
+            inner = {path.removeprefix(prefix): values[path] for path in paths}
+            fields[name] = config.replaced(inner) if inner else config
+    return dataclasses.replace(default, **fields)  # pyright: ignore[reportArgumentType]
 
 
 def _prefix(name: str) -> str:
@@ -183,29 +184,31 @@ def _prefix(name: str) -> str:
 
 def _options(kind: Any, value: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted field -> its type, for all fields that are options. `value`, if given, has the kinds of the choices."""
-    found: dict[str, Any] = {}
+    types: dict[str, Any] = {}
     if issubclass(kind, Config):
         annotations = {name: field.rebuild_annotation() for name, field in kind.model_fields.items()}
     else:
         annotations = typing.get_type_hints(kind, include_extras=True)
     for name, annotation in annotations.items():
         inner = getattr(value, name, None)
-        is_phases = isinstance(inner, tuple) and any(isinstance(one, Config) for one in inner)  # Set in a file alone.
+        is_phases = isinstance(inner, tuple) and any(isinstance(item, Config) for item in inner)  # Set in a file alone.
         if isinstance(inner, Config):
-            found |= _options(type(inner), inner, prefix + _prefix(name))
+            types |= _options(type(inner), inner, prefix + _prefix(name))
         elif several_of(annotation) is not None:
-            for one in inner or ():
-                found |= _options(type(one), one, f"{prefix}{_prefix(name)}{one.kind}.")
-        elif not is_phases and not any(issubclass(one, Config) for one in _classes(annotation)):
-            found[prefix + name] = annotation
-    return found | {prefix + name: one for name, one in getattr(value, "further_types", {}).items()}
+            for part in inner or ():
+                types |= _options(type(part), part, f"{prefix}{_prefix(name)}{part.kind}.")
+        elif not is_phases and not any(issubclass(cls, Config) for cls in _classes(annotation)):
+            types[prefix + name] = annotation
+    for former, name in getattr(kind, "former_names", {}).items():
+        types[prefix + former] = annotations[name]
+    return types | {prefix + name: type_ for name, type_ in getattr(value, "further_types", {}).items()}
 
 
 def _classes(annotation: Any) -> list[type]:
     """All classes in an annotation."""
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return [annotation]
-    return [one for inner in typing.get_args(annotation) for one in _classes(inner)]
+    return [cls for inner in typing.get_args(annotation) for cls in _classes(inner)]
 
 
 def _read(args: Sequence[str], options: Mapping[str, Any], default: Any) -> tuple[dict[str, Any], dict[str, str]]:
@@ -220,10 +223,10 @@ def _read(args: Sequence[str], options: Mapping[str, Any], default: Any) -> tupl
         flag, equals, value = word.partition("=")
         key = flag.replace("_", "-")
         if not flag.startswith("--"):
-            raise OptionError(_stray(word, typed))
+            raise OptionError(_stray_message(word, typed))
         path = names.get(key) or switches.get(key)
         if path is None:
-            raise OptionError(_unknown(flag, names, default))
+            raise OptionError(_unknown_message(flag, names, default))
         annotation = options[path]
         if plain(annotation) is bool:
             if equals:
@@ -238,24 +241,24 @@ def _read(args: Sequence[str], options: Mapping[str, Any], default: Any) -> tupl
         if takes_many(annotation, fixed=False):  # `--stop a --stop b` is `--stop a b`.
             words = every[path] = [*every.get(path, []), *words]
         if not words and not many:
-            raise OptionError(f"{flag}: needs a value, {wanted(annotation)}.")
+            raise OptionError(f"{flag}: needs a value, {describe_type(annotation)}.")
         try:
             values[path] = convert(annotation, words)
         except ValueError:
-            raise OptionError(f"{flag} {_shown(words)}: not {wanted(annotation)}.") from None
-        typed[path] = f"{flag} {_shown(words)}"
+            raise OptionError(f"{flag} {_quote(words)}: not {describe_type(annotation)}.") from None
+        typed[path] = f"{flag} {_quote(words)}"
     return values, typed
 
 
-def _shown(words: Sequence[str]) -> str:
+def _quote(words: Sequence[str]) -> str:
     """The words of a value as typed; an empty word in quotes."""
     return " ".join(word or "''" for word in words)
 
 
 def _flag(path: str, annotation: Any) -> str:
     """The option of a field, `--mesh.cpu-devices`; a name given to tyro in the annotation replaces the field's."""
-    given = [getattr(one, "name", None) for one in getattr(annotation, "__metadata__", ())]
-    return "--" + next((one for one in given if isinstance(one, str) and one), path).replace("_", "-")
+    given = [getattr(note, "name", None) for note in getattr(annotation, "__metadata__", ())]
+    return "--" + next((name for name in given if isinstance(name, str) and name), path).replace("_", "-")
 
 
 def _off(flag: str) -> str:
@@ -264,7 +267,7 @@ def _off(flag: str) -> str:
     return f"--{group}{dot}no-{last}"
 
 
-def _stray(word: str, typed: Mapping[str, str]) -> str:
+def _stray_message(word: str, typed: Mapping[str, str]) -> str:
     """The message for a word that is neither an option nor the value of one."""
     before = list(typed.values())[-1] if typed else None
     if before is None:
@@ -273,7 +276,7 @@ def _stray(word: str, typed: Mapping[str, str]) -> str:
     return f"{word}: not an option and not a value: {before.split()[0]} before it takes {number}."
 
 
-def _unknown(flag: str, names: Mapping[str, str], default: Any) -> str:
+def _unknown_message(flag: str, names: Mapping[str, str], default: Any) -> str:
     """The message for an unknown option, with a guess of what was meant."""
     name = flag.lstrip("-").replace("_", "-")
     experiment = default if isinstance(default, Config) else getattr(default, "experiment", None)
@@ -285,7 +288,7 @@ def _unknown(flag: str, names: Mapping[str, str], default: Any) -> str:
     kinds, dashed = parts.get(group, {}), f"--{group.replace('_', '-')}"
     if kinds and last == "kind":
         return f"{flag}: a kind is chosen by the option without .kind: {dashed} {next(iter(kinds))}."
-    if inside := [one for one in names if one.startswith(f"--{name}.")]:
+    if inside := [option for option in names if option.startswith(f"--{name}.")]:
         return f"{flag}: not an option itself; its options are {', '.join(inside)}."
     if experiment is not None and name.replace("-", "_") in type(experiment).model_fields:
         return f"{flag}: not an option; {name} are set in a config file."
@@ -293,20 +296,21 @@ def _unknown(flag: str, names: Mapping[str, str], default: Any) -> str:
     begins = () if experiment is None else type(experiment).model_fields
     having = [kind for kind, cls in kinds.items() if last in cls.model_fields]
     every = [*names, *(f"--{path.replace('_', '-')}" for path in parts)]
-    if group and not any(one.startswith(f"--{first}.") for one in every) and first.replace("-", "_") not in begins:
-        return f"{flag}: {_no_part(name, every)}"
+    is_known = first.replace("-", "_") in begins or any(option.startswith(f"--{first}.") for option in every)
+    if group and not is_known:
+        return f"{flag}: {_no_part_message(name, every)}"
     near = _nearest(name, every)
     if f"{dashed}.arguments" in names and (having or not near):
         return f"{flag}: there is no such option. Further arguments are given as {dashed}.arguments {last}=VALUE."
-    own = ", ".join(one for one in names if group and one.startswith(f"{dashed}."))
+    options = ", ".join(option for option in names if group and option.startswith(f"{dashed}."))
     if experiment is not None and having:
         current = field_at(experiment, group).kind
         return (
             f"{flag}: {group} {current} has no {last}; {', '.join(having)} {'has' if len(having) == 1 else 'have'} it. "
-            + (f"The options of {current} are {own}." if own else f"{current} has no options.")
+            + (f"The options of {current} are {options}." if options else f"{current} has no options.")
         )
-    if not near and own:
-        return f"{flag}: there is no such option. Those of {dashed} are {own}."
+    if not near and options:
+        return f"{flag}: there is no such option. Those of {dashed} are {options}."
     advice = f"Did you mean {' or '.join(near)}? --help lists all." if near else "--help lists the options."
     return f"{flag}: there is no such option. {advice}"
 
@@ -317,33 +321,34 @@ def _nearest(name: str, every: Sequence[str]) -> list[str]:
     The words after the last dots are compared; with those before them all options of a part would be similar.
     """
     group, _, last = name.rpartition(".")
-    inside = {one: one.rpartition(".")[2] for one in every if group and one.startswith(f"--{group}.")}
+    inside = {option: option.rpartition(".")[2] for option in every if group and option.startswith(f"--{group}.")}
     if close := difflib.get_close_matches(last, inside.values(), n=1, cutoff=0.75):
-        return [one for one, word in inside.items() if word == close[0]][:3]
+        return [option for option, word in inside.items() if word == close[0]][:3]
     # The part is right, and what is between the dots may not be.
     first = name.partition(".")[0]
-    among = [one for one in every if not group or one.startswith(f"--{first}.")]
-    near = difflib.get_close_matches(f"--{name}", [one for one in among if one not in inside], n=1, cutoff=0.75)
-    return near or [one for one in among if one.rpartition(".")[2] == last][:3]
+    among = [option for option in every if not group or option.startswith(f"--{first}.")]
+    outside = [option for option in among if option not in inside]
+    near = difflib.get_close_matches(f"--{name}", outside, n=1, cutoff=0.75)
+    return near or [option for option in among if option.rpartition(".")[2] == last][:3]
 
 
-def _no_part(name: str, every: Sequence[str]) -> str:
+def _no_part_message(name: str, every: Sequence[str]) -> str:
     """The message for an option of a part that does not exist."""
     first, _, rest = name.partition(".")
-    parts = list(dict.fromkeys(one.removeprefix("--").partition(".")[0] for one in every if "." in one))
+    parts = list(dict.fromkeys(option.removeprefix("--").partition(".")[0] for option in every if "." in option))
     near = difflib.get_close_matches(first, parts, n=1)
     if near and f"--{near[0]}.{rest}" in every:
         return f"there is no such option. Did you mean --{near[0]}.{rest}? --help lists all."
     if near:
-        inside = ", ".join(one for one in every if one.startswith(f"--{near[0]}."))
+        inside = ", ".join(option for option in every if option.startswith(f"--{near[0]}."))
         return f"there is no part {first}; {near[0]} is one, with {inside}."
-    similar = [one for one in every if one.rpartition(".")[2] == rest.rpartition(".")[2]][:3]
+    similar = [option for option in every if option.rpartition(".")[2] == rest.rpartition(".")[2]][:3]
     advice = f"Did you mean {' or '.join(similar)}? --help lists all." if similar else "--help lists the options."
     return f"there is no such option. {advice}"
 
 
 @contextlib.contextmanager
-def _named_as_options(typed: Mapping[str, str]) -> Iterator[None]:
+def _name_as_options(typed: Mapping[str, str]) -> Iterator[None]:
     """A ConfigError raised inside names fields as the user typed them: `--step.clip-norm -3: ...`."""
 
     def named(path: str, what: str, given: str) -> str:
@@ -354,7 +359,7 @@ def _named_as_options(typed: Mapping[str, str]) -> Iterator[None]:
             return f"{typed[path]}: {what}"
         inside = {name.rpartition(".")[2]: name for name in typed if name.rpartition(".")[0] == path}
         if inside and not given:
-            return _of_several(inside, typed, what)
+            return _fields_message(inside, typed, what)
         return f"--{path.replace('_', '-')} {given}: {what}" if given else f"{path}: {what}"
 
     try:
@@ -365,7 +370,7 @@ def _named_as_options(typed: Mapping[str, str]) -> Iterator[None]:
         raise OptionError(describe(error.__context__, named)) from None
 
 
-def _of_several(inside: Mapping[str, str], typed: Mapping[str, str], what: str) -> str:
+def _fields_message(inside: Mapping[str, str], typed: Mapping[str, str], what: str) -> str:
     """The message of a config's validator, with its fields named as the options that the user typed.
 
     `inside` maps the fields of that config to their dotted names.

@@ -1,6 +1,6 @@
 """From a path or pattern as a user gives it to paths on disk. Only the standard library is imported here.
 
-A path is no pattern: what exists by the letter is taken, whatever characters it has, in the name and in its folders.
+A path that exists is taken as it is, whatever characters it has; only one that does not exist is a pattern.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 
-def expanded(path: str | Path) -> Path:
+def expand_home(path: str | Path) -> Path:
     """The path with the home folder in place of a leading `~` or `~user`, unless it exists as it is."""
     return Path(path) if os.path.lexists(path) else Path(os.path.expanduser(path))
 
@@ -20,12 +20,12 @@ def is_text(path: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in path)
 
 
-def matching(pattern: str | Path) -> list[Path]:
+def find_paths(pattern: str | Path) -> list[Path]:
     """The path itself if it exists, otherwise those that match it as a pattern of `glob`, sorted.
 
-    Of its folders the leading ones that exist are taken by the letter.
+    Its leading folders that exist are not patterns.
     """
-    path = expanded(pattern)
+    path = expand_home(pattern)
     if os.path.lexists(path):
         return [path]
     folder = path.parent

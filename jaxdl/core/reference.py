@@ -30,25 +30,25 @@ class Reference:
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
         del source, handler
-        serialize = core_schema.plain_serializer_function_ser_schema(described, when_used="json")
-        return core_schema.no_info_plain_validator_function(resolved, serialization=serialize)
+        serialize = core_schema.plain_serializer_function_ser_schema(describe, when_used="json")
+        return core_schema.no_info_plain_validator_function(resolve, serialization=serialize)
 
 
-def described(value: Callable[..., Any]) -> dict[str, str]:
+def describe(value: Callable[..., Any]) -> dict[str, str]:
     """The name of a function or class, and where it is defined."""
     return {"name": value.__qualname__, SOURCE: f"{place_of(value)}:{value.__qualname__}"}
 
 
 def as_json(value: Any) -> Any:
-    """A value with its functions and classes `described`, those inside tuples and dictionaries too."""
+    """A value with its functions and classes as `describe` gives them, those inside tuples and dictionaries too."""
     if isinstance(value, Mapping):
         return {name: as_json(inner) for name, inner in value.items()}
     if isinstance(value, tuple):
         return [as_json(inner) for inner in value]
-    return described(value) if callable(value) else value
+    return describe(value) if callable(value) else value
 
 
-def resolved(value: Any) -> Callable[..., Any]:
+def resolve(value: Any) -> Callable[..., Any]:
     """The function or class that a value of a field is or names. Raises ConfigError when there is none."""
     if isinstance(value, Mapping) and SOURCE in value:
         value = import_object(value[SOURCE], value[SOURCE].rpartition(":")[2])
@@ -65,15 +65,15 @@ def resolved(value: Any) -> Callable[..., Any]:
             f"functools.partial({inner}, ...) has no name by which a resumed run could find it. Give {inner} with its "
             "arguments beside it, or define a function with def at the top level of a file"
         )
-    found = getattr(value, "__qualname__", None)
-    if not callable(value) or found is None:
+    name = getattr(value, "__qualname__", None)
+    if not callable(value) or name is None:
         raise ConfigError(
             f"an object of type {type(value).__name__} is not a function or a class with a name. Define one with def "
             "or class at the top level of a file"
         )
-    if "<" in found:
+    if "<" in name:
         raise ConfigError(
-            f"{found} has no name at the top level of a file, so that no resumed run could find it. Define it with def "
+            f"{name} has no name at the top level of a file, so that no resumed run could find it. Define it with def "
             "or class, outside of functions"
         )
     return value

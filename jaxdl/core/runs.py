@@ -38,7 +38,7 @@ def check_run(workdir: str | Path, option: str = "") -> Path:
 def check_checkpoint(workdir: Path, which: Which = "newest", option: str = "", *, average: int = 1) -> list[int]:
     """The steps of the checkpoints, in order. Raises ConfigError when there is none yet, or none of the step.
 
-    Also when there are fewer than `average`, see `averaged_steps`.
+    Also when there are fewer than `average`, see `steps_to_average`.
     """
     steps = _steps(workdir)
     given = f"{option} {workdir}" if option else f"{workdir}"
@@ -47,11 +47,11 @@ def check_checkpoint(workdir: Path, which: Which = "newest", option: str = "", *
     if isinstance(which, int) and which not in steps:
         there = f"there are checkpoints of steps {', '.join(map(str, steps))}"
         raise ConfigError(f"{given}: there is no checkpoint of step {which}; {there}.")
-    averaged_steps(steps, which, average)
+    steps_to_average(steps, which, average)
     return steps
 
 
-def averaged_steps(steps: Sequence[int], which: Which, average: int) -> list[int]:
+def steps_to_average(steps: Sequence[int], which: Which, average: int) -> list[int]:
     """The steps of the checkpoints whose mean is meant: the last `average` of `steps` up to `which`, in order.
 
     For 1 nothing is averaged, and the result does not matter. Raises ConfigError if there are fewer.
@@ -60,15 +60,15 @@ def averaged_steps(steps: Sequence[int], which: Which, average: int) -> list[int
         raise ConfigError(f"--average {average}: give a whole number, 1 or more: 1 takes one checkpoint as it is.")
     if average > 1 and which == "best":
         raise ConfigError(f"--average {average}: it takes the last checkpoints. Remove --step best.")
-    found = [step for step in sorted(steps) if not isinstance(which, int) or step <= which]
-    if len(found) < average:
+    kept = [step for step in sorted(steps) if not isinstance(which, int) or step <= which]
+    if len(kept) < average:
         until = f" up to step {which}" if isinstance(which, int) else ""
         raise ConfigError(
-            f"--average {average}: the workdir has {len(found)} checkpoint{'s' * (len(found) != 1)}{until} (of steps "
-            f"{', '.join(map(str, found))}). Average fewer, or train with --checkpoint.keep {average} so that more are "
+            f"--average {average}: the workdir has {len(kept)} checkpoint{'s' * (len(kept) != 1)}{until} (of steps "
+            f"{', '.join(map(str, kept))}). Average fewer, or train with --checkpoint.keep {average} so that more are "
             "kept."
         )
-    return found[-average:]
+    return kept[-average:]
 
 
 def has_checkpoint(workdir: Path) -> bool:
@@ -96,25 +96,25 @@ def check_which(which: Any, name: str = "step") -> Which:
     raise ConfigError(f'{name} {which!r}: choose "newest", "best" or the number of a step.')
 
 
-def parsed_which(text: str, option: str) -> Which:
+def parse_which(text: str, option: str) -> Which:
     """The checkpoint that an option's text names. Raises ConfigError when it names none."""
     return check_which(int(text) if text.isdecimal() and len(text) < 18 else text, option)
 
 
-def given_option(args: Sequence[str], option: str, value: str) -> str | None:
+def find_option(args: Sequence[str], option: str, value: str) -> str | None:
     """The last value of an option on a command line, None without one.
 
     Raises ConfigError when there is no value; `value` says what it is.
     """
-    found = None
+    given = None
     for word, following in zip(args, [*args[1:], "--"], strict=False):
         name, equals, text = word.partition("=")
         if name.replace("_", "-") != option:
             continue
-        found = text if equals else following
-        if not found.strip() or (not equals and found.startswith("--")):
+        given = text if equals else following
+        if not given.strip() or (not equals and given.startswith("--")):
             raise ConfigError(f"{option}: needs a value, {value}.")
-    return found
+    return given
 
 
 @contextlib.contextmanager
@@ -125,9 +125,9 @@ def command_of_run(args: Sequence[str] | None, prog: str, about: str = "") -> It
     shows its options without a run. Mistakes end the program as `command_line` says; warnings are lines on stderr.
     """
     line = list(sys.argv[1:] if args is None else args)
-    with command_line(), _shown_warnings():
+    with command_line(), _print_warnings():
         helped = asks_for_help(line)
-        if helped and about and given_option(line, "--workdir", "the folder of a run") is None:
+        if helped and about and find_option(line, "--workdir", "the folder of a run") is None:
             print(about)
             raise SystemExit(0)
         if about or not helped:
@@ -136,7 +136,7 @@ def command_of_run(args: Sequence[str] | None, prog: str, about: str = "") -> It
 
 
 @contextlib.contextmanager
-def _shown_warnings() -> Iterator[None]:
+def _print_warnings() -> Iterator[None]:
     before = warnings.showwarning
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
     try:
@@ -147,12 +147,12 @@ def _shown_warnings() -> Iterator[None]:
 
 def begin_command(args: Sequence[str], prog: str) -> Path:
     """The workdir of a command line, which has a run with the checkpoint that is asked for. Raises ConfigError."""
-    workdir = given_option(args, "--workdir", "the folder of a run")
+    workdir = find_option(args, "--workdir", "the folder of a run")
     if workdir is None:
         raise ConfigError(f"no --workdir. Give --workdir FOLDER, the folder of a run. See {prog} --help.")
-    which = given_option(args, "--step", "newest, best or the number of a step") or "newest"
+    which = find_option(args, "--step", "newest, best or the number of a step") or "newest"
     folder = check_run(workdir, "--workdir")
-    check_checkpoint(folder, parsed_which(which, "--step"), "--workdir")
+    check_checkpoint(folder, parse_which(which, "--step"), "--workdir")
     return folder
 
 

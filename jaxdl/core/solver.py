@@ -1,4 +1,4 @@
-"""Mixed integer programs, solved by HiGHS in SciPy without a word on stdout."""
+"""Mixed integer programs, solved by HiGHS in SciPy, which prints nothing on stdout."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def milp(c: Any, **options: Any) -> Any:
     """
     import scipy.optimize
 
-    with _without_its_lines():
+    with _filter_stdout():
         return scipy.optimize.milp(c, **options)
 
 
 @contextlib.contextmanager
-def _without_its_lines() -> Iterator[None]:
+def _filter_stdout() -> Iterator[None]:
     """Context: the file of stdout is another one, whose lines are written to it at the end, without those of HiGHS."""
     with _LOCK, contextlib.ExitStack() as stack:
         c_library = ctypes.CDLL(None)
@@ -43,15 +43,15 @@ def _without_its_lines() -> Iterator[None]:
             return
         stack.callback(os.close, kept)
         _flush(c_library)
-        found = stack.enter_context(tempfile.TemporaryFile())
-        os.dup2(found.fileno(), _STDOUT)
+        file = stack.enter_context(tempfile.TemporaryFile())
+        os.dup2(file.fileno(), _STDOUT)
         try:
             yield
         finally:
             _flush(c_library)
             os.dup2(kept, _STDOUT)
-            found.seek(0)
-            for line in found:
+            file.seek(0)
+            for line in file:
                 if not line.startswith(_OF_HIGHS):
                     with contextlib.suppress(OSError):  # A pipe that nobody reads: whoever wrote it sees that next.
                         os.write(_STDOUT, line)

@@ -15,17 +15,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxdl.core.errors import ConfigError
-from jaxdl.core.fields import (
-    ENTRY_POINTS,
-    experiment_fields,
-    fields_of_part,
-    inner_fields,
-    is_stock,
-    not_of_type,
-    part_types,
-)
+from jaxdl.core.fields import ENTRY_POINTS, experiment_fields, fields_of_part, inner_fields, is_stock, not_of_type
 from jaxdl.core.files import CONFIG_FILE
-from jaxdl.core.runs import check_checkpoint, check_run, parsed_which
+from jaxdl.core.runs import check_checkpoint, check_run, parse_which
 
 PROG = "python -m jaxdl.train"
 """The command that trains, as messages name it."""
@@ -88,15 +80,15 @@ def shipped_folder() -> Path:
 
 def shipped_configs() -> dict[str, str]:
     """Name -> first line of the docstring, for the configs that come with jaxdl; not for modules that they share."""
-    found = {}
+    configs = {}
     for path in sorted(shipped_folder().glob("*.py")):
         try:
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
             continue  # The user may be editing it.
         if any(isinstance(node, ast.FunctionDef) and node.name == "config" for node in tree.body):
-            found[path.stem] = (ast.get_docstring(tree) or "").split("\n")[0]
-    return found
+            configs[path.stem] = (ast.get_docstring(tree) or "").split("\n")[0]
+    return configs
 
 
 def find_config(given: str | Path) -> tuple[Path, str]:
@@ -143,7 +135,7 @@ def _find(given: str | Path) -> tuple[Path, str]:
 def _advice(path: Path) -> str:
     """What to give instead of a missing file: the nearest name, or all configs that come with jaxdl."""
     folder = path.parent if path.parent.is_dir() else Path()
-    files = {one.name: str(one) for one in sorted(folder.glob("*.py"))} | {name: name for name in shipped_configs()}
+    files = {path.name: str(path) for path in sorted(folder.glob("*.py"))} | {name: name for name in shipped_configs()}
     near = difflib.get_close_matches(path.name, files, n=1) or difflib.get_close_matches(path.stem, files, n=1)
     if near:
         return f"Did you mean --config {files[near[0]]}?"
@@ -181,10 +173,12 @@ def check_arguments(given: str | Path, function: ast.FunctionDef) -> None:
     positional = [*function.args.posonlyargs, *function.args.args]
     required = positional[: len(positional) - len(function.args.defaults)]
     required += [
-        one for one, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True) if default is None
+        argument
+        for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+        if default is None
     ]
     if required:
-        names = ", ".join(one.arg for one in required)
+        names = ", ".join(argument.arg for argument in required)
         raise ConfigError(
             f"--config {given}, line {function.lineno}: `{function.name}({names})` is called without arguments. Give "
             f"{names} a default value, or remove it."
@@ -211,7 +205,7 @@ def _bound(tree: ast.Module) -> Iterator[str]:
             yield node.name
 
 
-def own_options(args: Sequence[str], names: Collection[str] = tuple(VALUED)) -> tuple[dict[str, str], list[str]]:
+def split_options(args: Sequence[str], names: Collection[str] = tuple(VALUED)) -> tuple[dict[str, str], list[str]]:
     """(name -> value of these options of `VALUED`, the other arguments) of a command line.
 
     Raises ConfigError for a value that is missing, empty, or not a number although the option takes one.
@@ -268,19 +262,19 @@ def first_look(args: Sequence[str], prog: str) -> dict[str, str]:
     Raises ConfigError for errors that do not depend on the config file.
     """
     _check_first(args, prog)
-    values, _ = own_options(args)
+    values, _ = split_options(args)
     if "config" not in values:
         raise ConfigError(no_config(prog))
     if "init-from" in values:
-        which = parsed_which(values.get("init-step", "newest"), "--init-step")
+        which = parse_which(values.get("init-step", "newest"), "--init-step")
         if is_alone():
             check_checkpoint(check_run(values["init-from"], "--init-from"), which, "--init-from")
     return values
 
 
-def given_config(args: Sequence[str]) -> str | None:
+def find_config_option(args: Sequence[str]) -> str | None:
     """The value of the last `--config`; None without one. Raises ConfigError when its value is missing."""
-    return own_options(args, ("config",))[0].get("config")
+    return split_options(args, ("config",))[0].get("config")
 
 
 def no_config(prog: str) -> str:
@@ -312,8 +306,8 @@ def _may_have_kinds() -> bool:
     for place in map(Path, sys.path):
         if place.is_file():
             return True
-        for found in (*place.glob("*.dist-info/entry_points.txt"), *place.glob("*.egg-info/entry_points.txt")):
-            if f"[{ENTRY_POINTS}]" in found.read_text("utf-8", errors="replace"):
+        for file in (*place.glob("*.dist-info/entry_points.txt"), *place.glob("*.egg-info/entry_points.txt")):
+            if f"[{ENTRY_POINTS}]" in file.read_text("utf-8", errors="replace"):
                 return True
     return False
 
@@ -348,7 +342,7 @@ def _check_field(flag: str, name: str, fields: Mapping[str, str], value: str | N
             raise ConfigError(f"{flag} {value or repr('')}: not {wanted}.")
         return
     # What has fields of its own inside, or no similar one here, is for the parser to say, which knows the kinds.
-    known = set() if before else fields_of_part(part_types()[group])
+    known = set() if before else fields_of_part(fields[group])
     usual = USUAL_NAMES.get(last, "").removeprefix(f"{group}.")
     near = [usual] if usual in known else difflib.get_close_matches(last, sorted(known), n=1)
     if near and last != "kind":
@@ -361,9 +355,9 @@ def _check_unknown(flag: str, name: str, fields: Mapping[str, str]) -> None:
         raise ConfigError(f"{flag}: there is no such option. Did you mean --{USUAL_NAMES[name]}?")
     group, dot, rest = name.partition(".")
     # A part without a dot, such as --step, is not an option.
-    meant = [one for one, type_ in fields.items() if dot or not (type_ == "group" or type_.startswith("tuple"))]
+    meant = [name for name, type_ in fields.items() if dot or not (fields_of_part(type_) or type_.startswith("tuple"))]
     near = difflib.get_close_matches(group, meant, n=1)
-    if dot and near and rest not in fields_of_part(part_types()[near[0]]):
+    if dot and near and rest not in fields_of_part(fields[near[0]]):
         return  # The parser knows whether the chosen kind has it.
     if dot or near:
         advice = f"Did you mean --{near[0]}{dot}{rest}?" if near else f"Options begin with --{', --'.join(fields)}."

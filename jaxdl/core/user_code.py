@@ -18,7 +18,9 @@ from typing import Any
 
 from jaxdl.core.errors import ConfigError
 
-_LIBRARIES = tuple(str(Path(one)) + os.sep for one in (Path(__file__).parent.parent, sysconfig.get_path("stdlib")))
+_LIBRARIES = tuple(
+    str(Path(folder)) + os.sep for folder in (Path(__file__).parent.parent, sysconfig.get_path("stdlib"))
+)
 _NO_FILES = ("<frozen", "<string>", "<attrs")
 _INSTALLED = {"site-packages", "dist-packages"}
 _MAX_CHARACTERS = 400
@@ -58,15 +60,15 @@ def user_code(what: str | None, advice: str = "", *, of: Any = None) -> Iterator
     except ConfigError:
         raise
     except Exception as error:
-        place = _raised_at(error) or defined_at(of)
-        wrong, instead = described(error)
-        advice = ". ".join(one.rstrip(".") for one in (wrong, instead, advice) if one)
+        place = _users_line(error) or defined_at(of)
+        wrong, instead = explain_error(error)
+        advice = ". ".join(text.rstrip(".") for text in (wrong, instead, advice) if text)
         raise ConfigError(f"{what}{f' ({place})' if place else ''}: {advice}.") from error
 
 
-def described(error: Exception) -> tuple[str, str]:
+def explain_error(error: Exception) -> tuple[str, str]:
     """(what an error of a user's code says in one line, what to do if that is known)."""
-    for name in [one.__name__ for one in type(error).__mro__]:
+    for name in [cls.__name__ for cls in type(error).__mro__]:
         if name in _TRACED:
             wrong, instead = _TRACED[name]
             return f"{wrong}, which is {LATER}", instead
@@ -81,9 +83,9 @@ def described(error: Exception) -> tuple[str, str]:
 
 
 def _of_class(text: str) -> tuple[str, str]:
-    """`described`, of pydantic's error about the class statement of a config."""
-    if found := re.search(r"non-annotated attribute was detected: `(\w+) = (.*?)`\. ", text, re.S):
-        name, value = found.groups()
+    """`explain_error`, of pydantic's error about the class statement of a config."""
+    if match := re.search(r"non-annotated attribute was detected: `(\w+) = (.*?)`\. ", text, re.S):
+        name, value = match.groups()
         try:
             type_ = type(ast.literal_eval(value)).__name__
         except (ValueError, SyntaxError):
@@ -92,16 +94,16 @@ def _of_class(text: str) -> tuple[str, str]:
                 f"Write {name}: TYPE = ..., or for a constant {name}: ClassVar = ...",
             )
         return f"the field `{name} = {value}` has no type", f"Write `{name}: {type_} = {value}`"
-    if found := re.search(r"Field '(\w+)' .* overridden by a non-annotated attribute", text):
-        return f"the field {found[1]} has no type here", f"Write {found[1]}: TYPE = ..., as in the base class"
-    if found := re.search(r"Unable to generate pydantic-core schema for (.*?)\. ", text):
-        return f"a field has the type {found[1]}, of which config.json can hold no values", (
+    if match := re.search(r"Field '(\w+)' .* overridden by a non-annotated attribute", text):
+        return f"the field {match[1]} has no type here", f"Write {match[1]}: TYPE = ..., as in the base class"
+    if match := re.search(r"Unable to generate pydantic-core schema for (.*?)\. ", text):
+        return f"a field has the type {match[1]}, of which config.json can hold no values", (
             "Use numbers, strings, tuples or configs; for a function or a class, jaxdl.core.reference.Reference"
         )
     return text.split("\n", 1)[0], ""
 
 
-def _raised_at(error: BaseException) -> str:
+def _users_line(error: BaseException) -> str:
     """`/home/ada/mine.py:12`: the innermost line of a file of no library; empty if there is none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _is_users(frame.filename):
@@ -119,10 +121,13 @@ def is_installed(file: Path) -> bool:
     return not _INSTALLED.isdisjoint(file.parts)
 
 
-def defined_at(found: Any) -> str:
+def defined_at(definition: Any) -> str:
     """`/home/ada/mine.py:12`: where a function, or the constructor of a class, is defined; empty if in a library."""
-    found = found.__init__ if isinstance(found, type) else inspect.unwrap(found) if callable(found) else found
-    code = getattr(found, "__code__", None)
+    if isinstance(definition, type):
+        definition = definition.__init__
+    elif callable(definition):
+        definition = inspect.unwrap(definition)
+    code = getattr(definition, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None and _is_users(code.co_filename) else ""
 
 
@@ -145,43 +150,49 @@ def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return dict(list(inspect.signature(function.__init__).parameters.items())[1:])
 
 
-def takes_any(found: Mapping[str, inspect.Parameter]) -> bool:
+def takes_any(takes: Mapping[str, inspect.Parameter]) -> bool:
     """Whether there is a `**kwargs` among the parameters."""
-    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in found.values())
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
 
 
-def required(found: Mapping[str, inspect.Parameter]) -> list[str]:
+def required_parameters(takes: Mapping[str, inspect.Parameter]) -> list[str]:
     """The parameters without a default, but for `*args` and `**kwargs`."""
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [name for name, one in found.items() if one.default is inspect.Parameter.empty and one.kind not in several]
+    return [
+        name
+        for name, parameter in takes.items()
+        if parameter.default is inspect.Parameter.empty and parameter.kind not in several
+    ]
 
 
-def taken(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def select_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the values, by name, that a function takes."""
-    found = parameters(function)
-    return {name: value for name, value in values.items() if name in found or takes_any(found)}
+    takes = parameters(function)
+    return {name: value for name, value in values.items() if name in takes or takes_any(takes)}
 
 
-def check_known(what: str, found: Mapping[str, inspect.Parameter], given: Iterable[str]) -> None:
+def check_known(what: str, takes: Mapping[str, inspect.Parameter], given: Iterable[str]) -> None:
     """Raises ValueError for a given argument that is not among the parameters of `what`."""
-    for name in () if takes_any(found) else given:
-        if name not in found:
-            near = difflib.get_close_matches(name, found, n=1)
+    for name in () if takes_any(takes) else given:
+        if name not in takes:
+            near = difflib.get_close_matches(name, takes, n=1)
             guess = f"Did you mean {near[0]}? " if near else ""
-            raise ValueError(f"{what} takes no argument {name}. {guess}It takes {', '.join(found) or 'none'}.")
+            raise ValueError(f"{what} takes no argument {name}. {guess}It takes {', '.join(takes) or 'none'}.")
 
 
 def check_given(
-    what: str, found: Mapping[str, inspect.Parameter], given: Collection[str], example: str, others: str = ""
+    what: str, takes: Mapping[str, inspect.Parameter], given: Collection[str], example: str, others: str = ""
 ) -> None:
     """Raises ConfigError unless all required parameters of `what` are given; `example` is what takes arguments.
 
     `others` says which ones there are already.
     """
-    missing = [name for name in required(found) if name not in given]
+    missing = [name for name in required_parameters(takes) if name not in given]
     if missing:
-        one = "it" if len(missing) == 1 else "them"
-        raise ConfigError(f"{what} needs {', '.join(missing)}{others}. Give {one}: {example}(..., {missing[0]}=...).")
+        pronoun = "it" if len(missing) == 1 else "them"
+        raise ConfigError(
+            f"{what} needs {', '.join(missing)}{others}. Give {pronoun}: {example}(..., {missing[0]}=...)."
+        )
 
 
 def depends_on(closed: Any, variable: int) -> bool:
@@ -241,17 +252,17 @@ def _through(equation: Any, marks: list[int], values: list[Any]) -> _Flow:
         branch = min(max(int(values[0]), 0), len(params["branches"]) - 1)
         return _flow(params["branches"][branch], marks[1:], values[1:])
     if name == "cond":
-        flows = [_flow(one, marks[1:], values[1:])[0] for one in params["branches"]]
+        flows = [_flow(branch, marks[1:], values[1:])[0] for branch in params["branches"]]
         return [functools.reduce(operator.or_, parts, marks[0]) for parts in zip(*flows, strict=True)], [None] * count
     if name == "scan":
-        return _looped(params["jaxpr"], marks, params["num_consts"], params["num_carry"]), [None] * count
+        return _loop_marks(params["jaxpr"], marks, params["num_consts"], params["num_carry"]), [None] * count
     if name == "while":
         first = params["cond_nconsts"]
-        outs = _looped(params["body_jaxpr"], marks[first:], params["body_nconsts"], count)
+        outs = _loop_marks(params["body_jaxpr"], marks[first:], params["body_nconsts"], count)
         carried = marks[:first] + outs
         (decides,), _ = _flow(params["cond_jaxpr"], carried, [None] * len(carried))
         return [mark | decides for mark in outs], [None] * count
-    inner = [one for one in params.values() if hasattr(getattr(one, "jaxpr", one), "eqns")]
+    inner = [value for value in params.values() if hasattr(getattr(value, "jaxpr", value), "eqns")]
     if len(inner) != 1 or not every:
         return everything
     jaxpr = getattr(inner[0], "jaxpr", inner[0])
@@ -259,7 +270,7 @@ def _through(equation: Any, marks: list[int], values: list[Any]) -> _Flow:
     return _flow(inner[0], marks, values) if fits else everything
 
 
-def _looped(body: Any, marks: list[int], num_constants: int, num_carried: int) -> list[int]:
+def _loop_marks(body: Any, marks: list[int], num_constants: int, num_carried: int) -> list[int]:
     """The marks of a loop's results: those it carries, as they are after any number of turns, and all others."""
     marks = list(marks)
     while True:

@@ -22,8 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxdl.core.errors import ConfigError, command_line, print_out
 from jaxdl.core.modules import load_file
 from jaxdl.core.options import parse, parse_options, split_words
-from jaxdl.core.paths import expanded
-from jaxdl.core.startup import no_config, own_options
+from jaxdl.core.paths import expand_home
+from jaxdl.core.startup import no_config, split_options
 from jaxdl.data.images.photos import ImagePipeline, PhotoSource
 from jaxdl.data.images.store import num_records
 from jaxdl.data.text.tokenizer import Train, train_tokenizer
@@ -57,19 +57,19 @@ def _tokenizer(args: list[str]) -> None:
 
 def _experiment(args: list[str]) -> tuple[Any, str]:
     """(data config with the options applied, file of the experiment)."""
-    own, others = own_options(args, ("config",))
-    if "config" not in own and {"-h", "--help"} & set(args):
+    values, others = split_options(args, ("config",))
+    if "config" not in values and {"-h", "--help"} & set(args):
         print(__doc__)
         raise SystemExit(0)
-    if "config" not in own:
+    if "config" not in values:
         raise ConfigError(no_config("python -m jaxdl.data"))
-    experiment: Any = load_file(own["config"])
+    experiment: Any = load_file(values["config"])
     if not hasattr(experiment, "data"):
         raise ConfigError(
-            f"--config {own['config']}: config() returned {type(experiment).__name__}, which has no data."
+            f"--config {values['config']}: config() returned {type(experiment).__name__}, which has no data."
         )
     changed: Any = parse(experiment, others)
-    return changed.data, own["config"]
+    return changed.data, values["config"]
 
 
 def prepare(data: Any, file: str) -> None:
@@ -97,7 +97,7 @@ def prepare(data: Any, file: str) -> None:
         tiers = _fill(pipeline, console)
     finally:
         pipeline.close()
-    folder = expanded(config.cache.disk or "") / pipeline.cache_key()
+    folder = expand_home(config.cache.disk or "") / pipeline.cache_key()
     size = sum(path.stat().st_size for path in folder.glob("*/segment-*"))
     console.print(f"{tiers['origin']:,} images read, {tiers['disk']:,} already cached; {size / 1e9:.2f} GB in {folder}")
     seen, kept = tiers["origin"] + tiers["disk"], 0

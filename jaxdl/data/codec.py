@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.paths import expanded
+from jaxdl.core.paths import expand_home
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Ends of documents: the first one that a tokenizer has is used, unless its folder names another."""
@@ -122,7 +122,7 @@ class _SentencePiece(Encoder):
     kind = "sentencepiece"
 
     def __init__(self, path: str) -> None:
-        self._path = expanded(path)
+        self._path = expand_home(path)
         if not self._path.is_file():
             raise ConfigError(f"tokenizer {path}: no such file. {_ADVICE}")
         sentencepiece = import_text("sentencepiece", f"tokenizer {path}")
@@ -170,7 +170,7 @@ class _Tokenizers(Encoder):
     kind = "tokenizers"
 
     def __init__(self, path: str) -> None:
-        given = expanded(path)
+        given = expand_home(path)
         self._file = given / TOKENIZER_FILE if given.is_dir() else given
         self._config = given / TOKENIZER_CONFIG_FILE
         if not self._file.is_file():
@@ -186,7 +186,7 @@ class _Tokenizers(Encoder):
             ) from None
         self._tokenizer.no_truncation()  # A file may ask for them; here documents are whole.
         self._tokenizer.no_padding()
-        named = self._named(path)
+        named = self._special_tokens(path)
         self.pad = self._number(named.get("pad_token"), PADDING)
         self.start = self._number(named.get("bos_token"), START_OF_TEXT)
         self.end = self._number(named.get("eos_token"), END_OF_TEXT)
@@ -195,18 +195,19 @@ class _Tokenizers(Encoder):
         self.opening = tuple(framed[: next(starts, 0)])
         self.ends = end_tokens(given / GENERATION_FILE)
 
-    def _named(self, path: str) -> dict[str, str | None]:
+    def _special_tokens(self, path: str) -> dict[str, str | None]:
         """The special tokens that the folder names: "pad_token" and the like."""
         config = _json_object(self._config, path)
         names = {name: config[name] for name in ("pad_token", "bos_token", "eos_token") if name in config}
         contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in names.items()}
         if wrong := [name for name, value in contents.items() if not isinstance(value, str | None)]:
-            raise ConfigError(f"tokenizer {path}: {wrong[0]} in {TOKENIZER_CONFIG_FILE} is no token. Correct it there.")
+            where = f"{wrong[0]} in {TOKENIZER_CONFIG_FILE}"
+            raise ConfigError(f"tokenizer {path}: {where} is not a token. Correct it there.")
         return contents
 
     def _number(self, named: str | None, usual: Sequence[str]) -> int | None:
-        found = (self._tokenizer.token_to_id(token) for token in ((named,) if named else usual))
-        return next((number for number in found if number is not None), None)
+        numbers = (self._tokenizer.token_to_id(token) for token in ((named,) if named else usual))
+        return next((number for number in numbers if number is not None), None)
 
     @classmethod
     def reads(cls, path: str | None) -> bool:
@@ -217,7 +218,7 @@ class _Tokenizers(Encoder):
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
@@ -253,7 +254,7 @@ class Codec:
         """The number of the token after a text, or None."""
         self.opening: tuple[int, ...] = self._encoder.opening or ()
         """The tokens that every text begins with: by default what its own file puts there, such as Llama's start of
-        text, mostly none; of the data of a run those that its training documents begin with, see `trained`."""
+        text, mostly none; of the data of a run those that its training documents begin with, see `for_documents`."""
         self.says_opening: bool = self._encoder.opening is not None
         """Whether the files of the tokenizer say what it puts before every text."""
         self.ends: tuple[int, ...] = self._encoder.ends or (() if self.end is None else (self.end,))
@@ -287,7 +288,7 @@ class Codec:
         """The tokens before the first one of a document: the opening, or where there is none the separator."""
         return list(self.opening) or list(self.separator)
 
-    def trained(self, opening: Sequence[int]) -> Codec:
+    def for_documents(self, opening: Sequence[int]) -> Codec:
         """The codec of data whose documents begin with `opening` and end with the tokenizer's end of text.
 
         In windows of one stream, where `opening` is empty, a document follows the separator, and a window may begin
@@ -296,7 +297,7 @@ class Codec:
         ends = self.ends if self.end is None else tuple(dict.fromkeys((*self.ends, self.end)))
         return self._with(opening=tuple(opening), ends=ends)
 
-    def opened_by(self, opening: Sequence[int]) -> Codec:
+    def with_opening(self, opening: Sequence[int]) -> Codec:
         """The same codec, with other tokens before every text."""
         return self._with(opening=tuple(opening))
 
@@ -339,7 +340,7 @@ class Codec:
 def end_tokens(path: Path) -> tuple[int, ...]:
     """The tokens at which texts end by a generation_config.json: its `eos_token_id`, one or a list; none without it.
 
-    Raises ConfigError for what is no number of a token.
+    Raises ConfigError for what is not the number of a token.
     """
     given = _json_object(path, str(path.parent)).get("eos_token_id")
     numbers = given if isinstance(given, list) else [] if given is None else [given]
@@ -358,7 +359,7 @@ def _json_object(path: Path, tokenizer: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"tokenizer {tokenizer}: {path.name} cannot be read ({error}).") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"tokenizer {tokenizer}: {path.name} cannot be read (it is no JSON object).")
+        raise ConfigError(f"tokenizer {tokenizer}: {path.name} cannot be read (it is not a JSON object).")
     return content
 
 

@@ -20,7 +20,7 @@ class Converted(Data, kind="converted"):
         raise ConfigError("the network was converted, and its training data are not here. Give other --data.")
 
     def within(self, folder: Path) -> Converted:
-        """See `Data.within`: with the whole path of the tokenizer."""
+        """The config with the whole path of the tokenizer, which is relative to `folder`."""
         if self.tokenizer is None:
             return self
         return self.replaced({"tokenizer": str(folder.absolute() / self.tokenizer)})
@@ -37,4 +37,4 @@ class Converted(Data, kind="converted"):
         codec = Codec(self.tokenizer)
         if codec.kind != "sentencepiece" or codec.says_opening or codec.start is None:
             return codec
-        return codec.opened_by((codec.start,))
+        return codec.with_opening((codec.start,))

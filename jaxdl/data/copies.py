@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.paths import expanded
-from jaxdl.core.writing import replace_file
-from jaxdl.data.locks import locked, saying
+from jaxdl.core.files import replace_file
+from jaxdl.core.paths import expand_home
+from jaxdl.data.locks import locked, say_waiting
 
 NOTE = "examples.json"
 _USED = "used.lock"
@@ -55,26 +55,27 @@ class Copies:
         """The content of a copy whose note does not say it. Raises OSError."""
         return content_of(made, self._arrays)
 
-    def held(self, write: Callable[[Path], None]) -> tuple[Path, Held]:
-        """The copy, as `made` gives it, and what keeps it from being removed. Raises OSError."""
+    def hold(self, write: Callable[[Path], None]) -> tuple[Path, Hold]:
+        """The copy, as `make` gives it, and what keeps it from being removed. Raises OSError."""
         for _ in range(TRIES):
-            made = self.made(write)
-            held = Held(made)
+            made = self.make(write)
+            held = Hold(made)
             if held.is_there:  # Else another process removed it between the two.
                 break
         return made, held
 
-    def made(self, write: Callable[[Path], None]) -> Path:
+    def make(self, write: Callable[[Path], None]) -> Path:
         """The copy. If there is none, `write` makes one in an empty folder, with its note. Raises OSError.
 
         Another process that does the same is waited for.
         """
-        if (known := self._as_seen()) is not None:
+        if (known := self._find_seen()) is not None:
             return known
         self._folder.mkdir(parents=True, exist_ok=True)
-        name = f"{self._split}-{hashlib.sha256(json.dumps([one[0] for one in self._seen]).encode()).hexdigest()[:16]}"
-        with locked(self._folder / f"{name}.lock", saying(f"reads examples into {self._folder}")) as alone:
-            if (known := self._as_seen() or self._equal()) is not None:
+        paths = json.dumps([path for path, _, _ in self._seen])
+        name = f"{self._split}-{hashlib.sha256(paths.encode()).hexdigest()[:16]}"
+        with locked(self._folder / f"{name}.lock", say_waiting(f"reads examples into {self._folder}")) as alone:
+            if (known := self._find_seen() or self._find_equal()) is not None:
                 return known
             if alone:  # What a killed process left half-written.
                 for left in self._folder.glob(f".{name}.*"):
@@ -83,13 +84,13 @@ class Copies:
             partial.mkdir()
             try:
                 write(partial)
-                made = self._placed(partial)
+                made = self._place(partial)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
             self._remove_former(made)
         return made
 
-    def _as_seen(self) -> Path | None:
+    def _find_seen(self) -> Path | None:
         """The copy of files of these paths, sizes and times."""
         for made, note in self._notes():
             if self._seen in note.get("files", []):
@@ -100,18 +101,18 @@ class Copies:
                 return made
         return None
 
-    def _equal(self) -> Path | None:
+    def _find_equal(self) -> Path | None:
         """The copy of equal files that were seen elsewhere, or at another time."""
         notes = ((made / NOTE, note) for made, note in self._notes())
-        note = of_equal_files(notes, "files", self._seen, self._own_hashes)
+        note = find_equal(notes, "files", self._seen, self._hash_files)
         return note.parent if note is not None else None
 
-    def _own_hashes(self) -> list[str]:
+    def _hash_files(self) -> list[str]:
         if self._hashes is None:
             self._hashes = [sha256_of(path) for path in self._paths]
         return self._hashes
 
-    def _placed(self, partial: Path) -> Path:
+    def _place(self, partial: Path) -> Path:
         """Where a copy that is whole is then: where an equal one was, if there is one."""
         new = read_note(partial / NOTE)
         made = self._folder / f"{self._split}-{new['content']}"
@@ -141,7 +142,8 @@ class Copies:
         for other, note in self._notes():
 
             def without(now: dict[str, Any]) -> dict[str, Any]:
-                return {"files": [one for one in now.get("files", []) if [path for path, _, _ in one] != paths]}
+                seen = now.get("files", [])
+                return {"files": [states for states in seen if [path for path, _, _ in states] != paths]}
 
             with contextlib.suppress(ValueError, TypeError):  # A damaged note is left as it is.
                 left = without(note)["files"]
@@ -164,11 +166,11 @@ def read_note(path: Path) -> dict[str, Any]:
     """A note of what was prepared. Raises OSError and ValueError."""
     note = json.loads(path.read_bytes())
     if not isinstance(note, dict):
-        raise ValueError(f"{path.name} is no JSON object")
+        raise ValueError(f"{path.name} is not a JSON object")
     return note
 
 
-def of_equal_files(
+def find_equal(
     notes: Iterable[tuple[Path, dict[str, Any]]], seen: str, state: list[Any], hashes: Callable[[], list[str]]
 ) -> Path | None:
     """The note of what was prepared from files in this state, or from equal ones: that state is then known there, too.
@@ -184,7 +186,7 @@ def of_equal_files(
         with contextlib.suppress(ValueError, TypeError):  # Of damaged notes the files are read again.
             if state in note.get(seen, []):
                 return path
-            if note.get("sha256") and any([size for _, size, _ in one] == sizes for one in note.get(seen, [])):
+            if note.get("sha256") and any([size for _, size, _ in states] == sizes for states in note.get(seen, [])):
                 others.append((path, note))
     for path, note in others:
         if note["sha256"] == hashes():
@@ -206,8 +208,8 @@ def content_from(digests: Sequence[bytes]) -> str:
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file; of a folder, that of the names and SHA-256 of its files."""
     if path.is_dir():
-        files = [one for one in sorted(path.rglob("*")) if one.is_file()]
-        parts = [f"{one.relative_to(path)} {sha256_of(one)}" for one in files]
+        files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+        parts = [f"{file.relative_to(path)} {sha256_of(file)}" for file in files]
         return hashlib.sha256("\n".join(parts).encode(errors="surrogateescape")).hexdigest()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -217,7 +219,7 @@ class Removed(ConfigError):
     """A copy is gone, since another process has removed it."""
 
 
-class Held:
+class Hold:
     """While this object is there, nobody removes the copy, on a disk that has locks."""
 
     def __init__(self, made: Path) -> None:
@@ -225,7 +227,7 @@ class Held:
         self.is_there = True
         """False if it was removed before."""
         try:
-            self._file = _opened(made / _USED)
+            self._file = _open_lock(made / _USED)
             if self._file >= 0:
                 fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:  # Somebody removes it.
@@ -244,7 +246,7 @@ class Held:
             os.close(self._file)
 
 
-def _opened(lock: Path) -> int:
+def _open_lock(lock: Path) -> int:
     """The file of a lock, made if it is not there; -1 where this user may not. A shared lock needs no more than read.
 
     Raises BlockingIOError if its folder is gone.
@@ -277,11 +279,11 @@ def change_note(path: Path, changed: Callable[[dict[str, Any]], dict[str, Any]])
 
 
 def remove_unused(made: Path) -> None:
-    """Removes a copy in this user's own cache, unless somebody has it `Held`, and on disks without locks.
+    """Removes a copy in this user's own cache, unless somebody has it `Hold`, and on disks without locks.
 
     Elsewhere it stays: other users may read it, and computers that do not know of each other's locks.
     """
-    if not made.resolve().is_relative_to(expanded(_OWN).resolve()):
+    if not made.resolve().is_relative_to(expand_home(_OWN).resolve()):
         return
     # Without the file it is of an earlier version, whose readers may hold nothing.
     with contextlib.suppress(OSError), (made / _USED).open("r+b") as file:

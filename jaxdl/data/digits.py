@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pydantic
 
-from jaxdl.data.source import Data, ImageArrays, Splits, channel_statistics
+from jaxdl.data.source import Data, ImageArrays, Splits, channel_statistics, num_held_out
 from jaxdl.data.spec import ImageSpec
 
 
@@ -42,6 +42,6 @@ def stratified_split(labels: np.ndarray, test_fraction: float, seed: int) -> tup
     held_out = np.zeros(len(labels), bool)
     for label in np.unique(labels):
         members = random.permutation(np.flatnonzero(labels == label))
-        count = min(max(round(len(members) * test_fraction), 1), len(members) - 1)
+        count = num_held_out(len(members), test_fraction)
         held_out[members[:count]] = True
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)

@@ -60,8 +60,16 @@ def example_seeds(seed: int, epochs: np.ndarray, indices: np.ndarray) -> np.ndar
     """
     mixed = np.full(len(indices), seed % 2**64, np.uint64)
     for part in (epochs, indices):
-        mixed = (mixed + part.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        mixed ^= mixed >> np.uint64(31)
+        mixed = mix_bits((mixed + part.astype(np.uint64)) * GOLDEN)
     return mixed >> np.uint64(32)
+
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""The step of SplitMix64: 2^64 over the golden ratio."""
+
+
+def mix_bits(x: np.ndarray) -> np.ndarray:
+    """64 bits of each number of a uint64 array, whose neighbours share nothing: the finalizer of SplitMix64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from jaxdl.core.config import ConfigError
-from jaxdl.data.text_files import BROKEN, is_compressed, opened_text
+from jaxdl.data.text_files import BROKEN, is_compressed, open_text
 
 LARGEST_DOCUMENT = 1 << 30
 """Bytes of a file that is read as a whole: it is in memory, with its tokens."""
@@ -27,10 +27,10 @@ class Span(NamedTuple):
     num_bytes: int
 
 
-def opened(path: Path) -> IO[bytes]:
+def open_lines(path: Path) -> IO[bytes]:
     """The file, decompressed while it is read, behind its byte order mark. Raises ConfigError."""
     try:
-        return opened_text(path)
+        return open_text(path)
     except BROKEN as error:
         if isinstance(error, ConfigError):
             raise
@@ -69,7 +69,7 @@ def lines(span: Span) -> Iterator[str]:
 
 def _raw_lines(span: Span) -> Iterator[bytes]:
     path = Path(span.path)
-    with opened(path) as file:
+    with open_lines(path) as file:
         if is_compressed(path):
             yield from file
             return
@@ -91,7 +91,7 @@ def records(span: Span) -> Iterator[tuple[str, Any]]:
     Raises ConfigError for what cannot be read.
     """
     if span.start == 0 and _is_array(Path(span.path)):
-        with opened(Path(span.path)) as file:
+        with open_lines(Path(span.path)) as file:
             content = file.read(LARGEST_DOCUMENT + 1)
         if len(content) > LARGEST_DOCUMENT:
             raise ConfigError(
@@ -99,10 +99,10 @@ def records(span: Span) -> Iterator[tuple[str, Any]]:
                 "memory as a whole. Write JSON lines: one object on each line."
             )
         try:
-            found = json.loads(content)
+            values = json.loads(content)
         except ValueError as error:
-            raise ConfigError(f"{span.path}: it begins as a JSON array, and is none ({error}). Correct it.") from None
-        yield from ((f"{span.path}: element {number + 1} of the array", one) for number, one in enumerate(found))
+            raise ConfigError(f"{span.path}: it begins like a JSON array, but is not one ({error}).") from None
+        yield from ((f"{span.path}: element {number + 1} of the array", value) for number, value in enumerate(values))
         return
     for number, line in enumerate(lines(span)):
         if line.strip():
@@ -112,7 +112,7 @@ def records(span: Span) -> Iterator[tuple[str, Any]]:
 
 def _is_array(path: Path) -> bool:
     """Whether a file is one JSON array, by its first character."""
-    with opened(path) as file:
+    with open_lines(path) as file:
         while start := file.read(64):
             if start.strip():
                 return start.lstrip()[:1] == b"["
@@ -125,7 +125,7 @@ def place(span: Span, number: int) -> str:
 
 
 def json_object(line: str, where: str) -> Any:
-    """The value of a line of JSON. Raises ConfigError, which begins with `where`, for what is none."""
+    """The value of a line of JSON. Raises ConfigError, which begins with `where`, for what is not JSON."""
     try:
         return json.loads(line)
     except ValueError as error:
@@ -137,19 +137,19 @@ def text_in(record: Any, field: str, where: str, advice: str) -> str | None:
 
     Raises ConfigError, which begins with `where` and ends with `advice`, when there is no such text.
     """
-    found = record
+    value = record
     for part in [field] if isinstance(record, dict) and field in record else field.split("."):
-        if not isinstance(found, dict) or part not in found:
-            names = ", ".join(map(str, found)) if isinstance(found, dict) else type(found).__name__
+        if not isinstance(value, dict) or part not in value:
+            names = ", ".join(map(str, value)) if isinstance(value, dict) else type(value).__name__
             raise ConfigError(f"{where}: it has no {field!r}, but {names}. {advice}")
-        found = found[part]
-        if found is None:
+        value = value[part]
+        if value is None:
             return None
-    if not isinstance(found, str):
-        raise ConfigError(f"{where}: its {field!r} is {type(found).__name__}, not a string. {advice}")
-    if not found.isascii() and not _is_unicode(found):
-        raise ConfigError(f"{where}: its {field!r} has half a surrogate pair, which is no character. Correct it.")
-    return found
+    if not isinstance(value, str):
+        raise ConfigError(f"{where}: its {field!r} is {type(value).__name__}, not a string. {advice}")
+    if not value.isascii() and not _is_unicode(value):
+        raise ConfigError(f"{where}: its {field!r} has half a surrogate pair, which is not a character. Correct it.")
+    return value
 
 
 def _is_unicode(text: str) -> bool:

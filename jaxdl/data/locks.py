@@ -25,7 +25,7 @@ def locked(path: Path, waiting: Callable[[], None]) -> Iterator[bool]:
         yield _lock(file, waiting)
 
 
-def saying(what: str) -> Callable[[], None]:
+def say_waiting(what: str) -> Callable[[], None]:
     """A function that says on stderr what another process does that is waited for."""
     return lambda: print(f"waiting for another process that {what}", file=sys.stderr, flush=True)
 

@@ -28,7 +28,7 @@ class EpochShuffle(Order):
         self._epochs: dict[int, np.ndarray] = {}
 
     def rows(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `Order`."""
+        """(examples at positions start .. start+count, their epochs), int64 [count] each."""
         return self.indices(start, count), np.arange(start, start + count) // self.num_examples
 
     def indices(self, start: int, count: int) -> np.ndarray:

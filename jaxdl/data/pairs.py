@@ -16,9 +16,9 @@ from jaxdl.data.codec import Codec
 from jaxdl.data.source import Data, Splits
 from jaxdl.data.staging import Stage
 from jaxdl.data.text.pair_files import Pair, PairTexts, has_fields, pair_files
-from jaxdl.data.text.pair_rows import PairRows, PairSpec, packed
-from jaxdl.data.text.shards import SHARDS, Plan, staged_shards
-from jaxdl.data.text.tokenizing import prepare, prepared
+from jaxdl.data.text.pair_rows import PairRows, PairSpec, pack_pairs
+from jaxdl.data.text.shards import SHARDS, ShardPlan, staged_shards
+from jaxdl.data.text.tokenizing import load_tokens, prepare
 from jaxdl.data.tfds import TFDSPairTexts
 
 Split = Literal["train", "valid", "test"]
@@ -58,12 +58,12 @@ class PairData(Data, kind=None):
         return "\n".join(f"{split}: {prepare(plan, console)}" for split, plan in self._plans().items())
 
     def staged(self, stage: Stage) -> Self:
-        """See `Data.staged`: the tokens, which have been prepared."""
+        """The config of copies of the tokens, which have been prepared."""
         return self.replaced({"shards": staged_shards(stage, self.shards, list(self._plans().values()))})
 
-    def _plans(self) -> dict[str, Plan]:
+    def _plans(self) -> dict[str, ShardPlan]:
         splits: tuple[Split, ...] = ("train", "valid")
-        return {split: Plan(self.texts(split), self.tokenizer, self.shards) for split in splits}
+        return {split: ShardPlan(self.texts(split), self.tokenizer, self.shards) for split in splits}
 
     def build(self) -> Splits:
         """Training rows, and rows of the split `valid`.
@@ -73,10 +73,10 @@ class PairData(Data, kind=None):
         codec = self.codec()
         assert codec.end is not None
         train_store, valid_store = (
-            prepared(plan, f"data {self.kind}, split {split}") for split, plan in self._plans().items()
+            load_tokens(plan, f"data {self.kind}, split {split}") for split, plan in self._plans().items()
         )
         longest = (self.source_length, self.target_length)
-        train, valid = packed(train_store, longest), packed(valid_store, longest)
+        train, valid = pack_pairs(train_store, longest), pack_pairs(valid_store, longest)
         if not len(train.pairs):
             raise ConfigError(
                 f"--data.source-length {longest[0]} --data.target-length {longest[1]}: none of the "
@@ -142,7 +142,7 @@ class Pairs(PairData, kind="pairs"):
         return self
 
     def texts(self, split: Split) -> PairTexts:
-        """See `PairData.texts`."""
+        """The pairs of a split. Raises ConfigError for what cannot be found."""
         files = [str(Path(self.folder, name)) for name in getattr(self, split)]
         if not files:
             raise ConfigError(f"--data.{split} is not set. Give a TSV or JSON lines file, or a file of each language.")
@@ -168,6 +168,6 @@ class TFDSPairs(PairData, kind="tfds_pairs"):
     """Its splits for training, for evaluation during training, and for `python -m jaxdl.translate --split test`."""
 
     def texts(self, split: Split) -> PairTexts:
-        """See `PairData.texts`."""
+        """The pairs of a split. Raises ConfigError for what cannot be found."""
         chosen = self.splits[("train", "valid", "test").index(split)]
         return TFDSPairTexts(self.name, self.data_dir, chosen, (self.source, self.target))

@@ -125,7 +125,7 @@ def make_timeline(
             passes = phase.epochs if phase else epochs
             assert passes is not None
             end += passes * num_examples
-            # A rounding error is no reason for one more step.
+            # A rounding error must not add a step.
             length, given = (end - start) / size - 1e-9, f"--epochs {passes:g}"
         if first + length > _MOST_STEPS:
             raise ConfigError(

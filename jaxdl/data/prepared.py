@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.paths import expanded
+from jaxdl.core.paths import expand_home
 from jaxdl.data import remote
 from jaxdl.data.records import BadRecord
 from jaxdl.data.staging import Stage
@@ -59,8 +59,8 @@ def _open_builder(name: str, data_dir: str | None) -> Any:
         _check_root(name, data_dir)
 
     def find() -> tuple[Any, bool]:
-        found = tfds.builder(name, data_dir=data_dir)
-        return found, found.is_prepared()
+        builder = tfds.builder(name, data_dir=data_dir)
+        return builder, builder.is_prepared()
 
     try:
         builder, prepared = remote.patiently(lambda: name, find)
@@ -95,7 +95,7 @@ def staged_folder(stage: Stage, name: str, data_dir: str | None) -> str:
 
 
 def _check_root(name: str, data_dir: str) -> None:
-    root = expanded(data_dir)
+    root = expand_home(data_dir)
     try:
         remote.patiently(lambda: data_dir, lambda: os.stat(f"{root}/."))
     except (FileNotFoundError, NotADirectoryError):
@@ -134,7 +134,7 @@ def find_test_split(builder: Any) -> str:
     )
 
 
-def open_split(builder: Any, split: str, keys: Sequence[str], *, check: bool = True) -> Stored:
+def open_split(builder: Any, split: str, keys: Sequence[str], *, check: bool = True) -> StoredSplit:
     """The examples of a split by index, with encoded images.
 
     Args:
@@ -153,14 +153,14 @@ def open_split(builder: Any, split: str, keys: Sequence[str], *, check: bool = T
         return _open_split(builder, split, keys, check)
 
 
-def _open_split(builder: Any, split: str, keys: Sequence[str], check: bool) -> Stored:
+def _open_split(builder: Any, split: str, keys: Sequence[str], check: bool) -> StoredSplit:
     import tensorflow_datasets as tfds
 
     images = [key for key, feature in builder.info.features.items() if isinstance(feature, tfds.features.Image)]
     decoders = {key: tfds.decode.SkipDecoding() for key in images}
     try:
-        found = builder.info.splits[split]
-        count, files = found.num_examples, found.file_instructions
+        info = builder.info.splits[split]
+        count, files = info.num_examples, info.file_instructions
         if count == 0 or not files:
             raise ConfigError(f"tfds {builder.name}, split {split!r}: it has no examples. {_splits(builder)}")
         if check:
@@ -175,7 +175,7 @@ def _open_split(builder: Any, split: str, keys: Sequence[str], check: bool) -> S
             raise ConfigError(f"tfds {builder.name}: {fault}. {_build_again(builder)}") from None
         text = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip()
         raise ConfigError(f"tfds {builder.name}, split {split!r}: {text} {_splits(builder)}") from None
-    return Stored(source, files, keys)
+    return StoredSplit(source, files, keys)
 
 
 def _splits(builder: Any) -> str:
@@ -183,7 +183,7 @@ def _splits(builder: Any) -> str:
     return f"The splits are {sizes}."
 
 
-class Stored:
+class StoredSplit:
     """The examples of a split by number, 0 <= index < len(stored), each a dict of its features."""
 
     def __init__(self, source: Any, files: Sequence[Any], keys: Sequence[str]) -> None:
@@ -205,10 +205,10 @@ class Stored:
     def many(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Several examples in one read. Raises as `[]` does."""
         try:
-            found = self._source.__getitems__(list(indices))
+            examples = self._source.__getitems__(list(indices))
         except Exception:  # Without the index: read one by one to find it.
             return [self[index] for index in indices]
-        return [self._whole(index, example) for index, example in zip(indices, found, strict=True)]
+        return [self._whole(index, example) for index, example in zip(indices, examples, strict=True)]
 
     def _whole(self, index: int, example: dict[str, Any]) -> dict[str, Any]:
         for key in self._keys:
@@ -226,8 +226,8 @@ def _check_files(builder: Any, files: Sequence[Any]) -> None:
     """Raises ConfigError for record files that are missing, damaged, or have a wrong number of records."""
     _allow_files(builder.name, len(files))
     with ThreadPoolExecutor(min(_READERS, len(files))) as threads:
-        counts = [one.examples_in_shard for one in files]
-        faults = [fault for fault in threads.map(_file_fault, [str(one.filename) for one in files], counts) if fault]
+        counts = [file.examples_in_shard for file in files]
+        faults = [fault for fault in threads.map(_file_fault, [str(file.filename) for file in files], counts) if fault]
     if faults:
         more = f" ({len(faults)} of its files are missing or damaged)" if len(faults) > 1 else ""
         raise ConfigError(f"tfds {builder.name}: {faults[0]}{more}. {_build_again(builder)}")
@@ -286,12 +286,12 @@ def _look_at(file: str, count: int) -> str | None:
         if status.st_size == 0:
             return f"{file}: it is empty"
     reader = module.ArrayRecordReader(file, options="readahead_buffer_size:0", file_reader_buffer_size=32768)
-    found, whole = reader.num_records(), reader.ok()
+    num_records, whole = reader.num_records(), reader.ok()
     reader.close()  # Raises the reader's error.
     if not whole:
         return f"{file}: it is cut off or damaged"
-    if found != count:
-        return f"{file}: it has {found:,} records, and dataset_info.json says {count:,}"
+    if num_records != count:
+        return f"{file}: it has {num_records:,} records, and dataset_info.json says {count:,}"
     return None
 
 
@@ -300,13 +300,13 @@ def _find_folder(name: str, data_dir: str | None) -> str | None:
     if data_dir is not None and remote.is_remote(data_dir):
         return None
     base, _, version = name.partition(":")
-    root = expanded(data_dir or "~/tensorflow_datasets") / base
+    root = expand_home(data_dir or "~/tensorflow_datasets") / base
     try:
-        found = [path for path in (*root.glob("*"), *root.glob("*/*")) if re.fullmatch(r"\d+\.\d+\.\d+", path.name)]
+        versions = [path for path in (*root.glob("*"), *root.glob("*/*")) if re.fullmatch(r"\d+\.\d+\.\d+", path.name)]
     except OSError:
         return None
-    found = [path for path in found if path.is_dir() and fnmatch.fnmatch(path.name, version or "*")]
-    newest = max(found, key=lambda path: tuple(map(int, path.name.split("."))), default=None)
+    versions = [path for path in versions if path.is_dir() and fnmatch.fnmatch(path.name, version or "*")]
+    newest = max(versions, key=lambda path: tuple(map(int, path.name.split("."))), default=None)
     return None if newest is None else str(newest)
 
 
@@ -345,7 +345,7 @@ def _splits_fault(splits: Any) -> str | None:
         if not isinstance(split, dict) or not split.get("name"):
             return "one of its splits has no name"
         lengths = split.get("shardLengths", [])
-        if not isinstance(lengths, list) or not all(re.fullmatch(r"\d+", str(one)) for one in lengths):
+        if not isinstance(lengths, list) or not all(re.fullmatch(r"\d+", str(length)) for length in lengths):
             return f"the shardLengths of split {split['name']!r} are {json.dumps(lengths)}, not a list of counts"
     return None
 

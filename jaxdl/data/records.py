@@ -61,7 +61,7 @@ class LeftOut:
     def below(self, name: str) -> LeftOut:
         """The same, with the names of what is in `name`."""
         return LeftOut(
-            {reason: (count, [f"{name}: {one}" for one in names]) for reason, (count, names) in self.reasons.items()}
+            {reason: (count, [f"{name}: {x}" for x in names]) for reason, (count, names) in self.reasons.items()}
         )
 
     def __len__(self) -> int:
@@ -110,7 +110,7 @@ class Records(abc.ABC):
     """What the user should know before training, such as storage that makes reading slow; empty for nothing."""
 
     num_lost: int = 0
-    """Examples that the storage has and that are none of these records, as `remark` says; they count as damaged."""
+    """Examples that the storage has and that are not among these records, as `remark` says; they count as damaged."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -135,7 +135,7 @@ class Records(abc.ABC):
         To read all would take hours. So a data set that was exchanged for another is noticed, and one image among
         thousands is not. Raises ClusterError for storage out of reach.
         """
-        known = (_UNREAD if one is None else f"{one:016x}"[:8] for one in self._sampled)
+        known = (_UNREAD if source is None else f"{source:016x}"[:8] for source in self._sampled)
         return "-".join([hashlib.sha256(self.content.encode()).hexdigest()[:16], *known])
 
     @property
@@ -164,8 +164,8 @@ class Records(abc.ABC):
     def first_examples(self) -> str:
         """`examples` as they were first: one hash, of zeros for images that cannot be read."""
         digest = hashlib.sha256((self.former_content or self.content).encode())
-        for one in self._sampled:
-            digest.update((one or 0).to_bytes(8, "little"))
+        for source in self._sampled:
+            digest.update((source or 0).to_bytes(8, "little"))
         return digest.hexdigest()
 
     @abc.abstractmethod
@@ -191,8 +191,8 @@ class _FormerImages(Former):
         before, now = recorded.split("-"), self._records.examples.split("-")
         if recorded == content or len(before) != len(now):
             return recorded in (content, self._records.first_examples())
-        pairs = [(one, other) for one, other in zip(before[1:], now[1:], strict=True) if one != _UNREAD]
-        compared = [one == other for one, other in pairs if other != _UNREAD]
+        pairs = [(old, other) for old, other in zip(before[1:], now[1:], strict=True) if old != _UNREAD]
+        compared = [old == other for old, other in pairs if other != _UNREAD]
         # Without one image to compare, nothing says that they are the same.
         return before[0] == now[0] and all(compared) and bool(compared or not pairs)
 
@@ -201,4 +201,4 @@ class _FormerImages(Former):
         before, now = recorded.split("-"), self._records.examples.split("-")
         if len(before) != len(now):
             return self._records.examples
-        return "-".join(one if other == _UNREAD else other for one, other in zip(before, now, strict=True))
+        return "-".join(old if other == _UNREAD else other for old, other in zip(before, now, strict=True))

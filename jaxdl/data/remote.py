@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.paths import expanded, matching
+from jaxdl.core.paths import expand_home, find_paths
 
 PAUSES_SEC = (0.2, 1.0, 4.0, 16.0)
 """Pauses before retries of a read: network errors are often short."""
@@ -38,7 +38,7 @@ class Outage(OSError):
     """An existing file cannot be read after several tries: the network or its storage is down."""
 
 
-class Found(NamedTuple):
+class FileEntry(NamedTuple):
     """A file: its address, its path below the folder that was searched, its size, and a mark of its version."""
 
     address: str
@@ -61,7 +61,7 @@ def is_hidden(name: str) -> bool:
     return any(part == "__MACOSX" or (part.startswith(".") and part != ".") for part in name.split("/"))
 
 
-def find(address: str, suffixes: tuple[str, ...], others: list[str] | None = None) -> list[Found]:
+def find(address: str, suffixes: tuple[str, ...], others: list[str] | None = None) -> list[FileEntry]:
     """The files below a folder with one of the suffixes (lower case), by name, without hidden ones.
 
     `others` receives the names of all other files that are not hidden. Raises ConfigError without a folder.
@@ -72,21 +72,21 @@ def find(address: str, suffixes: tuple[str, ...], others: list[str] | None = Non
         scheme = address.partition("://")[0]
         with _listing(address):
             every = system.find(root, detail=True).values()
-        found = []
-        for one in every:
-            below = one["name"][len(root.rstrip("/")) + 1 :]
+        files = []
+        for info in every:
+            below = info["name"][len(root.rstrip("/")) + 1 :]
             if is_hidden(below) or below.endswith("/"):  # Some stores list a folder as an empty file.
                 continue
             if below.lower().endswith(suffixes):
-                found.append(Found(f"{scheme}://{one['name']}", below, one["size"], _version(one)))
+                files.append(FileEntry(f"{scheme}://{info['name']}", below, info["size"], _version(info)))
             else:
                 others.append(below)
-        return sorted(found, key=lambda one: one.name)
+        return sorted(files, key=lambda file: file.name)
     with reading(address):
-        return sorted(_find_local(expanded(address), suffixes, others), key=lambda one: one.name)
+        return sorted(_find_local(expand_home(address), suffixes, others), key=lambda file: file.name)
 
 
-def _find_local(folder: Path, suffixes: tuple[str, ...], others: list[str]) -> Iterator[Found]:
+def _find_local(folder: Path, suffixes: tuple[str, ...], others: list[str]) -> Iterator[FileEntry]:
     if not os.path.isdir(folder):
         os.stat(folder)  # Unlike isdir, it raises with the reason.
         raise ConfigError(f"{folder}: it is a file, not a folder.")
@@ -108,16 +108,16 @@ def _find_local(folder: Path, suffixes: tuple[str, ...], others: list[str]) -> I
                 status = os.stat(path)
             except FileNotFoundError:
                 raise ConfigError(f"{path}: this link points to a missing file. Remove it.") from None
-            yield Found(path, below, status.st_size, str(status.st_mtime_ns))
+            yield FileEntry(path, below, status.st_size, str(status.st_mtime_ns))
 
 
 def empty_folders(address: str, filled: Collection[str]) -> list[str]:
     """The folders directly in a local folder that are not among `filled`; hidden ones do not count."""
     if is_remote(address):
         return []  # In object stores a folder is part of a file's name.
-    with reading(address), os.scandir(expanded(address)) as entries:
-        found = [entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name)]
-    return sorted(set(found) - set(filled))
+    with reading(address), os.scandir(expand_home(address)) as entries:
+        folders = [entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name)]
+    return sorted(set(folders) - set(filled))
 
 
 def _raise(error: OSError) -> None:
@@ -135,10 +135,10 @@ def reading(address: str) -> Iterator[None]:
         raise ConfigError(f"{error.filename or address}: it cannot be read ({error.strerror}).") from None
 
 
-def expand(pattern: str) -> list[Found]:
+def expand(pattern: str) -> list[FileEntry]:
     """The files of a pattern: `train-{000..146}.tar`, `train-*.tar`, or one name. Raises ConfigError for none.
 
-    What exists by the letter is no pattern.
+    A name that exists is not a pattern.
     """
     braces = None if (whole := _exists(pattern)) else _RANGE.search(pattern, _folder_end(pattern))
     if braces is not None:
@@ -149,7 +149,7 @@ def expand(pattern: str) -> list[Found]:
             pattern[: braces.start()] + str(number).zfill(len(first)) + pattern[braces.end() :]
             for number in range(int(first), int(last) + 1)
         ]
-        return [one for name in names for one in expand(name)]
+        return [file for name in names for file in expand(name)]
     if is_remote(pattern):
         system, path = _filesystem(pattern)
         scheme = pattern.partition("://")[0]
@@ -158,20 +158,20 @@ def expand(pattern: str) -> list[Found]:
             shown = filter(_shown_by(path), system.glob(_literal_folders(system, path)) if several else [path])
             names = sorted(shown)
             rows = [system.info(name) for name in names]
-        found = [
-            Found(f"{scheme}://{one['name']}", os.path.basename(one["name"]), one["size"], _version(one))
-            for one in rows
+        files = [
+            FileEntry(f"{scheme}://{info['name']}", os.path.basename(info["name"]), info["size"], _version(info))
+            for info in rows
         ]
     else:
-        path = expanded(pattern)
+        path = expand_home(pattern)
         with reading(str(path.parent)):
             if not glob.has_magic(str(path.parent)):
                 os.listdir(path.parent)  # It raises with the reason.
-            rows = [(one, _status(one)) for one in matching(path)]
-        found = [Found(str(one), one.name, status.st_size, str(status.st_mtime_ns)) for one, status in rows]
-    if not found:
+            rows = [(match, _status(match)) for match in find_paths(path)]
+        files = [FileEntry(str(match), match.name, status.st_size, str(status.st_mtime_ns)) for match, status in rows]
+    if not files:
         raise ConfigError(f"{pattern}: no such file.")
-    return found
+    return files
 
 
 def _shown_by(pattern: str) -> Callable[[str], bool]:
@@ -182,9 +182,9 @@ def _shown_by(pattern: str) -> Callable[[str], bool]:
 
 def _exists(address: str) -> bool:
     if not is_remote(address):
-        return os.path.lexists(expanded(address))
+        return os.path.lexists(expand_home(address))
     if not _RANGE.search(address) and "*" not in address:
-        return False  # Nobody asks: it is no pattern.
+        return False  # It has no pattern.
     system, path = _filesystem(address)
     try:
         return system.exists(path)
@@ -193,7 +193,7 @@ def _exists(address: str) -> bool:
 
 
 def _folder_end(pattern: str) -> int:
-    """Where the leading folders of a pattern end of which the name has a range, and exists by the letter."""
+    """Where the leading folders of a pattern end that have a range in their name, and exist."""
     folder, *_ = pattern.rpartition("/")
     while _RANGE.search(folder) and not _exists(folder):
         folder, *_ = folder.rpartition("/")
@@ -201,7 +201,7 @@ def _folder_end(pattern: str) -> int:
 
 
 def _literal_folders(system: Any, path: str) -> str:
-    """The pattern with those of its leading folders escaped that exist by the letter."""
+    """The pattern, with its leading folders escaped that exist."""
     folder, *_ = path.rpartition("/")
     while glob.has_magic(folder) and not system.isdir(folder):
         folder, *_ = folder.rpartition("/")
@@ -263,9 +263,9 @@ def patiently(place: Callable[[], str], read: Callable[[], _T]) -> _T:
             return read()
         except Exception as error:
             causes = list(_causes(error))
-            if denied := [one for one in causes if isinstance(one, PermissionError) and one.filename]:
+            if denied := [cause for cause in causes if isinstance(cause, PermissionError) and cause.filename]:
                 raise denied[0] from None
-            passing = [one for one in causes if any(text in str(one) for text in _PASSING_TEXTS)]
+            passing = [cause for cause in causes if any(text in str(cause) for text in _PASSING_TEXTS)]
             if not passing:
                 raise
             if pause_sec is None:

@@ -8,7 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -35,7 +35,7 @@ class Data(Choice):
 
     @classmethod
     def instead_of(cls, value: Any) -> str:
-        """See `Choice.instead_of`: how arrays are given."""
+        """How arrays are given."""
         is_data = isinstance(value, tuple | list | dict) or hasattr(value, "shape")
         return " these are data, not a config. Write Arrays(train=(x, y), test=(x, y))" if is_data else ""
 
@@ -78,6 +78,14 @@ class Data(Choice):
     def codec(self) -> Codec:
         """Between text and this data's tokens. Raises ConfigError for data that are not text."""
         raise ConfigError(f"data {type(self).__name__}: it is not text, so there is nothing to encode or sample.")
+
+
+class FilesOfSplits(Data, kind=None):
+    """Data whose fields `train` and `test` are names or patterns of files."""
+
+    def staged(self, stage: Stage) -> Self:
+        """The config of copies of the files of `train` and `test`."""
+        return self.replaced({name: tuple(map(stage.files, getattr(self, name))) for name in ("train", "test")})
 
 
 class Activity(NamedTuple):
@@ -231,9 +239,9 @@ class Splits:
             before = self.earlier()
             now, former = before.content(), before.former_contents()
             same = all(
-                recorded[split]["examples"] == one["examples"]
-                and (recorded[split]["content"] == one["content"] or recorded[split]["content"] in former[split])
-                for split, one in now.items()
+                recorded[split]["examples"] == current["examples"]
+                and (recorded[split]["content"] == current["content"] or recorded[split]["content"] in former[split])
+                for split, current in now.items()
             )
         except (ConfigError, KeyError, TypeError):  # Of a damaged record; whoever checks it says so.
             return self
@@ -250,7 +258,7 @@ class Splits:
         return {name: {"examples": len(source), "content": source.content()} for name, source in splits.items()}
 
     def former_contents(self) -> dict[str, Container[str]]:
-        """See `Source.former_contents`, of each split."""
+        """What `content` of each split was in earlier versions."""
         return {"train": self.train.former_contents(), "test": self.test.former_contents()}
 
 
@@ -261,6 +269,11 @@ def check_classes(num_classes: int, name: str) -> None:
             f"{name}: it has {'1 class' if num_classes == 1 else 'no classes'}: a classifier learns nothing from fewer "
             "than 2. Choose data with 2 classes or more."
         )
+
+
+def num_held_out(num_examples: int, test_fraction: float) -> int:
+    """How many of some examples are held out: at least one, and not all of two or more."""
+    return min(max(round(num_examples * test_fraction), 1), num_examples - 1)
 
 
 class ImageArrays(Source):

@@ -119,11 +119,11 @@ class ImageSpec(DataSpec):
         return "images", f"{self.height} x {self.width} x {self.channels}, {self.num_classes:,} classes"
 
     def example(self) -> np.ndarray:
-        """See `DataSpec.example`."""
+        """One black image."""
         return self.blank()["image"]
 
     def example_text(self) -> str:
-        """See `DataSpec.example_text`."""
+        """The range of the numbers."""
         return "grey levels from 0 to 255"
 
     def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
@@ -179,7 +179,7 @@ class TextSpec(DataSpec):
         return what, f"{self.length:,} tokens, vocabulary of {self.vocab_size:,}"
 
     def example(self) -> np.ndarray:
-        """See `DataSpec.example`."""
+        """One window of zeros."""
         return np.zeros((1, self.length), np.int32)
 
     def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
@@ -237,42 +237,42 @@ class ArrayInfo:
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec(DataSpec):
-    """Named arrays of any shapes. The input is `x`, or the one array that is no label; class numbers are `y`."""
+    """Named arrays of any shapes. The input is `x`, or the one array that is not a label; class numbers are `y`."""
 
     arrays: tuple[ArrayInfo, ...]
     modality: ClassVar[str] = "arrays"
 
     def __post_init__(self) -> None:
-        made = (ArrayInfo(**{**one, "shape": tuple(one["shape"])}) if isinstance(one, Mapping) else one
-                for one in self.arrays)  # fmt: skip
+        made = (ArrayInfo(**{**array, "shape": tuple(array["shape"])}) if isinstance(array, Mapping) else array
+                for array in self.arrays)  # fmt: skip
         object.__setattr__(self, "arrays", tuple(made))
 
     @property
     def by_name(self) -> dict[str, ArrayInfo]:
         """The arrays by their names."""
-        return {one.name: one for one in self.arrays}
+        return {array.name: array for array in self.arrays}
 
     @property
     def label(self) -> ArrayInfo | None:
         """The class number of an example, if it has one."""
-        return next((one for one in self.arrays if one.name in LABELS and one.num_classes), None)
+        return next((array for array in self.arrays if array.name in LABELS and array.num_classes), None)
 
     @property
     def input(self) -> ArrayInfo | None:
         """The array that a network reads, if it is clear which."""
-        targets = [one for one in self.arrays if one.name not in LABELS]
-        usual = [one for one in targets if one.name in INPUTS]
+        targets = [array for array in self.arrays if array.name not in LABELS]
+        usual = [array for array in targets if array.name in INPUTS]
         return targets[0] if len(targets) == 1 else usual[0] if usual else None
 
     def sizes(self) -> dict[str, int]:
         """`num_classes` of the label; `num_features` of an input [features], `channels` of one with more dims."""
         label, shape = self.label, self.input.shape if self.input else ()
-        found = {"num_classes": label.num_classes} if label and label.num_classes else {}
-        return found | ({"num_features" if len(shape) == 1 else "channels": shape[-1]} if shape else {})
+        sizes = {"num_classes": label.num_classes} if label and label.num_classes else {}
+        return sizes | ({"num_features" if len(shape) == 1 else "channels": shape[-1]} if shape else {})
 
     def blank(self) -> dict[str, np.ndarray]:
         """One example of zeros."""
-        return {one.name: np.zeros((1, *one.shape), one.dtype) for one in self.arrays}
+        return {array.name: np.zeros((1, *array.shape), array.dtype) for array in self.arrays}
 
     def inputs(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         """The input as it is in the data. Raises ConfigError when it is not clear which array that is."""
@@ -280,7 +280,7 @@ class ArraySpec(DataSpec):
 
     def _input_name(self) -> str:
         if self.input is None:
-            names = [one.name for one in self.arrays if one.name not in LABELS]
+            names = [array.name for array in self.arrays if array.name not in LABELS]
             raise ConfigError(
                 f"the data has {self}: it is not clear which of them the model reads. Name it x, or give their names: "
                 f'Loss(fn, inputs=("{names[0]}", ...)); a Task of your own returns them from inputs(batch, spec). '
@@ -302,33 +302,32 @@ class ArraySpec(DataSpec):
         return super().fits(modality) or (modality == "images" and self._why_no_images() is None)
 
     def advice(self, modality: str | None) -> str:
-        """See `DataSpec.advice`."""
+        """What to do where a model or task of this modality cannot use the arrays."""
         if modality == "text":
             return 'Text is one array alone, {"tokens": whole numbers [example, length + 1]}: inputs and one more.'
         return (self._why_no_images() if modality == "images" else None) or super().advice(modality)
 
     def _why_no_images(self) -> str | None:
         """Why a model of images cannot use the arrays, and what to do; None if it can."""
-        one = self.input
-        if one is None or len(one.shape) not in (2, 3) or self.label is None:
+        image = self.input
+        if image is None or len(image.shape) not in (2, 3) or self.label is None:
             return super().advice("images")
-        if len(one.shape) == 2:
-            return f"Images have three dimensions, the last one for channels: {one.name}[..., None]."
-        if one.has_channel_first:
-            return f"The channels of images come last: {one.name}.transpose(0, 2, 3, 1)."
-        if np.dtype(one.dtype).kind != "f" and len(self.arrays) == 2 and one.name in INPUTS:
-            return (
-                f"Grey levels are uint8, and are normalized; floats are taken as they are: {one.name}.astype('uint8')."
-            )
-        if np.dtype(one.dtype).kind != "f":
+        if len(image.shape) == 2:
+            return f"Images have three dimensions, the last one for channels: {image.name}[..., None]."
+        if image.has_channel_first:
+            return f"The channels of images come last: {image.name}.transpose(0, 2, 3, 1)."
+        if np.dtype(image.dtype).kind != "f" and len(self.arrays) == 2 and image.name in INPUTS:
+            advice = f"{image.name}.astype('uint8')"
+            return f"Grey levels are uint8, and are normalized; floats are taken as they are: {advice}."
+        if np.dtype(image.dtype).kind != "f":
             return (
                 "Images of grey levels are an array x (or image), with y (or label) alone. Rename it, leave out others."
             )
         return None
 
     def why_no_classes(self) -> str:
-        """See `DataSpec.why_no_classes`."""
-        given = next((one for one in self.arrays if one.name in LABELS), None)
+        """Why no array is of class numbers, and what to do."""
+        given = next((array for array in self.arrays if array.name in LABELS), None)
         if given is None:
             return super().why_no_classes()
         name, kind = given.name, np.dtype(given.dtype).kind
@@ -343,7 +342,7 @@ class ArraySpec(DataSpec):
                 "It has numbers below 0, or larger than there are examples. Class numbers are "
                 f"numpy.unique({name}, return_inverse=True)[1]; Arrays(..., num_classes=...) takes them as they are."
             )
-        return f"{given} holds no class numbers. {advice}"
+        return f"{given} contains no class numbers. {advice}"
 
     def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
         """The arrays that are read: one array, a tuple of as many as `names`, or a dictionary."""
@@ -356,18 +355,18 @@ class ArraySpec(DataSpec):
         if missing := [name for name in names if name not in values]:
             wanted = ", ".join(f'"{name}": ...' for name in names)
             raise ConfigError(f"{what}: there is no {missing[0]} among {', '.join(values)}. Give {what}({{{wanted}}}).")
-        found = {name: _one_array(values[name], what) for name in names}
-        for name, array in found.items():
+        arrays = {name: _one_array(values[name], what) for name in names}
+        for name, array in arrays.items():
             info = self.by_name[name]
             if array.dtype.kind not in "biufc" or array.ndim == 0 or array.shape[1:] != info.shape:
                 raise ConfigError(
                     f"{what}: {name} is {array.dtype} {list(array.shape)}; this network reads {info.dtype} "
                     f"[{', '.join(map(str, ('batch', *info.shape)))}]."
                 )
-            found[name] = array.astype(info.dtype)
-        if len({len(array) for array in found.values()}) > 1:
+            arrays[name] = array.astype(info.dtype)
+        if len({len(array) for array in arrays.values()}) > 1:
             raise ConfigError(f"{what}: {', '.join(names)} have different numbers of rows.")
-        return found
+        return arrays
 
 
 def spec_to_json(spec: DataSpec) -> str:

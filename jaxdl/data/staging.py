@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.paths import expanded
+from jaxdl.core.paths import expand_home
 from jaxdl.data import remote
 from jaxdl.data.locks import locked
 
@@ -47,7 +47,7 @@ class Stage:
     def __init__(self, folder: str | Path, say: Callable[[str], None] = lambda text: None) -> None:
         if not str(folder).strip():
             raise ConfigError("--stage-data '': empty. Give a folder on the disk of each node, or leave it out.")
-        self._root, self._say = expanded(folder).absolute(), say
+        self._root, self._say = expand_home(folder).absolute(), say
         self.taken = False
 
     def folder(
@@ -57,15 +57,15 @@ class Stage:
 
         `only` is a pattern, and the names of the files of a local folder that match it: no others are copied.
         """
-        root, found = address.rstrip("/"), []
+        root, files = address.rstrip("/"), []
         if only is not None:
             with remote.reading(address):
-                found = [_local(f"{root}/{name}", name) for name in only[1]]
-            return self._copied(root, found, f"{root}\n{only[0]}")
+                files = [_local(f"{root}/{name}", name) for name in only[1]]
+            return self._copy(root, files, f"{root}\n{only[0]}")
         for inner in below:
             start, prefix = f"{root}/{inner}".rstrip("/"), f"{inner}/" if inner else ""
-            found += [one._replace(name=prefix + one.name) for one in remote.find(start, _EVERY_FILE)]
-        return self._copied(root, found, "\n".join([root, *sorted(below)]))
+            files += [file._replace(name=prefix + file.name) for file in remote.find(start, _EVERY_FILE)]
+        return self._copy(root, files, "\n".join([root, *sorted(below)]))
 
     def files(self, pattern: str) -> str:
         """The same pattern, or name of a file, for the copies of the files that it matches."""
@@ -73,14 +73,14 @@ class Stage:
         fixed = list(itertools.takewhile(lambda part: not _WILD & set(part), folders))
         below = [part for part in (*folders[len(fixed) :], name) if part not in ("", ".")]
         # Files of one name may be in several folders: their copies keep the folders that the pattern leaves open.
-        found = [one._replace(name="/".join(one.address.split("/")[-len(below) :])) for one in remote.expand(pattern)]
-        return "/".join([self._copied("/".join(fixed) or ".", found, pattern), *below])
+        files = [x._replace(name="/".join(x.address.split("/")[-len(below) :])) for x in remote.expand(pattern)]
+        return "/".join([self._copy("/".join(fixed) or ".", files, pattern), *below])
 
-    def _copied(self, root: str, found: Sequence[remote.Found], what: str) -> str:
+    def _copy(self, root: str, files: Sequence[remote.FileEntry], what: str) -> str:
         """The folder with copies of these files below `root`; `what` names them, if they are taken together."""
         self.taken = True
         if not remote.is_remote(what):
-            what = os.path.abspath(expanded(what))
+            what = os.path.abspath(expand_home(what))
         home = self._root / hashlib.sha256(what.encode(*_NAMES)).hexdigest()[:16]
         target = home / (root.rsplit("/", 1)[-1].strip(".") or "data")
         try:
@@ -92,7 +92,7 @@ class Stage:
                         f"--stage-data {self._root}: the disk has no locks, so two processes could copy at once. "
                         "Choose a folder on a disk of this machine."
                     )
-                self._bring(home, target, found)
+                self._bring(home, target, files)
         except remote.Outage as error:
             raise ConfigError(f"--stage-data: {error}. The same command continues the copy.") from None
         except OSError as error:
@@ -103,34 +103,34 @@ class Stage:
             ) from None
         return str(target)
 
-    def _bring(self, home: Path, target: Path, found: Sequence[remote.Found]) -> None:
+    def _bring(self, home: Path, target: Path, files: Sequence[remote.FileEntry]) -> None:
         """Copies what is missing, and removes copies of files that are gone."""
         copied = read_journal(home)
-        missing = [one for one in found if not _is_there(target / one.name, one, copied.get(one.name))]
-        names = {one.name for one in found}
+        missing = [file for file in files if not _is_there(target / file.name, file, copied.get(file.name))]
+        names = {file.name for file in files}
         for path in _all_files(target):
             if path.relative_to(target).as_posix() not in names:
                 path.unlink()
         if not missing:
             return
-        total = sum(one.num_bytes for one in missing)
+        total = sum(file.num_bytes for file in missing)
         self._check_room(home, target.name, total, len(missing))
         done, lock, failed = 0, threading.Lock(), threading.Event()
         self._say(f"copying {target.name}: 0 of {_size(total)}")
         with (home / JOURNAL).open("ab") as journal:
 
-            def bring(one: remote.Found) -> None:
+            def bring(file: remote.FileEntry) -> None:
                 nonlocal done
                 if failed.is_set():
                     return
                 try:
-                    checksum = copy_file(one, target / one.name)
+                    checksum = copy_file(file, target / file.name)
                 except BaseException:
                     failed.set()
                     raise
                 with lock:
-                    write_line(journal, one, checksum)
-                    done += one.num_bytes
+                    write_line(journal, file, checksum)
+                    done += file.num_bytes
                     self._say(f"copying {target.name}: {_size(done)} of {_size(total)}")
 
             with ThreadPoolExecutor(COPIERS, thread_name_prefix="jaxdl-stage") as threads:
@@ -147,7 +147,7 @@ class Stage:
             )
 
 
-def copy_file(one: remote.Found, target: Path) -> str:
+def copy_file(source: remote.FileEntry, target: Path) -> str:
     """Copies a file, and returns its SHA-256. The target is whole, on the disk, and equal to the source, or unchanged.
 
     Raises ConfigError when the copy reads back otherwise or the source has changed meanwhile, and OSError.
@@ -157,8 +157,8 @@ def copy_file(one: remote.Found, target: Path) -> str:
     checksum, size = hashlib.sha256(), 0
     try:
         with part.open("wb") as file:
-            for start in range(0, max(one.num_bytes, 1), CHUNK_BYTES):
-                content = remote.read(one.address, start, min(CHUNK_BYTES, one.num_bytes - start))
+            for start in range(0, max(source.num_bytes, 1), CHUNK_BYTES):
+                content = remote.read(source.address, start, min(CHUNK_BYTES, source.num_bytes - start))
                 checksum.update(content)
                 file.write(content)
                 size += len(content)
@@ -166,8 +166,9 @@ def copy_file(one: remote.Found, target: Path) -> str:
             os.fsync(file.fileno())
             with contextlib.suppress(OSError, AttributeError):  # So that it is read from the disk, not from memory.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if size != one.num_bytes:
-            raise ConfigError(f"{one.address}: it has {size:,} bytes, not {one.num_bytes:,}: it is being changed.")
+        if size != source.num_bytes:
+            sizes = f"{size:,} bytes, not {source.num_bytes:,}"
+            raise ConfigError(f"{source.address}: it has {sizes}: it is being changed.")
         with part.open("rb") as file:
             if hashlib.file_digest(file, "sha256").digest() != checksum.digest():
                 raise ConfigError(f"{part}: it reads back otherwise than it was written. Choose another disk.")
@@ -179,35 +180,35 @@ def copy_file(one: remote.Found, target: Path) -> str:
 
 def read_journal(home: Path) -> dict[str, Mapping[str, object]]:
     """Name of a copied file -> its line in the journal; lines that are cut off are left out."""
-    found: dict[str, Mapping[str, object]] = {}
+    lines: dict[str, Mapping[str, object]] = {}
     with contextlib.suppress(FileNotFoundError):
         for line in (home / JOURNAL).read_bytes().split(b"\n"):
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 values = json.loads(line)
-                found[values["name"]] = values
-    return found
+                lines[values["name"]] = values
+    return lines
 
 
-def write_line(journal: IO[bytes], one: remote.Found, checksum: str) -> None:
+def write_line(journal: IO[bytes], file: remote.FileEntry, checksum: str) -> None:
     """Writes down that a file is copied."""
-    values = {"name": one.name, "bytes": one.num_bytes, "version": one.version, "sha256": checksum}
+    values = {"name": file.name, "bytes": file.num_bytes, "version": file.version, "sha256": checksum}
     journal.write((json.dumps(values) + "\n").encode())
     journal.flush()
 
 
-def _local(path: str, name: str) -> remote.Found:
+def _local(path: str, name: str) -> remote.FileEntry:
     """A file of this machine."""
-    file = expanded(path)
+    file = expand_home(path)
     status = file.stat()
-    return remote.Found(str(file), name, status.st_size, str(status.st_mtime_ns))
+    return remote.FileEntry(str(file), name, status.st_size, str(status.st_mtime_ns))
 
 
-def _is_there(path: Path, one: remote.Found, line: Mapping[str, object] | None) -> bool:
+def _is_there(path: Path, source: remote.FileEntry, line: Mapping[str, object] | None) -> bool:
     """Whether there is a whole copy of this version of a file."""
-    if line is None or (line.get("bytes"), line.get("version")) != (one.num_bytes, one.version):
+    if line is None or (line.get("bytes"), line.get("version")) != (source.num_bytes, source.version):
         return False
     try:
-        return path.stat().st_size == one.num_bytes
+        return path.stat().st_size == source.num_bytes
     except OSError:
         return False
 

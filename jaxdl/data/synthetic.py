@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pydantic
 
+from jaxdl.data.draws import GOLDEN, mix_bits
 from jaxdl.data.source import Data, Source, Splits, channel_statistics
 from jaxdl.data.spec import ImageSpec, TextSpec
 
@@ -19,13 +20,7 @@ def random_bits(seed: int, stream: int, counters: np.ndarray) -> np.ndarray:
     is vectorised and stateless, unlike a generator object per index.
     """
     key = np.random.SeedSequence([seed, stream]).generate_state(1, np.uint64)
-    bits = counters.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
-    bits ^= bits >> np.uint64(30)
-    bits *= np.uint64(0xBF58476D1CE4E5B9)
-    bits ^= bits >> np.uint64(27)
-    bits *= np.uint64(0x94D049BB133111EB)
-    bits ^= bits >> np.uint64(31)
-    return bits
+    return mix_bits(counters.astype(np.uint64) * GOLDEN + key)
 
 
 class SyntheticImages(Data, kind="synthetic_images"):

@@ -32,7 +32,7 @@ class SyntheticPairs(PairData, kind="synthetic_pairs"):
     """Another seed gives other numbers."""
 
     def texts(self, split: Split) -> PairTexts:
-        """See `PairData.texts`."""
+        """The made-up pairs of a split."""
         first = {"train": 0, "valid": self.num_train, "test": self.num_train + self.num_test}[split]
         return _Numbers(self.seed, first, self.num_train if split == "train" else self.num_test)
 

@@ -42,7 +42,15 @@ def suffix_of(path: Path) -> str:
     return Path(path.stem).suffix.lower() if is_compressed(path) else path.suffix.lower()
 
 
-def opened_text(path: Path, file: Any = None) -> IO[bytes]:
+def files_matching(folder: Path, glob: str) -> list[Path]:
+    """The files in a folder that match. Raises ConfigError for what is not a pattern, such as an absolute path."""
+    try:
+        return [file for file in folder.glob(glob) if file.is_file()]
+    except (NotImplementedError, ValueError) as error:
+        raise ConfigError(f"glob = {glob!r}: {error}. Give a pattern inside the folders of paths.") from None
+
+
+def open_text(path: Path, file: Any = None) -> IO[bytes]:
     """The file, decompressed while it is read, behind its byte order mark; `file` is it, open, if it is.
 
     Raises OSError, and ConfigError for text that is not UTF-8 by its mark.
@@ -96,23 +104,23 @@ class _Hashed(io.RawIOBase):
         self._file.close()
         super().close()
 
-    def finished(self) -> str:
+    def hexdigest(self) -> str:
         """The SHA-256 of the whole file, whose end nobody may have asked for."""
         while left := self._file.read(2**20):
             self._digest.update(left)
         return self._digest.hexdigest()
 
 
-class Table:
+class LineReader:
     """A file of lines for pyarrow, which leaves out blank lines and does not say so: here they are counted.
 
-    With `hashing` the SHA-256 of the file, as it is on the disk, is known at its end. Raises as `opened_text` does.
+    With `hashing` the SHA-256 of the file, as it is on the disk, is known at its end. Raises as `open_text` does.
     """
 
     def __init__(self, path: Path, *, hashing: bool = False) -> None:
         self.path = path
         self._raw = _Hashed(path) if hashing else None
-        self._file = opened_text(path, self._raw)
+        self._file = open_text(path, self._raw)
         self._lines, self._tail = -1, b"\n"  # As if a line had ended before the first.
         self._num_blank = 0
         self._blank: list[int] = []
@@ -141,14 +149,14 @@ class Table:
             self.closed = True
             self._file.close()
 
-    def counted(self) -> BlankLines:
+    def count_blank(self) -> BlankLines:
         """The blank lines so far."""
         return BlankLines(str(self.path), self._num_blank, self._blank)
 
     def sha256(self) -> str:
         """That of the file. Raises OSError."""
         assert self._raw is not None
-        return self._raw.finished()
+        return self._raw.hexdigest()
 
 
 def blank_lines(tables: Sequence[BlankLines]) -> str:

@@ -20,7 +20,7 @@ from jaxdl.data.codec import Codec
 from jaxdl.data.images.photo import upright
 from jaxdl.data.images.photos import Photos, num_cpus
 from jaxdl.data.lines import Span
-from jaxdl.data.prepared import Stored, Unreadable, find_test_split, open_builder, open_split, staged_folder
+from jaxdl.data.prepared import StoredSplit, Unreadable, find_test_split, open_builder, open_split, staged_folder
 from jaxdl.data.records import BadRecord, Records
 from jaxdl.data.remote import Outage
 from jaxdl.data.source import Data, ImageArrays, Source, Splits, channel_statistics, check_classes
@@ -93,12 +93,12 @@ class TFDS(Data, kind="tfds"):
         return _build_images(self, builder, test_split)
 
     def staged(self, stage: Any) -> TFDS:
-        """See `Data.staged`."""
+        """The config of the copy of the prepared data set."""
         return self.replaced({"data_dir": staged_folder(stage, self.name, self.data_dir)})
 
     def codec(self) -> Codec:
         """Between text and this data's tokens; for data read as text."""
-        return Codec(self.tokenizer).trained(())  # Windows of one stream.
+        return Codec(self.tokenizer).for_documents(())  # Windows of one stream.
 
 
 def _feature(builder: Any, field: str, key: str, kind: type, noun: str) -> Any:
@@ -122,7 +122,7 @@ def _build_text(config: TFDS, builder: Any, key: str, test_split: str) -> Splits
     sources = [open_split(builder, split, [key]) for split in (config.train_split, test_split)]
     left = config.memory_limit_bytes
 
-    def documents(source: Stored, split: str) -> Iterator[bytes]:
+    def documents(source: StoredSplit, split: str) -> Iterator[bytes]:
         nonlocal left
         for start in range(0, len(source), _READ_EXAMPLES):
             rows = range(start, min(start + _READ_EXAMPLES, len(source)))
@@ -169,23 +169,23 @@ class TFDSPairTexts(PairTexts):
 
     @property
     def identity(self) -> list[Any]:
-        """See `Texts.identity`."""
+        """The data set, the split, the features, and the state of each file."""
         return [self._about, self._keys, self._state]
 
     @property
     def num_bytes(self) -> int:
-        """See `Texts.num_bytes`; of a slice of a split, all its files."""
+        """Bytes of the files; of a slice of a split, of all its files."""
         return sum(size for _, size, _ in self._state)
 
     def parts(self, part_bytes: int) -> list[Span]:
-        """See `Texts.parts`."""
+        """Ranges of examples, of about so many bytes."""
         each = max(1, self.num_bytes // len(self._stored))
         step = max(1, part_bytes // each)
         cuts = [*range(0, len(self._stored), step), len(self._stored)]
         return [Span(self._name, start, stop, (stop - start) * each) for start, stop in itertools.pairwise(cuts)]
 
     def pairs(self, part: Span) -> Iterator[tuple[str, str]]:
-        """See `PairTexts.pairs`."""
+        """The pairs of a range of examples. Raises ConfigError for one that cannot be read."""
         for start in range(part.start, part.stop, _READ_EXAMPLES):
             rows = range(start, min(start + _READ_EXAMPLES, part.stop))
             for number, example in zip(rows, _read(self._stored, rows, self._name, self._split), strict=True):
@@ -197,7 +197,7 @@ class TFDSPairTexts(PairTexts):
                 yield source, target
 
     def why_none(self) -> str:
-        """See `Texts.why_none`."""
+        """The message for a split without a pair."""
         return f"tfds {self._name}: the split {self._split} has no pair of two texts that are not empty."
 
 
@@ -259,7 +259,7 @@ def _label_problem(label: int, num_classes: int) -> str | None:
     return f"its label is {label}, but there are {num_classes} classes" if label >= num_classes else None
 
 
-def _read(stored: Stored, indices: Sequence[int], name: str, split: str) -> list[dict[str, Any]]:
+def _read(stored: StoredSplit, indices: Sequence[int], name: str, split: str) -> list[dict[str, Any]]:
     """Examples. Raises ConfigError for one that is damaged, and ClusterError for one that cannot be reached."""
     try:
         return stored.many(indices)
@@ -338,7 +338,7 @@ def _format(config: TFDS, feature: Any) -> _Format:
 class _DecodedImages(Source):
     """Images of a split that are decoded for every batch. `spec` is set once their statistics are known."""
 
-    def __init__(self, stored: Stored, config: TFDS, split: str, form: _Format, num_classes: int):
+    def __init__(self, stored: StoredSplit, config: TFDS, split: str, form: _Format, num_classes: int):
         self._stored, self._config, self._split, self._form = stored, config, split, form
         self._num_classes = num_classes
         threads = num_cpus()

@@ -171,10 +171,10 @@ class Auto(ExchangeChoice, kind="auto"):
 
 def _candidates(densities: Sequence[float], num_replicas: int) -> dict[str, list[ExchangeConfig]]:
     """What may be chosen besides dense float32, of all kinds, by name."""
-    found: dict[str, list[ExchangeConfig]] = {}
+    candidates: dict[str, list[ExchangeConfig]] = {}
     for kind in kinds().values():
-        found |= kind.candidates(densities, num_replicas)
-    return found
+        candidates |= kind.candidates(densities, num_replicas)
+    return candidates
 
 
 def recommend(
@@ -202,10 +202,12 @@ def recommend(
             return predict(config, gradients, machine)
         return agreement.cost(config, gradients, machine, step_sec)
 
-    order = [(config, added(config)) for config in sorted(candidates, key=lambda one: one.distortion)]
+    order = [(config, added(config)) for config in sorted(candidates, key=lambda candidate: candidate.distortion)]
     dense = [row for row in order if not row[0].compresses]
     if not dense:
-        raise ValueError(f"candidates {[one.label for one in candidates]}: add a dense one, to compare with.")
+        raise ValueError(
+            f"candidates {[candidate.label for candidate in candidates]}: add a dense one, to compare with."
+        )
     rows = tuple(sorted(order, key=lambda row: row[1].total_sec))
     if gradients.num_replicas == 1:
         return Recommendation(dense[0][0], rows, ("there is one replica: no gradients are exchanged",))

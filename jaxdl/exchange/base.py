@@ -198,7 +198,7 @@ class SummedLater(abc.ABC):
         `residual_...`: this device's parts of the squared norms, to be summed over all devices."""
 
     def update(self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array) -> Updated:
-        """See `Exchange.update`."""
+        """(mean gradients, new state, metrics), inside a manual `shard_map`."""
         mean, state, metrics = self.update_own(grads, state, axis=axis, key=key)
         own = {name: metrics[name] for name in _SQUARES if name in metrics}
         total = jax.lax.psum(jnp.stack(list(own.values())), (axis, *self.layout.inner)) if own else ()
@@ -278,7 +278,7 @@ def _reshaped(state: ExchangeState, specs: Any, *, stacked: bool) -> ExchangeSta
     }
 
 
-def gathered_like(grads: Any, specs: Any, wanted: Any) -> tuple[Any, dict[str, float]]:
+def gather_like(grads: Any, specs: Any, wanted: Any) -> tuple[Any, dict[str, float]]:
     """One device's gradients, split as `specs`, gathered over the axes that `wanted` does not split them by.
 
     This ends the exchange of gradients whose parameters are not sharded: reduce-scatter, exchange, all-gather. Also
@@ -324,7 +324,7 @@ def exchanged_on_mesh(
         flags = [jnp.where(jnp.all(jnp.isfinite(x)), 0.0, 1.0) for x in leaves]
         own_state = _reshaped(state, places, stacked=False)
         mean, new_state, metrics = own_update(exchange)(own, own_state, axis=replica, key=key)
-        mean, sent = gathered_like(mean, specs, wanted)
+        mean, sent = gather_like(mean, specs, wanted)
         for axis, num_bytes in sent.items():
             metrics[f"bytes_sent/{axis}"] = metrics.get(f"bytes_sent/{axis}", 0) + jnp.float32(num_bytes)
         small |= {name: metrics[name] for name in _SQUARES if name in metrics}

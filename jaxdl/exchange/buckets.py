@@ -99,7 +99,7 @@ def make_buckets(
     for name in (names := [name for name in names if math.prod(shapes[name])]):
         where = layout.used(name), layout.whole(name)
         inside = filling.get(where, [])
-        if inside and sum(math.prod(shapes[one]) for one in (*inside, name)) > max_elements:
+        if inside and sum(math.prod(shapes[other]) for other in (*inside, name)) > max_elements:
             close(where)
         filling.setdefault(where, []).append(name)
     for where, inside in list(filling.items()):

@@ -68,7 +68,7 @@ class Compressed(ExchangeConfig, kind=None):
     """Patterns, such as `*/embedding/*`, of the names of gradients that stay dense (names as --explain prints them)."""
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout, num_replicas: int) -> None:
-        """See `ExchangeConfig.check`."""
+        """Raises ConfigError when an option has no effect on gradients of these names and shapes."""
         num_elements = {name: math.prod(shape) for name, shape in shapes.items()}
         for pattern in self.dense_names:
             if not any(_matches(name, pattern) for name in num_elements):
@@ -109,11 +109,11 @@ class Compressed(ExchangeConfig, kind=None):
         return [(math.inf, self)]
 
     def undelayed(self, layout: GradientLayout) -> CompressedExchange:
-        """See `ExchangeConfig.undelayed`."""
+        """The exchange of gradients in the step that computes them."""
         return CompressedExchange(self, layout)
 
     def cost(self, gradients: Gradients, machine: Machine) -> Cost:
-        """See `ExchangeConfig.cost`."""
+        """The cost of one `update` after all warm-ups."""
         dense, compressed = self.buckets(gradients.shapes, gradients.layout)
         costs = [all_reduce_cost(bucket, gradients, machine) for bucket in dense]
         return sum([*costs, *(self.bucket_cost(bucket, gradients, machine) for bucket in compressed)], Cost())
@@ -125,7 +125,7 @@ class Compressed(ExchangeConfig, kind=None):
     def buckets(
         self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout
     ) -> tuple[list[Bucket], list[Bucket]]:
-        """See `ExchangeConfig.buckets`."""
+        """The messages for gradients of these local shapes: dense ones and compressed ones."""
         dense: list[str] = []
         compressed: list[str] = []
         for name in self.ordered(list(shapes), layout):
@@ -170,7 +170,7 @@ class CompressedExchange(SummedLater):
         return state
 
     def update_own(self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array) -> Updated:
-        """See `SummedLater.update_own`."""
+        """(mean gradients, new state, metrics), with this device's parts of squared norms among the metrics."""
         leaves, kept, context = nonempty(grads), state.get(PER_REPLICA, {}), Context(axis, key, self.layout)
         check_local(leaves, axis)
         dense, buckets, compressed = self._buckets({name: x.shape for name, x in leaves.items()})

@@ -21,7 +21,7 @@ from jaxdl.exchange.base import GradientLayout
 from jaxdl.exchange.buckets import Bucket
 from jaxdl.parallel.collectives.halves import all_reduce_sent_bytes
 from jaxdl.parallel.collectives.select import Method
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import GATHER_AXES, Axis
 
 ALWAYS_MEASURED = ("all_reduce/float32", "all_gather")
 """The collectives that every exchange uses: between replicas, or inside one."""
@@ -268,18 +268,19 @@ def predict(config: HasCost, gradients: Gradients, machine: Machine) -> Cost:
     return Cost() if gradients.num_replicas == 1 else config.cost(gradients, machine)
 
 
-def inner_step_sec(gradients: Gradients, machine: Machine, axis: str = Axis.FSDP.value) -> float:
+def inner_step_sec(gradients: Gradients, machine: Machine) -> float:
     """The reduce-scatter of gradients and the all-gather of parameters inside a replica: equal for every exchange.
 
-    XLA does both in the step, outside of the exchange, for what is split over `axis`; both are float32 here.
+    XLA does both in the step, outside of the exchange, over `GATHER_AXES`; both are float32 here.
     """
-    ways = gradients.layout.inner.get(axis, 1)
-    if ways == 1 or axis not in machine.links:
-        return 0.0
-    split = [name for name in gradients.shapes if axis in gradients.layout.used(name)]
-    num_bytes = (ways - 1) * _FLOAT_BYTES * sum(math.prod(gradients.shapes[name]) for name in split)
-    links = [machine.links[axis].of(kind) for kind in ("reduce_scatter", "all_gather")]
-    return sum(sum(link.seconds(ways - 1, num_bytes)) for link in links)
+    seconds = 0.0
+    for axis in (axis for axis in GATHER_AXES if axis in machine.links and axis in gradients.layout.inner):
+        split = [name for name in gradients.shapes if axis in gradients.layout.used(name)]
+        others = gradients.layout.inner[axis] - 1
+        num_bytes = others * _FLOAT_BYTES * sum(math.prod(gradients.shapes[name]) for name in split)
+        links = [machine.links[axis].of(kind) for kind in ("reduce_scatter", "all_gather")]
+        seconds += sum(sum(link.seconds(others, num_bytes)) for link in links)
+    return seconds
 
 
 def all_reduce_cost(bucket: Bucket, gradients: Gradients, machine: Machine, dtype: str = "float32") -> Cost:

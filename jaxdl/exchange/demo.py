@@ -76,7 +76,7 @@ class DeMo(Compressed, kind="demo"):
 
     @property
     def unsent_decay(self) -> float:
-        """See `ExchangeConfig.unsent_decay`."""
+        """The decay of the momentum."""
         return self.momentum
 
     @property
@@ -114,7 +114,7 @@ class DeMo(Compressed, kind="demo"):
         return dataclasses.replace(bucket, shapes=tuple((count, self.chunk_size) for count in counts))
 
     def send(self, message: Message, context: Context) -> Sent:
-        """See `Compressed.send`."""
+        """The sum of each chunk's largest coefficients over the replicas, and the momentum that was not sent."""
         bucket, axis = message.bucket, context.axis
         chunked, stacked = self.chunked(bucket), context.layout.stacked
         shapes = dict(zip(bucket.names, bucket.shapes, strict=True))
@@ -148,7 +148,7 @@ class DeMo(Compressed, kind="demo"):
         )
 
     def bucket_cost(self, bucket: Bucket, gradients: Gradients, machine: Machine) -> Cost:
-        """See `Compressed.bucket_cost`."""
+        """The cost of one compressed bucket. Raises ValueError for a speed that is not known."""
         m, speeds, chunked = gradients.num_replicas, machine.speeds, self.chunked(bucket)
         n = chunked.num_own
         sent = self.sent_bytes(n // self.chunk_size, m)

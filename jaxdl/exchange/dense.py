@@ -68,12 +68,12 @@ class Dense(ExchangeConfig, kind="dense"):
         return {name: [cls(wire_dtype=name)] for name in get_args(WireDtype)[1:]}
 
     def cost(self, gradients: Gradients, machine: Machine) -> Cost:
-        """See `ExchangeConfig.cost`."""
+        """The cost of one `update` after all warm-ups."""
         dense, _ = self.buckets(gradients.shapes, gradients.layout)
         return sum((all_reduce_cost(bucket, gradients, machine, self.wire_dtype) for bucket in dense), Cost())
 
     def undelayed(self, layout: GradientLayout) -> DenseExchange:
-        """See `ExchangeConfig.undelayed`."""
+        """The exchange of gradients in the step that computes them."""
         return DenseExchange(self, layout)
 
 
@@ -91,7 +91,7 @@ class DenseExchange:
     def update(
         self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
     ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
-        """See `Exchange.update`."""
+        """(mean gradients, new state, metrics), inside a manual `shard_map`."""
         leaves, context = nonempty(grads), Context(axis, key, self.layout)
         check_local(leaves, axis)
         shares = shares_of(leaves, axis)

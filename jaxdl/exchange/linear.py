@@ -45,7 +45,7 @@ class Linear(Compressed, kind=None):
         """float32 `[size]` from a sum of short vectors, with the same `key` as in `shorten`."""
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout, num_replicas: int) -> None:
-        """See `ExchangeConfig.check`; also traces `shorten` and `lengthen`."""
+        """As that of `ExchangeConfig`; also traces `shorten` and `lengthen`."""
         super().check(shapes, layout, num_replicas)
         self._check_lengths(max(math.prod(shape) for shape in shapes.values()))
 
@@ -86,7 +86,7 @@ class Linear(Compressed, kind=None):
         return 2, -self.num_sent(_SAMPLE) / _SAMPLE
 
     def bucket_cost(self, bucket: Bucket, gradients: Gradients, machine: Machine) -> Cost:
-        """See `Compressed.bucket_cost`."""
+        """The cost of one compressed bucket. Raises ValueError for a speed that is not known."""
         m, n = gradients.num_replicas, bucket.num_own
         sent = all_reduce_sent_bytes(self.num_sent(n), m, jnp.float32)
         latency, wire = machine.slow.of("all_reduce/float32").seconds(2 * (m - 1), sent)
@@ -100,7 +100,7 @@ class Linear(Compressed, kind=None):
         )
 
     def send(self, message: Message, context: Context) -> Sent:
-        """See `Compressed.send`."""
+        """The mean of what `shorten` makes of each replica's bucket, made long again."""
         bucket, key = message.bucket, context.device_key(message)
         own = held_back(bucket.join(message.summand), message.last)
         lengthen = functools.partial(self.lengthen, size=own.size, key=key)

@@ -81,7 +81,7 @@ def last_of(sent: Sequence[Sent], bucket: Bucket, layout: GradientLayout) -> jax
     XLA would merge both messages, and wait for the large one to gather the small one early.
     """
     if layout.at_once:
-        sent = [] if bucket.whole else [one for one in sent if one.bucket.whole]
+        sent = [] if bucket.whole else [message for message in sent if message.bucket.whole]
     return sent[-1].last if sent else None
 
 
@@ -101,7 +101,7 @@ class Sums(NamedTuple):
     momentum: Leaves | None
     shard: dict[str, Leaves]
     costs: jax.Array
-    """See `message_costs`."""
+    """`[bytes over the axis, entries, elements, bytes over each inner axis...]`, float32."""
 
 
 def send_dense(message: Message, context: Context, *, dtype: Any = jnp.float32) -> Sent:

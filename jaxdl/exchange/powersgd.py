@@ -64,7 +64,7 @@ class PowerSGD(Compressed, kind="powersgd"):
         return 3, -self.rank
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout, num_replicas: int) -> None:
-        """See `ExchangeConfig.check`."""
+        """Raises ConfigError when an option has no effect on gradients of these names and shapes."""
         super().check(shapes, layout, num_replicas)
         if num_replicas > 1 and not any(self.suits(name, shape, layout) for name, shape in shapes.items()):
             raise ConfigError(
@@ -73,7 +73,7 @@ class PowerSGD(Compressed, kind="powersgd"):
             )
 
     def bucket_cost(self, bucket: Bucket, gradients: Gradients, machine: Machine) -> Cost:
-        """See `Compressed.bucket_cost`."""
+        """The cost of one compressed bucket. Raises ValueError for a speed that is not known."""
         m, speeds = gradients.num_replicas, machine.speeds
         shapes = [
             matrix_shape(shape, stacked=name in gradients.layout.stacked)
@@ -101,7 +101,7 @@ class PowerSGD(Compressed, kind="powersgd"):
         )
 
     def send(self, message: Message, context: Context) -> Sent:
-        """See `Compressed.send`."""
+        """The mean of the matrices, of rank `rank` each, by one power iteration."""
         bucket, axis, layout, summand = message.bucket, context.axis, context.layout, message.summand
         shapes = {name: matrix_shape(summand[name].shape, stacked=name in layout.stacked) for name in bucket.names}
         matrices = {name: summand[name].reshape(shape) for name, shape in shapes.items()}

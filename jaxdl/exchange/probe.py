@@ -88,7 +88,7 @@ def probe_link(
     compiled = {} if compiled is None else compiled
     if "idle" not in compiled:
         compiled["idle"] = _compiled(mesh, lambda x: x[:1], _normal(mesh, _SMALLEST_BYTES // 4))
-    num_devices = mesh.shape[axis] if isinstance(axis, str) else math.prod(mesh.shape[one] for one in axis)
+    num_devices = mesh.shape[axis] if isinstance(axis, str) else math.prod(mesh.shape[name] for name in axis)
     largest = 2**22 if platform(mesh) == "cpu" else 2**26
     found = {}
     for kind in collectives:

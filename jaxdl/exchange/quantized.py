@@ -35,7 +35,7 @@ class _FewBits(Compressed, kind=None):
         return quantized_sent_bytes(num_elements, num_replicas, bits=self.num_bits, block_size=self.block_size)
 
     def bucket_cost(self, bucket: Bucket, gradients: Gradients, machine: Machine) -> Cost:
-        """See `Compressed.bucket_cost`."""
+        """The cost of one compressed bucket. Raises ValueError for a speed that is not known."""
         m, n = gradients.num_replicas, bucket.num_own
         sent = self.sent_bytes(n, m)
         latency, wire = machine.two_shots_sec(sent, m)
@@ -50,7 +50,7 @@ class _FewBits(Compressed, kind=None):
         )
 
     def send(self, message: Message, context: Context) -> Sent:
-        """See `Compressed.send`."""
+        """The mean of the quantized buckets of all replicas."""
         bucket, axis, key = message.bucket, context.axis, context.device_key(message)
         # Ranges of whole blocks: padding by the collective would cost copies of everything.
         whole = context.num_replicas * self.block_size

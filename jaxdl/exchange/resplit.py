@@ -94,14 +94,14 @@ def _of_as_many(name: str, stored: jax.Array, wanted: jax.ShapeDtypeStruct, weig
             total = jnp.sum(x, axis=0)
             return total // number + (jnp.arange(number) < total % number).astype(x.dtype)
         if not name.startswith(_OWN) or name.startswith(_SUMS):
-            one = jnp.sum(x, axis=0) / number
+            each = jnp.sum(x, axis=0) / number
         elif name == _LOSS_SCALE:
-            one = jnp.min(x, axis=0)
+            each = jnp.min(x, axis=0)
         elif not jnp.issubdtype(x.dtype, jnp.floating):  # Counters, in which replicas hardly differ.
-            one = jnp.max(x, axis=0)
+            each = jnp.max(x, axis=0)
         else:
-            one = _mean(x, weight)
-        return jnp.broadcast_to(one[None], wanted.shape)
+            each = _mean(x, weight)
+        return jnp.broadcast_to(each[None], wanted.shape)
 
     return jax.jit(split, out_shardings=wanted.sharding)(stored, weight)
 

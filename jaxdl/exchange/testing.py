@@ -35,16 +35,17 @@ from jaxdl.exchange.base import PER_REPLICA
 from jaxdl.exchange.resplit import resplit
 from jaxdl.parallel.cluster import start_devices
 from jaxdl.parallel.compiler.wire_bytes import sent_bytes
-from jaxdl.parallel.mesh import Axis, MeshConfig
+from jaxdl.parallel.mesh import PARAM_AXES, Axis, MeshConfig
 
 _NUM_DEVICES = 8
-_AXES = tuple(axis.value for axis in Axis)
+_INNER = PARAM_AXES[:2]
+_AXES = (Axis.REPLICA.value, *_INNER)
 _ROWS = 64
 _LEAST_ELEMENTS = 3072
 _SPECS = {
-    "kernel": PartitionSpec(Axis.FSDP.value, Axis.TENSOR.value),
-    "layers": PartitionSpec(None, Axis.TENSOR.value, Axis.FSDP.value),
-    "half": PartitionSpec(Axis.TENSOR.value),
+    "kernel": PartitionSpec(*_INNER),
+    "layers": PartitionSpec(None, *reversed(_INNER)),
+    "half": PartitionSpec(_INNER[1]),
     "odd": PartitionSpec(),
     "bias": PartitionSpec(),
     "scalar": PartitionSpec(),
@@ -105,7 +106,7 @@ class _Run:
         self.exchange, self.sizes = exchange, dict(zip(_AXES, sizes, strict=True))
         count = math.prod(sizes)
         self.mesh = Mesh(np.array(jax.devices()[:count]).reshape(sizes), tuple(self.sizes))
-        self.inner = {axis: size for axis, size in self.sizes.items() if axis != Axis.REPLICA and size > 1}
+        self.inner = {axis: self.sizes[axis] for axis in _INNER if self.sizes[axis] > 1}
         self.specs = {
             name: PartitionSpec(*(axis if axis in self.inner else None for axis in spec))
             for name, spec in _SPECS.items()
@@ -302,7 +303,7 @@ def _check_resplit(before: _Run, after: _Run) -> None:
     split = resplit(found, wanted, fresh=lambda: _flat(after.init()))
     for name, x in split.items():
         if PER_REPLICA in name.split(".")[1:2]:
-            sums = [np.asarray(one, np.float64).sum(axis=0) for one in (x, found.get(name, x))]
+            sums = [np.asarray(state, np.float64).sum(axis=0) for state in (x, found.get(name, x))]
             error = np.abs(sums[0] - sums[1]).max(initial=0)
             _require(error <= 1e-4, f"{name}: its sum over the replicas changes by {error:.3g}")
     restored = jax.tree.unflatten(jax.tree.structure(after.init()), list(split.values()))

@@ -133,7 +133,7 @@ class TopK(Compressed, kind="topk"):
         return sparse_sent_bytes(k, num_elements, num_replicas, algorithm=self.algorithm, wire=self.wire)
 
     def send(self, message: Message, context: Context) -> Sent:
-        """See `Compressed.send`."""
+        """The mean of the largest entries of each replica's bucket."""
         bucket, axis, key = message.bucket, context.axis, context.device_key(message)
         own = bucket.join(message.summand)
         k = self.num_kept(own.size)
@@ -164,7 +164,7 @@ class TopK(Compressed, kind="topk"):
         return Sent(bucket, bucket.split(total), residual, sent, k, total[0], momentum)
 
     def bucket_cost(self, bucket: Bucket, gradients: Gradients, machine: Machine) -> Cost:
-        """See `Compressed.bucket_cost`."""
+        """The cost of one compressed bucket. Raises ValueError for a speed that is not known."""
         m, n, speeds = gradients.num_replicas, bucket.num_own, machine.speeds
         k, sent = self.num_kept(n), self.sent_bytes(n, m)
         selected, accesses = float(n), JOIN + SPLIT + NORM + _EMPTY_TOTAL

@@ -63,7 +63,7 @@ class Delayed(SummedLater):
         return state | {PER_REPLICA: state.get(PER_REPLICA, {}) | {PENDING: pending}}
 
     def update_own(self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array) -> Updated:
-        """See `SummedLater.update_own`."""
+        """(mean gradients, new state, metrics), with this device's parts of squared norms among the metrics."""
         leaves = nonempty(grads)
         check_local(leaves, axis)
         of_replica = dict(state[PER_REPLICA])
@@ -106,7 +106,7 @@ class SingleReplica(SummedLater):
         return self.several.init(grads)
 
     def update_own(self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array) -> Updated:
-        """See `SummedLater.update_own`."""
+        """(mean gradients, new state, metrics), with this device's parts of squared norms among the metrics."""
         leaves, kept = nonempty(grads), dict(state.get(PER_REPLICA, {}))
         mean = shares = shares_of(leaves, axis)
         zero, one = jnp.float32(0), jnp.float32(1)

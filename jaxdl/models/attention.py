@@ -149,8 +149,9 @@ def _flash(
 ) -> jax.Array:
     if layout is None:
         return flash_attention(query, key, value, rows, pattern)
+    # A kernel reads all tokens of its examples, so their length is not split here.
     query_spec, key_spec = (
-        layout.activation_spec(("batch", "length", name, "head_dim"), x.shape)
+        layout.activation_spec(("batch", sharding.UNNAMED, name, "head_dim"), x.shape)
         for name, x in (("heads", query), ("kv_heads", key))
     )
     if query_spec[2] and not key_spec[2]:

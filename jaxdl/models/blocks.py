@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jaxdl.models.attention import attend
 from jaxdl.models.elementwise import layer_norm, rms_norm, swiglu
-from jaxdl.models.lora import adapted
+from jaxdl.models.lora import adapt
 from jaxdl.models.products import add_bias, weight_product
 from jaxdl.models.rotary import Angles, rotate
 from jaxdl.parallel import sharding
@@ -54,7 +54,7 @@ def linear(module: nnx.Module, name: str, x: jax.Array, num_contracted: int = 1)
     """
     kernel, bias = getattr(module, name)[...], getattr(module, f"{name}_bias", None)
     product = weight_product(x, kernel, num_contracted=num_contracted)
-    adapter = adapted(module, name, x, num_contracted)
+    adapter = adapt(module, name, x, num_contracted)
     product = product if adapter is None else product + adapter
     return product if bias is None else add_bias(product, bias[...].reshape(kernel.shape[num_contracted:]))
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jaxdl.core.errors import ConfigError
 from jaxdl.core.kinds import Choice
-from jaxdl.core.user_code import taken, user_code
+from jaxdl.core.user_code import select_arguments, user_code
 from jaxdl.models.network import Network
 from jaxdl.parallel.embedding import Table
 from jaxdl.parallel.sharding import Params
@@ -30,7 +30,7 @@ class Model(Choice):
 
     @classmethod
     def instead_of(cls, value: Any) -> str:
-        """See `Choice.instead_of`: how a flax module is given."""
+        """A sentence on how a flax module is given."""
         made = value if isinstance(value, type) else type(value)
         if not issubclass(made, nnx.Module | linen.Module):
             return ""
@@ -42,7 +42,7 @@ class Model(Choice):
         Raises ConfigError for a model of a user that fails, or that does not take the dtype of the computation.
         """
         del inputs
-        if "dtype" not in taken(self.build, sizes):
+        if "dtype" not in select_arguments(self.build, sizes):
             check_dtype(self.users_name, sizes, "its build()")
         with user_code(self.users_name, of=self.build):
             make = self.make(**sizes)
@@ -50,7 +50,7 @@ class Model(Choice):
 
     def make(self, **sizes: Any) -> Callable[[nnx.Rngs], nnx.Module]:
         """`build` with those of these arguments that it takes."""
-        return self.build(**taken(self.build, sizes))
+        return self.build(**select_arguments(self.build, sizes))
 
     def tables(self, features: Sequence[Any]) -> tuple[Table, ...]:
         """The embedding tables for features of the data, each with `name`, `rows` and `num_ids`; by default none.

@@ -25,7 +25,7 @@ def row_keys(key: jax.Array, rows: jax.Array) -> jax.Array:
     return jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
 
 
-def folded(keys: jax.Array | None, number: jax.Array | int) -> jax.Array | None:
+def fold(keys: jax.Array | None, number: jax.Array | int) -> jax.Array | None:
     """Other keys, for the layer or the place of this number; None stays None."""
     return None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, number)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -23,11 +23,11 @@ from jaxdl.models.attention import attend, attention_remarks, portable_attention
 from jaxdl.models.blocks import MLP, Attention, MLPKind, NormKind, make_norm
 from jaxdl.models.cache import KeyValues, attend_cached, empty_cache
 from jaxdl.models.config import Model
-from jaxdl.models.dropout import RowKeys, dropout, folded
+from jaxdl.models.dropout import RowKeys, dropout, fold
 from jaxdl.models.logits import Logits
 from jaxdl.models.loop import Remat, through_layers
 from jaxdl.models.rotary import Angles, positions_of, rotary_angles
-from jaxdl.parallel import sharding
+from jaxdl.parallel import sharding, token_vectors
 
 _LONGEST = 10_000.0
 """Wavelengths of the positions run from 2 pi to 2 pi times this (Vaswani et al., section 3.5; Su et al. 2021)."""
@@ -70,7 +70,8 @@ class EncoderDecoder(Model, kind="encoder_decoder"):
     """Dropout of the weights of attention."""
     norm_epsilon: float = pydantic.Field(default=1e-5, gt=0)
     """Added to the variance (or mean square) before the square root."""
-    layers_per_turn: int = pydantic.Field(default=1, ge=1)
+    former_names: ClassVar[Mapping[str, str]] = {"layers_per_turn": "scan_unroll"}
+    scan_unroll: int = pydantic.Field(default=1, ge=1)
     """Layers that one turn of a loop over layers computes: more compile longer, and are not always faster."""
     remat: Remat = "none"
     """What is kept of a block for the backward pass, which computes the rest again: everything (`none`), its input
@@ -143,16 +144,16 @@ class Block(nnx.Module):
 
     def encoded(self, x: jax.Array, rows: _Rows, keys: jax.Array | None) -> jax.Array:
         """[batch, length, embed] -> [batch, length, embed]; `keys` are the random keys of the rows in this layer."""
-        own = functools.partial(self.attention, angles=rows.angles, segments=rows.segments, keys=folded(keys, 3))
+        own = functools.partial(self.attention, angles=rows.angles, segments=rows.segments, keys=fold(keys, 3))
         return self.add("mlp", self.add("attention", x, own, keys), self.mlp, keys)
 
     def decoded(
         self, x: jax.Array, rows: _Rows, memory: jax.Array, source_segments: jax.Array, keys: jax.Array | None
     ) -> jax.Array:
         """As `encoded`; `memory` [batch, source_length, embed] is what the encoder made of the sources."""
-        own = functools.partial(self.attention, angles=rows.angles, segments=rows.segments, keys=folded(keys, 3))
+        own = functools.partial(self.attention, angles=rows.angles, segments=rows.segments, keys=fold(keys, 3))
         other = functools.partial(
-            self.cross, source=memory, segments=rows.segments, key_segments=source_segments, keys=folded(keys, 4)
+            self.cross, source=memory, segments=rows.segments, key_segments=source_segments, keys=fold(keys, 4)
         )
         x = self.add("cross", self.add("attention", x, own, keys), other, keys)
         return self.add("mlp", x, self.mlp, keys)
@@ -162,7 +163,7 @@ class Block(nnx.Module):
     ) -> jax.Array:
         """The residual stream after a part, "attention", "cross" or "mlp", with its norm before or after the sum."""
         norm: Callable[[jax.Array], jax.Array] = getattr(self, f"{name}_norm")
-        own_keys = folded(keys, ("attention", "cross", "mlp").index(name))
+        own_keys = fold(keys, ("attention", "cross", "mlp").index(name))
         total = x + dropout(part(norm(x) if self.is_pre else x), self.dropout, own_keys)
         return sharding.constrain(total if self.is_pre else norm(total), "batch", "length", "embed")
 
@@ -209,21 +210,21 @@ class EncoderDecoderModule(nnx.Module):
         """
         keys = self.row_keys[...] if train and self.row_keys is not None else None
         memory = self.encode(source, source_segments, keys)
-        x, rows = self._embedded(target, target_segments, folded(keys, _TARGET))
-        layer_keys = folded(keys, _DECODER)
+        x, rows = self._embedded(target, target_segments, fold(keys, _TARGET))
+        layer_keys = fold(keys, _DECODER)
 
         def block(x: jax.Array, layer: Block, index: jax.Array | int) -> jax.Array:
-            return layer.decoded(x, rows, memory, source_segments, folded(layer_keys, index))
+            return layer.decoded(x, rows, memory, source_segments, fold(layer_keys, index))
 
         return self._logits(self._through(self.decoder, block, x))
 
     def encode(self, source: jax.Array, segments: jax.Array, keys: jax.Array | None = None) -> jax.Array:
         """What the encoder makes of source tokens, [batch, length, embed]; `keys` are the random keys of the rows."""
-        x, rows = self._embedded(source, segments, folded(keys, _SOURCE))
-        layer_keys = folded(keys, _ENCODER)
+        x, rows = self._embedded(source, segments, fold(keys, _SOURCE))
+        layer_keys = fold(keys, _ENCODER)
 
         def block(x: jax.Array, layer: Block, index: jax.Array | int) -> jax.Array:
-            return layer.encoded(x, rows, folded(layer_keys, index))
+            return layer.encoded(x, rows, fold(layer_keys, index))
 
         x = self._through(self.encoder, block, x)
         return self.encoder_norm(x) if self.config.norm_position == "pre" else x
@@ -286,7 +287,7 @@ class EncoderDecoderModule(nnx.Module):
         """What the first block reads, [batch, length, embed]; `positions` are those in each text by default."""
         config = self.config
         positions = positions_of(segments) if positions is None else positions
-        x, angles = sharding.lookup(self.embedding[...], tokens, self.dtype) * math.sqrt(config.embed_dim), None
+        x, angles = token_vectors.lookup(self.embedding[...], tokens, self.dtype) * math.sqrt(config.embed_dim), None
         if config.positions == "rotary":
             angles = rotary_angles(positions, config.head_dim, _LONGEST)
         else:
@@ -302,8 +303,7 @@ class EncoderDecoderModule(nnx.Module):
         def body(x: jax.Array, layer: Any, index: jax.Array | int) -> jax.Array:
             return block(x, nnx.merge(graphdef, sharding.gather_layer(layer)), index)
 
-        per_turn = self.config.layers_per_turn
-        return through_layers(body, x, state, remat=self.config.remat, layers_per_turn=per_turn)[0]
+        return through_layers(body, x, state, remat=self.config.remat, scan_unroll=self.config.scan_unroll)[0]
 
     def _logits(self, x: jax.Array) -> Logits:
         return Logits(self.decoder_norm(x) if self.config.norm_position == "pre" else x, self.embedding[...].T)

@@ -60,7 +60,7 @@ class FunctionNetwork(Network):
         check_arrays(what, self.param_shapes, self.state_shapes)
 
     def init(self, key: jax.Array) -> tuple[Params, ModelState]:
-        """See `Network.init`."""
+        """Fresh `(params, model_state)` from a random key."""
         with user_code(self.what, of=self._written[0]):
             params, state = self._init(key)
         return self._param_names.named(params), self._state_names.named(state)
@@ -72,7 +72,7 @@ class FunctionNetwork(Network):
 
     @property
     def called(self) -> Callable[..., Any]:
-        """See `Network.called`."""
+        """The user's function that is the network."""
         return self._written[1]
 
     def apply(
@@ -87,7 +87,7 @@ class FunctionNetwork(Network):
         whole: bool = True,
         layer: str | None = None,
     ) -> tuple[Any, ModelState]:
-        """See `Network.apply`; without `norms` there is nothing to forget, and all outputs are made.
+        """`(outputs, model_state)`, all outputs made; there are no norms whose statistics could be forgotten.
 
         Raises ConfigError for a `layer`: functions have none with names.
         """
@@ -107,7 +107,7 @@ class FunctionNetwork(Network):
 
 def blank(inputs: Sequence[jax.ShapeDtypeStruct]) -> tuple[jax.Array, ...]:
     """Inputs of zeros."""
-    return tuple(jnp.zeros(one.shape, one.dtype) for one in inputs)
+    return tuple(jnp.zeros(x.shape, x.dtype) for x in inputs)
 
 
 def linen_network(

@@ -27,7 +27,7 @@ class Logits:
     """The output layer, not yet applied: [batch, length, vocab] logits are `x` [batch, length, embed] by `kernel`
     [embed, vocab].
 
-    A task that needs no more than their cross-entropy never holds all of them; `projected` makes them for any other.
+    A task that needs no more than their cross-entropy never holds all of them; `materialize` makes them for any other.
     """
 
     x: jax.Array
@@ -45,7 +45,7 @@ class Logits:
         batch, length, _ = self.x.shape
         return batch, length, self.kernel.shape[1]
 
-    def whole(self) -> jax.Array:
+    def materialize(self) -> jax.Array:
         """The logits, float32 [batch, length, vocab]."""
         with self._context():
             logits = weight_product(self.x, self.kernel, float32_result=True)
@@ -91,10 +91,10 @@ class Logits:
             yield
 
 
-def projected(outputs: Any) -> Any:
+def materialize(outputs: Any) -> Any:
     """A network's outputs, with the logits that were not made yet made."""
     return jax.tree.map(
-        lambda one: one.whole() if isinstance(one, Logits) else one,
+        lambda one: one.materialize() if isinstance(one, Logits) else one,
         outputs,
         is_leaf=lambda node: isinstance(node, Logits),
     )
@@ -125,14 +125,14 @@ def log_likelihoods(outputs: Any, target: jax.Array, most: int) -> jax.Array:
     wanted = -(-batch * length * vocab // most)
     num = next(num for num in range(min(wanted, length), length + 1) if length % num == 0)
     pieces = (jnp.moveaxis(x.reshape(batch, num, length // num, *x.shape[2:]), 1, 0) for x in (outputs.x, target))
-    found = lax.map(lambda piece: scores(replace(outputs, x=piece[0]).whole(), piece[1]), tuple(pieces))
+    found = lax.map(lambda piece: scores(replace(outputs, x=piece[0]).materialize(), piece[1]), tuple(pieces))
     return jnp.moveaxis(found, 0, 1).reshape(batch, length)
 
 
 def of_tokens(outputs: Any, positions: jax.Array) -> jax.Array:
     """The logits of one token of each row, [rows, 1, vocab], from outputs for all [rows, length]; positions [rows]."""
     if isinstance(outputs, Logits):
-        return replace(outputs, x=_taken(outputs.x, positions)).whole()
+        return replace(outputs, x=_taken(outputs.x, positions)).materialize()
     return _taken(outputs, positions)
 
 

@@ -68,35 +68,35 @@ def through_layers(
     layers: nnx.State,
     *,
     remat: Remat,
-    layers_per_turn: int = 1,
+    scan_unroll: int = 1,
     beside: nnx.Param[jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`x` after all layers; each leaf of `layers` has a leading dimension for them. Also the value of `beside`.
 
-    `remat` says what the backward pass computes again; a turn of the loop computes `layers_per_turn`. Where the
+    `remat` says what the backward pass computes again; a turn of the loop computes `scan_unroll`. Where the
     surrounding layout has a `sum_dtype`, parameters are those of all replicas, typed alike, and their gradients are
     means over the replicas; so is `beside`, a matrix that is used after the layers.
     """
     layout, after = current_layout(), None if beside is None else beside[...]
     if layout is not None and layout.sum_dtype is not None:
         return _through_summed_layers(
-            body, x, layers, beside, layout, layout.sum_dtype, remat=remat, layers_per_turn=layers_per_turn
+            body, x, layers, beside, layout, layout.sum_dtype, remat=remat, scan_unroll=scan_unroll
         )
     num_layers = jax.tree.leaves(layers)[0].shape[0]
-    body = rematerialized(body, remat, in_scan=_all_in_loop(num_layers, layers_per_turn))
+    body = rematerialize(body, remat, in_scan=_all_in_loop(num_layers, scan_unroll))
 
     def turn(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
         return body(x, *layer), None
 
-    return lax.scan(turn, x, (layers, jnp.arange(num_layers)), unroll=layers_per_turn)[0], after
+    return lax.scan(turn, x, (layers, jnp.arange(num_layers)), unroll=scan_unroll)[0], after
 
 
-def _all_in_loop(num_layers: int, layers_per_turn: int) -> bool:
+def _all_in_loop(num_layers: int, scan_unroll: int) -> bool:
     """Whether `lax.scan` computes all layers in its loop: one turn needs none, and what is left over follows it."""
-    return layers_per_turn < num_layers and num_layers % layers_per_turn == 0
+    return scan_unroll < num_layers and num_layers % scan_unroll == 0
 
 
-def rematerialized(body: Callable[..., Any], remat: Remat, *, in_scan: bool = False) -> Callable[..., Any]:
+def rematerialize(body: Callable[..., Any], remat: Remat, *, in_scan: bool = False) -> Callable[..., Any]:
     """`body`, of which the backward pass finds what `remat` keeps."""
     if remat == "none":
         return body
@@ -114,7 +114,7 @@ class _Sum:
 
     def split(self, grads: list[jax.Array]) -> list[jax.Array]:
         """This replica's gradients, sharded inside it."""
-        return [self.layout.constrained(x, spec) for x, spec in zip(grads, self.specs, strict=True)]
+        return [self.layout.constrain(x, spec) for x, spec in zip(grads, self.specs, strict=True)]
 
     def mean(self, grads: list[jax.Array]) -> list[jax.Array]:
         """The mean over replicas of sharded gradients."""
@@ -132,13 +132,13 @@ def _through_summed_layers(
     dtype: DTypeLike,
     *,
     remat: Remat,
-    layers_per_turn: int,
+    scan_unroll: int,
 ) -> tuple[jax.Array, jax.Array | None]:
     leaves, treedef = jax.tree.flatten(layers)
     last = leaves[0].shape[0] - 1
 
     def sum_of(variables: Sequence[nnx.Variable], num_stacked: int) -> _Sum:
-        shapes = [(one.get_metadata()["axes"], one[...].shape[num_stacked:]) for one in variables]
+        shapes = [(variable.get_metadata()["axes"], variable[...].shape[num_stacked:]) for variable in variables]
         return _Sum(layout, tuple(layout.grad_spec(*one) for one in shapes), dtype)
 
     layer_sum = sum_of(jax.tree.leaves(layers, is_leaf=lambda node: isinstance(node, nnx.Variable)), 1)
@@ -157,11 +157,11 @@ def _through_summed_layers(
         sent = _pieces_sent(row, pieces) if pieces is not None and row else []
         return (body(x, jax.tree.unflatten(treedef, used), index), carrier), sent
 
-    looped = rematerialized(turn, remat, in_scan=_all_in_loop(last, layers_per_turn))
+    looped = rematerialize(turn, remat, in_scan=_all_in_loop(last, scan_unroll))
     inputs = (jnp.arange(last), outlets, rows)
-    carry, sent = lax.scan(looped, (x, carrier), inputs, unroll=layers_per_turn)
+    carry, sent = lax.scan(looped, (x, carrier), inputs, unroll=scan_unroll)
     # Outside of the scan XLA would merge the recomputation with the original: here it is prevented.
-    x = rematerialized(turn, remat)(carry, (last, [], []))[0][0]
+    x = rematerialize(turn, remat)(carry, (last, [], []))[0][0]
     if beside is None:
         return x, None
     after: Any = _matrix_in_use(lax.stop_gradient(beside[...]), sent, pieces)

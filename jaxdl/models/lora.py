@@ -100,7 +100,7 @@ def _sum(kernel: jax.Array, a: jax.Array, b: jax.Array, factor: float) -> jax.Ar
     return kernel + factor * product.reshape(kernel.shape)
 
 
-def adapted(module: nnx.Module, name: str, x: jax.Array, num_contracted: int) -> jax.Array | None:
+def adapt(module: nnx.Module, name: str, x: jax.Array, num_contracted: int) -> jax.Array | None:
     """What the adapter of the kernel `name` of a module adds to its product with `x`; None without one.
 
     `num_contracted` is that of the product.

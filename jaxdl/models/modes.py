@@ -79,7 +79,11 @@ def _changed(value: Any, train: bool, given: Collection[str], made: dict[int, An
     if not isinstance(value, linen.Module):
         return value
     if id(value) not in made:
-        fields = {one.name: one for one in dataclasses.fields(value) if one.init and one.name not in ("parent", "name")}
+        fields = {
+            field.name: field
+            for field in dataclasses.fields(value)
+            if field.init and field.name not in ("parent", "name")
+        }
         before = {name: getattr(value, name) for name in fields}
         after = {name: _changed(one, train, (), made) for name, one in before.items()}
         kept = {name for name, one in fields.items() if before[name] is not one.default} | set(given)

@@ -14,7 +14,7 @@ from jaxdl.core.errors import ConfigError
 from jaxdl.core.user_code import user_code
 from jaxdl.models.dropout import RowKeys, row_keys
 from jaxdl.models.features import layer_output
-from jaxdl.models.logits import projected
+from jaxdl.models.logits import materialize
 from jaxdl.models.loop import BESIDE_LOOP
 from jaxdl.models.modes import call_modes, set_modes
 from jaxdl.models.stacks import Dims, nnx_stacks, noted_shapes, with_stacks
@@ -143,7 +143,7 @@ class Network:
         if forget:
             keep = jax.tree_util.tree_map_with_path
             after = keep(lambda path, new, old: new if _names(path) in self.norms else old, after, model_state)
-        return projected(outputs) if whole else outputs, after
+        return materialize(outputs) if whole else outputs, after
 
     def changed(self, change: Callable[[nnx.Module], None]) -> Network:
         """A network of the same parameters whose module `change` has changed after it was made."""

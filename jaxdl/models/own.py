@@ -14,7 +14,7 @@ from pydantic_core import core_schema
 
 from jaxdl.core.errors import ConfigError
 from jaxdl.core.kinds import SOURCE
-from jaxdl.core.reference import Reference, as_json, resolved
+from jaxdl.core.reference import Reference, as_json, resolve
 from jaxdl.core.user_code import check_given, check_known, parameters, takes_any, user_code
 from jaxdl.models.config import Model, check_dtype
 from jaxdl.models.functions import FunctionNetwork, blank, linen_network
@@ -50,9 +50,9 @@ def _argument(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(map(_argument, value))
     if isinstance(value, Mapping) and SOURCE not in value and all(isinstance(name, str) for name in value):
-        return {name: _argument(one) for name, one in value.items()}
+        return {name: _argument(item) for name, item in value.items()}
     if isinstance(value, Mapping) or callable(value):
-        return resolved(value)
+        return resolve(value)
     raise ConfigError(
         f"{value!r} cannot be written to config.json. Give a number, a string, True, False, None, a function or class "
         "with a name, or lists and dictionaries of these"
@@ -88,13 +88,15 @@ class OwnModel(Model, kind=None):
         They are those that are given, and those that the user's code has a default for.
         """
         fields = {*type(self).model_fields, "kind", SOURCE}
-        defaults = {name: one.default for name, one in self._parameters().items() if name not in fields}
-        return {name: one for name, one in (defaults | self.arguments).items() if type(one) in (bool, int, float, str)}
+        defaults = {name: parameter.default for name, parameter in self._parameters().items() if name not in fields}
+        return {
+            name: value for name, value in (defaults | self.arguments).items() if type(value) in (bool, int, float, str)
+        }
 
     @property
     def further_types(self) -> dict[str, Any]:
         """The types of `further_options`: of a number, any number, unless it is annotated as a whole one."""
-        whole = [name for name, one in self._parameters().items() if one.annotation in (int, "int")]
+        whole = [name for name, parameter in self._parameters().items() if parameter.annotation in (int, "int")]
         return {
             name: int | float if type(one) is int and name not in whole else type(one)
             for name, one in self.further_options.items()
@@ -158,7 +160,7 @@ class FromModule(OwnModel, kind="from_module"):
 
     def _parameters(self) -> dict[str, inspect.Parameter]:
         found = parameters(self._function)
-        return {name: one for name, one in found.items() if name not in (*_LINEN, _RNGS)}
+        return {name: parameter for name, parameter in found.items() if name not in (*_LINEN, _RNGS)}
 
     @property
     def _function(self) -> Callable[..., Any]:
@@ -172,11 +174,11 @@ class FromModule(OwnModel, kind="from_module"):
 
     @property
     def users_name(self) -> str:
-        """See `Choice.users_name`."""
+        """How messages name the user's code, `model my_model`."""
         return f"model {self._name}"
 
     def network(self, inputs: Sequence[jax.ShapeDtypeStruct], **sizes: Any) -> Network:
-        """See `Model.network`."""
+        """The network for inputs like these, [batch, ...] each."""
         make, wanted = self._function, parameters(self._function)
         if "dtype" not in wanted and "dtype" not in self.arguments:
             check_dtype(self.users_name, sizes, self._name)
@@ -228,7 +230,7 @@ class FromFunctions(OwnModel, kind="from_functions"):
         return self
 
     def _parameters(self) -> dict[str, inspect.Parameter]:
-        init, apply = (list(parameters(one).items())[1:] for one in self._functions)
+        init, apply = (list(parameters(function).items())[1:] for function in self._functions)
         given = (mode_arguments(dict(apply), train=True).keys() - self.arguments.keys()) | {"state", *_KEYS}
         return {name: one for name, one in init + apply if name not in given}
 
@@ -240,11 +242,11 @@ class FromFunctions(OwnModel, kind="from_functions"):
 
     @property
     def users_name(self) -> str:
-        """See `Choice.users_name`."""
+        """How messages name the user's code, `model my_model`."""
         return f"model {self._functions[1].__qualname__}"
 
     def network(self, inputs: Sequence[jax.ShapeDtypeStruct], **sizes: Any) -> Network:
-        """See `Model.network`."""
+        """The network for inputs like these, [batch, ...] each."""
         (init, apply), what = self._functions, self.users_name
         for_init, for_apply = list(parameters(init).items())[1:], list(parameters(apply).items())
         if "dtype" not in {name for name, _ in for_init + for_apply} | self.arguments.keys():
@@ -255,7 +257,7 @@ class FromFunctions(OwnModel, kind="from_functions"):
         modes = {name: free[name] for name in mode_arguments(free, train=True)}
         # A value that the user gave holds in training; in evaluation the mode does.
         own = {name: self.arguments[name] for name in modes if name in self.arguments}
-        named = {name: one for name, one in free.items() if name not in modes and name not in keys}
+        named = {name: parameter for name, parameter in free.items() if name not in modes and name not in keys}
         arguments = self._filled(apply.__name__, named, sizes, f"; an argument {' or '.join(_KEYS)} is a random key")
         read = [name for name, _ in for_apply[1 + has_state :]][: len(inputs)]
         zeros = [name for name in read if name in dict(for_init) and name not in self.arguments]

@@ -105,7 +105,7 @@ class PlainModule(nnx.Module):
         dtype: DTypeLike,
     ):
         """`layers`: channels, kernel size, stride, whether pooled. The linear layers read `grid` x `grid` places."""
-        incoming, self.pools, self.pool, self.grid = channels, tuple(one[3] for one in layers), pool, grid
+        incoming, self.pools, self.pool, self.grid = channels, tuple(layer[3] for layer in layers), pool, grid
         for number, (outgoing, size, stride, _) in enumerate(layers, start=1):
             setattr(self, f"conv{number}", conv(incoming, outgoing, size, stride, rngs, dtype=dtype, use_bias=biases))
             if norms:

@@ -44,14 +44,15 @@ class Recommendation(Model, kind=None):
         return self
 
     def tables(self, features: Features) -> tuple[Table, ...]:
-        """See `Model.tables`."""
+        """An embedding table for each feature."""
         for table in self.own_tables:
             if table.columns != self.columns:
                 raise ConfigError(
                     f"table {table.name}: it has {table.columns} columns, but the model {self.columns}. Give as many."
                 )
         return self.own_tables or tuple(
-            Table(name=one.name, rows=one.rows, columns=self.columns, features=(one.name,)) for one in features
+            Table(name=feature.name, rows=feature.rows, columns=self.columns, features=(feature.name,))
+            for feature in features
         )
 
 

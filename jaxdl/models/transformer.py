@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -22,13 +22,13 @@ from jaxdl.models.attention import attend, attention_remarks
 from jaxdl.models.blocks import MLP, Attention, Biases, Init, MLPKind, NormKind, make_norm
 from jaxdl.models.cache import KeyValues, attend_cached, empty_cache, with_prompt
 from jaxdl.models.config import Model
-from jaxdl.models.dropout import RowKeys, dropout, folded
+from jaxdl.models.dropout import RowKeys, dropout, fold
 from jaxdl.models.logits import Logits
-from jaxdl.models.loop import BESIDE_LOOP, Remat, rematerialized, through_layers
+from jaxdl.models.loop import BESIDE_LOOP, Remat, rematerialize, through_layers
 from jaxdl.models.lora import LoRA
 from jaxdl.models.products import add_bias
 from jaxdl.models.rotary import Angles, RopeScaling, positions_of, rotary_angles
-from jaxdl.parallel import sharding
+from jaxdl.parallel import sharding, token_vectors
 from jaxdl.parallel.sharding import Params
 
 _TABLE_STDDEV, _POSITIONS_STDDEV = 0.02, 0.01
@@ -87,7 +87,8 @@ class Transformer(Model, kind="transformer"):
     divided by sqrt(2 num_layers) besides."""
     scan_layers: bool = True
     """Stack the layers' parameters and scan over them: compile time no longer grows with num_layers."""
-    layers_per_turn: int = pydantic.Field(default=1, ge=1)
+    former_names: ClassVar[Mapping[str, str]] = {"layers_per_turn": "scan_unroll"}
+    scan_unroll: int = pydantic.Field(default=1, ge=1)
     """Layers that one turn of the loop of `scan_layers` computes (`unroll` of `jax.lax.scan`): more compile longer, and
     are not always faster. Best a divisor of num_layers, or of one less where the loop sums gradients (several replicas
     of GPUs)."""
@@ -131,9 +132,9 @@ class Transformer(Model, kind="transformer"):
 
     @pydantic.model_validator(mode="after")
     def _turns_have_a_loop(self) -> Transformer:
-        if self.layers_per_turn > 1 and not self.scan_layers:
+        if self.scan_unroll > 1 and not self.scan_layers:
             raise ValueError(
-                f"layers_per_turn = {self.layers_per_turn} has no effect without scan_layers, whose loop it is about. "
+                f"scan_unroll = {self.scan_unroll} has no effect without scan_layers, whose loop it is about. "
                 "Remove one of them."
             )
         return self
@@ -156,22 +157,22 @@ class Transformer(Model, kind="transformer"):
         return math.ceil(8 * self.embed_dim / 3 / 64) * 64 if self.mlp == "swiglu" else 4 * self.embed_dim
 
     def context(self, length: int) -> int | None:
-        """See `Model.context`: any number where a window limits what each token sees, wherever it is."""
+        """The tokens that it reads at a time; None, any number, where a window limits what each token sees."""
         limited = self.positions == "learned" or self.window is None or self.window > length
         return super().context(length) if limited else None
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """See `Model.trained`: with adapters these alone."""
+        """Patterns of the parameters that are trained: with adapters these alone."""
         return self.lora.trained
 
     @property
     def needs_base(self) -> bool:
-        """See `Model.needs_base`: with adapters, unless a random network is allowed."""
+        """Whether the weights must come from another run: with adapters, unless a random network is allowed."""
         return bool(self.lora.rank) and not self.lora.random_base
 
     def merged(self, params: Params) -> tuple[Transformer, Params]:
-        """See `Model.merged`: the matrices with their adapters added."""
+        """The model without adapters, and its parameters: the matrices with their adapters added."""
         return (self.replaced({"lora": LoRA()}), self.lora.merged(params)) if self.lora.rank else (self, params)
 
     def remarks(self, mesh: Mesh, dtype: DTypeLike) -> tuple[str, ...]:
@@ -232,7 +233,7 @@ class Block(nnx.Module):
         keys: jax.Array | None = None,
     ) -> jax.Array:
         """[batch, length, embed] -> [batch, length, embed]; `keys` are the random keys of the rows in this layer."""
-        mixed = self.attention(self.attention_norm(x), angles=angles, segments=segments, keys=folded(keys, 0))
+        mixed = self.attention(self.attention_norm(x), angles=angles, segments=segments, keys=fold(keys, 0))
         return self.after(x, mixed, keys)
 
     def cached(self, x: jax.Array, angles: Angles | None, mix: Mix) -> tuple[jax.Array, KeyValues]:
@@ -244,9 +245,9 @@ class Block(nnx.Module):
 
     def after(self, x: jax.Array, mixed: jax.Array, keys: jax.Array | None = None) -> jax.Array:
         """What comes after attention: x + mixed, then the MLP."""
-        x = sharding.constrain(x + dropout(mixed, self.dropout, folded(keys, 1)), "batch", "length", "embed")
+        x = sharding.constrain(x + dropout(mixed, self.dropout, fold(keys, 1)), "batch", "length", "embed")
         hidden = self.mlp(self.mlp_norm(x))
-        return sharding.constrain(x + dropout(hidden, self.dropout, folded(keys, 2)), "batch", "length", "embed")
+        return sharding.constrain(x + dropout(hidden, self.dropout, fold(keys, 2)), "batch", "length", "embed")
 
 
 class TransformerModule(nnx.Module):
@@ -292,11 +293,11 @@ class TransformerModule(nnx.Module):
         keys = self.row_keys[...] if train and self.row_keys is not None else None
         positions = jnp.arange(tokens.shape[1])[None] if segments is None else positions_of(segments)
         x = self.embed(tokens, None if segments is None else positions)
-        x = dropout(x, self.config.dropout, folded(keys, 0))
+        x = dropout(x, self.config.dropout, fold(keys, 0))
         angles = self.angles(positions)
 
         def block(x: jax.Array, layer: Block, index: jax.Array | int) -> jax.Array:
-            return layer(x, angles, segments, folded(folded(keys, 1), index))
+            return layer(x, angles, segments, fold(fold(keys, 1), index))
 
         x, head = self._through_layers(block, sharding.constrain(x, "batch", "length", "embed"))
         return self.logits(x, head)
@@ -345,7 +346,7 @@ class TransformerModule(nnx.Module):
 
     def embed(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """What the first layer reads, [batch, length, embed]; `positions` are 0, 1... by default, int like `tokens`."""
-        x = sharding.lookup(self.embedding[...], tokens, self.dtype)
+        x = token_vectors.lookup(self.embedding[...], tokens, self.dtype)
         if self.config.max_length is None:
             return x
         if tokens.shape[1] > self.config.max_length:
@@ -356,7 +357,7 @@ class TransformerModule(nnx.Module):
         table = self.position_embedding[...]
         if positions is None:
             return add_bias(x, table[: tokens.shape[1]])
-        return x + sharding.lookup(table, positions, self.dtype)
+        return x + token_vectors.lookup(table, positions, self.dtype)
 
     def angles(self, positions: jax.Array) -> Angles | None:
         """The angles of rotary positions, int [batch or 1, length]; None for learned ones."""
@@ -385,12 +386,11 @@ class TransformerModule(nnx.Module):
 
         if config.scan_layers:
             graphdef, state = nnx.split(self.layers)
-            looped, per_turn = body(graphdef), config.layers_per_turn
-            return through_layers(looped, x, state, remat=config.remat, layers_per_turn=per_turn, beside=head)
+            looped, unroll = body(graphdef), config.scan_unroll
+            return through_layers(looped, x, state, remat=config.remat, scan_unroll=unroll, beside=head)
         for index in range(config.num_layers):
             graphdef, state = nnx.split(getattr(self, f"layer_{index}"))
-            one = body(graphdef)
-            x = rematerialized(one, config.remat)(x, state, index)
+            x = rematerialize(body(graphdef), config.remat)(x, state, index)
         return x, None if head is None else head[...]
 
 

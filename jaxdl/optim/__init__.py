@@ -6,8 +6,8 @@ ratios are per layer, also in a stack of layers in one array, and exclude biases
 otherwise.
 """
 
-from jaxdl.optim.averages import averaged, keeps_average
-from jaxdl.optim.build import built_schedule, check_average, check_rates, make_optimizer
+from jaxdl.optim.averages import average_params, keeps_average
+from jaxdl.optim.build import build_schedule, check_average, check_rates, make_optimizer
 from jaxdl.optim.freezing import EVERYTHING, Trainable, make_trainable, param_names
 from jaxdl.optim.layerwise import add_weight_decay, scale_by_lars_trust_ratio
 from jaxdl.optim.masks import decay_mask, stacked_dims
@@ -37,8 +37,8 @@ __all__ = [
     "Steps",
     "Trainable",
     "add_weight_decay",
-    "averaged",
-    "built_schedule",
+    "average_params",
+    "build_schedule",
     "check_average",
     "check_rates",
     "decay_mask",

@@ -18,7 +18,7 @@ def keeps_average(opt_state: optax.OptState) -> bool:
     return any(map(_is_average, jax.tree.leaves(opt_state, is_leaf=_is_average)))
 
 
-def averaged(opt_state: optax.OptState, params: Any) -> Any:
+def average_params(opt_state: optax.OptState, params: Any) -> Any:
     """The parameters to evaluate, of an optimizer for which `keeps_average` holds; `params` are those it updated.
 
     x = (y - (1 - b1) z) / b1, as `optax.contrib.schedule_free_eval_params` has it (Defazio et al., arXiv 2405.15682),

@@ -12,7 +12,7 @@ import optax
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.patterns import check_patterns, matches
-from jaxdl.core.user_code import depends_on, taken, user_code
+from jaxdl.core.user_code import depends_on, select_arguments, user_code
 from jaxdl.optim.averages import keeps_average
 from jaxdl.optim.freezing import param_names
 from jaxdl.optim.optimizers import Optimizer
@@ -30,7 +30,7 @@ def make_optimizer(config: Optimizer, axes: LogicalAxes, shapes: Params) -> opta
 
     Raises ConfigError for one that cannot be used, and for a rate factor that no parameter has.
     """
-    optimizer = _checked(config, axes, shapes) if config.checked else config.build(axes)
+    optimizer = _build_checked(config, axes, shapes) if config.checked else config.build(axes)
     if not config.rate_factors:
         return optimizer
     return scale_by_factors(optimizer, _factors(config.rate_factors, shapes))
@@ -59,11 +59,11 @@ def _factors(factors: Mapping[str, float], shapes: Params) -> Any:
     """The factor of each parameter: that of the first pattern that selects it, or 1."""
     names = param_names(shapes)
     check_patterns(factors, names, "--optimizer.rate-factors")
-    found = [next((factor for one, factor in factors.items() if matches(name, one)), 1.0) for name in names]
-    return jax.tree.unflatten(jax.tree.structure(shapes), found)
+    selected = [next((factor for pattern, factor in factors.items() if matches(name, pattern)), 1.0) for name in names]
+    return jax.tree.unflatten(jax.tree.structure(shapes), selected)
 
 
-def _checked(config: Optimizer, axes: LogicalAxes, shapes: Params) -> optax.GradientTransformationExtraArgs:
+def _build_checked(config: Optimizer, axes: LogicalAxes, shapes: Params) -> optax.GradientTransformationExtraArgs:
     """The built optimizer, whose `init` and `update` have been traced. Raises ConfigError with what is wrong."""
     label = config.label
     with user_code(f"{label}: build()", of=config.build):
@@ -94,7 +94,7 @@ def _checked(config: Optimizer, axes: LogicalAxes, shapes: Params) -> optax.Grad
 
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     trace = jax.make_jaxpr(update, return_shape=True)
-    texts = [f"{name}={one!r}" for name, one in getattr(config, "arguments", {}).items() if isinstance(one, str)]
+    texts = [f"{name}={value!r}" for name, value in getattr(config, "arguments", {}).items() if isinstance(value, str)]
     advice = f"It was given {', '.join(texts)}" if texts else _UPDATE
     with user_code(f"{label}: update()", advice, of=built.update):
         jaxpr, (updates, new_state) = trace(shapes, state, shapes, scalar)
@@ -108,20 +108,20 @@ def _checked(config: Optimizer, axes: LogicalAxes, shapes: Params) -> optax.Grad
     return optimizer
 
 
-def _check_like(what: str, found: Any, wanted: Any, *, dtypes: bool) -> None:
+def _check_like(what: str, given: Any, wanted: Any, *, dtypes: bool) -> None:
     """Raises ConfigError when two trees of shapes differ in structure, shapes or dtypes, with the first difference."""
     here, there = (
-        {_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]} for tree in (found, wanted)
+        {_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]} for tree in (given, wanted)
     )
     for name in [*there, *here]:
         if name not in here or name not in there:
             raise ConfigError(f"{what}: {name} is {'missing' if name in there else 'not in them'}.")
-        one, other = here[name], there[name]
-        if one.shape != other.shape or (dtypes and one.dtype != other.dtype):
+        leaf, other = here[name], there[name]
+        if leaf.shape != other.shape or (dtypes and leaf.dtype != other.dtype):
             raise ConfigError(
-                f"{what}: {name} is {one.dtype} {list(one.shape)}, not {other.dtype} {list(other.shape)}."
+                f"{what}: {name} is {leaf.dtype} {list(leaf.shape)}, not {other.dtype} {list(other.shape)}."
             )
-    if jax.tree.structure(found) != jax.tree.structure(wanted):
+    if jax.tree.structure(given) != jax.tree.structure(wanted):
         raise ConfigError(f"{what}: they are trees of other types.")
 
 
@@ -129,24 +129,24 @@ def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def built_schedule(schedule: Schedule, *, peak: float, total_steps: int, steps_per_epoch: float) -> tuple[Any, Any]:
+def build_schedule(schedule: Schedule, *, peak: float, total_steps: int, steps_per_epoch: float) -> tuple[Any, Any]:
     """(learning rate, cycle) as functions of the step. Raises ConfigError for a schedule that does not fit the run."""
     length = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
-    what, found = schedule.users_name, []
+    what, functions = schedule.users_name, []
     calls = (("build", schedule.build, {"peak": peak, **length}), ("cycle", schedule.cycle, length))
     for method_name, method, values in calls:
         with user_code(what, of=method):
-            made: Any = method(**taken(method, values))
+            made: Any = method(**select_arguments(method, values))
         name = f"{what}: {method_name}()"
         if what is not None and not callable(made):
             raise ConfigError(f"{name} returned {made!r}. Return a function of the step, such as lambda step: peak.")
         with user_code(what, of=made):
             rate = jax.eval_shape(lambda step, made=made: jnp.asarray(made(step)), jnp.int32(0))
-        if rate.shape or not any(jnp.issubdtype(rate.dtype, one) for one in (jnp.integer, jnp.floating)):
+        if rate.shape or not any(jnp.issubdtype(rate.dtype, kind) for kind in (jnp.integer, jnp.floating)):
             raise ConfigError(f"{name}: of a step it is {rate.dtype} {list(rate.shape)}. Return one float32 number.")
         # A user's function may return a number of Python, or whole numbers.
-        found.append(made if what is None else lambda step, made=made: jnp.asarray(made(step), jnp.float32))
-    return found[0], found[1]
+        functions.append(made if what is None else lambda step, made=made: jnp.asarray(made(step), jnp.float32))
+    return functions[0], functions[1]
 
 
 def check_rates(schedule: Schedule, rates: Callable[[Any], Rates], total_steps: int) -> None:
@@ -154,10 +154,12 @@ def check_rates(schedule: Schedule, rates: Callable[[Any], Rates], total_steps: 
     if schedule.users_name is None:
         return
     steps = np.unique(np.linspace(0, total_steps - 1, min(total_steps, _TRIED_RATES)).astype(np.int32))
-    found = np.asarray(jax.jit(lambda steps: jax.lax.map(lambda step: rates(step).learning_rate, steps))(steps))
-    wrong = ~(np.isfinite(found) & (found >= 0))
+    learning_rates = np.asarray(
+        jax.jit(lambda steps: jax.lax.map(lambda step: rates(step).learning_rate, steps))(steps)
+    )
+    wrong = ~(np.isfinite(learning_rates) & (learning_rates >= 0))
     if wrong.any():
-        step, rate = steps[wrong][0], found[wrong][0]
+        step, rate = steps[wrong][0], learning_rates[wrong][0]
         raise ConfigError(
             f"{schedule.users_name}: the learning rate of step {step + 1} is {rate:.3g}. Return 0 or more."
         )

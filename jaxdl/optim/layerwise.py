@@ -113,8 +113,8 @@ def _layer_norms(trees: tuple[Any, ...], mask: Mask, stacked: Stacked) -> tuple[
     places = [place for place in range(len(leaves)) if masked_in[place % len(masked_in)]]
     norms: list[Any] = [0.0] * len(leaves)
     with jax.named_scope("layer_norms"):
-        found = layer_norms([leaves[place] for place in places], [dims[place % len(dims)] for place in places])
-    for place, norm in zip(places, found, strict=True):
+        computed = layer_norms([leaves[place] for place in places], [dims[place % len(dims)] for place in places])
+    for place, norm in zip(places, computed, strict=True):
         norms[place] = norm
     size = len(masked_in)
     return tuple(treedef.unflatten(norms[start : start + size]) for start in range(0, len(norms), size))

@@ -1,4 +1,4 @@
-"""Muon: momentum of matrices made nearly orthogonal; AdamW for all that is no matrix inside the network."""
+"""Muon: momentum of matrices made nearly orthogonal; AdamW for all that is not a matrix inside the network."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Muon(AdamOptimizer, kind="muon"):
         return self
 
     def build(self, axes: LogicalAxes) -> optax.GradientTransformationExtraArgs:
-        """See `Optimizer.build`. Raises ConfigError if no parameter is a matrix, or a name selects none."""
+        """The chain of transformations. Raises ConfigError if no parameter is a matrix, or a name selects none."""
         matrices = self.matrices(axes)
         inside = jax.tree.map(lambda dims: dims is not None, matrices, is_leaf=_is_dims)
         if not any(jax.tree.leaves(inside)):
@@ -76,7 +76,7 @@ class Muon(AdamOptimizer, kind="muon"):
                 "--optimizer muon: no parameter is a matrix inside the network, so AdamW would update all of them. "
                 "Choose --optimizer adamw" + (", or fewer --optimizer.adam-names." if self.adam_names else ".")
             )
-        dims: Any = jax.tree.map(lambda one: one or optax.MaskedNode(), matrices, is_leaf=_is_dims)
+        dims: Any = jax.tree.map(lambda dim: dim or optax.MaskedNode(), matrices, is_leaf=_is_dims)
         orthogonal = optax.chain(
             optax.contrib.scale_by_muon(
                 ns_steps=self.num_iterations,
@@ -84,17 +84,19 @@ class Muon(AdamOptimizer, kind="muon"):
                 nesterov=self.nesterov,
                 weight_dimension_numbers=dims,
             ),
-            _scaled(dims, rms=self.scaling == "rms"),
+            _scale(dims, rms=self.scaling == "rms"),
         )
         # The schedule's rate is that of the matrices: the others' is this share of it.
         share = self.adam_learning_rate / self.learning_rate
         adam = optax.chain(optax.scale_by_adam(self.b1, self.b2, self.epsilon), optax.scale(share))
-        labels = jax.tree.map(lambda one: "matrices" if one else "others", inside)
+        labels = jax.tree.map(lambda is_matrix: "matrices" if is_matrix else "others", inside)
         weights = decay_mask(axes)
         return optax.chain(
             optax.partition({"matrices": orthogonal, "others": adam}, labels),
-            add_weight_decay(self.weight_decay, jax.tree.map(lambda w, one: w and one, weights, inside)),
-            add_weight_decay(share * self.weight_decay, jax.tree.map(lambda w, one: w and not one, weights, inside)),
+            add_weight_decay(self.weight_decay, jax.tree.map(lambda w, is_matrix: w and is_matrix, weights, inside)),
+            add_weight_decay(
+                share * self.weight_decay, jax.tree.map(lambda w, is_matrix: w and not is_matrix, weights, inside)
+            ),
             scale_by_learning_rate(),
         )
 
@@ -107,8 +109,11 @@ class Muon(AdamOptimizer, kind="muon"):
         names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
         check_patterns(self.adam_names, names, "--optimizer.adam-names")
         excluded = [any(matches(name, pattern) for pattern in self.adam_names) for name in names]
-        found = [None if one else matrix_dims(logical) for (_, logical), one in zip(flat, excluded, strict=True)]
-        return jax.tree.unflatten(treedef, found)
+        dims = [
+            None if is_excluded else matrix_dims(logical)
+            for (_, logical), is_excluded in zip(flat, excluded, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, dims)
 
 
 def matrix_dims(names: tuple[str, ...]) -> MuonDimensionNumbers | None:
@@ -124,16 +129,16 @@ def matrix_dims(names: tuple[str, ...]) -> MuonDimensionNumbers | None:
     return MuonDimensionNumbers(dims[:-num_outputs], dims[-num_outputs:])
 
 
-def _scaled(dims: Any, *, rms: bool) -> optax.GradientTransformation:
+def _scale(dims: Any, *, rms: bool) -> optax.GradientTransformation:
     """Scales orthogonal matrices by their rows and columns, see `Muon.scaling`. Stateless."""
 
-    def one(dim: MuonDimensionNumbers, x: jax.Array) -> jax.Array:
+    def scaled(dim: MuonDimensionNumbers, x: jax.Array) -> jax.Array:
         num_inputs, num_outputs = (int(np.prod(np.take(x.shape, axes))) for axes in dim)
         return x * (
             _RMS * math.sqrt(max(num_inputs, num_outputs)) if rms else math.sqrt(max(1, num_outputs / num_inputs))
         )
 
-    return optax.stateless(lambda updates, _: jax.tree.map(one, dims, updates, is_leaf=_is_dims))
+    return optax.stateless(lambda updates, _: jax.tree.map(scaled, dims, updates, is_leaf=_is_dims))
 
 
 def _is_dims(node: Any) -> bool:

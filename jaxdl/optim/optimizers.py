@@ -45,15 +45,15 @@ class Optimizer(Choice):
 
     @classmethod
     def instead_of(cls, value: Any) -> str:
-        """See `Choice.instead_of`: how an optimizer of optax is given."""
+        """How an optimizer of optax is given."""
         if callable(getattr(value, "init", None)) and callable(getattr(value, "update", None)):
             return (
                 ' an optax transformation cannot be written to config.json. Write Optax("adam", learning_rate=1e-3) '
                 "for optax.adam(1e-3), or Optax(make) with a function make(learning_rate) that returns it"
             )
         for prefix, module in (("", optax), ("contrib.", optax.contrib)):
-            found = getattr(module, value, None) if isinstance(value, str) else None
-            if inspect.isfunction(found) and "learning_rate" in parameters(found):
+            function = getattr(module, value, None) if isinstance(value, str) else None
+            if inspect.isfunction(function) and "learning_rate" in parameters(function):
                 name = prefix + value
                 command = f"python -m jaxdl.train --optimizer optax --optimizer.transformation {name}"
                 return f' {name} is an optimizer of optax: Optax("{name}"), or {command}.'
@@ -149,7 +149,7 @@ class SGD(MomentumOptimizer, kind="sgd"):
     _effects = pydantic.model_validator(mode="after")(_exclusion_takes_effect)
 
     def build(self, axes: LogicalAxes) -> optax.GradientTransformationExtraArgs:
-        """See `Optimizer.build`."""
+        """The chain of optax transformations, for parameters with these logical axes."""
         return optax.chain(
             add_weight_decay(self.weight_decay, _mask(axes, self.exclude_vectors)),
             self._trace(),
@@ -172,7 +172,7 @@ class AdamW(AdamOptimizer, kind="adamw"):
     _effects = pydantic.model_validator(mode="after")(_exclusion_takes_effect)
 
     def build(self, axes: LogicalAxes) -> optax.GradientTransformationExtraArgs:
-        """See `Optimizer.build`."""
+        """The chain of optax transformations, for parameters with these logical axes."""
         return optax.chain(
             optax.scale_by_adam(self.b1, self.b2, self.epsilon),
             add_weight_decay(self.weight_decay, _mask(axes, self.exclude_vectors)),
@@ -201,7 +201,7 @@ class SignSGD(Optimizer, kind="sign_sgd"):
     _effects = pydantic.model_validator(mode="after")(_exclusion_takes_effect)
 
     def build(self, axes: LogicalAxes) -> optax.GradientTransformationExtraArgs:
-        """See `Optimizer.build`."""
+        """The chain of optax transformations, for parameters with these logical axes."""
         return optax.chain(
             optax.trace(self.momentum) if self.momentum else optax.identity(),
             optax.scale_by_sign(),
@@ -236,7 +236,7 @@ class LARS(MomentumOptimizer, kind="lars"):
     _clip = pydantic.model_validator(mode="after")(_clip_is_a_range)
 
     def build(self, axes: LogicalAxes) -> optax.GradientTransformationExtraArgs:
-        """See `Optimizer.build`."""
+        """The chain of optax transformations, for parameters with these logical axes."""
         trust_ratio = scale_by_lars_trust_ratio(
             self.trust_coefficient,
             self.weight_decay,
@@ -268,7 +268,7 @@ class LAMB(AdamOptimizer, kind="lamb"):
     _clip = pydantic.model_validator(mode="after")(_clip_is_a_range)
 
     def build(self, axes: LogicalAxes) -> optax.GradientTransformationExtraArgs:
-        """See `Optimizer.build`."""
+        """The chain of optax transformations, for parameters with these logical axes."""
         mask = _mask(axes, self.exclude_vectors)
         return optax.chain(
             optax.scale_by_adam(self.b1, self.b2, self.epsilon),

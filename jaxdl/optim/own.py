@@ -15,7 +15,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.kinds import SOURCE
-from jaxdl.core.reference import Reference, as_json, resolved
+from jaxdl.core.reference import Reference, as_json, resolve
 from jaxdl.core.user_code import check_given, check_known, parameters, takes_any
 from jaxdl.optim.masks import decay_mask, layer_dims
 from jaxdl.optim.optimizers import Optimizer
@@ -52,24 +52,24 @@ class Optax(Optimizer, kind="optax"):
 
     def __init__(self, *args: Any, **values: Any) -> None:
         fields = {*type(self).model_fields, "kind", SOURCE}
-        own = {name: value for name, value in values.items() if name in fields}
+        given = {name: value for name, value in values.items() if name in fields}
         arguments = {name: value for name, value in values.items() if name not in fields}
         if arguments:
-            own["arguments"] = {**own.get("arguments", {}), **arguments}
-        super().__init__(*args, **own)
+            given["arguments"] = {**given.get("arguments", {}), **arguments}
+        super().__init__(*args, **given)
 
     @pydantic.field_validator("transformation", mode="after")
     @classmethod
     def _known(cls, value: Any) -> Any:
         if isinstance(value, str):
             if ":" in value:
-                return resolved(value)
+                return resolve(value)
             _optimizer_of_optax(value)
             return value
         # One of optax's own functions is known by its name.
         name = value.__name__
         for path in (name, f"contrib.{name}"):
-            if _found_in_optax(path) is value:
+            if _optax_attribute(path) is value:
                 return path
         return value
 
@@ -79,7 +79,7 @@ class Optax(Optimizer, kind="optax"):
         return {name: _argument(name, value) for name, value in values.items()}
 
     @pydantic.field_serializer("arguments", when_used="json")
-    def _described(self, values: dict[str, Any]) -> dict[str, Any]:
+    def _serialize(self, values: dict[str, Any]) -> dict[str, Any]:
         return {name: as_json(value) for name, value in values.items()}
 
     @pydantic.model_validator(mode="after")
@@ -98,13 +98,13 @@ class Optax(Optimizer, kind="optax"):
 
     @property
     def label(self) -> str:
-        """See `Optimizer.label`."""
+        """Its name in messages, `optax.adam`."""
         name = self.transformation
         return f"optax.{name}" if isinstance(name, str) else name.__name__  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def checked(self) -> bool:
-        """See `Optimizer.checked`."""
+        """True: jaxdl does not know what optax returns."""
         return True
 
     @property
@@ -119,16 +119,16 @@ class Optax(Optimizer, kind="optax"):
 
     def _number(self, name: str) -> float | None:
         takes = parameters(self._factory)
-        found = self.arguments.get(name, takes[name].default if name in takes else None)
-        return found if isinstance(found, int | float) else None
+        value = self.arguments.get(name, takes[name].default if name in takes else None)
+        return value if isinstance(value, int | float) else None
 
     @property
     def _factory(self) -> Callable[..., Any]:
-        found: Any = self.transformation
-        return _optimizer_of_optax(found) if isinstance(found, str) else found
+        transformation: Any = self.transformation
+        return _optimizer_of_optax(transformation) if isinstance(transformation, str) else transformation
 
     def build(self, axes: LogicalAxes) -> optax.GradientTransformationExtraArgs:
-        """See `Optimizer.build`."""
+        """The transformation of optax, which follows the schedule."""
         factory, peak = self._factory, self.learning_rate
         arguments = {
             name: decay_mask(axes) if value == MATRICES and name.endswith("mask") else value
@@ -153,9 +153,9 @@ class Optax(Optimizer, kind="optax"):
         return follow_rates(make, peak)
 
 
-def is_transformation(found: Any) -> bool:
+def is_transformation(value: Any) -> bool:
     """Whether an object has the two functions of an optax transformation."""
-    return callable(getattr(found, "init", None)) and callable(getattr(found, "update", None))
+    return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
 
 
 def _is_rate(name: str, value: Any) -> bool:
@@ -168,32 +168,34 @@ def _muon_dimensions(axes: LogicalAxes) -> Any:
     By default `optax.contrib.muon` takes arrays of two dimensions alone, and would leave stacked layers to Adam.
     """
 
-    def one(names: tuple[str, ...]) -> MuonDimensionNumbers | None:
+    def dimensions(names: tuple[str, ...]) -> MuonDimensionNumbers | None:
         inside = [dim for dim in range(len(names)) if dim not in layer_dims(names)]
         return MuonDimensionNumbers(*inside) if len(inside) == 2 else None
 
-    return jax.tree.map(one, axes, is_leaf=is_names)
+    return jax.tree.map(dimensions, axes, is_leaf=is_names)
 
 
-def _found_in_optax(path: str) -> Any:
+def _optax_attribute(path: str) -> Any:
     return functools.reduce(lambda node, part: getattr(node, part, None), path.split("."), optax)
 
 
 def _optimizer_of_optax(path: str) -> Callable[..., Any]:
     """The function of this dotted name in optax. Raises ValueError when there is none."""
-    found = _found_in_optax(path)
-    if callable(found) and not isinstance(found, type):
-        return found
+    function = _optax_attribute(path)
+    if callable(function) and not isinstance(function, type):
+        return function
     known = [*_takes_rate("", optax), *_takes_rate("contrib.", optax.contrib)]
-    near = difflib.get_close_matches(path, known, n=3) or [one for one in known if one.endswith(f".{path}")]
+    near = difflib.get_close_matches(path, known, n=3) or [name for name in known if name.endswith(f".{path}")]
     advice = f"Did you mean {' or '.join(near)}?" if near else "Give one of its optimizers, such as lion."
     raise ValueError(f"optax has no optimizer {path}. {advice}")
 
 
 def _takes_rate(prefix: str, module: Any) -> list[str]:
     """The functions of a module of optax that take a learning rate."""
-    found = [(name, one) for name, one in vars(module).items() if inspect.isfunction(one) and name[0] != "_"]
-    return [prefix + name for name, one in found if "learning_rate" in inspect.signature(one).parameters]
+    functions = [
+        (name, function) for name, function in vars(module).items() if inspect.isfunction(function) and name[0] != "_"
+    ]
+    return [prefix + name for name, function in functions if "learning_rate" in inspect.signature(function).parameters]
 
 
 def _argument(name: str, value: Any) -> Any:
@@ -207,7 +209,7 @@ def _argument(name: str, value: Any) -> Any:
             "makes the whole transformation, and give that: Optax(my_function)."
         )
     if isinstance(value, Mapping) and SOURCE in value:
-        return resolved(value)
+        return resolve(value)
     if isinstance(value, Mapping):
         return {key: _argument(name, inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -215,7 +217,7 @@ def _argument(name: str, value: Any) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if callable(value):
-        return resolved(value)
+        return resolve(value)
     raise ValueError(
         f"{name} is an object of type {type(value).__name__}, which config.json cannot hold. Give a number, a text, a "
         "list or a function at the top level of a file."

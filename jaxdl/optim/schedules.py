@@ -171,13 +171,13 @@ class Steps(Schedule, kind="steps"):
         first, last = (round(self.milestones_epochs[place] * steps_per_epoch) for place in (0, -1))
         if first < num_warmup or last >= total_steps:
             raise ConfigError(
-                f"--schedule.milestones-epochs {' '.join(f'{one:g}' for one in self.milestones_epochs)}: not all are "
+                f"--schedule.milestones-epochs {' '.join(map('{:g}'.format, self.milestones_epochs))}: not all are "
                 f"between the end of the warm-up, at {num_warmup / steps_per_epoch:g} epochs, and of the run, at "
                 f"{total_steps / steps_per_epoch:g}. Give others."
             )
         constant = super().build(peak=peak, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
         # Of NumPy: one of JAX would start the devices, and a search checks schedules in a process without them.
-        milestones = np.array([round(one * steps_per_epoch) for one in self.milestones_epochs], np.float32)
+        milestones = np.array([round(epoch * steps_per_epoch) for epoch in self.milestones_epochs], np.float32)
 
         def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
             passed = jnp.sum(jnp.asarray(step, jnp.float32) >= milestones)

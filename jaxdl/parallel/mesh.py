@@ -1,7 +1,8 @@
-"""The device mesh: the only home of axis names.
+"""The device mesh: the only home of axis names, and of what an axis is for.
 
-`replica` crosses the slow network (usually one index per node); `fsdp` and `tensor` stay inside a node. The batch is
-sharded over `(replica, fsdp)`; parameters and optimizer state over `fsdp` and `tensor`.
+All other code asks for the properties of an axis, or goes through the axes that have one. So a new axis is a member of
+`Axis`, its size in `MeshConfig`, a rule in `jaxdl.parallel.sharding` that says which dimensions it splits, and the code
+that is about it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import glob
 import importlib.util
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -27,15 +28,47 @@ Device = Any
 
 
 class Axis(enum.StrEnum):
-    """The mesh axes, in the order of the mesh's dimensions."""
+    """The mesh axes, in the order of the mesh's dimensions, each with its properties."""
 
-    REPLICA = "replica"
-    FSDP = "fsdp"
-    TENSOR = "tensor"
+    _value_: str
+    is_slow: bool
+    """Crosses the slow network, usually with one index per node; gradients are exchanged over it."""
+    splits_batch: bool
+    """Splits the examples of a batch."""
+    splits_params: bool
+    """Splits parameters, their gradients and the optimizer's state."""
+    is_optional: bool
+    """Is not named in texts where it has one device."""
+
+    def __new__(cls, name: str, *properties: str) -> Axis:
+        """The axis; `properties` are the names of those it has."""
+        axis = str.__new__(cls, name)
+        axis._value_ = name
+        known = ("is_slow", "splits_batch", "splits_params", "is_optional")
+        assert set(properties) <= set(known), (name, properties)
+        for has in known:
+            setattr(axis, has, has in properties)
+        return axis
+
+    REPLICA = "replica", "is_slow", "splits_batch"
+    FSDP = "fsdp", "splits_batch", "splits_params"
+    TENSOR = "tensor", "splits_params"
 
 
-BATCH_AXES = (Axis.REPLICA.value, Axis.FSDP.value)
-"""The axes over which the leading dimension of a batch is sharded."""
+AXES = tuple(axis.value for axis in Axis)
+"""All axes."""
+INNER_AXES = tuple(axis.value for axis in Axis if not axis.is_slow)
+"""Those inside a replica, on a fast network."""
+BATCH_AXES = tuple(axis.value for axis in Axis if axis.splits_batch)
+"""Those over which the leading dimension of a batch is sharded."""
+INNER_BATCH_AXES = tuple(axis for axis in BATCH_AXES if axis in INNER_AXES)
+"""Those over which the batch of one replica is sharded."""
+PARAM_AXES = tuple(axis.value for axis in Axis if axis.splits_params)
+"""Those over which parameters are sharded."""
+GATHER_AXES = tuple(axis for axis in PARAM_AXES if axis in BATCH_AXES)
+"""Those over which parameters are gathered for use: each device has other examples, which need all parameters."""
+MODEL_AXES = tuple(axis for axis in PARAM_AXES if axis not in BATCH_AXES)
+"""Those over which the work on each example is split, as its parameters are."""
 
 
 class HostAxis(enum.StrEnum):
@@ -65,7 +98,7 @@ class MeshConfig(Config):
 
     @pydantic.model_validator(mode="after")
     def _sizes(self) -> MeshConfig:
-        sizes = {axis.value: getattr(self, axis.value) for axis in Axis}
+        sizes = self._requested
         for name, size in sizes.items():
             if size != -1 and size < 1:
                 raise ValueError(f"{name} = {size}: an axis has 1 or more devices, or -1 for the rest.")
@@ -83,6 +116,11 @@ class MeshConfig(Config):
             raise ValueError("without_gpus: it is the last choice. Set no without_gpus inside it.")
         return self
 
+    @property
+    def _requested(self) -> dict[str, int]:
+        """Axis -> size, as it was given."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
     def resolved(self, *, gpus: bool) -> MeshConfig:
         """The mesh for a machine with or without GPUs: this one, or `without_gpus`."""
         if self.without_gpus is None:
@@ -91,10 +129,11 @@ class MeshConfig(Config):
 
     def sizes(self, num_devices: int) -> dict[str, int]:
         """Axis -> size on `num_devices` devices. Raises ConfigError when the mesh does not use exactly these."""
-        sizes = {axis.value: getattr(self, axis.value) for axis in Axis}
+        sizes = self._requested
         fixed = math.prod(size for size in sizes.values() if size != -1)
-        shape = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        advice = "Change --mesh.replica, --mesh.fsdp or --mesh.tensor, or use --devices N for N virtual CPU devices."
+        shape = mesh_text(sizes)
+        options = [f"--mesh.{axis}" for axis in AXES]
+        advice = f"Change {', '.join(options[:-1])} or {options[-1]}, or use --devices N for N virtual CPU devices."
         if -1 in sizes.values():
             if num_devices % fixed or num_devices < fixed:
                 raise ConfigError(f"mesh {shape}: {num_devices} devices cannot be divided by {fixed}. {advice}")
@@ -105,17 +144,22 @@ class MeshConfig(Config):
         return sizes
 
 
+FILLING_AXIS = next(axis for axis in AXES if MeshConfig.model_fields[axis].default == -1)
+"""The axis that takes all remaining devices by default."""
+
+
 def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
     """The mesh over `devices` (default: all of the run), with automatic axes in the order of `Axis`.
 
     Devices are laid out by process, so `replica`, the outermost axis, is the one that crosses hosts.
     Raises ConfigError when the sizes do not fit the devices.
     """
-    found = list(jax.devices() if devices is None else devices)
-    found.sort(key=lambda device: (device.process_index, device.id))
-    sizes = config.sizes(len(found))
+    by_process = sorted(
+        jax.devices() if devices is None else devices, key=lambda device: (device.process_index, device.id)
+    )
+    sizes = config.sizes(len(by_process))
     return Mesh(
-        np.asarray(found).reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+        np.asarray(by_process).reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
     )
 
 
@@ -135,8 +179,8 @@ def make_host_mesh(mesh: Mesh) -> Mesh:
             f"JAX_PLATFORMS={platforms}: it leaves out the CPUs, and rows are kept in their memory. Give "
             f"JAX_PLATFORMS={platforms},cpu."
         ) from None
-    found = np.array([cpus[process] for process in dict.fromkeys(processes.ravel().tolist())])
-    return Mesh(found.reshape(sizes), _HOST_AXES, axis_types=(AxisType.Auto,) * len(sizes))
+    hosts = np.array([cpus[process] for process in dict.fromkeys(processes.ravel().tolist())])
+    return Mesh(hosts.reshape(sizes), _HOST_AXES, axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def host_sizes(processes: np.ndarray) -> tuple[int, int]:
@@ -149,19 +193,19 @@ def host_sizes(processes: np.ndarray) -> tuple[int, int]:
     each = int(counts[0])
     if (counts != each).any() or (inside % each and each % inside):
         raise ConfigError(
-            f"a process has {int(counts.max())} devices and a replica {inside} (--mesh.fsdp x --mesh.tensor). What is "
-            "kept in the memory of hosts needs processes with whole replicas, or with equal parts of one. Change the "
-            "mesh."
+            f"a process has {int(counts.max())} devices and a replica {inside} "
+            f"({' x '.join(f'--mesh.{axis}' for axis in INNER_AXES)}). What is kept in the memory of hosts needs "
+            "processes with whole replicas, or with equal parts of one. Change the mesh."
         )
     return (num_replicas, inside // each) if inside % each == 0 else (len(order), 1)
 
 
 def host_axes(axes: Sequence[str]) -> tuple[str, ...]:
     """Over which axes of a `make_host_mesh` lies what is spread over these axes of its mesh: each host has what its own
-    devices have. They are all axes inside a replica, or none of these, with `replica` or without.
+    devices have. They are all axes inside a replica, or none of these, with the slow one or without.
     """
-    nodes = (HostAxis.NODE.value,) if Axis.REPLICA in axes else ()
-    return nodes + ((HostAxis.PART.value,) if Axis.FSDP in axes else ())
+    nodes = (HostAxis.NODE.value,) if any(axis not in INNER_AXES for axis in axes) else ()
+    return nodes + ((HostAxis.PART.value,) if any(axis in INNER_AXES for axis in axes) else ())
 
 
 def host_spec(spec: PartitionSpec) -> PartitionSpec:
@@ -175,14 +219,30 @@ def on_hosts(x: Any) -> bool:
     return isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == _HOST_AXES
 
 
+def ways(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
+    """Into how many parts some axes together split something, on a mesh of these sizes (1 where it lacks an axis)."""
+    return math.prod(sizes.get(axis, 1) for axis in axes)
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """`replica 2 x fsdp 4 x tensor 1`."""
+    optional = [axis.value for axis in Axis if axis.is_optional]
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1 or axis not in optional)
+
+
+def inner_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of the axes inside a replica that have more than one device."""
+    return {axis: size for axis, size in sizes.items() if axis in INNER_AXES and size > 1}
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of a global batch: its leading dimension over (replica, fsdp)."""
+    """The sharding of a global batch: its leading dimension over `BATCH_AXES`."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def batch_ways(mesh: Mesh) -> int:
     """The number of equal parts into which the batch is split."""
-    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    return ways(mesh.shape, BATCH_AXES)
 
 
 def platform(mesh: Mesh) -> str:

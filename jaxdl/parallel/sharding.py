@@ -2,12 +2,13 @@
 
 A parameter's logical axes, such as `("embed", "mlp")`, name its dimensions; the rules map them to the mesh:
 
-- `tensor` splits the first dimension whose name is in `tensor_dims` and whose size it divides;
-- `fsdp` splits the largest remaining dimension that it divides (or else the same one again);
+- an axis that splits parameters splits the first dimension that `ShardingConfig.rules` gives it and whose size it
+  divides;
+- one over which parameters are gathered for use, such as `fsdp`, splits the largest remaining dimension that it divides
+  (or else the same one again);
 - stacked `layers` are never split, and neither are biases, norm scales and parameters below `min_shard_elements`.
 
-The dimensions of a parameter without logical axes are `UNNAMED`: `fsdp` splits its largest dimension that it divides,
-and `tensor` keeps it whole.
+The dimensions of a parameter without logical axes are `UNNAMED`, so only axes of the second sort split it.
 
 Models call `constrain` and `gather_layer` with logical names alone; the step says what these mean, with `use_layout`.
 """
@@ -19,12 +20,11 @@ import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import pydantic
 from flax import nnx
 from jax import lax
@@ -32,7 +32,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxdl.core.config import Config, ConfigError
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import BATCH_AXES, GATHER_AXES, MODEL_AXES, PARAM_AXES, Axis, ways
 
 Params = dict[str, Any]
 """Parameters by name: nested dictionaries of arrays, or of their shapes."""
@@ -51,6 +51,10 @@ UNNAMED_STACK = "stack"
 """The logical name of a leading dimension that counts layers, in a user's stack which has no names."""
 LAYER_DIMS = (STACKED, UNNAMED_STACK)
 """The logical names of dimensions that count layers."""
+
+
+_RULES = {"batch": BATCH_AXES}
+"""Logical dimension -> the mesh axes that split it, for those that no option names."""
 
 
 class ShardingConfig(Config):
@@ -77,6 +81,11 @@ class ShardingConfig(Config):
             )
         return self
 
+    @property
+    def rules(self) -> dict[str, tuple[str, ...]]:
+        """Logical dimension -> the mesh axes that split it, of parameters and of activations."""
+        return dict.fromkeys(self.tensor_dims, (Axis.TENSOR.value,)) | _RULES
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -95,20 +104,26 @@ class Layout:
     def param_spec(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
         """The PartitionSpec of a parameter with these logical axes and this shape."""
         assert len(axes) == len(shape), (axes, shape)
-        tensor, fsdp = self.mesh.shape[Axis.TENSOR], self.mesh.shape[Axis.FSDP]
+        sizes, rules = self.mesh.shape, self.config.rules
         dims = [dim for dim, name in enumerate(axes) if name not in LAYER_DIMS]
-        placed: dict[int, tuple[str, ...]] = {}
         # Gathering biases and norm scales for every use would cost more in messages than keeping them whole in memory.
         if len(dims) < 2 or math.prod(shape[dim] for dim in dims) < self.config.min_shard_elements:
             return PartitionSpec()
-        if tensor > 1:
-            fits = [dim for dim in dims if axes[dim] in self.config.tensor_dims and shape[dim] % tensor == 0]
-            placed = dict.fromkeys(fits[:1], (Axis.TENSOR.value,))
-        if fsdp > 1 and self.config.param_sharding == "sharded":
-            free = [dim for dim in dims if dim not in placed and shape[dim] % fsdp == 0]
-            again = [dim for dim in placed if shape[dim] % (fsdp * tensor) == 0]
-            for dim in sorted(free, key=lambda dim: (shape[dim], dim))[-1:] or again:
-                placed[dim] = (*placed.get(dim, ()), Axis.FSDP.value)
+        gathered = GATHER_AXES if self.config.param_sharding == "sharded" else ()
+        split = [axis for axis in PARAM_AXES if sizes[axis] > 1 and axis in gathered + MODEL_AXES]
+        placed: dict[int, tuple[str, ...]] = {}
+
+        def place(axis: str, candidates: Iterable[int]) -> None:
+            used = {dim: placed.get(dim, ()) for dim in candidates}
+            fits = [dim for dim in used if shape[dim] % ways(sizes, (*used[dim], axis)) == 0]
+            placed.update({dim: (*used[dim], axis) for dim in fits[:1]})
+
+        for axis in split:
+            place(axis, [dim for dim in dims if axis in rules.get(axes[dim], ())])
+        for axis in split:
+            if axis in gathered and not any(axis in used for used in placed.values()):
+                free = [dim for dim in dims if dim not in placed]
+                place(axis, (*sorted(free, key=lambda dim: (shape[dim], dim), reverse=True), *placed))
         entries = [placed.get(dim) for dim in range(len(shape))]
         while entries and entries[-1] is None:
             entries.pop()
@@ -134,17 +149,12 @@ class Layout:
         return dataclasses.replace(self, config=split).param_spec(axes, shape)
 
     def activation_spec(self, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
-        """The PartitionSpec of an activation: batch over the automatic data axes, tensor dimensions over `tensor`."""
+        """The PartitionSpec of an activation: split by the rules over the automatic axes."""
         entries: list[Any] = []
+        rules = self.config.rules
         for name, size in zip(names, shape, strict=True):
-            wanted: tuple[str, ...] = ()
-            if name == "batch":
-                wanted = (Axis.REPLICA.value, Axis.FSDP.value)
-            elif name in self.config.tensor_dims:
-                wanted = (Axis.TENSOR.value,)
-            wanted = tuple(axis for axis in wanted if axis not in self.manual)
-            ways = math.prod(self.mesh.shape[axis] for axis in wanted)
-            entries.append(wanted if wanted and size % ways == 0 else None)
+            wanted = tuple(axis for axis in rules.get(name, ()) if axis not in self.manual)
+            entries.append(wanted if wanted and size % ways(self.mesh.shape, wanted) == 0 else None)
         return PartitionSpec(*entries)
 
     def batch_axes(self, num: int) -> tuple[str, ...]:
@@ -154,18 +164,18 @@ class Layout:
         """
         return tuple(axis for axis in spec_axes(self.activation_spec(("batch",), (num,))) if self.mesh.shape[axis] > 1)
 
-    def constrained(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    def constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """`x` sharded as `spec`, in plain `jit` as well as inside a partly manual `shard_map`."""
         if self.manual:  # There the mesh is the surrounding one, with some axes manual: a bare spec refers to it.
             return lax.with_sharding_constraint(x, spec)
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
 
-def without_axis(spec: PartitionSpec, axis: str) -> PartitionSpec:
-    """`spec` without one mesh axis."""
+def without_axes(spec: PartitionSpec, *axes: str) -> PartitionSpec:
+    """`spec` without some mesh axes."""
     kept = []
     for entry in spec:
-        names = tuple(name for name in entry_names(entry) if name != axis)
+        names = tuple(name for name in entry_names(entry) if name not in axes)
         kept.append(names[0] if len(names) == 1 else names or None)
     return PartitionSpec(*kept)
 
@@ -203,13 +213,13 @@ def current_layout() -> Layout | None:
 def constrain(x: jax.Array, *names: str) -> jax.Array:
     """Shards an activation by the logical names of its dimensions; without a layout returns it unchanged."""
     layout = _layout.get()
-    return x if layout is None else layout.constrained(x, layout.activation_spec(names, x.shape))
+    return x if layout is None else layout.constrain(x, layout.activation_spec(names, x.shape))
 
 
 def num_batch_shards(num: int) -> int:
     """Over how many devices XLA splits a batch of `num` examples; 1 without a layout."""
     layout = _layout.get()
-    return 1 if layout is None else math.prod(layout.mesh.shape[axis] for axis in layout.batch_axes(num))
+    return 1 if layout is None else ways(layout.mesh.shape, layout.batch_axes(num))
 
 
 def statistics_axis() -> str | None:
@@ -228,7 +238,7 @@ def statistics_axis() -> str | None:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather(x: jax.Array, layout: Layout, spec: PartitionSpec) -> jax.Array:
     narrow = x if layout.wire_dtype is None else x.astype(layout.wire_dtype)
-    return layout.constrained(narrow, without_axis(spec, Axis.FSDP)).astype(x.dtype)
+    return layout.constrain(narrow, without_axes(spec, *GATHER_AXES)).astype(x.dtype)
 
 
 def _gather_forward(x: jax.Array, layout: Layout, spec: PartitionSpec) -> tuple[jax.Array, None]:
@@ -238,14 +248,14 @@ def _gather_forward(x: jax.Array, layout: Layout, spec: PartitionSpec) -> tuple[
 def _gather_backward(layout: Layout, spec: PartitionSpec, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
     # The plain transpose would all-reduce the gradient to every device; sharded like the parameter, it is
     # reduce-scattered. It is not rounded to `wire_dtype`.
-    return (layout.constrained(cotangent, spec),)
+    return (layout.constrain(cotangent, spec),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """A parameter all-gathered over `fsdp` for use; its gradient is sharded, in the parameter's dtype.
+    """A parameter all-gathered over `GATHER_AXES` for use; its gradient is sharded, in the parameter's dtype.
 
     A float32 parameter that is gathered in the layout's smaller `wire_dtype` comes out as float32 numbers rounded to
     it. Without a layout, or if it is not split, it is unchanged.
@@ -254,102 +264,58 @@ def gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     if layout is None:
         return x
     spec = layout.param_spec(axes, x.shape)
-    return _gather(x, layout, spec) if Axis.FSDP in spec_axes(spec) else x
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _lookup(
-    table: jax.Array, tokens: jax.Array, like: jax.ShapeDtypeStruct, dtype: DTypeLike, layout: Layout | None
-) -> jax.Array:
-    table = table.astype(dtype)
-    if layout is not None:
-        # The rows are read from a whole table: XLA aborts when it partitions a lookup in a table split by rows inside a
-        # partly manual shard_map (jaxlib 0.10).
-        table = layout.constrained(table, PartitionSpec(None, None))
-    return jnp.take(table, tokens, axis=0)
-
-
-def _lookup_forward(
-    table: jax.Array, tokens: jax.Array, like: jax.ShapeDtypeStruct, dtype: DTypeLike, layout: Layout | None
-) -> tuple[jax.Array, jax.Array]:
-    return _lookup(table, tokens, like, dtype, layout), tokens
-
-
-def _lookup_backward(
-    like: jax.ShapeDtypeStruct, dtype: DTypeLike, layout: Layout | None, tokens: jax.Array, cotangent: jax.Array
-) -> tuple[jax.Array, None]:
-    # The plain transpose is one scatter-add of all examples, for which XLA gathers the cotangent of the whole batch,
-    # [batch, length, embed]. With a dimension for the data shards each device adds up its own examples, and what
-    # travels is the gradient of the table.
-    batch = layout.activation_spec(("batch",), tokens.shape[:1]) if layout else PartitionSpec()
-    shards = math.prod(layout.mesh.shape[axis] for axis in spec_axes(batch)) if layout else 1
-    embed_dim = cotangent.shape[-1]
-
-    def split(x: jax.Array) -> jax.Array:
-        return layout.constrained(x, PartitionSpec(*batch, None, None)) if layout else x
-
-    def shard_sum(tokens: jax.Array, rows: jax.Array) -> jax.Array:
-        return jnp.zeros(like.shape, jnp.float32).at[tokens].add(rows)
-
-    rows = split(cotangent.astype(jnp.float32).reshape(shards, -1, embed_dim))
-    sums = split(jax.vmap(shard_sum)(tokens.reshape(shards, -1), rows))
-    return sums.sum(axis=0).astype(like.dtype), None
-
-
-_lookup.defvjp(_lookup_forward, _lookup_backward)
-
-
-def lookup(table: jax.Array, tokens: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
-    """The rows of `table`, [vocab, embed], at `tokens`, int [batch, length]: [batch, length, embed].
-
-    The result is in `dtype` (None takes the table's), the gradient in the table's.
-
-    Its gradient is summed in float32, first on each device over its own examples, then over the devices.
-    """
-    like = jax.ShapeDtypeStruct(table.shape, table.dtype)
-    return _lookup(table, tokens, like, table.dtype if dtype is None else dtype, _layout.get())
+    return x if set(GATHER_AXES).isdisjoint(spec_axes(spec)) else _gather(x, layout, spec)
 
 
 def gather_layer(layer_state: nnx.State) -> nnx.State:
-    """The parameters of one layer of a scanned stack, all-gathered over `fsdp` inside the scan's body.
+    """The parameters of one layer of a scanned stack, all-gathered for use inside the scan's body.
 
     So no more than one layer is whole at a time.
     """
 
-    def one(variable: nnx.Variable) -> nnx.Variable:
+    def whole(variable: nnx.Variable) -> nnx.Variable:
         axes = variable.get_metadata().get("axes")
         return variable if axes is None else variable.replace(gather(variable[...], axes))
 
-    return jax.tree.map(one, layer_state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    return jax.tree.map(whole, layer_state, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
 def gather_params(params: Params, axes: LogicalAxes) -> Params:
-    """`params`, all-gathered over `fsdp` except those stacked over layers: `gather_layer` gathers these."""
+    """`params`, all-gathered for use except those stacked over layers: `gather_layer` gathers these."""
     return jax.tree.map(lambda names, x: x if STACKED in names else gather(x, names), axes, params, is_leaf=is_names)
 
 
 def param_specs(layout: Layout, axes: LogicalAxes, shapes: Params) -> Specs:
     """The tree of PartitionSpecs of the parameters; `axes` their logical names, `shapes` arrays or shape structs.
 
-    Raises ConfigError when the mesh has a tensor axis that no parameter uses, unless the model names no dimension.
+    Raises ConfigError when an axis of `MODEL_AXES` splits no parameter, unless the model names no dimension.
     """
-    specs = _specs(layout, axes, shapes)
-    tensor = layout.mesh.shape[Axis.TENSOR]
-    if tensor > 1 and Axis.TENSOR not in _used_axes(layout, axes, shapes) and has_names(axes):
-        sizes = sorted({size for name, size in _named_sizes(axes, shapes) if name in layout.config.tensor_dims})
-        every = dataclasses.replace(layout, config=layout.config.replaced({"min_shard_elements": 1}))
-        if layout.config.min_shard_elements > 1 and Axis.TENSOR in _used_axes(every, axes, shapes):
-            raise ConfigError(
-                f"--mesh.tensor {tensor}: it would split only parameters of fewer than "
-                f"{layout.config.min_shard_elements} elements, and these stay whole on every device: messages would "
-                "cost more than the memory. Choose --mesh.tensor 1, or a smaller --sharding.min-shard-elements."
-            )
-        there = f"it divides none of the dimensions that may be split (their sizes are {', '.join(map(str, sizes))})"
-        if not sizes:
-            own = ", ".join(sorted({name for name, _ in _named_sizes(axes, shapes) if name != UNNAMED}))
-            there = f"none of the model's logical axes ({own}) is among --sharding.tensor-dims"
-        raise ConfigError(f"--mesh.tensor {tensor}: {there}. Choose another size or other names, or --mesh.tensor 1.")
-    return specs
+    for axis in MODEL_AXES if has_names(axes) else ():
+        if layout.mesh.shape[axis] > 1 and axis not in _used_axes(layout, axes, shapes):
+            raise ConfigError(_why_idle(axis, layout, axes, shapes))
+    return _specs(layout, axes, shapes)
+
+
+def _why_idle(axis: str, layout: Layout, axes: LogicalAxes, shapes: Params) -> str:
+    """Why a mesh axis splits no parameter, and what to do about it."""
+    option, least = f"--mesh.{axis}", layout.config.min_shard_elements
+    size = layout.mesh.shape[axis]
+    every = dataclasses.replace(layout, config=layout.config.replaced({"min_shard_elements": 1}))
+    if least > 1 and axis in _used_axes(every, axes, shapes):
+        return (
+            f"{option} {size}: it would split only parameters of fewer than {least} elements, and these stay whole on "
+            f"every device: messages would cost more than the memory. Choose {option} 1, or a smaller "
+            "--sharding.min-shard-elements."
+        )
+    dims = {name for name, split in layout.config.rules.items() if axis in split}
+    named = set(_named_sizes(axes, shapes))
+    if sizes := sorted({size for name, size in named if name in dims}):
+        why = f"it divides none of the dimensions that may be split (their sizes are {', '.join(map(str, sizes))})"
+    else:
+        names = ", ".join(sorted({name for name, _ in named if name != UNNAMED}))
+        listed = f"--sharding.{axis}-dims" if f"{axis}_dims" in ShardingConfig.model_fields else ", ".join(sorted(dims))
+        why = f"none of the model's logical axes ({names}) is among {listed}"
+    return f"{option} {size}: {why}. Choose another size or other names, or {option} 1."
 
 
 def _specs(layout: Layout, axes: LogicalAxes, shapes: Params) -> Specs:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdl.optim import decay_mask
+from jaxdl.parallel.mesh import GATHER_AXES, MODEL_AXES, mesh_text
 from jaxdl.parallel.sharding import UNNAMED, UNNAMED_STACK, LogicalAxes, Params, Specs, entry_names, is_names, is_spec
 
 _BY_SIZE = "(by size)"
@@ -70,8 +71,7 @@ def print_explanation(
     compiled step; None on platforms without one.
     """
     console = console or Console()
-    shape = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
-    table = Table(title=f"parameters on {shape}", title_justify="left")
+    table = Table(title=f"parameters on {mesh_text(mesh)}", title_justify="left")
     for column, justify in (
         ("parameter", "left"),
         ("shape", "right"),
@@ -90,8 +90,8 @@ def print_explanation(
     console.print(table)
     if any(row.by_size for row in rows):
         console.print(
-            f"{_BY_SIZE}: the parameter has no logical axes; fsdp splits its largest dimension that it divides, and "
-            "tensor keeps it whole"
+            f"{_BY_SIZE}: the parameter has no logical axes; {' and '.join(GATHER_AXES)} splits its largest dimension "
+            f"that it divides, and {' and '.join(MODEL_AXES)} keeps it whole"
         )
     if any(row.spec == "whole" and math.prod(row.shape) < min_elements for row in rows):
         console.print(

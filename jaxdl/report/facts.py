@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxdl.core.config import Config
-from jaxdl.parallel.mesh import Axis, batch_ways
+from jaxdl.parallel.mesh import Axis, batch_ways, mesh_text
 from jaxdl.report.explanation import readable_bytes
 from jaxdl.report.lines import format_number
 
@@ -34,8 +34,8 @@ def describe_config(config: Config, *always: str) -> str:
             parts.append(words)
         else:
             values = value if isinstance(value, tuple | list | dict) else (value,)
-            values = [f"{key}={_plain(one)}" for key, one in value.items()] if isinstance(value, dict) else values
-            parts.append(f"{words} {' '.join(_plain(one) for one in values)}")
+            values = [f"{key}={_plain(item)}" for key, item in value.items()] if isinstance(value, dict) else values
+            parts.append(f"{words} {' '.join(_plain(item) for item in values)}")
     return ", ".join(parts)
 
 
@@ -49,9 +49,8 @@ def devices_fact(mesh: Mesh) -> str:
     """`8 virtual CPU devices: replica 2 x fsdp 4 x tensor 1`."""
     first, count = mesh.devices.flat[0], mesh.devices.size
     kind = f"{'virtual ' if count > 1 else ''}CPU" if first.platform == "cpu" else first.device_kind
-    shape = " x ".join(f"{axis.value} {mesh.shape[axis]}" for axis in Axis)
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
-    return f"{count:,} {kind} device{'s' if count > 1 else ''}{processes}: {shape}"
+    return f"{count:,} {kind} device{'s' if count > 1 else ''}{processes}: {mesh_text(mesh.shape)}"
 
 
 def data_fact(config: Config, splits: Any) -> str:

@@ -16,7 +16,7 @@ from jaxdl.core.startup import PROG
 from jaxdl.optim import param_names
 from jaxdl.parallel.cluster import end_together, launched_cpu_devices
 from jaxdl.parallel.compiler.options import ASSUMED
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import PARAM_AXES, ways
 from jaxdl.report import Start, explain, print_explanation
 from jaxdl.training.experiment import Experiment, load_experiment, parse_command_line
 from jaxdl.training.plans import typed_fields
@@ -139,7 +139,7 @@ def print_plan(experiment: Experiment, workdir: str | Path | None = None) -> Non
     with start.doing("compiling"):
         memory = compile_train_step(plan).memory_analysis()
     mesh = dict(plan.parts.layout.mesh.shape)
-    split = mesh[Axis.FSDP] * mesh[Axis.TENSOR] > 1
+    split = ways(mesh, PARAM_AXES) > 1
     print_explanation(rows, mesh, memory, min_elements=experiment.sharding.min_shard_elements if split else 0)
     if sent := describe_traffic(plan.experiment, plan.splits.train.spec, plan.parts.layout.mesh):
         print(sent)

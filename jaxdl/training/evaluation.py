@@ -56,7 +56,7 @@ def make_eval_step(parts: Parts) -> jax.stages.Wrapped:
 
     Sums are float32 scalars; of each example there is something in one process alone. The state is
     `TrainState.eval_state`.
-    Padding in the batch is masked out by the task. Batch leaves are sharded over `(replica, fsdp)`.
+    Padding in the batch is masked out by the task. Batch leaves are sharded as by `batch_sharding`.
     """
     shardings = parts.state_spec.shardings
 

@@ -17,7 +17,7 @@ from jaxdl.core.files import CONFIG_FILE
 from jaxdl.core.kinds import Choice, import_object, kinds, source_of, without_source
 from jaxdl.core.modules import load_file
 from jaxdl.core.options import choices_help, parse, parse_options, take_choices
-from jaxdl.core.startup import find_config, given_config, no_config
+from jaxdl.core.startup import find_config, find_config_option, no_config
 from jaxdl.data import Data, Digits
 from jaxdl.data.phases import Phase
 from jaxdl.exchange import Dense, ExchangeChoice
@@ -317,7 +317,7 @@ def parse_command_line(
     program's own options; `gpus` as in `load`. `--help` prints `intro` and all options, or `about` if there is no
     `--config`, and exits. Raises ConfigError for an invalid command line.
     """
-    path = given_config(args)
+    path = find_config_option(args)
     if path is None:
         if {"--help", "-h"} & set(args):
             print(f"{about}\n\nWith --config FILE --help: every option, with its default in that file.")

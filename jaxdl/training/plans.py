@@ -8,10 +8,9 @@ from typing import ClassVar, Self
 import pydantic
 
 from jaxdl.core.kinds import Choice
+from jaxdl.parallel.mesh import AXES
 
-LAYOUT = (
-    "mesh.replica", "mesh.fsdp", "mesh.tensor", "step.microbatches", "model.remat", "sharding.param_sharding",
-)  # fmt: skip
+LAYOUT = (*(f"mesh.{axis}" for axis in AXES), "step.microbatches", "model.remat", "sharding.param_sharding")
 """The fields that a plan decides, besides the exchange where that is `auto`."""
 TABLES = "embedding.scheme"
 """It decides the scheme of each embedding table as well, unless this is fixed."""

@@ -10,7 +10,7 @@ import pydantic
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.fields import SOURCE
-from jaxdl.core.reference import Reference, described, resolved
+from jaxdl.core.reference import Reference, describe, resolve
 from jaxdl.core.user_code import user_code
 from jaxdl.data.arrays.labels import class_numbers
 from jaxdl.data.arrays.readers import find_reader, rows_of
@@ -30,20 +30,20 @@ class Examples:
     """
 
     def __init__(self, value: Any = None, known: Mapping[str, Any] | None = None) -> None:
-        """`known` is the JSON of data that are not there."""
+        """`to_dict` is the JSON of data that are not there."""
         self._value = value
         self._known: dict[str, Any] | None = None if known is None else dict(known)
         self._rows: Rows | None = None
 
     @classmethod
-    def made(cls, value: Any) -> Examples:
+    def of(cls, value: Any) -> Examples:
         """From what a field is given: data, a function, its name `FILE:NAME`, or the JSON of either."""
         if isinstance(value, cls):
             return value
         if isinstance(value, Mapping) and _is_json(value):
             return cls(known=value)
         if isinstance(value, str) or _is_function(value):
-            return cls(resolved(value))
+            return cls(resolve(value))
         if hasattr(value, "__next__"):
             raise ConfigError(
                 "an iterator can be read only once, so a resumed run could not read it again. Give a list, or a "
@@ -52,10 +52,10 @@ class Examples:
         find_reader(value, "the data")
         return cls(value)
 
-    def known(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The JSON of the data. Raises ConfigError when they cannot be read."""
         if self._known is None and _is_function(self._value):
-            self._known = dict(described(self._value))
+            self._known = dict(describe(self._value))
         elif self._known is None:
             rows = self.rows("data")
             arrays = {name: {"shape": [len(rows), *array.shape[1:]], "dtype": str(array.dtype)}
@@ -73,14 +73,14 @@ class Examples:
             if value is None:
                 assert self._known is not None
                 if SOURCE not in self._known:
-                    shapes = ", ".join(f"{name} {one['dtype']} {one['shape']}"
-                                       for name, one in self._known["arrays"].items())  # fmt: skip
+                    shapes = ", ".join(f"{name} {array['dtype']} {array['shape']}"
+                                       for name, array in self._known["arrays"].items())  # fmt: skip
                     raise ConfigError(
                         f"{what}: the arrays ({shapes}) are not stored with the config, only their shapes and a "
                         "checksum. Name functions that return them, --data.train FILE:FUNCTION --data.test "
                         "FILE:FUNCTION; in Python give them again, Arrays(train=..., test=...) or .evaluate((x, y))."
                     )
-                value = resolved(self._known)
+                value = resolve(self._known)
             if _is_function(value):
                 with set_generators() as set_to:  # The same data in each process, and when the run resumes.
                     set_to(0)
@@ -102,26 +102,26 @@ class Examples:
         numbers, num_classes = (None, None) if labels is None else class_numbers(labels)
         if numbers is labels:
             return self, num_classes
-        is_function = SOURCE in self.known()
-        found = Examples(self._value, self.known() | {_CONVERTED: True} if is_function else None)
-        found._rows = _with_class_numbers(rows)
-        return found, num_classes
+        is_function = SOURCE in self.to_dict()
+        converted = Examples(self._value, self.to_dict() | {_CONVERTED: True} if is_function else None)
+        converted._rows = _with_class_numbers(rows)
+        return converted, num_classes
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Examples) and self.known() == other.known())
+        return self is other or (isinstance(other, Examples) and self.to_dict() == other.to_dict())
 
     def __hash__(self) -> int:
-        return hash(repr(self.known()))
+        return hash(repr(self.to_dict()))
 
     def __repr__(self) -> str:
-        known = self.known()
+        known = self.to_dict()
         if SOURCE in known:
             return str(known[SOURCE])
-        return "; ".join(f"{name} {one['dtype']} {one['shape']}" for name, one in known["arrays"].items())
+        return "; ".join(f"{name} {array['dtype']} {array['shape']}" for name, array in known["arrays"].items())
 
 
 Given = Annotated[
-    Reference, pydantic.PlainValidator(Examples.made), pydantic.PlainSerializer(Examples.known, when_used="json")
+    Reference, pydantic.PlainValidator(Examples.of), pydantic.PlainSerializer(Examples.to_dict, when_used="json")
 ]
 """The type of a field whose value becomes `Examples`; on the command line it is a `Reference`."""
 
@@ -133,7 +133,7 @@ def _is_function(value: Any) -> bool:
 def _labels(rows: Rows) -> tuple[str, np.ndarray | None]:
     """(name, labels) of examples in memory; None if they have none, or are not in memory."""
     arrays = rows.arrays or {}
-    name = next((one for one in LABELS if one in arrays), "")
+    name = next((label for label in LABELS if label in arrays), "")
     return name, arrays.get(name)
 
 

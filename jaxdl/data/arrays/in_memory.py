@@ -12,9 +12,9 @@ import pydantic
 from jaxdl.core.config import ConfigError
 from jaxdl.data.arrays.examples import Examples, Given
 from jaxdl.data.arrays.labels import are_class_numbers
-from jaxdl.data.arrays.rows import Part, Rows
+from jaxdl.data.arrays.rows import Rows, Subset
 from jaxdl.data.draws import example_seeds
-from jaxdl.data.source import Data, Source, Splits, TrainRows, channel_statistics, check_classes
+from jaxdl.data.source import Data, Source, Splits, TrainRows, channel_statistics, check_classes, num_held_out
 from jaxdl.data.spec import INPUTS, LABELS, ArrayInfo, ArraySpec, DataSpec, ImageSpec, TextSpec
 
 _RENAMED = {"image": "x", "label": "y"}
@@ -72,26 +72,27 @@ class Arrays(Data, kind="arrays"):
             given.append(cast(Examples, self.test).rows("data.test"))
             train, test = given
         else:
-            train, test = _divided(given[0], self.test_fraction or 0, self.split_seed)
+            train, test = _divide(given[0], self.test_fraction or 0, self.split_seed)
         arrays = _fields(train)
         _check_alike(arrays, _fields(test))
-        spec = self.guessed(arrays, train, test)
+        spec = self.guess_spec(arrays, train, test)
         return Splits(ArraySource(train, spec, given), ArraySource(test, spec))
 
-    def guessed(self, arrays: tuple[ArrayInfo, ...], train: Rows, test: Rows) -> DataSpec:
+    def guess_spec(self, arrays: tuple[ArrayInfo, ...], train: Rows, test: Rows) -> DataSpec:
         """The spec of the arrays of two splits: images, text, or arrays as they are. Raises ConfigError."""
-        arrays = tuple(self._with_classes(one, train, test) for one in arrays)
+        arrays = tuple(self._with_classes(array, train, test) for array in arrays)
         return _image_spec(arrays, train) or self._text_spec(arrays, train, test) or ArraySpec(arrays)
 
     def _text_spec(self, arrays: tuple[ArrayInfo, ...], train: Rows, test: Rows) -> TextSpec | None:
         """The spec of windows of tokens, each of which counts as a byte; None for other arrays."""
-        one = arrays[0]
-        if [one.name for one in arrays] != ["tokens"] or np.dtype(one.dtype).kind not in "iu" or len(one.shape) != 1:
+        tokens = arrays[0]
+        is_alone = len(arrays) == 1 and tokens.name == "tokens"
+        if not is_alone or np.dtype(tokens.dtype).kind not in "iu" or len(tokens.shape) != 1:
             return None
-        columns = [rows.every(one.name) for rows in (train, test)]
+        columns = [rows.every(tokens.name) for rows in (train, test)]
         largest = max(int(column.max()) for column in columns)
         size = self.num_classes or largest + 1
-        if one.shape[0] < 2 or min(int(column.min()) for column in columns) < 0:
+        if tokens.shape[0] < 2 or min(int(column.min()) for column in columns) < 0:
             raise ConfigError(f"{train.what}: tokens must be whole numbers from 0, at least 2 in each row.")
         if self.num_classes is None and size > _LARGEST_VOCABULARY:
             raise ConfigError(
@@ -100,7 +101,7 @@ class Arrays(Data, kind="arrays"):
             )
         if largest >= size:
             raise ConfigError(f"{train.what}: a token is {size} or more; with num_classes = {size} it must be less.")
-        return TextSpec(vocab_size=size, length=one.shape[0] - 1, bytes_per_token=1.0)
+        return TextSpec(vocab_size=size, length=tokens.shape[0] - 1, bytes_per_token=1.0)
 
     def _with_classes(self, info: ArrayInfo, train: Rows, test: Rows) -> ArrayInfo:
         """The array with its number of classes, if it holds class numbers.
@@ -118,32 +119,27 @@ class Arrays(Data, kind="arrays"):
         return dataclasses.replace(info, num_classes=count)
 
 
-def _divided(rows: Rows, test_fraction: float, seed: int) -> tuple[Rows, Rows]:
+def _divide(rows: Rows, test_fraction: float, seed: int) -> tuple[Rows, Rows]:
     """Training and held-out examples, each in their order; at least one in each."""
     if len(rows) < 2:
         raise ConfigError(f"{rows.what}: one example cannot be divided into training and held-out data.")
     order = np.random.Generator(np.random.Philox(seed)).permutation(len(rows))
     count = num_held_out(len(rows), test_fraction)
-    return Part(rows, np.sort(order[count:])), Part(rows, np.sort(order[:count]))
-
-
-def num_held_out(num_examples: int, test_fraction: float) -> int:
-    """How many of some examples are held out."""
-    return min(max(round(num_examples * test_fraction), 1), num_examples - 1)
+    return Subset(rows, np.sort(order[count:])), Subset(rows, np.sort(order[:count]))
 
 
 def _fields(rows: Rows) -> tuple[ArrayInfo, ...]:
     """The arrays of an example, with dtypes of 32 bits at most."""
-    found = rows.read(np.array([0, len(rows) - 1]))
-    if "mask" in found:
+    arrays = rows.read(np.array([0, len(rows) - 1]))
+    if "mask" in arrays:
         raise ConfigError(f"{rows.what}: an array is called mask; that is the name of what marks padding. Rename it.")
-    if found.keys() >= set(LABELS):
+    if arrays.keys() >= set(LABELS):
         raise ConfigError(
             f"{rows.what}: it has both label and y, which are two names of one thing. Rename one of them."
         )
-    if empty := [name for name, array in found.items() if array[0].size == 0]:
-        raise ConfigError(f"{rows.what}: {empty[0]} has no numbers in an example: {list(found[empty[0]].shape[1:])}.")
-    return tuple(ArrayInfo(name, array.shape[1:], str(_narrow(array.dtype))) for name, array in found.items())
+    if empty := [name for name, array in arrays.items() if array[0].size == 0]:
+        raise ConfigError(f"{rows.what}: {empty[0]} has no numbers in an example: {list(arrays[empty[0]].shape[1:])}.")
+    return tuple(ArrayInfo(name, array.shape[1:], str(_narrow(array.dtype))) for name, array in arrays.items())
 
 
 def _narrow(dtype: np.dtype) -> np.dtype:
@@ -161,7 +157,7 @@ def _check_alike(train: tuple[ArrayInfo, ...], test: tuple[ArrayInfo, ...]) -> N
 
 def _is_like(given: Any, trained: Any) -> bool:
     """Whether a dtype has the same kind of numbers as another: floats, whole numbers, complex numbers, booleans."""
-    kinds = [np.dtype(one).kind.replace("u", "i") for one in (given, trained)]
+    kinds = [np.dtype(dtype).kind.replace("u", "i") for dtype in (given, trained)]
     return kinds[0] == kinds[1]
 
 
@@ -171,29 +167,29 @@ def like(value: Any, spec: DataSpec, what: str) -> Source:
     Their arrays may be in any order, with others beside them. Raises ConfigError for those that lack one of them, or
     have another kind of numbers.
     """
-    rows = Examples.made(value).rows(what)
-    found = {one.name: one for one in _fields(rows)}
+    rows = Examples.of(value).rows(what)
+    fields = {array.name: array for array in _fields(rows)}
     if not isinstance(spec, ArraySpec):
         sizes = spec.sizes()
-        names = [name if name in found else _RENAMED.get(name) for name in spec.blank()]
-        read = tuple(one for one in found.values() if one.name in names) or tuple(found.values())
+        names = [name if name in fields else _RENAMED.get(name) for name in spec.blank()]
+        read = tuple(array for array in fields.values() if array.name in names) or tuple(fields.values())
         counted = Arrays(num_classes=sizes.get("num_classes") or sizes.get("vocab_size"))
-        return ArraySource(rows, counted.guessed(read, rows, rows))
+        return ArraySource(rows, counted.guess_spec(read, rows, rows))
     for name, trained in spec.by_name.items():
-        one = found.get(name)
-        if one is None or not _is_like(one.dtype, trained.dtype):
-            is_wrong = "there is no" if one is None else f"{one.dtype} is not the dtype of"
+        array = fields.get(name)
+        if array is None or not _is_like(array.dtype, trained.dtype):
+            is_wrong = "there is no" if array is None else f"{array.dtype} is not the dtype of"
             raise ConfigError(
-                f"{what}: {is_wrong} {name} among {', '.join(found)}. The network was trained on {spec}. Give these."
+                f"{what}: {is_wrong} {name} among {', '.join(fields)}. The network was trained on {spec}. Give these."
             )
-    arrays = tuple(dataclasses.replace(one, shape=found[one.name].shape) for one in spec.arrays)
+    arrays = tuple(dataclasses.replace(array, shape=fields[array.name].shape) for array in spec.arrays)
     return ArraySource(rows, ArraySpec(arrays))
 
 
 def _image_spec(arrays: tuple[ArrayInfo, ...], train: Rows) -> ImageSpec | None:
     """The spec of uint8 images with class numbers; None for other arrays."""
-    image = next((one for one in arrays if one.name in INPUTS), None)
-    label = next((one for one in arrays if one.name in LABELS), None)
+    image = next((array for array in arrays if array.name in INPUTS), None)
+    label = next((array for array in arrays if array.name in LABELS), None)
     if len(arrays) != 2 or image is None or label is None or label.num_classes is None:
         return None
     if image.dtype != "uint8" or len(image.shape) not in (2, 3) or image.has_channel_first:
@@ -227,13 +223,13 @@ class ArraySource(Source):
         return self._rows.checksum
 
     def read_as(self, spec: DataSpec) -> Source | None:
-        """See `Source.read_as`: another version of jaxdl may have guessed otherwise what the same arrays are."""
+        """These examples with `spec`: another version of jaxdl may have guessed otherwise what the arrays are."""
         if spec == self.spec:
             return self
         given = self._rows.read(np.zeros(1, np.int64))
         for name, array in spec.blank().items():
-            one = given.get(name, given.get(_RENAMED.get(name, "")))
-            if one is None or array.shape not in (one.shape, (*one.shape, 1)) or not _is_like(one.dtype, array.dtype):
+            old = given.get(name, given.get(_RENAMED.get(name, "")))
+            if old is None or array.shape not in (old.shape, (*old.shape, 1)) or not _is_like(old.dtype, array.dtype):
                 return None
         return ArraySource(self._rows, spec, self._noted)
 
@@ -249,12 +245,12 @@ class ArraySource(Source):
 
     def train_batches(self, requests: Iterator[TrainRows]) -> Iterator[dict[str, np.ndarray]]:
         """The rows of each request; random numbers that the user's object draws for one depend on it alone."""
-        for one in requests:
-            yield self._batch(one.indices, example_seeds(one.seed, one.epochs, one.indices))
+        for request in requests:
+            yield self._batch(request.indices, example_seeds(request.seed, request.epochs, request.indices))
 
     def _batch(self, indices: np.ndarray, seeds: np.ndarray | None) -> dict[str, np.ndarray]:
         read = self._rows.read(indices, seeds)
-        found = {}
+        arrays = {}
         for name, (shape, dtype) in self._wanted.items():
             array = read.get(self._given[name])
             if name == "image" and array is not None and (*array.shape[1:], 1) == shape:
@@ -265,8 +261,8 @@ class ArraySource(Source):
                     f"{self._rows.what}: {self._given[name]} of examples {_some(indices)} is {what}; that of the first "
                     f"example is {list(shape)}. All examples must have the same arrays and shapes."
                 )
-            found[name] = self._narrowed(name, array, dtype, indices)
-        return found
+            arrays[name] = self._narrowed(name, array, dtype, indices)
+        return arrays
 
     def _narrowed(self, name: str, array: np.ndarray, dtype: np.dtype, indices: np.ndarray) -> np.ndarray:
         if not (np.can_cast(array.dtype, dtype, "same_kind") or _is_like(array.dtype, dtype)):

@@ -44,7 +44,7 @@ def check_class_numbers(rows: Rows, what: str, num_train: int) -> None:
     `num_train` is the number of training examples. Of examples that are not in memory the first one is looked at.
     """
     first = rows.read(np.zeros(1, np.int64))
-    labels = next((one for name, one in (rows.arrays or first).items() if name in LABELS), None)
+    labels = next((array for name, array in (rows.arrays or first).items() if name in LABELS), None)
     if (
         labels is not None
         and labels.ndim == 1
@@ -52,7 +52,7 @@ def check_class_numbers(rows: Rows, what: str, num_train: int) -> None:
         and (rows.arrays is None or are_class_numbers(int(labels.min()), int(labels.max()), num_train))
     ):
         return
-    spec = ArraySpec(tuple(ArrayInfo(name, one.shape[1:], str(one.dtype)) for name, one in first.items()))
+    spec = ArraySpec(tuple(ArrayInfo(name, array.shape[1:], str(array.dtype)) for name, array in first.items()))
     raise ConfigError(
         f"loss: it is not given, and {what} is not for classification. {spec.why_no_classes()} For another task give a "
         "function that returns the loss of each example: def loss(outputs, batch): return "

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.user_code import user_code
-from jaxdl.data.arrays.rows import Columns, Rows, as_array, checksum_of, named, paired, together
+from jaxdl.data.arrays.rows import Columns, Rows, as_array, checksum_of, name_arrays, name_pair, stack_examples
 from jaxdl.data.draws import generator_states, set_generators
 from jaxdl.data.tables.table_index import frame_notes, index_columns
 
@@ -36,7 +36,7 @@ def reader(takes: Callable[[Any], bool]) -> Callable[[Reader], Reader]:
 
 
 def rows_of(value: Any, what: str) -> Rows:
-    """The examples of an object. Raises ConfigError when it is none that can be read."""
+    """The examples of an object. Raises ConfigError when it cannot be read."""
     rows = find_reader(value, what)(value, what)
     if len(rows) == 0:
         raise ConfigError(f"{what}: it has no examples.")
@@ -64,10 +64,10 @@ def find_reader(value: Any, what: str) -> Reader:
 def read_arrays(value: Any, what: str) -> Rows:
     """A dictionary of arrays, a pair (x, y), or one array."""
     if isinstance(value, Mapping):
-        given = {str(name): one for name, one in value.items()}
+        given = {str(name): array for name, array in value.items()}
     else:
-        given = paired(value if isinstance(value, tuple) else (value,), what)
-    arrays = {name: as_array(one, name, what) for name, one in given.items()}
+        given = name_pair(value if isinstance(value, tuple) else (value,), what)
+    arrays = {name: as_array(array, name, what) for name, array in given.items()}
     return Columns(arrays, what, frame_notes(given, arrays, what))
 
 
@@ -75,8 +75,8 @@ def read_arrays(value: Any, what: str) -> Rows:
 def read_frame(value: Any, what: str) -> Rows:
     """A data frame: `columns`, and `[column]` an array (pandas, polars)."""
     arrays = {str(name): as_array(value[name], str(name), what) for name in value.columns}
-    return Columns(arrays, what, [f"{what}: the column {one!r} is an index that pandas wrote. Leave it out."
-                                  for one in index_columns(list(arrays))])  # fmt: skip
+    return Columns(arrays, what, [f"{what}: the column {column!r} is an index that pandas wrote. Leave it out."
+                                  for column in index_columns(list(arrays))])  # fmt: skip
 
 
 def _has(value: Any, *names: str) -> bool:
@@ -97,49 +97,50 @@ class Fetched(Rows):
         return len(self._value)
 
     def read(self, indices: np.ndarray, seeds: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """See `Rows.read`."""
-        return together(self._examples(indices, indices % 2**32 if seeds is None else seeds), indices, self.what)
+        """Fresh arrays [example, ...] by name, fetched together or one by one."""
+        return stack_examples(self._examples(indices, indices % 2**32 if seeds is None else seeds), indices, self.what)
 
     def _examples(self, indices: np.ndarray, seeds: np.ndarray) -> list[dict[str, Any]]:
         """Fetched together; one by one, each with its seed, if something draws from the generators."""
         with set_generators() as set_to:
             if self._fetch_many is not None and not self._draws:
                 before = generator_states()
-                found = self._fetched(indices.tolist())
+                examples = self._fetch(indices.tolist())
                 if generator_states() == before:
-                    return found
+                    return examples
                 self._draws = True
-            found = []
+            examples = []
             for index, seed in zip(indices.tolist(), seeds.tolist(), strict=True):
                 set_to(seed)
-                found += self._fetched([index])
-            return found
+                examples += self._fetch([index])
+            return examples
 
-    def _fetched(self, indices: list[int]) -> list[dict[str, Any]]:
+    def _fetch(self, indices: list[int]) -> list[dict[str, Any]]:
         many = self._fetch_many
         where = f"{self.what}[{', '.join(map(str, indices[:3]))}{', ...' if len(indices) > 3 else ''}]"
         try:
             with user_code(where):
-                found = [self._value[index] for index in indices] if many is None else list(many(indices))
+                examples = [self._value[index] for index in indices] if many is None else list(many(indices))
         except ConfigError:
             if len(indices) > 1:  # One of them alone has a message that names it.
                 for index in indices:
-                    self._fetched([index])
+                    self._fetch([index])
             raise
-        if len(found) != len(indices):
-            raise ConfigError(f"{where}: {len(found)} examples came for {len(indices)} indices. Return one for each.")
-        return [named(one, f"{self.what}[{index}]") for index, one in zip(indices, found, strict=True)]
+        if len(examples) != len(indices):
+            came = f"{len(examples)} examples came for {len(indices)} indices"
+            raise ConfigError(f"{where}: {came}. Return one for each.")
+        return [name_arrays(example, f"{self.what}[{index}]") for index, example in zip(indices, examples, strict=True)]
 
     @functools.cached_property
     def _random(self) -> list[str]:
         """The arrays that differ from one reading to the next although the generators are set."""
-        return _differing(self.sampled, self.read(self.some))
+        return _differences(self.sampled, self.read(self.some))
 
     @functools.cached_property
     def checksum(self) -> str:
         """A checksum of 64 examples that are evenly spaced; of arrays that differ between readings only the shape."""
-        found = {name: np.array(x.shape) if name in self._random else x for name, x in self.sampled.items()}
-        return checksum_of((name, [x]) for name, x in found.items())
+        arrays = {name: np.array(x.shape) if name in self._random else x for name, x in self.sampled.items()}
+        return checksum_of((name, [x]) for name, x in arrays.items())
 
     @property
     def notes(self) -> Sequence[str]:
@@ -203,9 +204,9 @@ class Items(Fetched):
         return len(classes) if isinstance(classes, Sequence) else None
 
 
-def _differing(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> list[str]:
+def _differences(before: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> list[str]:
     """Names of the arrays that have not the same bits."""
-    return [name for name, x in one.items() if x.tobytes() != other[name].tobytes()]
+    return [name for name, x in before.items() if x.tobytes() != other[name].tobytes()]
 
 
 @reader(lambda value: hasattr(value, "__iter__") and not isinstance(value, str | bytes))
@@ -224,8 +225,9 @@ def in_memory(value: Iterable[Any], what: str, limit_bytes: int) -> Columns:
     size = 0
     with set_generators() as set_to:
         set_to(0)
-        for number, one in enumerate(value):
-            example = {name: np.asarray(array) for name, array in named(one, f"{what}, example {number}").items()}
+        for number, item in enumerate(value):
+            named = name_arrays(item, f"{what}, example {number}")
+            example = {name: np.asarray(array) for name, array in named.items()}
             examples.append(example)
             size += sum(array.nbytes for array in example.values())
             if size > limit_bytes:
@@ -240,4 +242,4 @@ def in_memory(value: Iterable[Any], what: str, limit_bytes: int) -> Columns:
         f"{what}: an iterable has no order to resume in: its {len(examples):,} examples were read into memory "
         f"({size / 1e6:,.1f} MB)"
     )
-    return Columns(together(examples, np.arange(len(examples)), what), what, [note])
+    return Columns(stack_examples(examples, np.arange(len(examples)), what), what, [note])

@@ -93,15 +93,15 @@ class Columns(Rows):
     @functools.cached_property
     def notes(self) -> Sequence[str]:
         """How they were read, and what is missing in them."""
-        missing = self._scanned[1].items()
-        found = [f"{self.what}: {name} has NaN in {bad:,} of {len(self):,} rows" for name, bad in missing if bad]
-        return [*self._said, *found]
+        missing = self._scan[1].items()
+        notes = [f"{self.what}: {name} has NaN in {bad:,} of {len(self):,} rows" for name, bad in missing if bad]
+        return [*self._said, *notes]
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
 
     def read(self, indices: np.ndarray, seeds: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """See `Rows.read`."""
+        """Fresh arrays [example, ...] by name."""
         del seeds
         return {name: native(np.take(array, indices, axis=0)) for name, array in self.arrays.items()}
 
@@ -112,10 +112,10 @@ class Columns(Rows):
     @functools.cached_property
     def checksum(self) -> str:
         """A checksum of all examples."""
-        return self._scanned[0]
+        return self._scan[0]
 
     @functools.cached_property
-    def _scanned(self) -> tuple[str, dict[str, int]]:
+    def _scan(self) -> tuple[str, dict[str, int]]:
         """(checksum, number of rows with NaN by array), in one pass: an array may be a file larger than the memory."""
         missing = dict.fromkeys(self.arrays, 0)
 
@@ -139,7 +139,7 @@ def _rows_with_nan(array: np.ndarray) -> int:
     return int(np.isnan(array).any(axis=tuple(range(1, array.ndim))).sum())
 
 
-class Part(Rows):
+class Subset(Rows):
     """Some examples of others."""
 
     def __init__(self, rows: Rows, indices: np.ndarray) -> None:
@@ -150,7 +150,7 @@ class Part(Rows):
         return len(self._indices)
 
     def read(self, indices: np.ndarray, seeds: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """See `Rows.read`."""
+        """Fresh arrays [example, ...] by name."""
         return self._rows.read(self._indices[indices], seeds)
 
     def every(self, name: str) -> np.ndarray:
@@ -169,15 +169,15 @@ class Part(Rows):
 
 def checksum_of(arrays: Iterable[tuple[str, Iterable[np.ndarray]]]) -> str:
     """Of arrays by name, each in pieces."""
-    found = 0
-    for name, pieces in sorted(arrays, key=lambda one: one[0]):
-        found = zlib.crc32(name.encode(), found)
+    checksum = 0
+    for name, pieces in sorted(arrays, key=lambda pair: pair[0]):
+        checksum = zlib.crc32(name.encode(), checksum)
         for piece in pieces:
-            found = zlib.crc32(np.ascontiguousarray(piece).data, found)
-    return f"{found:08x}"
+            checksum = zlib.crc32(np.ascontiguousarray(piece).data, checksum)
+    return f"{checksum:08x}"
 
 
-def named(example: Any, what: str) -> dict[str, Any]:
+def name_arrays(example: Any, what: str) -> dict[str, Any]:
     """The arrays of one example by name: x and y for a pair, x for one array."""
     if example is None:
         raise ConfigError(f"{what}: it is None, as what a filter leaves out. Give an iterable of the others.")
@@ -185,10 +185,10 @@ def named(example: Any, what: str) -> dict[str, Any]:
         return {str(name): value for name, value in example.items()}
     if hasattr(example, "_fields"):
         return {str(name): getattr(example, name) for name in example._fields}
-    return paired(example if isinstance(example, tuple) else (example,), what)
+    return name_pair(example if isinstance(example, tuple) else (example,), what)
 
 
-def paired(values: tuple[Any, ...], what: str) -> dict[str, Any]:
+def name_pair(values: tuple[Any, ...], what: str) -> dict[str, Any]:
     """x and y."""
     if not 1 <= len(values) <= 2:
         raise ConfigError(
@@ -197,19 +197,20 @@ def paired(values: tuple[Any, ...], what: str) -> dict[str, Any]:
     return dict(zip(("x", "y"), values, strict=False))
 
 
-def together(examples: Sequence[Mapping[str, Any]], indices: np.ndarray, what: str) -> dict[str, np.ndarray]:
+def stack_examples(examples: Sequence[Mapping[str, Any]], indices: np.ndarray, what: str) -> dict[str, np.ndarray]:
     """The arrays of some examples, stacked. Raises ConfigError for examples that differ in names or shapes."""
     first = examples[0]
-    for index, one in zip(indices.tolist(), examples, strict=True):
-        if one.keys() != first.keys():
-            raise ConfigError(f"{what}: example {indices[0]} has {', '.join(first)}; example {index} {', '.join(one)}.")
-    return {name: stacked([one[name] for one in examples], indices, name, what) for name in first}
+    for index, example in zip(indices.tolist(), examples, strict=True):
+        if example.keys() != first.keys():
+            names = ", ".join(first), ", ".join(example)
+            raise ConfigError(f"{what}: example {indices[0]} has {names[0]}; example {index} {names[1]}.")
+    return {name: stack_values([example[name] for example in examples], indices, name, what) for name in first}
 
 
-def stacked(values: Sequence[Any], indices: np.ndarray, name: str, what: str) -> np.ndarray:
-    """One array of the values of some examples. Raises ConfigError when they differ in shape or are no numbers."""
+def stack_values(values: Sequence[Any], indices: np.ndarray, name: str, what: str) -> np.ndarray:
+    """One array of the values of some examples. Raises ConfigError when they differ in shape or are not numbers."""
     arrays = [
-        _converted(value, name, f"{what}[{index}]") for index, value in zip(indices.tolist(), values, strict=True)
+        _as_numbers(value, name, f"{what}[{index}]") for index, value in zip(indices.tolist(), values, strict=True)
     ]
     for index, array in zip(indices.tolist(), arrays, strict=True):
         if array.shape != arrays[0].shape:
@@ -229,21 +230,21 @@ def as_array(value: Any, name: str, what: str) -> np.ndarray:
         raise ConfigError(
             f"{what}: {name} is a {type(value).__name__}, not an array. Give one data set, such as [{name!r}] of these."
         )
-    array = _converted(value, name, what)
+    array = _as_numbers(value, name, what)
     if array.ndim == 0:
         raise ConfigError(f"{what}: {name} is a single value, not an array with a row for each example.")
     return array
 
 
-def _converted(value: Any, name: str, what: str) -> np.ndarray:
-    """The value as an array of numbers. Raises ConfigError when it is none."""
+def _as_numbers(value: Any, name: str, what: str) -> np.ndarray:
+    """The value as an array of numbers. Raises ConfigError when it is not one."""
     if isinstance(value, np.ma.MaskedArray):
         raise ConfigError(f"{what}: {name} is a masked array, whose mask would be lost. Give {name}.filled(...).")
     with user_code(f"{what}: {name} cannot be made an array"):  # Of the class of the value.
         try:
             given = array = np.asarray(value)
             if given.dtype.kind == "O" and given.ndim:  # Arrays in a list, or numbers of several types.
-                array = np.stack([np.asarray(one) for one in given]) if given.ndim == 1 else np.asarray(given.tolist())
+                array = np.stack([np.asarray(x) for x in given]) if given.ndim == 1 else np.asarray(given.tolist())
         except ValueError:
             raise ConfigError(f"{what}: the values of {name} differ in shape. Pad or crop them.") from None
     if array.dtype.kind not in _NUMBERS:
@@ -253,8 +254,8 @@ def _converted(value: Any, name: str, what: str) -> np.ndarray:
 
 
 def _not_numbers(name: str, array: np.ndarray) -> str:
-    """What an array holds that is no number, and what to do."""
-    value = next((one for one in array.flat if not isinstance(one, int | float | complex | np.number)), array.flat[0])
+    """What an array contains that is not a number, and what to do."""
+    value = next((x for x in array.flat if not isinstance(x, int | float | complex | np.number)), array.flat[0])
     text = isinstance(value, str | bytes)
     kind = "text" if text else type(value).__name__
     advice = "Encode it, or leave it out."
@@ -262,6 +263,6 @@ def _not_numbers(name: str, array: np.ndarray) -> str:
         advice = f"Class numbers are numpy.unique({name}, return_inverse=True)[1]."
     elif array.dtype.names:
         advice = f"Give its fields: {{name: {name}[name] for name in {name}.dtype.names}}."
-    elif "float" in array.dtype.name:  # Such as bfloat16, which is none of NumPy's own.
+    elif "float" in array.dtype.name:  # Such as bfloat16, which is not one of NumPy's own.
         advice = f"Give {name}.astype('float32')."
-    return f"{name} holds {kind}, not numbers (such as {str(value)[:40]!r}). {advice}"
+    return f"{name} contains {kind}, not numbers (such as {str(value)[:40]!r}). {advice}"

@@ -26,19 +26,19 @@ class Jitter:
     hue: float = 0.0
 
 
-def changed(image: np.ndarray, jitter: Jitter, random: np.random.Generator) -> np.ndarray:
+def jitter_colours(image: np.ndarray, jitter: Jitter, random: np.random.Generator) -> np.ndarray:
     """Applies random changes of colour like torchvision's ColorJitter, rounding to uint8 after each."""
     factors = random.uniform(-1, 1, 4)
     for which in random.permutation(4):
         factor = float(factors[which])
         if which == 0 and jitter.brightness:
-            image = _blended(image, np.float32(0), max(0.0, 1 + factor * jitter.brightness))
+            image = _blend(image, np.float32(0), max(0.0, 1 + factor * jitter.brightness))
         elif which == 1 and jitter.contrast:
-            image = _blended(image, _grey(image).mean(), max(0.0, 1 + factor * jitter.contrast))
+            image = _blend(image, _grey(image).mean(), max(0.0, 1 + factor * jitter.contrast))
         elif which == 2 and jitter.saturation:
-            image = _blended(image, _grey(image)[..., None], max(0.0, 1 + factor * jitter.saturation))
+            image = _blend(image, _grey(image)[..., None], max(0.0, 1 + factor * jitter.saturation))
         elif which == 3 and jitter.hue:
-            image = _turned_hue(image, factor * jitter.hue)
+            image = _rotate_hue(image, factor * jitter.hue)
     return image
 
 
@@ -46,13 +46,13 @@ def _grey(image: np.ndarray) -> np.ndarray:
     return image.astype(np.float32) @ _LUMA
 
 
-def _blended(image: np.ndarray, other: Any, factor: float) -> np.ndarray:
+def _blend(image: np.ndarray, other: Any, factor: float) -> np.ndarray:
     """`factor` * image + (1 - `factor`) * other, clipped to 0..255."""
     mixed = image.astype(np.float32) * factor + other * (1 - factor)
     return np.clip(mixed + 0.5, 0, 255).astype(np.uint8)
 
 
-def _turned_hue(image: np.ndarray, turn: float) -> np.ndarray:
+def _rotate_hue(image: np.ndarray, turn: float) -> np.ndarray:
     import cv2
 
     hsv = cv2.cvtColor(image, cv2.COLOR_RGB2HSV_FULL)  # Hue in 256 steps.
@@ -60,7 +60,7 @@ def _turned_hue(image: np.ndarray, turn: float) -> np.ndarray:
     return cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB_FULL)
 
 
-def policy_changed(
+def apply_policy(
     image: np.ndarray, policy: str, num_operations: int, magnitude: int, random: np.random.Generator
 ) -> np.ndarray:
     """The image after RandAugment (arXiv 1909.13719) or TrivialAugment, wide (arXiv 2103.10158).
@@ -71,13 +71,13 @@ def policy_changed(
     from PIL import Image
 
     wide = policy == "trivial"
-    found = Image.fromarray(image)
+    picture = Image.fromarray(image)
     for _ in range(1 if wide else num_operations):
         name = _NAMES[int(random.integers(len(_NAMES)))]
         level = (int(random.integers(_BINS)) if wide else magnitude) / (_BINS - 1)
         sign = 1.0 if random.random() < 0.5 else -1.0
-        found = _OPERATIONS[name](found, level, sign, wide)
-    return np.asarray(found)
+        picture = _OPERATIONS[name](picture, level, sign, wide)
+    return np.asarray(picture)
 
 
 _Operation = Callable[[Any, float, float, bool], Any]

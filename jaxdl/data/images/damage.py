@@ -23,7 +23,7 @@ class Damage:
       sizes: number of examples of each split, the training split first.
       max_bad: most damaged and lost images in all splits. At most half of a split may be: with more, replacements
         would be trained on too often, or the score would be that of a fraction.
-      lost: images of each split that are none of its examples.
+      lost: images of each split that are not among its examples.
       remarks: of each split, which they are.
     """
 
@@ -37,7 +37,7 @@ class Damage:
 
     def add(self, bad: Mapping[tuple[int, int], tuple[str, str]]) -> list[str]:
         """Counts damaged images; returns a warning for each new one."""
-        new = {place: found for place, found in bad.items() if place not in self._bad}
+        new = {place: damage for place, damage in bad.items() if place not in self._bad}
         self._bad.update(new)
         return [f"{self._name}: {name} is skipped: {why}" for name, why in new.values()]
 

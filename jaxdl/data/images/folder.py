@@ -43,8 +43,8 @@ class ImageFolder(Data, kind="image_folder"):
         root = self.path.rstrip("/")
         left_out = [(LeftOut(), LeftOut()) for _ in range(2)]
         folders = f"{root}/{self.train_folder}", f"{root}/{self.test_folder}"
-        found = [self._find(folder, *parts) for folder, parts in zip(folders, left_out, strict=True)]
-        classes = sorted({_class(one) for one in found[0]})
+        splits = [self._find(folder, *parts) for folder, parts in zip(folders, left_out, strict=True)]
+        classes = sorted({_class(file) for file in splits[0]})
         if empty := remote.empty_folders(f"{root}/{self.train_folder}", classes):
             raise ConfigError(
                 f"{root}/{self.train_folder}/{empty[0]}: this class folder has no images "
@@ -52,40 +52,40 @@ class ImageFolder(Data, kind="image_folder"):
             )
         if len(classes) < 2:
             raise ConfigError(
-                f"{root}/{self.train_folder}: all of its {len(found[0]):,} images are of one class, {classes[0]!r}; "
+                f"{root}/{self.train_folder}: all of its {len(splits[0]):,} images are of one class, {classes[0]!r}; "
                 f"classification needs 2 or more. Make one folder per class, such as {self.train_folder}/cat/1.jpg and "
                 f"{self.train_folder}/dog/1.jpg."
             )
-        unknown = sorted({_class(one) for one in found[1]} - set(classes))
+        unknown = sorted({_class(file) for file in splits[1]} - set(classes))
         if unknown:
             raise ConfigError(
                 f"{root}/{self.test_folder}: it has the classes {', '.join(unknown[:5])}, which are not in "
                 f"{self.train_folder}. Remove them, or add their images to the training data."
             )
-        train, test = (FolderRecords(one, classes, *parts) for one, parts in zip(found, left_out, strict=True))
+        train, test = (FolderRecords(files, classes, *parts) for files, parts in zip(splits, left_out, strict=True))
         return self.photos.build(train, test, len(classes), name=root.rsplit("/", 1)[-1])
 
     def staged(self, stage: Stage) -> ImageFolder:
-        """See `Data.staged`."""
+        """The config of copies of the two folders."""
         if not self.path:
             return self
         return self.replaced({"path": stage.folder(self.path, (self.train_folder, self.test_folder))})
 
-    def _find(self, folder: str, lost: LeftOut, unread: LeftOut) -> list[remote.Found]:
+    def _find(self, folder: str, lost: LeftOut, unread: LeftOut) -> list[remote.FileEntry]:
         others: list[str] = []
         every = remote.find(folder, IMAGE_SUFFIXES, others)
-        found = [one for one in every if "/" in one.name]
-        if not found:
+        files = [file for file in every if "/" in file.name]
+        if not files:
             raise ConfigError(f"{folder}: none of its images is in a class folder, such as {folder}/cat/1.jpg.")
-        if outside := [one.name for one in every if "/" not in one.name]:
+        if outside := [file.name for file in every if "/" not in file.name]:
             lost.add("images in no class folder", *outside)
         if others:
             unread.add(f"files with names of other kinds than {' '.join(IMAGE_SUFFIXES)}", *others)
-        return found
+        return files
 
 
-def _class(found: remote.Found) -> str:
-    return found.name.split("/", 1)[0]
+def _class(file: remote.FileEntry) -> str:
+    return file.name.split("/", 1)[0]
 
 
 class FolderRecords(Records):
@@ -95,25 +95,25 @@ class FolderRecords(Records):
 
     def __init__(
         self,
-        found: Sequence[remote.Found],
+        files: Sequence[remote.FileEntry],
         classes: Sequence[str],
         lost: LeftOut | None = None,
         unread: LeftOut | None = None,
     ) -> None:
-        """`lost` are images that are none of `found`, and `unread` what else is in the folder."""
+        """`lost` are images that are not among `files`, and `unread` what else is in the folder."""
         number = {name: place for place, name in enumerate(classes)}
-        self._labels = np.array([number[_class(one)] for one in found], np.int32)
-        self._root = found[0].address[: -len(found[0].name)]
-        assert all(one.address == self._root + one.name for one in found)
+        self._labels = np.array([number[_class(file)] for file in files], np.int32)
+        self._root = files[0].address[: -len(files[0].name)]
+        assert all(file.address == self._root + file.name for file in files)
         # One array that the worker processes share: a list of a million names is slow to send and large in each.
-        names = "\n".join(one.name for one in found).encode(*_NAMES)
+        names = "\n".join(file.name for file in files).encode(*_NAMES)
         self._names = np.frombuffer(names, np.uint8)
-        self._ends = np.cumsum([len(one.name.encode(*_NAMES)) + 1 for one in found])
-        self._sizes = np.array([one.num_bytes for one in found], np.int64)
-        self._versions = np.array([one.version.encode() for one in found], bytes)
+        self._ends = np.cumsum([len(file.name.encode(*_NAMES)) + 1 for file in files])
+        self._sizes = np.array([file.num_bytes for file in files], np.int64)
+        self._versions = np.array([file.version.encode() for file in files], bytes)
         self.content = hashlib.sha256(names + self._sizes.tobytes()).hexdigest()
         self.num_lost = len(lost or ())
-        self.remark = left_out_remark(self._root.rstrip("/"), len(found), lost, unread)
+        self.remark = left_out_remark(self._root.rstrip("/"), len(files), lost, unread)
         self.identity = f"{self._root} {hashlib.sha256(self.content.encode() + self._versions.tobytes()).hexdigest()}"
 
     def __len__(self) -> int:
@@ -129,7 +129,7 @@ class FolderRecords(Records):
             raise BadRecord(f"it cannot be read ({error.strerror or error})") from None
 
     def mark(self, index: int) -> int:
-        """See `Records.mark`: of the file."""
+        """64 bits of the path, size and time of the file."""
         version = self._versions[index].decode()
         return mark_of(f"{self._root}{self._below(index)} {self._sizes[index]} {version}")
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxdl.data.images.photo import BadImage, Photo, upright
 from jaxdl.data.images.photos import Photos
-from jaxdl.data.images.view import resized, shrunk
+from jaxdl.data.images.view import resize, shrink
 from jaxdl.data.tables.arrow_numbers import is_list
 
 _SPARK_CHANNELS = {0: 1, 16: 3, 24: 4}
@@ -26,14 +26,14 @@ def pixels_of(value: Any, channels: int | None = None) -> np.ndarray:
     if value is None:
         raise BadImage("it is null")
     if isinstance(value, bytes | bytearray | memoryview):
-        return _decoded(bytes(value), channels)
-    found = _of_spark(value) if isinstance(value, Mapping) else _of_lists(value)
-    wanted = channels or found.shape[2]
-    if wanted == found.shape[2]:
-        return found
+        return _decode(bytes(value), channels)
+    pixels = _spark_pixels(value) if isinstance(value, Mapping) else _list_pixels(value)
+    wanted = channels or pixels.shape[2]
+    if wanted == pixels.shape[2]:
+        return pixels
     from PIL import Image
 
-    image = Image.fromarray(found[..., 0] if found.shape[2] == 1 else found)
+    image = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
     return _array(image.convert("L" if wanted == 1 else "RGB"))
 
 
@@ -48,7 +48,7 @@ def holds_images(kind: Any) -> bool:
 
 
 def encoded_of(value: Any) -> bytes:
-    """The image of such a value as a file: as it is if it is one, else PNG. Raises BadImage for what is no image."""
+    """The image of such a value as a file: as it is if it is one, else PNG. Raises BadImage for other values."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     from PIL import Image
@@ -59,7 +59,7 @@ def encoded_of(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def _decoded(content: bytes, channels: int | None) -> np.ndarray:
+def _decode(content: bytes, channels: int | None) -> np.ndarray:
     image = upright(content)
     is_grey = image.mode in ("1", "L", "LA") if channels is None else channels == 1
     try:
@@ -69,11 +69,11 @@ def _decoded(content: bytes, channels: int | None) -> np.ndarray:
 
 
 def _array(image: Any) -> np.ndarray:
-    found = np.array(image, np.uint8)
-    return found[..., None] if found.ndim == 2 else found
+    pixels = np.array(image, np.uint8)
+    return pixels[..., None] if pixels.ndim == 2 else pixels
 
 
-def _of_spark(row: Mapping[str, Any]) -> np.ndarray:
+def _spark_pixels(row: Mapping[str, Any]) -> np.ndarray:
     """Of a row of Spark's data source `image`: rows from the top, channels in OpenCV's order."""
     try:
         height, width, mode, data = (row[name] for name in ("height", "width", "mode", "data"))
@@ -86,42 +86,42 @@ def _of_spark(row: Mapping[str, Any]) -> np.ndarray:
         raise BadImage("of its fields height, width and data some are null, or no numbers and bytes")
     if height < 1 or width < 1:
         raise BadImage(f"it is {height} x {width}")
-    found = np.frombuffer(data, np.uint8)
-    if found.size != height * width * channels:
-        raise BadImage(f"it has {found.size} bytes, not {height} x {width} x {channels}")
-    found = found.reshape(height, width, channels)
-    return found if channels == 1 else np.ascontiguousarray(found[..., 2::-1])
+    pixels = np.frombuffer(data, np.uint8)
+    if pixels.size != height * width * channels:
+        raise BadImage(f"it has {pixels.size} bytes, not {height} x {width} x {channels}")
+    pixels = pixels.reshape(height, width, channels)
+    return pixels if channels == 1 else np.ascontiguousarray(pixels[..., 2::-1])
 
 
-def _of_lists(value: Any) -> np.ndarray:
+def _list_pixels(value: Any) -> np.ndarray:
     try:
-        found: Any = np.asarray(value)
+        pixels: Any = np.asarray(value)
     except ValueError:
-        found = np.empty((), object)
-    found = found[..., None] if found.ndim == 2 else found
-    if found.ndim != 3 or found.shape[2] not in (1, 3) or found.dtype.kind not in "iuf":
-        raise BadImage(f"its lists are no [height, width] or [height, width, 1 or 3], but {list(found.shape)}")
-    if 0 in found.shape:
-        raise BadImage(f"its lists have no numbers: {list(found.shape)}")
+        pixels = np.empty((), object)
+    pixels = pixels[..., None] if pixels.ndim == 2 else pixels
+    if pixels.ndim != 3 or pixels.shape[2] not in (1, 3) or pixels.dtype.kind not in "iuf":
+        raise BadImage(f"its lists are not [height, width] or [height, width, 1 or 3], but {list(pixels.shape)}")
+    if 0 in pixels.shape:
+        raise BadImage(f"its lists have no numbers: {list(pixels.shape)}")
     with np.errstate(invalid="ignore"):  # NaN and numbers below 0: the next lines say so.
-        levels = found.astype(np.uint8)
-    if not (levels == found).all():
-        raise BadImage("it has numbers that are no grey levels, whole numbers from 0 to 255")
+        levels = pixels.astype(np.uint8)
+    if not (levels == pixels).all():
+        raise BadImage("it has numbers that are not grey levels, whole numbers from 0 to 255")
     return levels
 
 
-def as_evaluated(value: Any, photos: Photos) -> np.ndarray:
+def eval_pixels(value: Any, photos: Photos) -> np.ndarray:
     """The image of such a value as a run with these `photos` evaluates it, uint8 [size, size, 3]. Raises BadImage."""
     view, photo = photos.view(train=False), Photo(encoded_of(value))
     random = view.random(0, 0, 0)  # No number of it is used in evaluation.
     out = np.empty((view.size, view.size, 3), np.uint8)
     cache = photos.cache
     if (cache.memory_bytes or cache.disk) and cache.form == "pixels":
-        pixels = shrunk(photo, cache.short_side)
+        pixels = shrink(photo, cache.short_side)
         box = view.box(pixels.shape[0], pixels.shape[1], random)
     else:
         box = view.box(photo.height, photo.width, random)
         pixels, scale = photo.pixels(max(view.size / box.height, view.size / box.width), box.top + box.height)
         box = box.scaled(scale)
-    resized(pixels, box, out)
+    resize(pixels, box, out)
     return out

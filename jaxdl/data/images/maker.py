@@ -15,7 +15,7 @@ from jaxdl.data.images.damage import Bad
 from jaxdl.data.images.photo import BadImage, Photo, Scratch
 from jaxdl.data.images.private import why_not
 from jaxdl.data.images.store import ENCODED, PIXELS, Record, Store
-from jaxdl.data.images.view import View, resized, shrunk
+from jaxdl.data.images.view import View, resize, shrink
 from jaxdl.data.records import BadRecord, Records, source_of
 from jaxdl.data.remote import Outage
 
@@ -141,9 +141,9 @@ class Maker:
         for tried in range(count if view.train else 1):
             if self._ends(work.split, made):  # Do not try all the others.
                 return None
-            found = self._image(work, view, (index + tried) % count, epoch, out, made)
-            if found is not None:
-                return found
+            label = self._image(work, view, (index + tried) % count, epoch, out, made)
+            if label is not None:
+                return label
         return None
 
     def _image(self, work: Work, view: View, index: int, epoch: int, out: np.ndarray, made: Made) -> int | None:
@@ -164,7 +164,7 @@ class Maker:
             else:
                 pixels = record.data.reshape(record.height, record.width, 3)
                 box = view.box(record.height, record.width, random)
-            resized(pixels, box, out, self._scratch)
+            resize(pixels, box, out, self._scratch)
             view.finish(out, random)
             del pixels
         except Exception as error:  # Libraries raise many classes; one image must not end the run.
@@ -198,7 +198,7 @@ class Maker:
             encoded, label = plans.records.read(index)
             start = _lap(made, "read", start)
             source = source_of(encoded, label) if lacking else 0
-            known, renewed = self._renewed(lacking, index, mark, source)
+            known, renewed = self._renew(lacking, index, mark, source)
             if known is None and any(tier.has_other(index, source) for tier in lacking):
                 made.changed[split, index] = plans.records.name(index)
             record = known or self._record(encoded, label)._replace(mark=mark, source=source)
@@ -219,7 +219,7 @@ class Maker:
             self._store_beside(plans.records, lacking, index, made)
         return record, None
 
-    def _renewed(
+    def _renew(
         self, tiers: list[Store], index: int, mark: int, source: int
     ) -> tuple[Record, Store] | tuple[None, None]:
         """(record, its tier), if it was made of a file in which was the same as in the one of now."""
@@ -238,7 +238,7 @@ class Maker:
         """An example as the tiers keep it; its data may be valid until the next call."""
         if self._plan.short_side is None:
             return Record(np.frombuffer(encoded, np.uint8), label, 0, 0)
-        pixels = shrunk(Photo(encoded), self._plan.short_side, self._scratch)
+        pixels = shrink(Photo(encoded), self._plan.short_side, self._scratch)
         return Record(pixels.reshape(-1), label, *pixels.shape[:2])
 
     def _store_beside(self, records: Records, tiers: list[Store], index: int, made: Made) -> None:

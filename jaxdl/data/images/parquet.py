@@ -6,24 +6,23 @@ import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 import pydantic
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.paths import expanded
+from jaxdl.core.paths import expand_home
 from jaxdl.data.digits import stratified_split
 from jaxdl.data.images.image_values import encoded_of, holds_images, pixels_of
 from jaxdl.data.images.photo import BadImage
 from jaxdl.data.images.photos import Photos
 from jaxdl.data.records import SAMPLED, BadRecord, Records
-from jaxdl.data.source import Data, ImageArrays, Source, Splits, channel_statistics, check_classes
+from jaxdl.data.source import FilesOfSplits, ImageArrays, Source, Splits, channel_statistics, check_classes
 from jaxdl.data.spec import ImageSpec
-from jaxdl.data.staging import Stage
-from jaxdl.data.tables.arrow_numbers import Where, label_numbers
+from jaxdl.data.tables.arrow_numbers import Where, label_numbers, type_name
 from jaxdl.data.tables.columns import check_label_range
-from jaxdl.data.tables.row_groups import CACHE_BYTES, RowGroups, found_files
+from jaxdl.data.tables.row_groups import CACHE_BYTES, RowGroups, find_files
 
 _PIECE = 1024
 """Rows that are decoded at a time when all are."""
@@ -47,13 +46,13 @@ class ParquetRows:
 
     def pixels(self, indices: np.ndarray, channels: int | None = None) -> list[np.ndarray]:
         """The images of examples. Raises ConfigError for one that cannot be read."""
-        found = []
+        images = []
         for index, value in zip(indices, self._values(indices), strict=True):
             try:
-                found.append(pixels_of(value, channels))
+                images.append(pixels_of(value, channels))
             except BadImage as error:
                 raise ConfigError(f"{self.name(int(index))}: its image: {error}. Make it again.") from None
-        return found
+        return images
 
     def name(self, index: int) -> str:
         """The file and the row of an example."""
@@ -75,7 +74,7 @@ class ParquetRows:
         return digest.hexdigest()[:16]
 
 
-class InParquet(Data, kind=None):
+class InParquet(FilesOfSplits, kind=None):
     """What `ParquetImages` and `ParquetPhotos` share: the files, and which rows are held out."""
 
     train: tuple[str, ...] = ()
@@ -93,15 +92,11 @@ class InParquet(Data, kind=None):
     num_classes: int | None = pydantic.Field(default=None, ge=2)
     """Number of classes; None takes the largest label plus 1."""
 
-    def staged(self, stage: Stage) -> Self:
-        """See `Data.staged`: the files of `train` and `test`."""
-        return self.replaced({name: tuple(map(stage.files, getattr(self, name))) for name in ("train", "test")})
-
     def rows(self) -> tuple[ParquetRows, ParquetRows, int]:
         """(training rows, held-out rows, number of classes). Raises ConfigError for what cannot be read."""
-        train = self._of(found_files(self.train, "--data.train"))
+        train = self._of(find_files(self.train, "--data.train"))
         if self.test:
-            test = self._of(found_files(self.test, "--data.test"))
+            test = self._of(find_files(self.test, "--data.test"))
         else:
             chosen, held = stratified_split(train.labels, self.test_fraction, self.split_seed)
             train, test = train.part(chosen), train.part(held)
@@ -118,8 +113,8 @@ class InParquet(Data, kind=None):
         for path, kind in groups.types(self.image):
             if not holds_images(kind):
                 raise ConfigError(
-                    f"{path}: column {self.image!r} holds {kind}, not images. Give files (PNG, JPEG...) as binary, "
-                    "Spark's image rows, or lists of lists of grey levels."
+                    f"{path}: column {self.image!r} contains {type_name(kind)}, not images. Give files (PNG, "
+                    "JPEG...) as binary, Spark's image rows, or lists of lists of grey levels."
                 )
         labels = [label_numbers(column, Where(str(path), self.label)) for path, column in groups.every(self.label)]
         return ParquetRows(groups, np.concatenate(labels), np.arange(len(groups)))
@@ -152,10 +147,13 @@ class ParquetImages(InParquet, kind="parquet_images"):
         def images(rows: ParquetRows) -> np.ndarray:
             starts = range(0, len(rows), _PIECE)
             pieces = [np.arange(start, min(start + _PIECE, len(rows))) for start in starts]
-            return np.concatenate([stacked(rows, piece, shape) for piece in pieces])
+            return np.concatenate([stack_images(rows, piece, shape) for piece in pieces])
 
         arrays = [images(rows) for rows in (train, test)] if in_memory else []
-        read = (lambda indices: arrays[0][indices]) if in_memory else (lambda indices: stacked(train, indices, shape))
+
+        def read(indices: np.ndarray) -> np.ndarray:
+            return arrays[0][indices] if in_memory else stack_images(train, indices, shape)
+
         mean, std = channel_statistics(read, len(train))
         spec = ImageSpec(height, width, channels, num_classes, mean, std)
         if in_memory:
@@ -163,16 +161,16 @@ class ParquetImages(InParquet, kind="parquet_images"):
         return Splits(ParquetSource(train, spec), ParquetSource(test, spec))
 
 
-def stacked(rows: ParquetRows, indices: np.ndarray, shape: tuple[int, int, int]) -> np.ndarray:
+def stack_images(rows: ParquetRows, indices: np.ndarray, shape: tuple[int, int, int]) -> np.ndarray:
     """The images of examples, uint8 [example, *shape]. Raises ConfigError for an image of another size."""
-    found = rows.pixels(indices, shape[2])
-    for index, one in zip(indices, found, strict=True):
-        if one.shape != shape:
+    images = rows.pixels(indices, shape[2])
+    for index, image in zip(indices, images, strict=True):
+        if image.shape != shape:
             raise ConfigError(
-                f"{rows.name(int(index))}: its image is {one.shape[0]} x {one.shape[1]}, that of the first row "
+                f"{rows.name(int(index))}: its image is {image.shape[0]} x {image.shape[1]}, that of the first row "
                 f"{shape[0]} x {shape[1]}. Resize them, or choose --data parquet_photos, which crops them to one size."
             )
-    return np.stack(found) if found else np.zeros((0, *shape), np.uint8)
+    return np.stack(images) if images else np.zeros((0, *shape), np.uint8)
 
 
 class ParquetSource(Source):
@@ -187,7 +185,7 @@ class ParquetSource(Source):
         return len(self._rows)
 
     def content(self) -> str:
-        """See `ParquetRows.content`."""
+        """A checksum of the rows, their labels, and some images."""
         return self._rows.content
 
     def on_warning(self, warn: Callable[[str], None]) -> None:
@@ -203,7 +201,7 @@ class ParquetSource(Source):
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Decoded images and class numbers."""
         shape = (self.spec.height, self.spec.width, self.spec.channels)
-        return {"image": stacked(self._rows, indices, shape), "label": np.take(self._rows.labels, indices)}
+        return {"image": stack_images(self._rows, indices, shape), "label": np.take(self._rows.labels, indices)}
 
 
 class ParquetPhotos(InParquet, kind="parquet_photos"):
@@ -219,7 +217,7 @@ class ParquetPhotos(InParquet, kind="parquet_photos"):
     def build(self) -> Splits:
         """Training and held-out images. Raises ConfigError for what cannot be read."""
         train, test, num_classes = self.rows()
-        name = expanded(self.train[0]).absolute().parent.name
+        name = expand_home(self.train[0]).absolute().parent.name
         cached = bool(self.photos.cache.memory_bytes or self.photos.cache.disk)
         first, second = (ParquetRecords(rows, _remark(rows.groups, cached=cached)) for rows in (train, test))
         return self.photos.build(first, second, num_classes, name=name)
@@ -253,7 +251,7 @@ class ParquetRecords(Records):
 
     @functools.cached_property
     def examples(self) -> str:
-        """See `Records.examples`: the content has some of the images in it."""
+        """The content, which has some of the images in it."""
         return self.content
 
     def read(self, index: int) -> tuple[bytes, int]:
@@ -265,11 +263,11 @@ class ParquetRecords(Records):
 
     def beside(self, index: int) -> list[int]:
         """The examples in the same row group, unless it is so large that the others would wait for it."""
-        found = self._rows.groups.rows_beside(int(self._rows.rows[index]))
-        if len(found) > TOGETHER:
+        beside = self._rows.groups.rows_beside(int(self._rows.rows[index]))
+        if len(beside) > TOGETHER:
             return []
-        first, last = np.searchsorted(self._sorted, [found.start, found.stop])
-        return [one for one in self._order[first:last].tolist() if one != index]
+        first, last = np.searchsorted(self._sorted, [beside.start, beside.stop])
+        return [example for example in self._order[first:last].tolist() if example != index]
 
     def name(self, index: int) -> str:
         """The file and the row."""

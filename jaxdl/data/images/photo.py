@@ -69,8 +69,8 @@ class Photo:
             import simplejpeg
 
             try:
-                found: Any = simplejpeg.decode_jpeg_header(encoded)
-                height, width, colorspace = found[:3]
+                header: Any = simplejpeg.decode_jpeg_header(encoded)
+                height, width, colorspace = header[:3]
                 self._is_jpeg = colorspace in ("RGB", "YCbCr", "Gray")  # CMYK needs Pillow.
             except ValueError:
                 self._is_jpeg = False
@@ -93,13 +93,13 @@ class Photo:
           bottom: row of the full-size image from which rows may be missing; None decodes all.
           scratch: memory that the result may use.
         """
-        denominator = max(one for one in _SCALES if one == 1 or scale * _SPARE <= 1 / one)
-        found = self._decoded(denominator, bottom, scratch or Scratch()) if self._is_jpeg else None
-        if found is None:
+        denominator = max(number for number in _SCALES if number == 1 or scale * _SPARE <= 1 / number)
+        decoded = self._decode(denominator, bottom, scratch or Scratch()) if self._is_jpeg else None
+        if decoded is None:
             return _convert(self._opened or upright(self._encoded, self._orientation)), 1.0
-        return _turned(found, self._orientation), 1 / denominator
+        return _turn(decoded, self._orientation), 1 / denominator
 
-    def _decoded(self, denominator: int, bottom: float | None, scratch: Scratch) -> np.ndarray | None:
+    def _decode(self, denominator: int, bottom: float | None, scratch: Scratch) -> np.ndarray | None:
         import simplejpeg
 
         height, width = (self.width, self.height) if self._orientation >= 5 else (self.height, self.width)
@@ -128,7 +128,7 @@ class Photo:
 def upright(encoded: bytes, orientation: int | None = None, draft: tuple[str, tuple[int, int]] | None = None) -> Any:
     """The Pillow image of a file as a viewer would show it: upright, of at most 8 bits a channel.
 
-    Raises BadImage for bytes that are no whole image, and for numbers whose range is not known: see `_eight_bits`.
+    Raises BadImage for bytes that are not a whole image, and for numbers whose range is not known: see `_eight_bits`.
 
     Args:
       encoded: the file.
@@ -160,7 +160,7 @@ def _orientation(image: Any) -> int:
         value = image.getexif().get(_ORIENTATION_TAG, 1)
     except Exception:  # Pillow raises many classes for EXIF that is damaged; the pixels are whole.
         return 1
-    return next((one for one in range(1, 9) if value == one), 1)  # Bytes, and several numbers, are equal to none.
+    return next((number for number in range(1, 9) if value == number), 1)  # Bytes, and several numbers, equal none.
 
 
 def _eight_bits(image: Any) -> Any:
@@ -205,7 +205,7 @@ def _convert(image: Any) -> np.ndarray:
         raise BadImage(f"it cannot be read ({error})") from None
 
 
-def _turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
+def _turn(pixels: np.ndarray, orientation: int) -> np.ndarray:
     """The pixels turned upright from EXIF orientation 1 to 8."""
     if orientation == 1:
         return pixels

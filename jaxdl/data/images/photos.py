@@ -21,7 +21,7 @@ import numpy as np
 import pydantic
 
 from jaxdl.core.config import Config, ConfigError
-from jaxdl.core.paths import expanded
+from jaxdl.core.paths import expand_home
 from jaxdl.data.images.colours import Jitter
 from jaxdl.data.images.damage import Damage
 from jaxdl.data.images.maker import Made, PipelinePlan, SplitPlan, TierPlan, Work
@@ -164,7 +164,7 @@ class ImagePipeline:
         self._pool: Pool | None = None
         self._num_workers = num_cpus() if config.workers is None else config.workers
         self._lock = threading.Lock()
-        lost, remarks = [one.num_lost for one in records], [one.remark for one in records]
+        lost, remarks = [split.num_lost for split in records], [split.remark for split in records]
         self._damage = Damage(name, list(map(len, records)), config.max_bad, lost, remarks)
         self._damage.check()
         self._told: set[str] = set()
@@ -181,7 +181,7 @@ class ImagePipeline:
                 folder = shared_path(self.cache_key()) / str(split)
                 tiers.append(TierPlan("memory", folder, self._share(cache.memory_bytes, split), verify=False))
             if cache.disk:
-                folder = expanded(cache.disk) / self.cache_key() / str(split)
+                folder = expand_home(cache.disk) / self.cache_key() / str(split)
                 tiers.append(TierPlan("disk", folder, self._share(cache.disk_bytes, split), verify=True))
             splits.append(SplitPlan(records, tuple(tiers)))
         cached = cache.memory_bytes or cache.disk
@@ -291,11 +291,11 @@ class PhotoSource(Source):
         return len(self.pipeline.records[self._split])
 
     def content(self) -> str:
-        """See `Records.examples`."""
+        """The content of the records, hashed, and a hash of each of some images."""
         return self.pipeline.records[self._split].examples
 
     def former_contents(self) -> Container[str]:
-        """See `Source.former_contents`, and `Records.former_examples`."""
+        """What `content` may have been of the same images, in earlier versions or when others could be read."""
         return self.pipeline.records[self._split].former_examples
 
     def activity(self) -> Activity:
@@ -329,8 +329,8 @@ class PhotoSource(Source):
 
     def train_batches(self, requests: Iterator[TrainRows]) -> Generator[dict[str, np.ndarray], None, None]:
         """The rows of each request, made ahead. Requesting the next batch overwrites the last one."""
-        work = (Work(self._split, self._view, one.seed, one.indices, one.epochs) for one in requests)
-        for images, labels, _ in self._made(work):
+        work = (Work(self._split, self._view, request.seed, request.indices, request.epochs) for request in requests)
+        for images, labels, _ in self._make_ahead(work):
             yield {"image": images, "label": labels}
 
     def eval_batches(self, requests: Iterator[np.ndarray]) -> Generator[dict[str, np.ndarray], None, None]:
@@ -338,12 +338,13 @@ class PhotoSource(Source):
         view, count = self._view, len(self)
         assert not view.train, "this source has a training view"
         work = (
-            Work(self._split, view, 0, np.where(one < count, one, -1), np.zeros(len(one), np.int64)) for one in requests
+            Work(self._split, view, 0, np.where(request < count, request, -1), np.zeros(len(request), np.int64))
+            for request in requests
         )
-        for images, labels, valid in self._made(work):
+        for images, labels, valid in self._make_ahead(work):
             yield {"image": images, "label": labels, "mask": valid}
 
-    def _made(self, works: Iterator[Work]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def _make_ahead(self, works: Iterator[Work]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         pending: deque[tuple[int, np.ndarray, list[Future[Made]]]] = deque()
         area, size = self.pipeline.pool().area, self._view.size
         try:
@@ -361,7 +362,7 @@ class PhotoSource(Source):
                 for made in parts:
                     self.pipeline.account(made)
                 labels = np.array([label for made in parts for label in made.labels], np.int32)
-                valid = np.array([one for made in parts for one in made.valid], bool)
+                valid = np.array([row for made in parts for row in made.valid], bool)
                 yield images, labels, valid
                 pending.popleft()
                 area.give_back(offset)
@@ -391,7 +392,7 @@ def processes_of_host() -> int:
     """Processes of the run on this host, according to jaxdl's launcher, Open MPI or Slurm; 1 if unknown."""
     for name in ("JAXDL_PROCESSES_OF_HOST", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"):
         # Slurm's may be "4(x2)", 4 on each of 2 nodes; "1,8" does not tell which node this is.
-        found = re.fullmatch(r"([1-9]\d*)(\(x\d+\))?", os.environ.get(name, ""))
-        if found is not None:
-            return int(found[1])
+        match = re.fullmatch(r"([1-9]\d*)(\(x\d+\))?", os.environ.get(name, ""))
+        if match is not None:
+            return int(match[1])
     return 1

@@ -62,7 +62,7 @@ class Area:
                 self._size = offset + size
                 os.ftruncate(self.file, self._size)
             if (offset, size) not in self._maps:  # A new mapping would fault in every page of every batch.
-                self._maps = {piece: found for piece, found in self._maps.items() if piece[0] in self._taken}
+                self._maps = {piece: memory for piece, memory in self._maps.items() if piece[0] in self._taken}
                 self._maps[offset, size] = np.frombuffer(mmap.mmap(self.file, size, offset=offset), np.uint8)
             return offset, self._maps[offset, size]
 
@@ -194,11 +194,11 @@ class _Dispatch:
         try:
             while not self._closed:
                 self._give_out()
-                for one in wait([self._woken, *(worker.connection for worker in self.workers)]):
-                    if one is self._woken:
+                for connection in wait([self._woken, *(worker.connection for worker in self.workers)]):
+                    if connection is self._woken:
                         self._woken.recv()
                     else:
-                        self._hear(next(worker for worker in self.workers if worker.connection is one))
+                        self._hear(next(worker for worker in self.workers if worker.connection is connection))
         except Exception as error:
             self._fail(error)
         finally:
@@ -213,7 +213,7 @@ class _Dispatch:
 
     def _give_out(self) -> None:
         while True:
-            worker = min(self.workers, key=lambda one: len(one.pieces))
+            worker = min(self.workers, key=lambda worker: len(worker.pieces))
             with self._lock:
                 if not self._queue or len(worker.pieces) >= _AT_ONCE:
                     return

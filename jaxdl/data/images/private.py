@@ -43,14 +43,14 @@ def open_private(path: Path) -> int:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         with contextlib.suppress(FileNotFoundError):  # Then the first error is the better one.
-            found = os.lstat(path)
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-                raise _not_private(path, found, "folder") from error
+            status = os.lstat(path)
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                raise _not_private(path, status, "folder") from error
         raise
-    found = os.fstat(folder)
-    if found.st_uid != os.geteuid() or found.st_mode & _WRITABLE_BY_OTHERS:
+    status = os.fstat(folder)
+    if status.st_uid != os.geteuid() or status.st_mode & _WRITABLE_BY_OTHERS:
         os.close(folder)
-        raise _not_private(path, found, "folder")
+        raise _not_private(path, status, "folder")
     return folder
 
 
@@ -65,28 +65,28 @@ def open_own(folder: int, path: Path, flags: int) -> int:
         file = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
     except OSError as error:
         with contextlib.suppress(FileNotFoundError):  # The file could not be made: the first error says why.
-            found = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
-            if not stat.S_ISREG(found.st_mode):
-                raise _not_private(path, found, "regular file") from error
+            status = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+            if not stat.S_ISREG(status.st_mode):
+                raise _not_private(path, status, "regular file") from error
         raise
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode):
         os.close(file)
-        raise _not_private(path, found, "regular file")
+        raise _not_private(path, status, "regular file")
     return file
 
 
-def _not_private(path: Path, found: os.stat_result, wanted: str) -> NotPrivate:
-    owner = _user(found.st_uid)
+def _not_private(path: Path, status: os.stat_result, wanted: str) -> NotPrivate:
+    owner = _user(status.st_uid)
     remedy = "Remove it, or ask its owner to."
-    if stat.S_ISLNK(found.st_mode):
+    if stat.S_ISLNK(status.st_mode):
         what = f"it is a symbolic link made by {owner}"
-    elif not (stat.S_ISDIR if wanted == "folder" else stat.S_ISREG)(found.st_mode):
+    elif not (stat.S_ISDIR if wanted == "folder" else stat.S_ISREG)(status.st_mode):
         what = f"it is not a {wanted}, and belongs to {owner}"
-    elif found.st_uid != os.geteuid():
+    elif status.st_uid != os.geteuid():
         what = f"the {wanted} belongs to {owner}"
     else:
-        what = f"other users can write to the {wanted} (mode {stat.S_IMODE(found.st_mode):04o})"
+        what = f"other users can write to the {wanted} (mode {stat.S_IMODE(status.st_mode):04o})"
         remedy = "Remove it; or, if you know that nobody has changed it, revoke their permission (chmod 700)."
     return NotPrivate(f"{path}: {what}, so {_user(os.geteuid())} cannot trust its contents. {remedy}")
 

@@ -39,7 +39,7 @@ def shared_path(key: str) -> Path:
 def check_shared(key: str) -> None:
     """Raises ConfigError if `shared_folder` would: its path is a link, or something that others can write to."""
     path = shared_path(key)
-    with _refused(path), contextlib.suppress(FileNotFoundError):
+    with _config_errors(path), contextlib.suppress(FileNotFoundError):
         os.close(open_private(path))
 
 
@@ -55,13 +55,13 @@ def shared_folder(key: str) -> Path:
         _held[folder] = lock, times + 1
         return folder
     clear_abandoned(keep=folder)
-    with _refused(folder):
+    with _config_errors(folder):
         _held[folder] = _lock(folder), 1
     return folder
 
 
 @contextlib.contextmanager
-def _refused(folder: Path) -> Iterator[None]:
+def _config_errors(folder: Path) -> Iterator[None]:
     """Context that turns errors in making or opening the folder into ConfigErrors."""
     try:
         yield

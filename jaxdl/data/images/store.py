@@ -140,7 +140,7 @@ class Store:
         segment = int(entry["segment"])
         try:
             # With the file mapped, a disk error would kill the process.
-            data = (self._read if self._verify else self._mapped)(segment, offset, length)
+            data = (self._read if self._verify else self._map)(segment, offset, length)
         except (OSError, ValueError):  # The segment was deleted or truncated.
             return None
         if self._verify and zlib.crc32(data.data) != entry["content"]:
@@ -158,9 +158,9 @@ class Store:
     def release(self) -> None:
         """Removes the pages of the last record from this process's memory; the system may keep them cached."""
         if self._last is not None:
-            found, offset, length = self._last
+            memory, offset, length = self._last
             first = offset // mmap.PAGESIZE * mmap.PAGESIZE
-            found.madvise(mmap.MADV_DONTNEED, first, offset + length - first)
+            memory.madvise(mmap.MADV_DONTNEED, first, offset + length - first)
             self._last = None
 
     def put(self, index: int, record: Record) -> bool:
@@ -183,7 +183,7 @@ class Store:
                 entry["offset"], entry["length"], entry["segment"] = self._end, length, segment
                 entry["label"], entry["height"], entry["width"] = record.label, record.height, record.width
                 entry["mark"], entry["source"], entry["form"] = record.mark, record.source, self._form
-                self._end = _aligned(self._end + length)
+                self._end = _align(self._end + length)
                 self._write_entry(index, entry)
             except OSError as error:
                 self.problem = why_not(self.folder, error)
@@ -225,25 +225,25 @@ class Store:
             self._files[segment] = self._open_segment(segment, os.O_RDONLY)
         data, read = self._scratch.take("record", (length,)), 0
         while read < length:
-            found = os.preadv(self._files[segment], [data[read:].data], offset + read)
-            if not found:
+            count = os.preadv(self._files[segment], [data[read:].data], offset + read)
+            if not count:
                 raise ValueError(f"segment {segment} ends before {offset + length}")
-            read += found
+            read += count
         return data
 
-    def _mapped(self, segment: int, offset: int, length: int) -> np.ndarray:
+    def _map(self, segment: int, offset: int, length: int) -> np.ndarray:
         """Bytes of a segment, mapped into memory."""
-        found = self._maps.get(segment)
-        if found is None or len(found) < offset + length:
+        memory = self._maps.get(segment)
+        if memory is None or len(memory) < offset + length:
             file = self._open_segment(segment, os.O_RDONLY)
             try:
-                found = self._maps[segment] = mmap.mmap(file, 0, prot=mmap.PROT_READ)
+                memory = self._maps[segment] = mmap.mmap(file, 0, prot=mmap.PROT_READ)
             finally:
                 os.close(file)
-            if len(found) < offset + length:
+            if len(memory) < offset + length:
                 raise ValueError(f"segment {segment} ends before {offset + length}")
-        self._last = found, offset, length
-        return np.frombuffer(found, np.uint8, length, offset)
+        self._last = memory, offset, length
+        return np.frombuffer(memory, np.uint8, length, offset)
 
     def _open_segment(self, number: int, flags: int) -> int:
         return open_own(self._opened, self.folder / f"segment-{number:05d}", flags)
@@ -280,10 +280,10 @@ class Store:
                 os.close(file)
                 continue
             self._room = os.fstat(file).st_size
-            own = self._index[(self._index["check"] != 0) & (self._index["segment"] == number)]
-            ends = own["offset"] + own["length"]
+            entries = self._index[(self._index["check"] != 0) & (self._index["segment"] == number)]
+            ends = entries["offset"] + entries["length"]
             ends = ends[ends <= self._room]  # Beyond it: not a whole entry.
-            self._end = _aligned(int(ends.max())) if len(ends) else 0
+            self._end = _align(int(ends.max())) if len(ends) else 0
             return file, number
         raise OSError("all segments are in use")
 
@@ -299,7 +299,7 @@ def _check(entry: np.ndarray) -> int:
     return zlib.crc32(entry.tobytes()[4:]) or 1
 
 
-def _aligned(offset: int) -> int:
+def _align(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -1,4 +1,4 @@
-"""The images of a tar file in WebDataset's form, each with its label, and what is none of them."""
+"""The images of a tar file in WebDataset's form, each with its label, and what is not."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _LABELS = ("cls", "json")
 _LARGEST = 2**31 - 1
 
 
-class Found(NamedTuple):
-    """Images, int64 [image, (offset, length, label)]; the images and labels that are none; files of other kinds."""
+class TarImages(NamedTuple):
+    """Images, int64 [image, (offset, length, label)]; the images and labels that are not used; files of other kinds."""
 
     rows: np.ndarray
     lost: LeftOut
@@ -41,10 +41,10 @@ class _Member(NamedTuple):
 
 
 class _BadLabel(ValueError):
-    """A label that is no whole number."""
+    """A label that is not a whole number."""
 
 
-def find_images(tar: tarfile.TarFile) -> Found:
+def find_images(tar: tarfile.TarFile) -> TarImages:
     """The images of a tar file, in its order.
 
     Files whose names are equal up to the first dot belong together, as in WebDataset: `0001.jpg` and `0001.cls`. Where
@@ -57,7 +57,7 @@ def find_images(tar: tarfile.TarFile) -> Found:
             row = _row(chunk, lost, unread)
             if row is not None:
                 rows.append(row)
-    return Found(np.array(sorted(rows), np.int64).reshape(-1, 3), lost, unread)
+    return TarImages(np.array(sorted(rows), np.int64).reshape(-1, 3), lost, unread)
 
 
 def _samples(tar: tarfile.TarFile, unread: LeftOut) -> Mapping[str, list[_Member]]:
@@ -130,12 +130,14 @@ def _row(chunk: list[_Member], lost: LeftOut, unread: LeftOut) -> tuple[int, int
     """(offset, length, label) of an example; None, after it was counted, if it is not used."""
     images = [member for member in chunk if member.is_image]
     labels: dict[str, int | None] = {}
-    for member in sorted((one for one in chunk if not one.is_image), key=lambda one: _LABELS.index(one.suffix)):
+    for member in sorted(
+        (member for member in chunk if not member.is_image), key=lambda member: _LABELS.index(member.suffix)
+    ):
         try:
             labels[member.suffix] = _label(member)
         except _BadLabel as error:
             if images and not labels:
-                lost.add("images whose label is no whole number", f"{images[0].name}: {error}")
+                lost.add("images whose label is not a whole number", f"{images[0].name}: {error}")
                 return None
     known = {label for label in labels.values() if label is not None}
     if not images:

@@ -17,13 +17,12 @@ import numpy as np
 import pydantic
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.paths import expanded
+from jaxdl.core.paths import expand_home
 from jaxdl.data import remote
 from jaxdl.data.images.photos import Photos
 from jaxdl.data.images.tar_members import find_images
 from jaxdl.data.records import BadRecord, LeftOut, Records, left_out_remark, mark_of
-from jaxdl.data.source import Data, Splits
-from jaxdl.data.staging import Stage
+from jaxdl.data.source import FilesOfSplits, Splits
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _VERSION = 2
@@ -32,7 +31,7 @@ _READERS = 16
 """Tar files that are scanned at once: it waits for disks and networks, not for the CPU."""
 
 
-class ImageTars(Data, kind="image_tars"):
+class ImageTars(FilesOfSplits, kind="image_tars"):
     """Images in tar files, which are scanned once; the positions of the images are kept in the disk cache."""
 
     train: tuple[str, ...] = ()
@@ -55,33 +54,29 @@ class ImageTars(Data, kind="image_tars"):
             raise ConfigError(f"label {largest}: there are {num_classes} classes, 0 to {num_classes - 1}.")
         return self.photos.build(train, test, num_classes, name=Path(self.train[0]).name.split(".")[0])
 
-    def staged(self, stage: Stage) -> ImageTars:
-        """See `Data.staged`."""
-        return self.replaced({name: tuple(map(stage.files, getattr(self, name))) for name in ("train", "test")})
-
     def _records(self, patterns: Sequence[str]) -> TarRecords:
-        found = [one for pattern in patterns for one in remote.expand(pattern)]
-        marks = "\n".join(f"{one.address} {one.num_bytes} {one.version}" for one in found)
+        files = [file for pattern in patterns for file in remote.expand(pattern)]
+        marks = "\n".join(f"{file.address} {file.num_bytes} {file.version}" for file in files)
         identity = hashlib.sha256(marks.encode("utf-8", "surrogateescape")).hexdigest()
         disk = self.photos.cache.disk
         name = hashlib.sha256(f"{_VERSION} {identity}".encode()).hexdigest()[:16]
-        kept = expanded(disk) / f"tars-{name}.table" if disk else None
-        if kept is not None and (scan := _kept(kept)) is not None:
-            return TarRecords(found, scan, identity)
+        kept = expand_home(disk) / f"tars-{name}.table" if disk else None
+        if kept is not None and (scan := _load_scan(kept)) is not None:
+            return TarRecords(files, scan, identity)
         with ThreadPoolExecutor(_READERS) as threads:
-            scan = _together(threads.map(_read_through, range(len(found)), found))
+            scan = _join(threads.map(_scan_file, range(len(files)), files))
         if len(scan.rows) == 0:
             why = f" Not used: {scan.lost}." if scan.lost else ""
             raise ConfigError(f"{', '.join(patterns)}: they have no image with a label.{why}")
         if (least := scan.rows[:, 3].min()) < 0:
             raise ConfigError(f"{', '.join(patterns)}: there is a label {least}; labels start at 0.")
         if kept is not None:
-            _keep(kept, scan)
-        return TarRecords(found, scan, identity)
+            _save_scan(kept, scan)
+        return TarRecords(files, scan, identity)
 
 
-def _kept(path: Path) -> _Scan | None:
-    """The scan that `_keep` wrote; None when there is none, it is damaged, or another user could have written it."""
+def _load_scan(path: Path) -> _Scan | None:
+    """The scan that `_save_scan` wrote; None without one, if it is damaged, or of another user."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(file, "rb") as stream:
@@ -97,7 +92,7 @@ def _kept(path: Path) -> _Scan | None:
     return _Scan(np.frombuffer(rows, np.int64).reshape(-1, 4), lost, unread)
 
 
-def _keep(path: Path, scan: _Scan) -> None:
+def _save_scan(path: Path, scan: _Scan) -> None:
     """Writes a scan: a checksum, a line of JSON of what is not used, and int64 [image, 4].
 
     If that fails, the next start scans the files again.
@@ -120,32 +115,32 @@ def _keep(path: Path, scan: _Scan) -> None:
 
 
 class _Scan(NamedTuple):
-    """Images, int64 [image, (shard, offset, length, label)]; the images and labels that are none; other files."""
+    """Images, int64 [image, (shard, offset, length, label)]; the images and labels that are not used; other files."""
 
     rows: np.ndarray
     lost: LeftOut
     unread: LeftOut
 
 
-def _read_through(shard: int, found: remote.Found) -> _Scan:
+def _scan_file(shard: int, file: remote.FileEntry) -> _Scan:
     """What is in a tar file. Raises ConfigError."""
     try:
-        with remote.open_stream(found.address) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
+        with remote.open_stream(file.address) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
             images = find_images(tar)
             # tarfile accepts a truncated file as complete if the cut is where it expects the next header.
             stream.seek(tar.offset)
             if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError("its end is missing (two empty blocks): copy or make it again")
     except (tarfile.TarError, ValueError) as error:
-        raise ConfigError(f"{found.address}: not a tar file of images and labels ({error}).") from None
+        raise ConfigError(f"{file.address}: not a tar file of images and labels ({error}).") from None
     except Exception as error:  # Each cloud library raises its own types.
-        raise ConfigError(f"{found.address}: it cannot be read ({type(error).__name__}: {error}).") from None
+        raise ConfigError(f"{file.address}: it cannot be read ({type(error).__name__}: {error}).") from None
     rows = np.concatenate([np.full((len(images.rows), 1), shard, np.int64), images.rows], axis=1)
-    name = found.address.rsplit("/", 1)[-1]
+    name = file.address.rsplit("/", 1)[-1]
     return _Scan(rows, images.lost.below(name), images.unread.below(name))
 
 
-def _together(scans: Iterable[_Scan]) -> _Scan:
+def _join(scans: Iterable[_Scan]) -> _Scan:
     rows, lost, unread = [], LeftOut(), LeftOut()
     for scan in scans:
         rows.append(scan.rows)
@@ -159,10 +154,10 @@ class TarRecords(Records):
 
     has_side_by_side_reads = True
 
-    def __init__(self, found: Sequence[remote.Found], scan: _Scan, identity: str) -> None:
-        rows, addresses = scan.rows, [one.address for one in found]
+    def __init__(self, files: Sequence[remote.FileEntry], scan: _Scan, identity: str) -> None:
+        rows, addresses = scan.rows, [file.address for file in files]
         self._addresses, self._rows, self.identity = addresses, rows, identity
-        self._marks = [mark_of(f"{one.address} {one.num_bytes} {one.version}") for one in found]
+        self._marks = [mark_of(f"{file.address} {file.num_bytes} {file.version}") for file in files]
         self.num_lost = len(scan.lost)
         some = f"{addresses[0]}{f' and {len(addresses) - 1} more' if len(addresses) > 1 else ''}"
         self.remark = left_out_remark(some, len(rows), scan.lost, scan.unread)
@@ -177,17 +172,17 @@ class TarRecords(Records):
         """The image and its label. Raises BadRecord for one that cannot be read."""
         shard, offset, length, label = (int(value) for value in self._rows[index])
         try:
-            found = remote.read(self._addresses[shard], offset, length)
+            encoded = remote.read(self._addresses[shard], offset, length)
         except remote.Outage:
             raise
         except OSError as error:
             raise BadRecord(f"it cannot be read ({error.strerror or error})") from None
-        if len(found) < length:
-            raise BadRecord(f"its tar file ends {length - len(found)} bytes too early")
-        return found, label
+        if len(encoded) < length:
+            raise BadRecord(f"its tar file ends {length - len(encoded)} bytes too early")
+        return encoded, label
 
     def mark(self, index: int) -> int:
-        """See `Records.mark`: of the tar file."""
+        """64 bits of the path, size and time of the tar file."""
         return self._marks[int(self._rows[index, 0])]
 
     def name(self, index: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxdl.data.images.colours import Jitter, changed, policy_changed
+from jaxdl.data.images.colours import Jitter, apply_policy, jitter_colours
 from jaxdl.data.images.photo import Photo, Scratch
 
 _STREAM = 2**32
@@ -96,9 +96,9 @@ class View:
         if self.flip and flips < 0.5:
             cv2.flip(image, 1, dst=image)
         if self.policy != "none":
-            image[:] = policy_changed(image, self.policy, self.policy_operations, self.policy_magnitude, random)
+            image[:] = apply_policy(image, self.policy, self.policy_operations, self.policy_magnitude, random)
         if self.jitter is not None:
-            image[:] = changed(image, self.jitter, random)
+            image[:] = jitter_colours(image, self.jitter, random)
         if self.erasing is not None and erases < self.erasing.probability:
             _erase(image, self.erasing, random)
 
@@ -132,7 +132,7 @@ def random_box(
     return Box((height - box_height) / 2, (width - box_width) / 2, box_height, box_width)
 
 
-def resized(pixels: np.ndarray, box: Box, out: np.ndarray, scratch: Scratch | None = None) -> None:
+def resize(pixels: np.ndarray, box: Box, out: np.ndarray, scratch: Scratch | None = None) -> None:
     """Writes the part `box` of an image, resized and antialiased, to `out`, uint8 [height, width, 3].
 
     To shrink by a factor f, the usual antialiasing filter is a triangle with a variance of f^2 / 6. A Gaussian of that
@@ -147,7 +147,7 @@ def resized(pixels: np.ndarray, box: Box, out: np.ndarray, scratch: Scratch | No
         top, left, rows, columns = (int(edge) for edge in box)
         part = pixels[top : top + rows, left : left + columns]
         if part.shape[:2] == (rows, columns):
-            cv2.resize(_blurred(part, *factors, scratch or Scratch()) if blurs else part, (width, height), dst=out)
+            cv2.resize(_blur(part, *factors, scratch or Scratch()) if blurs else part, (width, height), dst=out)
             return
     margin = math.ceil(max(factors)) + 1
     top, left = max(0, math.floor(box.top) - margin), max(0, math.floor(box.left) - margin)
@@ -158,11 +158,11 @@ def resized(pixels: np.ndarray, box: Box, out: np.ndarray, scratch: Scratch | No
     first = box.left - left + (across - 1) / 2, box.top - top + (down - 1) / 2
     matrix = np.array([[across, 0, first[0]], [0, down, first[1]]])
     flags = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
-    part = _blurred(part, *factors, scratch or Scratch()) if blurs else part
+    part = _blur(part, *factors, scratch or Scratch()) if blurs else part
     cv2.warpAffine(part, matrix, (width, height), dst=out, flags=flags, borderMode=cv2.BORDER_REPLICATE)
 
 
-def _blurred(part: np.ndarray, down: float, across: float, scratch: Scratch) -> np.ndarray:
+def _blur(part: np.ndarray, down: float, across: float, scratch: Scratch) -> np.ndarray:
     """The image blurred for shrinking it by these factors."""
     import cv2
 
@@ -175,7 +175,7 @@ def _blurred(part: np.ndarray, down: float, across: float, scratch: Scratch) -> 
     return out
 
 
-def shrunk(photo: Photo, side: int, scratch: Scratch | None = None) -> np.ndarray:
+def shrink(photo: Photo, side: int, scratch: Scratch | None = None) -> np.ndarray:
     """A photograph shrunk to a shorter side of `side`, antialiased; a smaller one unchanged. May be in `scratch`."""
     scratch = scratch or Scratch()
     factor = side / min(photo.height, photo.width)
@@ -184,7 +184,7 @@ def shrunk(photo: Photo, side: int, scratch: Scratch | None = None) -> np.ndarra
     pixels, scale = photo.pixels(factor, scratch=scratch)
     shape = max(side, round(photo.height * factor)), max(side, round(photo.width * factor)), 3
     out = scratch.take("shrunk", shape)
-    resized(pixels, Box(0.0, 0.0, photo.height * scale, photo.width * scale), out, scratch)
+    resize(pixels, Box(0.0, 0.0, photo.height * scale, photo.width * scale), out, scratch)
     return out
 
 

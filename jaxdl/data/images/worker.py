@@ -22,11 +22,7 @@ def main() -> None:
     """Makes rows until the parent exits."""
     import cv2
 
-    for signum in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # They reach the whole group; the parent ends this process.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # They reach the group; the parent ends this process.
         signal.signal(signum, signal.SIG_IGN)
     cv2.setNumThreads(1)
     file, plan, area = (int(argument) for argument in sys.argv[1:])

@@ -41,15 +41,17 @@ def feature_numbers(column: Any, where: Where) -> np.ndarray:
     `column` is a `pyarrow.ChunkedArray` with at least one row, or a `pyarrow.Array`. Integers, booleans and decimals
     without fraction are exact. Floating-point numbers, and decimals with a fraction, are rounded to float32. Raises
     ConfigError for a null, NaN or infinity, an integer beyond `EXACT_WHOLE`, lists of different lengths, and for what
-    is no number: texts, dates, categories.
+    is not a number: texts, dates, categories.
     """
     import pyarrow.compute
 
     compute: Any = pyarrow.compute  # It makes its functions when it is imported: type checkers do not see them.
     if not holds_numbers(column.type):
         advice = _advice(column.type)
-        raise ConfigError(f"{where.table}: column {where.column!r} holds {column.type}, not numbers. {advice}")
-    found, lengths, first = [], set(), where.first
+        raise ConfigError(
+            f"{where.table}: column {where.column!r} contains {type_name(column.type)}, not numbers. {advice}"
+        )
+    parts, lengths, first = [], set(), where.first
     for chunk in getattr(column, "chunks", [column]):
         here = replace(where, first=first)
         _check_null(chunk, here, "is null")
@@ -62,11 +64,18 @@ def feature_numbers(column: Any, where: Where) -> np.ndarray:
                 )
             here, flat = replace(here, width=max(lengths)), chunk.flatten()
             _check_null(flat, here, "has a null")
-            found.append(_float32(flat, here).reshape(len(chunk), -1))
+            parts.append(_float32(flat, here).reshape(len(chunk), -1))
         elif len(chunk):
-            found.append(_float32(chunk, here))
+            parts.append(_float32(chunk, here))
         first += len(chunk)
-    return np.concatenate(found) if found else np.zeros((0, 0) if is_list(column.type) else 0, np.float32)
+    return np.concatenate(parts) if parts else np.zeros((0, 0) if is_list(column.type) else 0, np.float32)
+
+
+def type_name(kind: Any) -> str:
+    """A type of Arrow in messages: text for what Arrow calls string."""
+    import pyarrow.types as types
+
+    return "text" if types.is_string(kind) or types.is_large_string(kind) else str(kind)
 
 
 def holds_numbers(kind: Any) -> bool:
@@ -80,8 +89,8 @@ def holds_numbers(kind: Any) -> bool:
 def label_numbers(column: Any, where: Where) -> np.ndarray:
     """The class numbers of a column, int32 [row].
 
-    Raises ConfigError for a null, and for what is no whole number from 0 to 2^31 - 1. Nothing is rounded on the way: a
-    decimal 0.99999999999999999999 is no 1.
+    Raises ConfigError for a null, and for what is not a whole number from 0 to 2^31 - 1. Nothing is rounded: a
+    decimal 0.99999999999999999999 is not 1.
     """
     import pyarrow
     import pyarrow.compute as compute
@@ -96,13 +105,13 @@ def label_numbers(column: Any, where: Where) -> np.ndarray:
             column = compute.cast(column, pyarrow.int64())
         except pyarrow.ArrowInvalid:  # Some have a fraction, or more digits than an int64.
             given = column.to_pylist()
-            wrong = np.array([one != int(one) or not 0 <= one <= _LARGEST_LABEL for one in given])
+            wrong = np.array([label != int(label) or not 0 <= label <= _LARGEST_LABEL for label in given])
             raise where.error(wrong, lambda place: f"is {given[place]}", advice, what) from None
     values = column.to_numpy(zero_copy_only=False)
     if values.dtype.kind not in "iufb":
         raise ConfigError(
-            f"{where.table}: the label {where.column!r} holds {column.type}, not whole numbers. Number the classes "
-            "from 0; in Spark StringIndexer does it."
+            f"{where.table}: the label {where.column!r} contains {type_name(column.type)}, not whole numbers. Number "
+            "the classes from 0; in Spark StringIndexer does it."
         )
     wrong = (values < 0) | (values >= _LARGEST_LABEL + 1)  # In float32 2^31 - 1 is 2^31.
     if values.dtype.kind == "f":
@@ -122,7 +131,7 @@ def _check_size(beyond: np.ndarray, where: Where, value: Callable[[int], Any]) -
     if beyond.any():
         advice = (
             f"; the network reads float32, exact up to {EXACT_WHOLE}. Scale it (divide, subtract a number), "
-            "store it as floating point if 7 digits are enough, or leave it out: an id is no quantity."
+            "store it as floating point if 7 digits are enough, or leave it out: an id is not a quantity."
         )
         raise where.error(beyond, lambda place: f"has the integer {value(place)}", advice)
 
@@ -147,10 +156,10 @@ def _float32(flat: Any, where: Where) -> np.ndarray:
         values = flat.to_numpy(zero_copy_only=False)
         check_exact(values, where)
     with np.errstate(over="ignore"):  # The next lines say so.
-        found = values.astype(np.float32)
-    if not (finite := np.isfinite(found)).all():
+        numbers = values.astype(np.float32)
+    if not (finite := np.isfinite(numbers)).all():
         raise where.error(~finite, lambda _: "is not finite", ". Fill it, or drop such rows.")
-    return found
+    return numbers
 
 
 def _advice(kind: Any) -> str:

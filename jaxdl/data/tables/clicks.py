@@ -15,6 +15,7 @@ import numpy as np
 import pydantic
 
 from jaxdl.core.config import ConfigError
+from jaxdl.data.draws import GOLDEN, mix_bits
 from jaxdl.data.source import Data, Splits
 from jaxdl.data.tables.ranks import area_by_ranks
 from jaxdl.data.tables.tabular import Feature, TabularSource, TabularSpec, with_statistics
@@ -29,7 +30,6 @@ CRITEO_NUM_IDS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 1
 NUM_NUMBERS = 13
 
 _U64 = np.uint64
-_GOLDEN = _U64(0x9E3779B97F4A7C15)
 _ID, _NUMBER, _LABEL, _TEACHER, _PLACE, _COUNT = range(1, 7)
 """What a hash is for."""
 _BIAS, _FACTORS, _NUM_FACTORS = 0.25, 0.15, 4
@@ -45,7 +45,7 @@ _SAMPLE = 20_000
 class Clicks(Data, kind="clicks"):
     """Made-up clicks: 13 numbers, features whose ids follow Zipf's law, and labels of a teacher whose AUC is known."""
 
-    rows: tuple[int, ...] = tuple(min(one, 100_000) for one in CRITEO_ROWS)
+    rows: tuple[int, ...] = tuple(min(rows, 100_000) for rows in CRITEO_ROWS)
     """The ids of each feature; by default those of Criteo's, 100,000 at most."""
     num_ids: tuple[int, ...] = (1,) * len(CRITEO_ROWS)
     """How many ids an example has of each feature."""
@@ -72,7 +72,7 @@ class Clicks(Data, kind="clicks"):
         if self.skew == 1:
             raise ConfigError("data clicks: the exponent of Zipf's law is 1, for which the formula fails. Give 1.001.")
         features = tuple(
-            Feature(f"feature{i:02d}", *one) for i, one in enumerate(zip(self.rows, self.num_ids, strict=True))
+            Feature(f"feature{i:02d}", *sizes) for i, sizes in enumerate(zip(self.rows, self.num_ids, strict=True))
         )
         if self.jagged and max(self.num_ids) == 1:
             raise ConfigError(
@@ -104,7 +104,7 @@ class ClickSource(TabularSource):
         return hashlib.sha256(b"".join(np.ascontiguousarray(x).tobytes() for x in rows.values())).hexdigest()[:16]
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """See `Source.batch`."""
+        """The numbers, ids and labels of examples."""
         examples = self._first + np.asarray(indices, np.int64)
         numbers, ids = _examples(self._config, examples)
         drawn = _unit(_hash(self._config.made_seed, _LABEL, 0, examples))
@@ -112,11 +112,11 @@ class ClickSource(TabularSource):
         return {"numbers": numbers, "ids": ids, "label": label}
 
     def ids(self, indices: np.ndarray) -> np.ndarray:
-        """See `TabularSource.ids`; no number and no label is drawn."""
+        """The ids of examples, int32 `[example, ids]`; no number and no label is drawn."""
         return _ids(self._config, self._first + np.asarray(indices, np.int64))
 
     def id_counts(self, indices: np.ndarray) -> np.ndarray:
-        """See `TabularSource.id_counts`; no id is drawn."""
+        """How many ids examples have of each feature, int32 `[example, feature]`; no id is drawn."""
         examples = self._first + np.asarray(indices, np.int64)
         return np.stack([_count(self._config, feature, examples) for feature in range(len(self._config.rows))], axis=1)
 
@@ -152,8 +152,8 @@ def _ids(config: Clicks, examples: np.ndarray) -> np.ndarray:
     columns = []
     for feature, (rows, num_ids) in enumerate(zip(config.rows, config.num_ids, strict=True)):
         drawn = _unit(_hash(config.made_seed, _ID, feature, examples[:, None] * num_ids + np.arange(num_ids)))
-        found = shuffled(zipf_rank(drawn, rows, config.skew), rows, config.made_seed + feature)
-        columns.append(np.where(np.arange(num_ids) < _count(config, feature, examples)[:, None], found, -1))
+        ids = shuffle_ids(zipf_rank(drawn, rows, config.skew), rows, config.made_seed + feature)
+        columns.append(np.where(np.arange(num_ids) < _count(config, feature, examples)[:, None], ids, -1))
     return np.concatenate(columns, axis=1).astype(np.int32)
 
 
@@ -172,7 +172,7 @@ def zipf_rank(drawn: np.ndarray, rows: int, skew: float) -> np.ndarray:
     return np.minimum((top * drawn + 1) ** (1 / (1 - skew)) - 1, rows - 1).astype(np.int64)
 
 
-def shuffled(ranks: np.ndarray, rows: int, seed: int) -> np.ndarray:
+def shuffle_ids(ranks: np.ndarray, rows: int, seed: int) -> np.ndarray:
     """A fixed permutation of 0 ... `rows` - 1, or consecutive devices would have the most frequent ids in turn.
 
     Nothing of the size of `rows` is made: a bijection of the next power of two, which is applied again to what is past
@@ -188,10 +188,10 @@ def shuffled(ranks: np.ndarray, rows: int, seed: int) -> np.ndarray:
             x = x ^ (x >> half)
         return x
 
-    found = once(ranks.astype(_U64))
-    while (past := found >= rows).any():
-        found[past] = once(found[past])
-    return found.astype(np.int64)
+    places = once(ranks.astype(_U64))
+    while (past := places >= rows).any():
+        places[past] = once(places[past])
+    return places.astype(np.int64)
 
 
 def _probability(config: Clicks, numbers: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -214,16 +214,16 @@ def _probability(config: Clicks, numbers: np.ndarray, ids: np.ndarray) -> np.nda
 def _teacher(seed: int, feature: int, rows: int, ids: np.ndarray) -> np.ndarray:
     """What the teacher has of each id, normal numbers, float32 `[..., 1 + factors]`."""
     if rows <= _TABULATED_ROWS:
-        return _tabulated(seed, feature, rows)[ids]
-    return _drawn_teacher(seed, feature, ids)
+        return _teacher_table(seed, feature, rows)[ids]
+    return _draw_teacher(seed, feature, ids)
 
 
 @functools.lru_cache(maxsize=64)
-def _tabulated(seed: int, feature: int, rows: int) -> np.ndarray:
-    return _drawn_teacher(seed, feature, np.arange(rows))
+def _teacher_table(seed: int, feature: int, rows: int) -> np.ndarray:
+    return _draw_teacher(seed, feature, np.arange(rows))
 
 
-def _drawn_teacher(seed: int, feature: int, ids: np.ndarray) -> np.ndarray:
+def _draw_teacher(seed: int, feature: int, ids: np.ndarray) -> np.ndarray:
     width = 1 + _NUM_FACTORS
     return _normal(seed, _TEACHER, feature, ids[..., None].astype(np.int64) * width + np.arange(width)).astype(
         np.float32
@@ -232,7 +232,7 @@ def _drawn_teacher(seed: int, feature: int, ids: np.ndarray) -> np.ndarray:
 
 def _normal(seed: int, what: int, feature: int, index: np.ndarray) -> np.ndarray:
     """Normal numbers, by Box and Muller (1958)."""
-    first, second = (_unit(_hash(seed, what, feature, 2 * index + one)) for one in (0, 1))
+    first, second = (_unit(_hash(seed, what, feature, 2 * index + half)) for half in (0, 1))
     return np.sqrt(-2 * np.log1p(-first)) * np.cos(2 * math.pi * second)
 
 
@@ -244,12 +244,6 @@ def _unit(bits: np.ndarray) -> np.ndarray:
 def _hash(seed: int, what: int, feature: int, index: np.ndarray) -> np.ndarray:
     """64 bits for each index: the output of splitmix64 at that place of the stream of (seed, what, feature)."""
     start = np.zeros(1, _U64)
-    for one in (seed, what, feature):
-        start = _mixed(start + (np.array([one], _U64) + _U64(1)) * _GOLDEN)
-    return _mixed(start + index.astype(_U64) * _GOLDEN)
-
-
-def _mixed(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
-    return x ^ (x >> _U64(31))
+    for part in (seed, what, feature):
+        start = mix_bits(start + (np.array([part], _U64) + _U64(1)) * GOLDEN)
+    return mix_bits(start + index.astype(_U64) * GOLDEN)

@@ -15,13 +15,12 @@ import pydantic
 from jaxdl.core.config import ConfigError
 from jaxdl.data.codec import import_text
 from jaxdl.data.digits import stratified_split
-from jaxdl.data.source import Data, Source, Splits, check_classes
+from jaxdl.data.source import FilesOfSplits, Source, Splits, check_classes
 from jaxdl.data.spec import DataSpec
-from jaxdl.data.staging import Stage
 from jaxdl.data.tables.arrow_numbers import Where, check_exact, feature_numbers, label_numbers
-from jaxdl.data.tables.row_groups import check_columns, check_names, found_files, opened, reading
+from jaxdl.data.tables.row_groups import check_columns, check_names, find_files, open_parquet, reading
 from jaxdl.data.tables.table_index import index_columns, suspects
-from jaxdl.data.text_files import BlankLines, Table, blank_lines, suffix_of
+from jaxdl.data.text_files import BlankLines, LineReader, blank_lines, suffix_of
 
 _SMALLEST_STD = 1e-6
 """Columns that vary less than this, relative to their mean, are divided by 1."""
@@ -59,7 +58,7 @@ class NumbersSpec(DataSpec):
         return "rows", f"{len(self.columns)} columns of numbers, {self.num_classes:,} classes"
 
     def example(self) -> np.ndarray:
-        """See `DataSpec.example`."""
+        """One row of zeros."""
         return self.blank()["x"]
 
     def example_text(self) -> str:
@@ -78,35 +77,35 @@ class NumbersSpec(DataSpec):
             given = [np.asarray(values[name]) for name in self.columns]
             values = np.stack(given, axis=1)
         try:
-            found: Any = np.asarray(values)
+            numbers: Any = np.asarray(values)
         except ValueError:
-            found = np.empty((), object)
-        if found.ndim != 2 or found.shape[1] != len(self.columns) or found.dtype.kind not in "iuf":
+            numbers = np.empty((), object)
+        if numbers.ndim != 2 or numbers.shape[1] != len(self.columns) or numbers.dtype.kind not in "iuf":
             raise ConfigError(
-                f"{what}: got {found.dtype} {list(found.shape)}; this network reads numbers [batch, "
-                f"{len(self.columns)}]: {_shown(self.columns)}."
+                f"{what}: got {numbers.dtype} {list(numbers.shape)}; this network reads numbers [batch, "
+                f"{len(self.columns)}]: {_some_names(self.columns)}."
             )
         # As they were given: together with floating-point numbers integers become such.
-        for name, one in zip(self.columns, found.T if given is None else given, strict=True):
-            check_exact(one, Where(what, name))
-        return {"x": found.astype(np.float32)}
+        for name, column in zip(self.columns, numbers.T if given is None else given, strict=True):
+            check_exact(column, Where(what, name))
+        return {"x": numbers.astype(np.float32)}
 
 
 def _every_name(names: Sequence[str]) -> str:
     """The first names; those of a vector are one, `v[0..99]`."""
-    found = []
+    groups = []
     for vector, group in itertools.groupby(names, key=lambda name: name.rpartition("[")[0] or name):
         members = list(group)
-        found.append(f"{vector}[0..{len(members) - 1}]" if len(members) > 1 else members[0] or "''")
-    more = len(found) - _NAMED
-    return ", ".join(found[:_NAMED]) + (f" and {more:,} more (data.json has all)" if more > 0 else "")
+        groups.append(f"{vector}[0..{len(members) - 1}]" if len(members) > 1 else members[0] or "''")
+    more = len(groups) - _NAMED
+    return ", ".join(groups[:_NAMED]) + (f" and {more:,} more (data.json has all)" if more > 0 else "")
 
 
-def _shown(names: Sequence[str]) -> str:
+def _some_names(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
-class Tabular(Data, kind="tabular"):
+class Tabular(FilesOfSplits, kind="tabular"):
     """Columns of numbers and a class number, from Parquet files, or CSV files with a line of names. They are read into
     memory.
 
@@ -137,8 +136,8 @@ class Tabular(Data, kind="tabular"):
         if self.test:
             test, rows, held = self._read(self.test, "test"), slice(None), slice(None)
             if test.names != train.names:
-                raise ConfigError(f"--data.test: it has the columns {_shown(test.names)}, but --data.train "
-                                  f"{_shown(train.names)}. Both must have the same.")  # fmt: skip
+                raise ConfigError(f"--data.test: it has the columns {_some_names(test.names)}, but --data.train "
+                                  f"{_some_names(train.names)}. Both must have the same.")  # fmt: skip
         else:
             if len(train.labels) < 2:
                 raise ConfigError("data tabular: one row cannot be divided. Give more, or --data.test.")
@@ -157,22 +156,18 @@ class Tabular(Data, kind="tabular"):
             first = NumbersSource(x, train.labels[rows], spec, blank, warnings=warnings)
             return first, NumbersSource(test_x, test.labels[held], spec)
 
-        found = sources(train.names, train.x[rows], test.x[held], train.warnings())
+        pair = sources(train.names, train.x[rows], test.x[held], train.warnings())
         if train.indexed is not None and test.indexed is not None and train.indexed[0] == test.indexed[0]:
             index = ", ".join(map(repr, train.index))
             warning = f"data tabular: the run was begun with {index}, an index of pandas, as a feature, and goes on so."
             earlier = sources(train.indexed[0], train.indexed[1][rows], test.indexed[1][held], [warning])
-            found[0].earlier, found[1].earlier = earlier
-        return Splits(*found)
-
-    def staged(self, stage: Stage) -> Tabular:
-        """See `Data.staged`: the files of `train` and `test`."""
-        return self.replaced({name: tuple(map(stage.files, getattr(self, name))) for name in ("train", "test")})
+            pair[0].earlier, pair[1].earlier = earlier
+        return Splits(*pair)
 
     def _read(self, patterns: Sequence[str], split: str) -> _Table:
         """The rows of some files."""
         names, parts, labels, starts, left, blank = None, [], [], [0], {}, []
-        for path in found_files(patterns, f"--data.{split}"):
+        for path in find_files(patterns, f"--data.{split}"):
             table, left_out = _table(path, [*self.features, self.label] if self.features else None)
             blank += left_out
             check_columns(table.column_names, [*self.features, self.label], str(path))
@@ -182,26 +177,28 @@ class Tabular(Data, kind="tabular"):
             if not table.num_rows and wanted:  # Spark writes a file for a partition without rows, too.
                 continue
             read = [_column(table.column(name), name, path) for name in wanted]
-            here = tuple(name for found, _ in read for name in found)
+            here = tuple(name for part_names, _ in read for name in part_names)
             if not here:
                 raise ConfigError(f"{path}: it has no column but the label {self.label!r}{_and_index(index)}. Give one "
                                   "with features.")  # fmt: skip
             if names not in (None, here):
-                raise ConfigError(f"{path}: it has the columns {_shown(here)}, not {_shown(names or ())} as the files "
-                                  "before it. All files must have the same.")  # fmt: skip
+                before = _some_names(names or ())
+                raise ConfigError(f"{path}: it has the columns {_some_names(here)}, not {before} as the files before "
+                                  "it. All files must have the same.")  # fmt: skip
             names = here
             left |= dict.fromkeys(index)
             known = dict(zip(wanted, read, strict=True))
-            parts.append((np.concatenate([one for _, one in read], axis=1), _indexed(table, index, known, self.label)))
+            numbers = np.concatenate([columns for _, columns in read], axis=1)
+            parts.append((numbers, _with_index(table, index, known, self.label)))
             labels.append(label_numbers(table.column(self.label), Where(str(path), self.label)))
             starts.append(starts[-1] + len(labels[-1]))
         if not labels:
             raise ConfigError(f"--data.{split} {patterns[0]}: there are no rows in it. Give files with rows.")
-        indexed = [one for _, one in parts if one is not None]
+        indexed = [rows for _, rows in parts if rows is not None]
         every = None
-        if len(indexed) == len(parts) and len({one[0] for one in indexed}) == 1:
-            every = indexed[0][0], np.concatenate([one[1] for one in indexed])
-        x = np.concatenate([one for one, _ in parts])
+        if len(indexed) == len(parts) and len({names for names, _ in indexed}) == 1:
+            every = indexed[0][0], np.concatenate([numbers for _, numbers in indexed])
+        x = np.concatenate([numbers for numbers, _ in parts])
         return _Table(names or (), x, np.concatenate(labels), starts[:-1], tuple(left), every, blank)
 
 
@@ -224,7 +221,7 @@ class _Table(NamedTuple):
 
     def warnings(self) -> list[str]:
         """About columns that are left out, and those that tell the label."""
-        found = [f"column {name!r} {why}. If it is no measurement, leave it out: name the others in --data.features."
+        texts = [f"column {name!r} {why}. If it is not a measurement, leave it out: name the others in --data.features."
                  for name, why in suspects(self.x, self.names, self.labels, self.starts)]  # fmt: skip
         if self.index:
             index = ", ".join(repr(name) if name else "a column without a name" for name in self.index)
@@ -232,15 +229,15 @@ class _Table(NamedTuple):
                 f"left out, since pandas wrote it as the index of its rows: {index}. To use it, name it with others "
                 "in --data.features; files that are written with index=False have none."
             )
-            found.insert(0, text)
-        return [f"data tabular: {one}" for one in found]
+            texts.insert(0, text)
+        return [f"data tabular: {text}" for text in texts]
 
 
 def _and_index(index: Sequence[str]) -> str:
-    return f" and the index of pandas, {_shown(list(map(repr, index)))}" if index else ""
+    return f" and the index of pandas, {_some_names(list(map(repr, index)))}" if index else ""
 
 
-def _indexed(
+def _with_index(
     table: Any, index: Sequence[str], known: Mapping[str, tuple[list[str], np.ndarray]], label: str
 ) -> tuple[tuple[str, ...], np.ndarray] | None:
     """(names, numbers) of all columns, also those of an index; None without one, or if it has no numbers."""
@@ -251,7 +248,8 @@ def _indexed(
                 if name != label]  # fmt: skip
     except (ConfigError, KeyError):  # No numbers, or two of one name.
         return None
-    return tuple(name for found, _ in read for name in found), np.concatenate([one for _, one in read], axis=1)
+    names = tuple(name for part_names, _ in read for name in part_names)
+    return names, np.concatenate([columns for _, columns in read], axis=1)
 
 
 def _table(path: Path, names: Sequence[str] | None) -> tuple[Any, list[BlankLines]]:
@@ -260,26 +258,26 @@ def _table(path: Path, names: Sequence[str] | None) -> tuple[Any, list[BlankLine
     None: all columns.
     """
     if suffix_of(path) != ".csv":
-        file = opened(path)
+        file = open_parquet(path)
         with reading(path, ""):
             check_names([name for name in file.schema_arrow.names if names is None or name in names], str(path))
             return file.read(None if names is None else [name for name in names if name in file.schema_arrow.names]), []
     csv = import_text("pyarrow.csv", str(path))
     with reading(path, "as CSV with a line of names"):
-        lines = Table(path)
+        lines = LineReader(path)
         try:
             table = csv.read_csv(lines)
         finally:
             lines.close()
         try:
-            found = table.column_names
+            header = table.column_names
         except UnicodeDecodeError as error:
             raise ConfigError(
                 f"{path}: the names of its columns, in the first line, are not UTF-8 ({error.object[:40]!r}). Convert "
                 "it, from Latin-1 for instance: iconv -f LATIN1 -t UTF-8 FILE > NEW."
             ) from None
-    check_names(found, str(path))
-    return table, [lines.counted()]
+    check_names(header, str(path))
+    return table, [lines.count_blank()]
 
 
 def _column(column: Any, name: str, path: Path) -> tuple[list[str], np.ndarray]:
@@ -291,7 +289,7 @@ def _column(column: Any, name: str, path: Path) -> tuple[list[str], np.ndarray]:
 
 
 def check_label_range(labels: np.ndarray, num_classes: int, what: str) -> None:
-    """Raises ConfigError for a label that is no class number."""
+    """Raises ConfigError for a label that is not a class number."""
     if len(labels) and labels.max() >= num_classes:
         raise ConfigError(f"{what}: there is a label {labels.max()}; {num_classes} classes are numbered from 0 to "
                           f"{num_classes - 1}. Correct it, or --data.num-classes.")  # fmt: skip
@@ -342,8 +340,8 @@ class NumbersSource(Source):
             warn(text)
 
     def read_as(self, spec: DataSpec) -> Source | None:
-        """See `Source.read_as`."""
-        return next((one for one in (self, self.earlier) if one is not None and one.spec == spec), None)
+        """These rows with `spec`, or the earlier ones that have it; None if neither does."""
+        return next((source for source in (self, self.earlier) if source is not None and source.spec == spec), None)
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Copies of the rows."""

@@ -14,14 +14,15 @@ import numpy as np
 import pydantic
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.paths import expanded, matching
+from jaxdl.core.paths import expand_home
 from jaxdl.data.codec import import_text
-from jaxdl.data.copies import NOTE, Copies, Held, content_from, read_note, sha256_of
-from jaxdl.data.source import Data, Splits
-from jaxdl.data.staging import Stage
+from jaxdl.data.copies import NOTE, Copies, Hold, content_from, read_note, sha256_of
+from jaxdl.data.draws import mix_bits
+from jaxdl.data.source import FilesOfSplits, Splits, num_held_out
 from jaxdl.data.tables.clicks import CRITEO_ROWS, NUM_NUMBERS
+from jaxdl.data.tables.row_groups import find_files
 from jaxdl.data.tables.tabular import Feature, TabularSource, TabularSpec
-from jaxdl.data.text_files import BROKEN, BlankLines, Table, blank_lines
+from jaxdl.data.text_files import BROKEN, BlankLines, LineReader, blank_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +38,7 @@ _BLOCK_BYTES, _GROUP_ROWS = 2**24, 2**17
 _FILES = {"number": ("numbers.f32", np.float32), "feature": ("hashes.u32", np.uint32), "label": ("labels.u8", np.uint8)}
 
 
-class Criteo(Data, kind="criteo"):
+class Criteo(FilesOfSplits, kind="criteo"):
     """Click logs of Criteo's format: a label, 13 whole numbers, 26 features; TSV (.tsv, .txt, also .gz, .bz2,
     .xz) or Parquet.
 
@@ -54,7 +55,7 @@ class Criteo(Data, kind="criteo"):
     """The fraction of the training files that is held out without `test`."""
     folder: str | None = None
     """Where the examples are kept once they are read, to be memory-mapped; None keeps them in memory."""
-    rows: tuple[int, ...] = tuple(min(one, 100_000) for one in CRITEO_ROWS)
+    rows: tuple[int, ...] = tuple(min(rows, 100_000) for rows in CRITEO_ROWS)
     """The rows of each feature's table."""
     num_ids: tuple[int, ...] = (1,) * len(CRITEO_ROWS)
     """How many ids of each feature the network gets: the value's own, and further ones that are drawn from its hash, as
@@ -70,18 +71,14 @@ class Criteo(Data, kind="criteo"):
                 raise ConfigError(
                     "data criteo: the files have one example, so none can be held out. Give more, or --data.test FILE."
                 )
-            held = min(max(round(len(train) * self.test_fraction), 1), len(train) - 1)
+            held = num_held_out(len(train), self.test_fraction)
             train, test = train.part(0, len(train) - held), train.part(len(train) - held, held)
         spec = TabularSpec(
             _NAMES[1 : 1 + NUM_NUMBERS],
-            tuple(Feature(*one) for one in zip(_NAMES[1 + NUM_NUMBERS :], self.rows, self.num_ids, strict=True)),
+            tuple(Feature(*sizes) for sizes in zip(_NAMES[1 + NUM_NUMBERS :], self.rows, self.num_ids, strict=True)),
             round(float(train.labels[: 2**20].mean()), 4),
         )
         return Splits(CriteoSource(train, spec), CriteoSource(test, spec))
-
-    def staged(self, stage: Stage) -> Criteo:
-        """See `Data.staged`: the files of `train` and `test`."""
-        return self.replaced({name: tuple(map(stage.files, getattr(self, name))) for name in ("train", "test")})
 
     def prepare(self, console: Console) -> str | None:
         """Reads the files into `folder`, with progress; None without a folder."""
@@ -92,24 +89,24 @@ class Criteo(Data, kind="criteo"):
                 self._examples(split, lambda done, status=status: status.update(f"{done:,} examples are read"))
         return f"the examples are in {self.folder}"
 
-    def _examples(self, split: str, say: Any) -> Examples:
+    def _examples(self, split: str, say: Any) -> StoredExamples:
         for name, values in (("rows", self.rows), ("num_ids", self.num_ids)):
             if len(values) != len(CRITEO_ROWS):
                 raise ConfigError(f"data criteo: {name} has {len(values)} values. Give {len(CRITEO_ROWS)}.")
-            wrong = next((one for one in values if not 1 <= one < 2**31), None)
+            wrong = next((value for value in values if not 1 <= value < 2**31), None)
             if wrong is not None:
                 raise ConfigError(f"data criteo: {name} has the value {wrong}. Each is from 1 to {2**31 - 1:,}.")
-        paths = _paths(split, getattr(self, split))
+        paths = find_files(getattr(self, split), f"--data.{split}")
         if self.folder is None:
             files = Files(paths)
             parts = list(files.read())
             numbers, hashes, labels = (np.concatenate([part[name] for part in parts]) for name in _FILES)
-            return Examples(numbers, hashes, labels, blank=files.blank())
-        return _prepared(expanded(self.folder), split, paths, say)
+            return StoredExamples(numbers, hashes, labels, blank=files.blank())
+        return _open_or_write(expand_home(self.folder), split, paths, say)
 
 
 @dataclass(frozen=True)
-class Examples:
+class StoredExamples:
     """Examples as they are stored: numbers float32 `[example, 13]`, hashes uint32 `[example, 26]`, labels uint8."""
 
     numbers: np.ndarray
@@ -121,17 +118,17 @@ class Examples:
     """What `content` was in earlier versions of jaxdl, when it depended on paths and times."""
     blank: str = ""
     """What is said of blank lines of their files."""
-    held: Held | None = None
+    held: Hold | None = None
     """Keeps the files of the arrays on the disk."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def part(self, first: int, count: int) -> Examples:
+    def part(self, first: int, count: int) -> StoredExamples:
         """Some of them."""
         some = slice(first, first + count)
-        content, *former = (f"{one}:{first}" if one else "" for one in (self.content, *self.former))
-        return Examples(
+        content, *former = (f"{content}:{first}" if content else "" for content in (self.content, *self.former))
+        return StoredExamples(
             self.numbers[some], self.hashes[some], self.labels[some], content, tuple(former), self.blank, self.held
         )
 
@@ -139,7 +136,7 @@ class Examples:
 class CriteoSource(TabularSource):
     """Stored examples, whose hashes become ids when they are read."""
 
-    def __init__(self, examples: Examples, spec: TabularSpec) -> None:
+    def __init__(self, examples: StoredExamples, spec: TabularSpec) -> None:
         self._examples, self.spec, self._features = examples, spec, spec.features
 
     def __len__(self) -> int:
@@ -155,7 +152,7 @@ class CriteoSource(TabularSource):
         ).hexdigest()[:16]
 
     def former_contents(self) -> tuple[str, ...]:
-        """See `Source.former_contents`."""
+        """What `content` was in earlier versions."""
         return self._examples.former
 
     def remark(self) -> str:
@@ -163,7 +160,7 @@ class CriteoSource(TabularSource):
         return self._examples.blank
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """See `Source.batch`."""
+        """The numbers, ids and labels of examples."""
         return {
             "numbers": self._examples.numbers[indices],
             "ids": self.ids(indices),
@@ -171,12 +168,12 @@ class CriteoSource(TabularSource):
         }
 
     def ids(self, indices: np.ndarray) -> np.ndarray:
-        """See `TabularSource.ids`; nothing else is read."""
+        """The ids of examples, int32 `[example, ids]`; nothing else is read."""
         hashes = self._examples.hashes[indices]
         columns = []
         for number, feature in enumerate(self._features):
             mine = hashes[:, number : number + 1].astype(np.uint64)
-            more = _mixed(mine * np.uint64(1_000_003) + np.arange(1, feature.num_ids, dtype=np.uint64))
+            more = _mix(mine * np.uint64(1_000_003) + np.arange(1, feature.num_ids, dtype=np.uint64))
             ids = np.concatenate([mine, more], axis=1) % np.uint64(feature.rows)
             columns.append(np.where(mine == _NONE, -1, ids.astype(np.int64)))
         return np.concatenate(columns, axis=1).astype(np.int32)
@@ -186,29 +183,15 @@ def hash_of(values: np.ndarray) -> np.ndarray:
     """A hash of each byte string, uint32 below 2**32 - 1: FNV-1a (Fowler, Noll, Vo), mixed once more."""
     width = max(values.dtype.itemsize, 1)
     letters = values.astype(f"S{width}").view(np.uint8).reshape(len(values), width)
-    found = np.full(len(values), 2_166_136_261, np.uint32)
+    hashes = np.full(len(values), 2_166_136_261, np.uint32)
     for column in letters.T:
-        found = np.where(column > 0, (found ^ column) * np.uint32(16_777_619), found)
-    return np.minimum(_mixed(found.astype(np.uint64)).astype(np.uint32), _NONE - np.uint32(1))
+        hashes = np.where(column > 0, (hashes ^ column) * np.uint32(16_777_619), hashes)
+    return np.minimum(_mix(hashes.astype(np.uint64)).astype(np.uint32), _NONE - np.uint32(1))
 
 
-def _mixed(x: np.ndarray) -> np.ndarray:
+def _mix(x: np.ndarray) -> np.ndarray:
     """32 of 64 bits of the finalizer of splitmix64."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (x ^ (x >> np.uint64(31))) & np.uint64(2**32 - 1)
-
-
-def _paths(split: str, patterns: Sequence[str]) -> list[Path]:
-    if not patterns:
-        raise ConfigError(f"data criteo: no files are given. Give some: --data.{split} FILE ...")
-    found = []
-    for pattern in patterns:
-        here = matching(pattern)
-        if not here:
-            raise ConfigError(f"--data.{split} {pattern}: there is no such file. Give TSV or Parquet files.")
-        found += here
-    return found
+    return mix_bits(x) & np.uint64(2**32 - 1)
 
 
 class Files:
@@ -226,7 +209,7 @@ class Files:
             count = 0
             try:
                 for block in self._blocks(path, hashing=hashing):
-                    made = _converted(block, path, count)
+                    made = _to_arrays(block, path, count)
                     count += len(made["label"])
                     yield made
             except (*BROKEN, NotImplementedError, TypeError) as error:  # Arrow's errors are some of these.
@@ -249,17 +232,17 @@ class Files:
             if hashing:
                 self.sha256.append(sha256_of(path))
             return
-        table = Table(path, hashing=hashing)
+        table = LineReader(path, hashing=hashing)
         try:
             yield from _tsv(table)
-            self._blank.append(table.counted())
+            self._blank.append(table.count_blank())
             if hashing:
                 self.sha256.append(table.sha256())
         finally:
             table.close()
 
 
-def _tsv(table: Table) -> Iterator[Any]:
+def _tsv(table: LineReader) -> Iterator[Any]:
     arrow, csv = import_text("pyarrow", str(table.path)), import_text("pyarrow.csv", str(table.path))
     types = {name: arrow.int64() if number <= NUM_NUMBERS else arrow.string() for number, name in enumerate(_NAMES)}
     with csv.open_csv(
@@ -276,7 +259,7 @@ def _parquet(path: Path) -> Iterator[Any]:
     yield from import_text("pyarrow.parquet", str(path)).ParquetFile(path).iter_batches(_GROUP_ROWS)
 
 
-def _converted(block: Any, path: Path, first: int) -> dict[str, np.ndarray]:
+def _to_arrays(block: Any, path: Path, first: int) -> dict[str, np.ndarray]:
     """A block of pyarrow's as arrays."""
     import pyarrow
     import pyarrow.compute as compute
@@ -297,11 +280,12 @@ def _converted(block: Any, path: Path, first: int) -> dict[str, np.ndarray]:
         compute.fill_null(block.column(i).cast(pyarrow.float64()), 0).to_numpy(zero_copy_only=False)
         for i in range(1, 1 + NUM_NUMBERS)
     ]
-    numbers = [np.where(np.isfinite(one), one, 0) for one in numbers]  # Parquet files have NaN for what is missing.
+    # Parquet files have NaN for what is missing.
+    numbers = [np.where(np.isfinite(column), column, 0) for column in numbers]
     hashes = []
     for i in range(1 + NUM_NUMBERS, len(_NAMES)):
         coded = block.column(i).cast(pyarrow.string()).dictionary_encode()
-        values = np.array([one.encode() for one in coded.dictionary.to_pylist()] or [b""])
+        values = np.array([value.encode() for value in coded.dictionary.to_pylist()] or [b""])
         known = np.append(hash_of(values), _NONE)
         places = compute.fill_null(coded.indices, len(values)).to_numpy(zero_copy_only=False)
         hashes.append(np.where(known[places] == hash_of(np.array([b""]))[0], _NONE, known[places]))
@@ -312,11 +296,11 @@ def _converted(block: Any, path: Path, first: int) -> dict[str, np.ndarray]:
     }
 
 
-def _prepared(folder: Path, split: str, paths: Sequence[Path], say: Any) -> Examples:
+def _open_or_write(folder: Path, split: str, paths: Sequence[Path], say: Any) -> StoredExamples:
     """The examples of the files, from `folder` if they are there, else read and written there first."""
     try:
         copies = Copies(folder, split, paths, [file for file, _ in _FILES.values()])
-        made, keeper = copies.held(lambda partial: _write(partial, paths, say))
+        made, keeper = copies.hold(lambda partial: _write(partial, paths, say))
     except OSError as error:
         raise ConfigError(
             f"--data.folder {folder}: the examples cannot be kept there ({error}). Give a folder with room that this "
@@ -335,7 +319,7 @@ def _prepared(folder: Path, split: str, paths: Sequence[Path], say: Any) -> Exam
             f"{made}: the examples cannot be read ({error}). Remove that folder, or choose another --data.folder."
         ) from None
     former = tuple(dict.fromkeys((copies.former_name, made.name)))
-    return Examples(
+    return StoredExamples(
         arrays["number"], arrays["feature"], arrays["label"], content, former, note.get("blank", ""), keeper
     )
 

@@ -8,8 +8,8 @@ import numpy as np
 import pydantic
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.paths import expanded
-from jaxdl.data.source import Data, Splits
+from jaxdl.core.paths import expand_home
+from jaxdl.data.source import Data, Splits, num_held_out
 from jaxdl.data.staging import Stage
 from jaxdl.data.tables.tabular import Feature, TabularArrays, TabularSpec, with_statistics
 
@@ -42,7 +42,7 @@ class MovieLens(Data, kind="movielens"):
     """Seed of the choice of held-out ratings."""
 
     def staged(self, stage: Stage) -> MovieLens:
-        """See `Data.staged`."""
+        """The config of a copy of the folder."""
         return self if self.folder is None else self.replaced({"folder": stage.folder(self.folder)})
 
     def build(self) -> Splits:
@@ -54,28 +54,28 @@ class MovieLens(Data, kind="movielens"):
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(
-                f"{self.folder}: an age or a time is no number ({error}). Download the files again."
+                f"{self.folder}: an age or a time is not a number ({error}). Download the files again."
             ) from None
         features, ids = [], []
         for name, lists in values.items():
-            known = {value: number for number, value in enumerate(sorted({one for some in lists for one in some}))}
+            known = {value: number for number, value in enumerate(sorted({value for some in lists for value in some}))}
             width = max(map(len, lists))
             column = np.full((len(lists), width), -1, np.int32)
             for row, some in enumerate(lists):
-                column[row, : len(some)] = [known[one] for one in some]
+                column[row, : len(some)] = [known[value] for value in some]
             features.append(Feature(name, len(known), width))
             ids.append(column)
         try:
             stars = np.asarray(ratings["rating"], np.float32)
         except ValueError as error:
-            raise ConfigError(f"{self.folder}: a rating is no number ({error}). Download the files again.") from None
+            raise ConfigError(f"{self.folder}: a rating is not a number ({error}). Download the files again.") from None
         if (wrong := stars[~((stars >= 1) & (stars <= 5))]).size:
             raise ConfigError(f"{self.folder}: a rating is {wrong[0]:g}, not 1 to 5. Download the files again.")
         label = (stars >= self.liked).astype(np.float32)
         if len(label) < 2:
             raise ConfigError(f"{self.folder}: there is one rating, so none can be held out. Download the files again.")
         order = np.random.Generator(np.random.Philox(self.split_seed)).permutation(len(label))
-        count = min(max(round(len(label) * self.test_fraction), 1), len(label) - 1)
+        count = num_held_out(len(label), self.test_fraction)
         test, train = np.sort(order[:count]), np.sort(order[count:])
         mean, std = numbers[train].mean(axis=0), numbers[train].std(axis=0)
         scaled = (numbers - mean) / np.maximum(std, 1e-6)
@@ -93,11 +93,11 @@ class MovieLens(Data, kind="movielens"):
                 "data movielens: no folder is given. Give the one with ml-100k.inter, ml-100k.user and ml-100k.item: "
                 "--data.folder FOLDER. The package recbole has it as recbole/dataset_example/ml-100k."
             )
-        path = expanded(self.folder) / f"ml-100k{ending}"
+        path = expand_home(self.folder) / f"ml-100k{ending}"
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is no UTF-8"
+            reason = getattr(error, "strerror", None) or "it is not UTF-8"
             raise ConfigError(
                 f"{path}: it cannot be read ({reason}). --data.folder is the folder with the {_RECBOLE[ending]} of "
                 "MovieLens-100K in the files of RecBole."
@@ -118,7 +118,7 @@ class MovieLens(Data, kind="movielens"):
         return {name: [row[i] for row in rows] for i, name in enumerate(names)}
 
 
-def _joined(ratings: Columns, key: str, others: Columns, path: str) -> Mapping[str, Sequence[str]]:
+def _join(ratings: Columns, key: str, others: Columns, path: str) -> Mapping[str, Sequence[str]]:
     """The columns of another file for each rating."""
     place = {value: row for row, value in enumerate(others[key])}
     missing = next((value for value in ratings[key] if value not in place), None)
@@ -130,25 +130,25 @@ def _joined(ratings: Columns, key: str, others: Columns, path: str) -> Mapping[s
 
 def _numbers(ratings: Columns, people: Columns) -> np.ndarray:
     """The age of the person, and the time of the rating in years."""
-    age = _joined(ratings, "user_id", people, "ml-100k.user")["age"]
+    age = _join(ratings, "user_id", people, "ml-100k.user")["age"]
     time = np.asarray(ratings["timestamp"], np.float64) / _YEAR_SEC
     return np.stack([np.asarray(age, np.float64), time], axis=1)
 
 
 def _values(ratings: Columns, people: Columns, films: Columns) -> dict[str, list[list[str]]]:
     """The values of each feature, of each rating."""
-    person = _joined(ratings, "user_id", people, "ml-100k.user")
-    film = _joined(ratings, "item_id", films, "ml-100k.item")
-    seconds = [int(float(one)) for one in ratings["timestamp"]]
+    person = _join(ratings, "user_id", people, "ml-100k.user")
+    film = _join(ratings, "item_id", films, "ml-100k.item")
+    seconds = [int(float(text)) for text in ratings["timestamp"]]
     return {
-        "user": [[one] for one in ratings["user_id"]],
-        "item": [[one] for one in ratings["item_id"]],
-        "gender": [[one] for one in person["gender"]],
-        "occupation": [[one] for one in person["occupation"]],
-        "zip": [[one[:3]] for one in person["zip_code"]],
-        "age": [[str(int(float(one)) // 5)] for one in person["age"]],
-        "release": [[one] for one in film["release_year"]],
-        "hour": [[f"{one % _DAY_SEC // 3600:02d}"] for one in seconds],
-        "weekday": [[str(one // _DAY_SEC % 7)] for one in seconds],
-        "genre": [one.split() for one in film["class"]],
+        "user": [[value] for value in ratings["user_id"]],
+        "item": [[value] for value in ratings["item_id"]],
+        "gender": [[value] for value in person["gender"]],
+        "occupation": [[value] for value in person["occupation"]],
+        "zip": [[value[:3]] for value in person["zip_code"]],
+        "age": [[str(int(float(value)) // 5)] for value in person["age"]],
+        "release": [[value] for value in film["release_year"]],
+        "hour": [[f"{second % _DAY_SEC // 3600:02d}"] for second in seconds],
+        "weekday": [[str(second // _DAY_SEC % 7)] for second in seconds],
+        "genre": [value.split() for value in film["class"]],
     }

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.paths import matching
+from jaxdl.core.paths import find_paths
 from jaxdl.data.codec import import_text
 from jaxdl.data.text_files import BROKEN
 
@@ -24,17 +24,17 @@ CACHE_BYTES = 1 << 28
 """Bytes of row groups that a reader keeps."""
 
 
-def found_files(patterns: Sequence[str], option: str) -> list[Path]:
+def find_files(patterns: Sequence[str], option: str) -> list[Path]:
     """The files of some patterns, each pattern's sorted by name. Raises ConfigError for a pattern without files."""
     if not patterns:
         raise ConfigError(f"{option}: no files are given. Give some, such as {option} 'train-*.parquet'.")
-    found = []
+    files = []
     for pattern in patterns:
-        here = matching(pattern)
+        here = find_paths(pattern)
         if not here:
             raise ConfigError(f"{option} {pattern}: there is no such file. Give names of files; * stands for any text.")
-        found += here
-    return found
+        files += here
+    return files
 
 
 def check_columns(known: Sequence[str], wanted: Sequence[str], what: str) -> None:
@@ -66,13 +66,13 @@ class RowGroups:
         *,
         others: Sequence[str] = (),
     ) -> None:
-        """Raises ConfigError for a file that is no Parquet file, or lacks one of the columns or of `others`."""
+        """Raises ConfigError for a file that is not a Parquet file, or lacks one of the columns or of `others`."""
         self.paths, self.columns, self.cache_bytes = list(paths), list(columns), cache_bytes
         self._places: list[tuple[int, int]] = []
         self._types: list[dict[str, Any]] = []
         counts, sizes = [], []
         for number, path in enumerate(self.paths):
-            file = opened(path)
+            file = open_parquet(path)
             with reading(path, "as a Parquet file", "Make it again."):
                 schema = file.schema_arrow
             check_columns(schema.names, [*columns, *others], str(path))
@@ -80,9 +80,9 @@ class RowGroups:
             self._types.append({name: schema.field(name).type for name in columns})
             for group in range(file.metadata.num_row_groups):
                 self._places.append((number, group))
-                found = file.metadata.row_group(group)
-                counts.append(found.num_rows)
-                parts = [found.column(place) for place in range(found.num_columns)]
+                metadata = file.metadata.row_group(group)
+                counts.append(metadata.num_rows)
+                parts = [metadata.column(place) for place in range(metadata.num_columns)]
                 names = [part.path_in_schema.partition(".")[0] for part in parts]
                 sizes += [
                     part.total_uncompressed_size for part, name in zip(parts, names, strict=True) if name in columns
@@ -114,19 +114,19 @@ class RowGroups:
         for path, types in zip(self.paths, self._types, strict=True):
             yield path, types[column]
 
-    def placed(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(row group, row in it) of rows by number: int64 [row] each; row groups are counted over all files."""
         groups = np.searchsorted(self._starts, indices, side="right") - 1
         return groups, indices - self._starts[groups]
 
     def rows_beside(self, index: int) -> range:
         """The numbers of the rows of the row group of a row."""
-        [group], _ = self.placed(np.array([index]))
+        [group], _ = self.locate(np.array([index]))
         return range(int(self._starts[group]), int(self._starts[group + 1]))
 
     def name(self, index: int) -> str:
         """The file of a row and its number in the file, for messages."""
-        [group], [row] = self.placed(np.array([index]))
+        [group], [row] = self.locate(np.array([index]))
         return f"{self.paths[self._places[group][0]]}, row {self._row_in_file(int(group), int(row))}"
 
     def _row_in_file(self, group: int, row: int) -> int:
@@ -143,7 +143,7 @@ class RowGroups:
         """
         import pyarrow
 
-        groups, rows = self.placed(np.asarray(indices, np.int64))
+        groups, rows = self.locate(np.asarray(indices, np.int64))
         order = np.argsort(groups, kind="stable")
         parts = [
             self._group(group).take(pyarrow.array(rows[order][groups[order] == group]))
@@ -161,7 +161,7 @@ class RowGroups:
         Raises ConfigError for a file that cannot be read.
         """
         for path in self.paths:
-            file = opened(path)
+            file = open_parquet(path)
             with reading(path, f"in its column {column!r}", "Make it again."):
                 values = file.read([column]).column(0)
             yield path, values
@@ -173,19 +173,19 @@ class RowGroups:
                 return self._kept[group]
             number, inner = self._places[group]
             if number not in self._files:
-                self._files[number] = opened(self.paths[number])
+                self._files[number] = open_parquet(self.paths[number])
             first = self._row_in_file(group, 0)
             last = first + int(self._starts[group + 1] - self._starts[group]) - 1
             with reading(self.paths[number], f"in rows {first} to {last}, its row group {inner}", "Make it again."):
                 table = self._files[number].read_row_group(inner, columns=self.columns, use_threads=False)
             self._kept[group] = table
-            while len(self._kept) > 1 and sum(one.nbytes for one in self._kept.values()) > self.cache_bytes:
+            while len(self._kept) > 1 and sum(table.nbytes for table in self._kept.values()) > self.cache_bytes:
                 self._kept.popitem(last=False)
             return table
 
 
-def opened(path: Path) -> Any:
-    """A `pyarrow.parquet.ParquetFile`. Raises ConfigError for a file that is none, or cannot be read."""
+def open_parquet(path: Path) -> Any:
+    """A `pyarrow.parquet.ParquetFile`. Raises ConfigError for a file that is not one, or cannot be read."""
     parquet = import_text("pyarrow.parquet", str(path))
     with reading(path, "as a Parquet file", "Make it again."):
         return parquet.ParquetFile(path)

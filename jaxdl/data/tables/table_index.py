@@ -1,4 +1,4 @@
-"""Columns of a table that are no features: the index of pandas, and numbers that give the label away."""
+"""Columns of a table that are not features: the index of pandas, and numbers that give the label away."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def frame_notes(frames: Mapping[str, Any], arrays: Mapping[str, np.ndarray], wha
     notes: list[str] = []
     labels = next((arrays[name] for name in LABELS if name in arrays), None)
     for name, frame in frames.items():
-        columns, x = [str(one) for one in getattr(frame, "columns", ())], arrays[name]
+        columns, x = [str(column) for column in getattr(frame, "columns", ())], arrays[name]
         if x.ndim != 2 or x.shape[1] != len(columns) or name in LABELS or x.dtype.kind not in "biuf":
             continue
         index = index_columns(columns)
-        notes += [f"{what}: {name} has the column {one!r}, an index that pandas wrote, and the network reads it. "
-                  f"Leave it out: {name}.drop(columns=[{one!r}])." for one in index]  # fmt: skip
+        notes += [f"{what}: {name} has the column {column!r}, an index that pandas wrote, and the network reads it. "
+                  f"Leave it out: {name}.drop(columns=[{column!r}])." for column in index]  # fmt: skip
         if labels is not None and labels.dtype.kind in "biu" and labels.shape == x.shape[:1]:
-            notes += [f"{what}: column {one!r} of {name} {why}. If it is no measurement, leave it out."
-                      for one, why in suspects(x, columns, labels) if one not in index]  # fmt: skip
+            notes += [f"{what}: column {column!r} of {name} {why}. If it is not a measurement, leave it out."
+                      for column, why in suspects(x, columns, labels) if column not in index]  # fmt: skip
     return notes
 
 

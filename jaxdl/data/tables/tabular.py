@@ -37,13 +37,13 @@ class TabularSpec(DataSpec):
     modality: ClassVar[str] = "table"
 
     def __post_init__(self) -> None:
-        made = (Feature(**one) if isinstance(one, Mapping) else one for one in self.features)
+        made = (Feature(**feature) if isinstance(feature, Mapping) else feature for feature in self.features)
         object.__setattr__(self, "features", tuple(made))
 
     @property
     def num_ids(self) -> dict[str, int]:
         """The features, and how many columns of ids each has."""
-        return {one.name: one.num_ids for one in self.features}
+        return {feature.name: feature.num_ids for feature in self.features}
 
     def sizes(self) -> dict[str, Any]:
         """How many numbers an example has, and its features."""
@@ -67,11 +67,11 @@ class TabularSpec(DataSpec):
 
     def described(self) -> tuple[str, str]:
         """Numbers and features."""
-        rows = sum(one.rows for one in self.features)
+        rows = sum(feature.rows for feature in self.features)
         return "examples", f"{len(self.numbers)} numbers, {len(self.features)} features with {rows:,} ids"
 
     def example(self) -> dict[str, np.ndarray]:
-        """See `DataSpec.example`."""
+        """The numbers and ids of one example, zeros."""
         return {name: array for name, array in self.blank().items() if name != "label"}
 
     def example_text(self) -> str:
@@ -83,7 +83,7 @@ class TabularSpec(DataSpec):
         """Numbers and ids of a dictionary {"numbers": [batch, numbers], "ids": [batch, ids]}."""
         del names
         given = values if isinstance(values, Mapping) else {}
-        found, wanted = {}, self.blank()
+        arrays, wanted = {}, self.blank()
         for name in ("numbers", "ids"):
             array, like = np.asarray(given.get(name, np.zeros(0))), wanted[name]
             if (
@@ -95,14 +95,14 @@ class TabularSpec(DataSpec):
                     f"{what}: {name} is {array.dtype} {list(array.shape)}; this network reads {what}({{'numbers': "
                     f"[batch, {len(self.numbers)}], 'ids': whole numbers [batch, {wanted['ids'].shape[1]}]}})."
                 )
-            found[name] = array
-        if len(found["numbers"]) != len(found["ids"]):
+            arrays[name] = array
+        if len(arrays["numbers"]) != len(arrays["ids"]):
             raise ConfigError(
-                f"{what}: there are numbers of {len(found['numbers'])} examples, and ids of {len(found['ids'])}. Give "
-                "as many."
+                f"{what}: there are numbers of {len(arrays['numbers'])} examples, and ids of {len(arrays['ids'])}. "
+                "Give as many."
             )
-        check_ids(self, found["ids"], what)
-        return {name: array.astype(wanted[name].dtype) for name, array in found.items()}
+        check_ids(self, arrays["ids"], what)
+        return {name: array.astype(wanted[name].dtype) for name, array in arrays.items()}
 
 
 def check_ids(spec: TabularSpec, ids: np.ndarray, what: str, examples: np.ndarray | None = None) -> None:
@@ -110,7 +110,7 @@ def check_ids(spec: TabularSpec, ids: np.ndarray, what: str, examples: np.ndarra
 
     `examples` are the numbers of the examples; without them they are numbered from 0.
     """
-    limits = np.repeat([one.rows for one in spec.features], [one.num_ids for one in spec.features])
+    limits = np.repeat([feature.rows for feature in spec.features], [feature.num_ids for feature in spec.features])
     # Every batch of a run comes here: two passes without a copy.
     if not ids.size or (ids.min() >= -1 and (ids.max(axis=0) < limits).all()):
         return
@@ -124,7 +124,7 @@ def check_ids(spec: TabularSpec, ids: np.ndarray, what: str, examples: np.ndarra
 
 
 def _check_arrays(spec: TabularSpec, arrays: Mapping[str, np.ndarray], what: str) -> None:
-    """Raises ConfigError for arrays that are no examples of the spec."""
+    """Raises ConfigError for arrays that are not examples of the spec."""
     count = len(arrays["labels"])
     shapes = {"numbers": (count, len(spec.numbers)), "ids": (count, sum(spec.num_ids.values())), "labels": (count,)}
     for name, array in arrays.items():
@@ -152,12 +152,12 @@ class TabularSource(Source):
 
     def id_counts(self, indices: np.ndarray) -> np.ndarray:
         """How many ids examples have of each feature, int32 `[example, feature]`."""
-        return counted_ids(self.ids(indices), self.spec.features)
+        return count_ids(self.ids(indices), self.spec.features)
 
 
-def counted_ids(ids: np.ndarray, features: Sequence[Feature]) -> np.ndarray:
+def count_ids(ids: np.ndarray, features: Sequence[Feature]) -> np.ndarray:
     """How many ids examples have of each feature, int32 `[example, feature]`; `ids` have -1 for none."""
-    first = np.cumsum([0, *(one.num_ids for one in features)])[:-1]
+    first = np.cumsum([0, *(feature.num_ids for feature in features)])[:-1]
     return np.add.reduceat(ids >= 0, first, axis=1, dtype=np.int32)
 
 
@@ -166,13 +166,13 @@ def with_statistics(features: Sequence[Feature], ids: np.ndarray) -> tuple[Featu
 
     Those of which every example has all its columns stay as they are.
     """
-    counts = counted_ids(ids, features)
+    counts = count_ids(ids, features)
     means, stds = counts.mean(axis=0), counts.std(axis=0)
     return tuple(
-        one
-        if mean == one.num_ids
-        else dataclasses.replace(one, mean_ids=round(float(mean), 4), std_ids=round(float(std), 4))
-        for one, mean, std in zip(features, means, stds, strict=True)
+        feature
+        if mean == feature.num_ids
+        else dataclasses.replace(feature, mean_ids=round(float(mean), 4), std_ids=round(float(std), 4))
+        for feature, mean, std in zip(features, means, stds, strict=True)
     )
 
 
@@ -204,5 +204,5 @@ class TabularArrays(TabularSource):
         return {name: np.take(array, indices, axis=0) for name, array in self._arrays.items()}
 
     def ids(self, indices: np.ndarray) -> np.ndarray:
-        """See `TabularSource.ids`."""
+        """Copies of the ids of examples, int32 `[example, ids]`."""
         return np.take(self._arrays["ids"], indices, axis=0)

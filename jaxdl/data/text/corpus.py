@@ -12,16 +12,16 @@ from rich.console import Console
 from jaxdl.core.config import ConfigError
 from jaxdl.data.codec import Codec
 from jaxdl.data.draws import example_seeds
-from jaxdl.data.source import Data, Splits
+from jaxdl.data.source import Data, Splits, num_held_out
 from jaxdl.data.spec import TextSpec
 from jaxdl.data.staging import Stage
 from jaxdl.data.synthetic import SyntheticText
 from jaxdl.data.text.documents import EVERY_FILE, PlainDocument, Reading, document_texts, find_documents, without_effect
 from jaxdl.data.text.mixture import MixedRows
 from jaxdl.data.text.packing import PackedRows
-from jaxdl.data.text.shards import SHARDS, Plan, TokenStore, staged_shards
+from jaxdl.data.text.shards import SHARDS, ShardPlan, TokenStore, staged_shards
 from jaxdl.data.text.token_windows import TokenWindows
-from jaxdl.data.text.tokenizing import prepare, prepared
+from jaxdl.data.text.tokenizing import load_tokens, prepare
 
 
 class Documents(Data, kind="documents"):
@@ -69,7 +69,7 @@ class Documents(Data, kind="documents"):
         return self.rows(*self.split())
 
     def stand_in(self, vocab_size: int | None) -> Data | None:
-        """See `Data.stand_in`: sequences of the same length. Packed rows have no stand-in."""
+        """Made-up sequences of the same length; None for packed rows, or without a size of the vocabulary."""
         if vocab_size is None or self.packing:
             return None
         return SyntheticText(vocab_size=vocab_size, length=self.length, num_train=8, num_test=8)
@@ -81,42 +81,42 @@ class Documents(Data, kind="documents"):
     def codec(self) -> Codec:
         """Between text and this data's tokens; texts begin as the documents of its rows do."""
         codec = Codec(self.tokenizer)
-        return codec.trained((codec.packed_mark,) if self.packing else ())
+        return codec.for_documents((codec.packed_mark,) if self.packing else ())
 
     def staged(self, stage: Stage) -> Documents:
-        """See `Data.staged`: the tokens, which have been prepared."""
+        """The config of copies of the tokens, which have been prepared."""
         return self.replaced({"shards": staged_shards(stage, self.shards, self.plans())})
 
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[ShardPlan]:
         """What is tokenized, and where the tokens are kept. Raises ConfigError for what cannot be found."""
         if not self.paths:
             raise ConfigError("--data.paths: it is empty. Name files or folders of text.")
         reading = Reading(self.column, self.document)
         groups = [paths for paths in (self.paths, self.test_paths) if paths]
-        return [Plan(texts, self.tokenizer, self.shards) for texts in document_texts(groups, self.glob, reading)]
+        return [ShardPlan(texts, self.tokenizer, self.shards) for texts in document_texts(groups, self.glob, reading)]
 
     def without_effect(self) -> set[str]:
         """The settings of reading that have no effect on the files of `paths`."""
         files = [path for _, path in find_documents(self.paths, self.glob)]
         return set(without_effect(files, self.paths, self.glob, Reading(self.column, self.document)))
 
-    def split(self) -> tuple[Part, Part]:
+    def split(self) -> tuple[DocumentSet, DocumentSet]:
         """The documents to train on, and the held-out ones. Raises ConfigError as `build` does."""
-        store, *others = [prepared(plan, f"data {', '.join(self.paths)}") for plan in self.plans()]
+        store, *others = [load_tokens(plan, f"data {', '.join(self.paths)}") for plan in self.plans()]
         every = np.arange(len(store))
         if others:
-            return Part(store, every), Part(others[0], np.arange(len(others[0])))
+            return DocumentSet(store, every), DocumentSet(others[0], np.arange(len(others[0])))
         drawn = example_seeds(self.split_seed, np.zeros(len(store), np.int64), every)
         ranked = np.argsort(drawn, kind="stable")
-        count = min(max(1, round(self.test_fraction * len(store))), len(store) - 1)
+        count = num_held_out(len(store), self.test_fraction)
         if count < 1:
             raise ConfigError(
                 f"{', '.join(self.paths)}: there is one document, so none can be held out. Name test_paths, or take "
                 "its lines as documents: document line."
             )
-        return Part(store, np.sort(ranked[count:])), Part(store, np.sort(ranked[:count]))
+        return DocumentSet(store, np.sort(ranked[count:])), DocumentSet(store, np.sort(ranked[:count]))
 
-    def rows(self, train: Part, test: Part) -> Splits:
+    def rows(self, train: DocumentSet, test: DocumentSet) -> Splits:
         """The rows of these documents."""
         codec = self.codec()
         spec = TextSpec(
@@ -134,10 +134,12 @@ class Documents(Data, kind="documents"):
             ]
             return Splits(*windows)
         spec, seed = dataclasses.replace(spec, packed=True), self.split_seed
-        made = [PackedRows(one.store, one.documents, spec, begin=codec.packed_mark, seed=seed) for one in (train, test)]
+        made = [
+            PackedRows(part.store, part.documents, spec, begin=codec.packed_mark, seed=seed) for part in (train, test)
+        ]
         mean = made[0].num_targets / len(made[0])
-        for one in made:
-            one.spec = dataclasses.replace(spec, mean_targets=mean)
+        for source in made:
+            source.spec = dataclasses.replace(spec, mean_targets=mean)
         return Splits(*made)
 
 
@@ -159,7 +161,7 @@ class Mixture(Data, kind="mixture"):
             raise ValueError("paths: the files are named twice. Leave out sources, and the files of each.")
         if not self.paths and self.each != Documents():
             raise ValueError("each: it has no effect without paths. Give paths, or leave it out.")
-        sources = self._named()
+        sources = self._named_sources()
         if self.weights and self.weights.keys() != sources.keys():
             raise ValueError(
                 f"weights has {', '.join(self.weights)}, and sources {', '.join(sources)}. Give each one weight."
@@ -167,36 +169,36 @@ class Mixture(Data, kind="mixture"):
         if wrong := {name: weight for name, weight in self.weights.items() if weight <= 0}:
             raise ValueError(f"weights = {wrong}: they must be above 0. Leave a source out instead.")
         for name in ("tokenizer", "length", "packing"):
-            found = {getattr(source, name) for source in sources.values()}
-            if len(found) > 1:
-                raise ValueError(f"{name}: the sources have {', '.join(map(str, found))}. Give all the same one.")
+            values = {getattr(source, name) for source in sources.values()}
+            if len(values) > 1:
+                raise ValueError(f"{name}: the sources have {', '.join(map(str, values))}. Give all the same one.")
         return self
 
-    def _named(self) -> dict[str, Documents]:
+    def _named_sources(self) -> dict[str, Documents]:
         """The sources by name, of whichever field names them."""
         made = {name: self.each.replaced({"paths": (path,)}) for name, path in self.paths.items()}
         return made or self.sources
 
     def _sources(self) -> dict[str, Documents]:
         """The sources by name. Raises ConfigError when there are none."""
-        if not (found := self._named()):
+        if not (sources := self._named_sources()):
             raise ConfigError(
                 "--data mixture: it has no sources. Give a file or folder of each, --data.paths code=src/ "
                 "prose=books.jsonl, or Mixture(sources={...}) in a config file."
             )
-        return found
+        return sources
 
     def _read_alike(self) -> dict[str, Documents]:
         """The sources by name; those of `paths` without what has an effect on others alone."""
-        found = self._sources()
+        sources = self._sources()
         if not self.paths:
-            return found
-        idle = {name: source.without_effect() for name, source in found.items()}
+            return sources
+        idle = {name: source.without_effect() for name, source in sources.items()}
         nowhere = set.intersection(*idle.values())
         default = {name: field.default for name, field in Documents.model_fields.items()}
         return {
             name: source.replaced({setting: default[setting] for setting in idle[name] - nowhere})
-            for name, source in found.items()
+            for name, source in sources.items()
         }
 
     def build(self) -> Splits:
@@ -204,29 +206,29 @@ class Mixture(Data, kind="mixture"):
         sources = self._read_alike()
         parts = {name: source.split() for name, source in sources.items()}
         splits = {name: sources[name].rows(*part) for name, part in parts.items()}
-        weights = self.weights or {name: float(len(one.train)) for name, one in splits.items()}
+        weights = self.weights or {name: float(len(split.train)) for name, split in splits.items()}
         tests = [test for _, test in parts.values()]
-        specs = {name: one.train.spec for name, one in splits.items()}
+        specs = {name: split.train.spec for name, split in splits.items()}
         first = next(iter(specs.values()))
         assert isinstance(first, TextSpec)
         total = sum(weights.values())
         mean = sum(spec.mean_row * weights[name] / total for name, spec in specs.items() if isinstance(spec, TextSpec))
         spec = dataclasses.replace(
             first,
-            bytes_per_token=sum(one.num_bytes for one in tests) / sum(one.num_tokens for one in tests),
+            bytes_per_token=sum(part.num_bytes for part in tests) / sum(part.num_tokens for part in tests),
             mean_targets=mean if first.packed else None,
         )
-        train = MixedRows({name: one.train for name, one in splits.items()}, weights, spec)
-        return Splits(train, MixedRows({name: one.test for name, one in splits.items()}, weights, spec))
+        train = MixedRows({name: split.train for name, split in splits.items()}, weights, spec)
+        return Splits(train, MixedRows({name: split.test for name, split in splits.items()}, weights, spec))
 
     def stand_in(self, vocab_size: int | None) -> Data | None:
-        """See `Data.stand_in`: that of any source, as all have the same shapes."""
+        """The stand-in of any source, as all have the same shapes."""
         return next(iter(self._sources().values())).stand_in(vocab_size)
 
     def staged(self, stage: Stage) -> Mixture:
-        """See `Data.staged`: the tokens of each source, which have been prepared."""
+        """The config of copies of the tokens of each source, which have been prepared."""
         if not self.paths:
-            return self.replaced({"sources": {name: one.staged(stage) for name, one in self._sources().items()}})
+            return self.replaced({"sources": {name: source.staged(stage) for name, source in self._sources().items()}})
         plans = [plan for source in self._read_alike().values() for plan in source.plans()]
         return self.replaced({"each.shards": staged_shards(stage, self.each.shards, plans)})
 
@@ -240,7 +242,7 @@ class Mixture(Data, kind="mixture"):
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class DocumentSet:
     """Some documents of a store: their numbers, int64."""
 
     store: TokenStore
@@ -264,7 +266,7 @@ class Part:
 class _Stream:
     """The tokens of documents, one after the other, as one array that is on disk."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: DocumentSet) -> None:
         self._part = part
         self._ends = np.cumsum(part.store.num_tokens[part.documents])
 

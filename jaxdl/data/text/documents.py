@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 import inspect
 import io
 import itertools
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.paths import expanded
+from jaxdl.core.paths import expand_home
 from jaxdl.data.codec import import_text
 from jaxdl.data.lines import (
     JSON_LINES,
@@ -26,7 +25,7 @@ from jaxdl.data.lines import (
     Span,
     line_spans,
     lines,
-    opened,
+    open_lines,
     reading_file,
     record_spans,
     records,
@@ -34,8 +33,8 @@ from jaxdl.data.lines import (
 )
 from jaxdl.data.remote import is_hidden
 from jaxdl.data.tables.row_groups import check_columns, check_names
-from jaxdl.data.text.shards import Texts, file_state
-from jaxdl.data.text_files import suffix_of
+from jaxdl.data.text.texts import FileTexts
+from jaxdl.data.text_files import files_matching, suffix_of
 
 PlainDocument = Literal["file", "line"]
 EVERY_FILE = "**/*"
@@ -84,12 +83,12 @@ class _Lines(Format):
         return line_spans(path, span_bytes)
 
     def read(self, span: Span, reading: Reading) -> Iterator[str | None]:
-        for number, line in enumerate(lines(span)):
-            yield from self.documents(line, span, number, reading)
+        for line in lines(span):
+            yield from self.documents(line.rstrip("\r\n"))
 
     @abc.abstractmethod
-    def documents(self, line: str, span: Span, number: int, reading: Reading) -> Iterator[str | None]:
-        """The documents of a line; `number` is its number in the span."""
+    def documents(self, line: str) -> Iterator[str]:
+        """The documents of a line, which is without its end."""
 
 
 class _Json(Format):
@@ -118,7 +117,7 @@ class _Csv(Format):
 
         csv.field_size_limit(LARGEST_DOCUMENT)
         # A reader of csv ends no line at a carriage return or U+2028 in quotes, so it gets the ends as they are.
-        with opened(Path(span.path)) as file, io.TextIOWrapper(file, "utf-8", newline="") as text:
+        with open_lines(Path(span.path)) as file, io.TextIOWrapper(file, "utf-8", newline="") as text:
             rows = csv.reader(text, strict=True)
             try:
                 names = next(rows, [])
@@ -143,8 +142,8 @@ class _Table(_Lines):
     suffixes = (TABLE,)
     settings = ()
 
-    def documents(self, line: str, span: Span, number: int, reading: Reading) -> Iterator[str]:
-        yield from (cell for cell in line.rstrip("\r\n").split("\t") if cell)
+    def documents(self, line: str) -> Iterator[str]:
+        yield from filter(None, line.split("\t"))
 
 
 class _Plain(_Lines):
@@ -168,7 +167,7 @@ class _Plain(_Lines):
         if reading.document == "line":
             yield from super().read(span, reading)
             return
-        with opened(Path(span.path)) as file:
+        with open_lines(Path(span.path)) as file:
             content = file.read(LARGEST_DOCUMENT + 1)
         if len(content) > LARGEST_DOCUMENT:
             raise _too_large(span.path, f"more than {LARGEST_DOCUMENT / 1e9:,.1f} GB, decompressed,")
@@ -181,9 +180,8 @@ class _Plain(_Lines):
         if text:
             yield text
 
-    def documents(self, line: str, span: Span, number: int, reading: Reading) -> Iterator[str]:
-        if text := line.rstrip("\r\n"):
-            yield text
+    def documents(self, line: str) -> Iterator[str]:
+        yield from filter(None, [line])
 
 
 def _too_large(path: str, size: str) -> ConfigError:
@@ -200,15 +198,13 @@ class _Parquet(Format):
 
     def spans(self, path: Path, reading: Reading, span_bytes: int) -> list[Span]:
         with _parquet(path) as file:
-            names = file.schema_arrow.names
-            if reading.column not in names:
-                raise ConfigError(f"{path}: it has no column {reading.column!r}, but {', '.join(names)}. Set column.")
+            _check_column(path, reading.column, file.schema_arrow.names)
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
         sizes = []
         for group in groups:
             columns = (group.column(number) for number in range(group.num_columns))
-            named = [one for one in columns if one.path_in_schema.split(".")[0] == reading.column]
-            sizes.append(sum(one.total_uncompressed_size for one in named))
+            named = [column for column in columns if column.path_in_schema.split(".")[0] == reading.column]
+            sizes.append(sum(column.total_uncompressed_size for column in named))
         return [Span(str(path), number, number + 1, size) for number, size in enumerate(sizes)]
 
     def read(self, span: Span, reading: Reading) -> Iterator[str | None]:
@@ -227,10 +223,7 @@ class _DatasetFolder(Format):
 
     def spans(self, path: Path, reading: Reading, span_bytes: int) -> list[Span]:
         data = _dataset(str(path))
-        if reading.column not in data.column_names:
-            raise ConfigError(
-                f"{path}: it has no column {reading.column!r}, but {', '.join(data.column_names)}. Set column."
-            )
+        _check_column(path, reading.column, data.column_names)
         row_bytes = max(1, data.data.nbytes // max(1, len(data)))
         rows = max(1, span_bytes // row_bytes)
         cuts = [*range(0, len(data), rows), len(data)]
@@ -254,9 +247,9 @@ def find_documents(paths: Sequence[str], glob: str) -> list[tuple[str, Path]]:
     A name is relative to the folder that was searched, so it is the same on every machine. Raises ConfigError when a
     path has none.
     """
-    found: dict[Path, str] = {}
+    names: dict[Path, str] = {}
     for text in paths:
-        path = expanded(text)
+        path = expand_home(text)
         if _is_searched(path):
             named = _matching(path, text, glob)
         elif path.is_file() or path.is_dir():
@@ -264,8 +257,8 @@ def find_documents(paths: Sequence[str], glob: str) -> list[tuple[str, Path]]:
         else:
             raise ConfigError(f"{text}: no such file or folder.")
         for name, file in named:
-            found.setdefault(file.resolve(), name)
-    return sorted((name, path) for path, name in found.items())
+            names.setdefault(file.resolve(), name)
+    return sorted((name, path) for path, name in names.items())
 
 
 def _is_searched(path: Path) -> bool:
@@ -274,12 +267,8 @@ def _is_searched(path: Path) -> bool:
 
 def _matching(folder: Path, given: str, glob: str) -> list[tuple[str, Path]]:
     """(name, path) of the files of a folder, without hidden ones."""
-    try:
-        files = [file for file in folder.glob(glob) if file.is_file()]
-    except (NotImplementedError, ValueError) as error:
-        raise ConfigError(f"glob = {glob!r}: {error}. Give a pattern inside the folders of paths.") from None
-    named = [(file.relative_to(folder), file) for file in files]
-    named = [(name.as_posix(), file) for name, file in named if not is_hidden(name.as_posix())]
+    named = [(file.relative_to(folder).as_posix(), file) for file in files_matching(folder, glob)]
+    named = [(name, file) for name, file in named if not is_hidden(name)]
     if not named:
         raise ConfigError(f"{given}: no file in it matches {glob!r}. Change glob, or name another folder.")
     return named
@@ -290,24 +279,24 @@ def document_texts(groups: Sequence[Sequence[str]], glob: str, reading: Reading)
 
     Raises ConfigError for what cannot be found, and for a glob or a setting of `reading` that has no effect on them.
     """
-    found = [DocumentTexts(tuple((name, str(path)) for name, path in find_documents(one, glob)), reading)
-             for one in groups]  # fmt: skip
-    files = [Path(path) for one in found for _, path in one.files]
-    for why in without_effect(files, [path for one in groups for path in one], glob, reading).values():
+    texts = [DocumentTexts(tuple((name, str(path)) for name, path in find_documents(paths, glob)), reading)
+             for paths in groups]  # fmt: skip
+    files = [Path(path) for group in texts for _, path in group.files]
+    for why in without_effect(files, [path for paths in groups for path in paths], glob, reading).values():
         raise ConfigError(f"{why}. Leave it out.")
-    return found
+    return texts
 
 
 def without_effect(files: Sequence[Path], paths: Sequence[str], glob: str, reading: Reading) -> dict[str, str]:
     """The settings that are not the default and have no effect on the `files` that were found in `paths`, and why."""
-    found = {}
-    if glob != EVERY_FILE and not any(_is_searched(expanded(path)) for path in paths):
-        found["glob"] = f"glob = {glob!r}: no path is a folder of files, so it has no effect"
+    reasons = {}
+    if glob != EVERY_FILE and not any(_is_searched(expand_home(path)) for path in paths):
+        reasons["glob"] = f"glob = {glob!r}: no path is a folder of files, so it has no effect"
     used = {name for path in files for name in format_of(path).settings}
     for name, value in reading._asdict().items():
         if name not in used and value != Reading._field_defaults[name]:
-            found[name] = f"{name} = {value!r}: it has no effect on files such as {files[0].name}"
-    return found
+            reasons[name] = f"{name} = {value!r}: it has no effect on files such as {files[0].name}"
+    return reasons
 
 
 def read_documents(paths: Sequence[str], reading: Reading, glob: str = EVERY_FILE) -> Iterator[str]:
@@ -317,41 +306,30 @@ def read_documents(paths: Sequence[str], reading: Reading, glob: str = EVERY_FIL
 
 
 @dataclasses.dataclass(frozen=True)
-class DocumentTexts(Texts):
+class DocumentTexts(FileTexts):
     """The documents of files, each with its name: what `python -m jaxdl.data prepare` tokenizes."""
 
     files: tuple[tuple[str, str], ...]
     reading: Reading
     noun = "documents"
 
-    @functools.cached_property
-    def _state(self) -> tuple[tuple[str, int, int], ...]:
-        return tuple(file_state(name, Path(path)) for name, path in self.files)
+    def named_files(self) -> tuple[tuple[str, str], ...]:
+        """`files`; names are relative to the folders that were searched."""
+        return self.files
 
     @property
     def identity(self) -> list[Any]:
-        """See `Texts.identity`."""
+        """How the files are read, and their states."""
         # CSV was plain text once: those tokens are others.
         read_anew = ["columns of CSV"] if any(suffix_of(Path(name)) == ".csv" for name, _ in self.files) else []
-        return [self.reading, *read_anew, self._state]
-
-    @property
-    def sources(self) -> list[Path]:
-        """See `Texts.sources`."""
-        return [Path(path) for _, path in self.files]
-
-    @property
-    def num_bytes(self) -> int:
-        """See `Texts.num_bytes`."""
-        return sum(size for _, size, _ in self._state)
+        return [self.reading, *read_anew, self.state]
 
     def parts(self, part_bytes: int) -> list[Span]:
-        """See `Texts.parts`."""
-        paths = [Path(path) for _, path in self.files]
-        return [span for path in paths for span in format_of(path).spans(path, self.reading, part_bytes)]
+        """Spans of the files, each of about so many bytes where its format can be cut."""
+        return [span for path in self.sources for span in format_of(path).spans(path, self.reading, part_bytes)]
 
     def read(self, part: Span) -> Iterator[str | None]:
-        """See `Texts.read`."""
+        """The documents of a span, in order, None for a null."""
         with reading_file(part.path):
             yield from format_of(Path(part.path)).read(part, self.reading)
 
@@ -361,9 +339,14 @@ class DocumentTexts(Texts):
             yield from (text for text in self.read(span) if text is not None)
 
     def why_none(self) -> str:
-        """See `Texts.why_none`."""
+        """The message for files without text, with the first names."""
         names = ", ".join(name for name, _ in self.files[:3])
         return f"{names}: there is no text in {'them' if len(self.files) > 1 else 'it'}."
+
+
+def _check_column(path: Path, column: str, names: Sequence[str]) -> None:
+    if column not in names:
+        raise ConfigError(f"{path}: it has no column {column!r}, but {', '.join(names)}. Set column.")
 
 
 def _parquet(path: Path) -> Any:
@@ -378,14 +361,14 @@ def _parquet(path: Path) -> Any:
 def _dataset(path: str) -> Any:
     datasets = import_text("datasets", path)
     try:
-        found = datasets.load_from_disk(path)
+        data = datasets.load_from_disk(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: the datasets library cannot load it ({error}).") from None
-    if isinstance(found, dict):
+    if isinstance(data, dict):
         raise ConfigError(
-            f"{path}: it has the splits {', '.join(found)}. Name the folder of one, {path}/{next(iter(found))}."
+            f"{path}: it has the splits {', '.join(data)}. Name the folder of one, {path}/{next(iter(data))}."
         )
-    return found
+    return data
 
 
 def _column_texts(values: Sequence[Any], path: str, column: str) -> Iterator[str | None]:

@@ -29,14 +29,14 @@ class MixedOrder(Order):
         self._blocks: dict[int, np.ndarray] = {}
 
     def rows(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `Order`; the examples of a source are numbered after those of the sources before it."""
+        """(examples, epochs) of positions; those of a source are numbered after those of the sources before it."""
         chosen = self._sources(start, count)
         indices, epochs = np.empty((2, count), np.int64)
         for number, stream in enumerate(self._streams):
             here = chosen == number
             first = self.taken(number, start)
-            found, epochs[here] = stream.rows(first, int(here.sum()))
-            indices[here] = found + self._firsts[number]
+            numbers, epochs[here] = stream.rows(first, int(here.sum()))
+            indices[here] = numbers + self._firsts[number]
         return indices, epochs
 
     def taken(self, number: int, position: int) -> int:
@@ -61,10 +61,10 @@ class MixedOrder(Order):
 def shares(weights: list[float]) -> list[int]:
     """How many of the positions of a block each source has: at least one, the largest remainders rounded up."""
     exact = np.array(weights) / np.sum(weights) * BLOCK
-    found = np.maximum(np.floor(exact).astype(np.int64), 1)
-    while missing := BLOCK - int(found.sum()):
-        found[np.argmax(exact - found if missing > 0 else found)] += np.sign(missing)
-    return found.tolist()
+    counts = np.maximum(np.floor(exact).astype(np.int64), 1)
+    while missing := BLOCK - int(counts.sum()):
+        counts[np.argmax(exact - counts if missing > 0 else counts)] += np.sign(missing)
+    return counts.tolist()
 
 
 def source_seed(seed: int, number: int) -> int:
@@ -91,30 +91,32 @@ class MixedRows(Source):
         return self._sources
 
     def begun_by(self, token: int) -> MixedRows:
-        """See `Source.begun_by`: those of all sources."""
+        """The rows of all sources, whose documents begin with this token."""
         changed = {name: source.begun_by(token) for name, source in self._sources.items()}
         return MixedRows(changed, self._weights, self.spec)
 
     def order(self, seed: int) -> MixedOrder:
-        """See `Source.order`."""
+        """The order in which training sees the rows."""
         sizes = [len(source) for source in self._sources.values()]
         return MixedOrder(sizes, [self._weights[name] for name in self._sources], seed)
 
     def remark(self) -> str:
         """The share of each source."""
         total = sum(self._weights.values())
-        shown = (f"{self._weights[name] / total:.3g} {name} ({len(one):,})" for name, one in self._sources.items())
+        shown = (
+            f"{self._weights[name] / total:.3g} {name} ({len(source):,})" for name, source in self._sources.items()
+        )
         return f"shares (and rows) of {', '.join(shown)}"
 
     def seen(self, position: int, seed: int) -> dict[str, float]:
         """Epochs and tokens of each source: `epochs/NAME`, `tokens/NAME`."""
-        found, order = {}, self.order(seed)
+        metrics, order = {}, self.order(seed)
         for number, (name, source) in enumerate(self._sources.items()):
             taken = order.taken(number, position)
-            found[f"epochs/{name}"] = taken / len(source)
+            metrics[f"epochs/{name}"] = taken / len(source)
             assert isinstance(source.spec, TextSpec)
-            found[f"tokens/{name}"] = taken * source.spec.mean_row
-        return found
+            metrics[f"tokens/{name}"] = taken * source.spec.mean_row
+        return metrics
 
     def content(self) -> str:
         """A checksum of those of the sources, and of their weights."""
@@ -124,21 +126,21 @@ class MixedRows(Source):
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The rows of whichever sources the indices belong to."""
         rows = {name: np.empty((len(indices), *x.shape[1:]), x.dtype) for name, x in self.spec.blank().items()}
-        for here, source, own in self._split(indices):
-            for name, values in source.batch(own).items():
+        for here, source, numbers in self._split(indices):
+            for name, values in source.batch(numbers).items():
                 rows[name][here] = values
         return rows
 
     def _mask(self, indices: np.ndarray, valid: np.ndarray) -> np.ndarray:
         mask = np.zeros((len(indices), self.spec.length), bool)
-        for here, source, own in self._split(np.where(valid, indices, 0)):
-            mask[here] = source._mask(own, valid[here])
+        for here, source, numbers in self._split(np.where(valid, indices, 0)):
+            mask[here] = source._mask(numbers, valid[here])
         return mask
 
     def _split(self, indices: np.ndarray) -> Iterator[tuple[np.ndarray, Source, np.ndarray]]:
         """(which of the indices are of a source, the source, their numbers in it)."""
         number = np.searchsorted(self._ends, indices, side="right")
-        for one, source in enumerate(self._sources.values()):
-            here = number == one
+        for place, source in enumerate(self._sources.values()):
+            here = number == place
             if here.any():
-                yield here, source, indices[here] - (self._ends[one] - len(source))
+                yield here, source, indices[here] - (self._ends[place] - len(source))

@@ -21,7 +21,7 @@ _ORDER = 7
 """Purpose of the random numbers of `pack`."""
 
 
-class Documents(Protocol):
+class DocumentTokens(Protocol):
     """Documents by number, as `jaxdl.data.text.shards.TokenStore` has them."""
 
     num_tokens: np.ndarray
@@ -105,7 +105,7 @@ def _combinations(counts: np.ndarray, length: int) -> list[tuple[tuple[int, ...]
                 rows[fits].append((sizes, count - used))
             elif not rows[fits]:
                 open_rooms ^= 1 << fits
-    return [one for free in sorted(rows) for one in rows[free]]
+    return [row for free in sorted(rows) for row in rows[free]]
 
 
 class PackedRows(Source):
@@ -113,7 +113,7 @@ class PackedRows(Source):
 
     spec: TextSpec
 
-    def __init__(self, store: Documents, documents: np.ndarray, spec: TextSpec, *, begin: int, seed: int) -> None:
+    def __init__(self, store: DocumentTokens, documents: np.ndarray, spec: TextSpec, *, begin: int, seed: int) -> None:
         """`documents` are the numbers of those in the store that are used; `begin` is put before each part of one."""
         self._store, self._documents, self.spec, self._begin = store, documents, spec, begin
         self._packing = pack(store.num_tokens[documents], spec.length, seed)
@@ -133,7 +133,7 @@ class PackedRows(Source):
         return float((self._packing.num_targets + 1).sum() / max(1, len(self) * (self.spec.length + 1)))
 
     def begun_by(self, token: int) -> PackedRows:
-        """See `Source.begun_by`: the same rows."""
+        """The same rows, in which each document begins with this token."""
         changed = copy.copy(self)
         changed._begin = token
         return changed
@@ -156,9 +156,9 @@ class PackedRows(Source):
         sizes = self._packing.num_targets[part] + 1
         at, within = places(counts, sizes, width)
         before = np.repeat(self._packing.start[part], sizes) + within - 1  # The first place of a part is its start.
-        found = self._store.read(np.repeat(self._documents[self._packing.document[part]], sizes), np.maximum(before, 0))
+        read = self._store.read(np.repeat(self._documents[self._packing.document[part]], sizes), np.maximum(before, 0))
         tokens, segments = np.zeros((2, len(indices) * width), np.int32)
-        tokens[at] = np.where(before < 0, self._begin, found)
+        tokens[at] = np.where(before < 0, self._begin, read)
         segments[at] = np.repeat(number, sizes)
         return {"tokens": tokens.reshape(-1, width), "segments": segments.reshape(-1, width)}
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.paths import expanded
+from jaxdl.core.paths import expand_home
 from jaxdl.data.lines import (
     JSON_LINES,
     TABLE,
     Span,
     line_spans,
     lines,
-    opened,
+    open_lines,
     place,
     reading_file,
     record_spans,
@@ -26,7 +25,7 @@ from jaxdl.data.lines import (
     text_in,
 )
 from jaxdl.data.remote import reading
-from jaxdl.data.text.shards import Texts, file_state
+from jaxdl.data.text.texts import FileTexts, Texts
 from jaxdl.data.text_files import is_compressed, suffix_of
 
 Pair = tuple[str, str]
@@ -50,7 +49,7 @@ class PairTexts(Texts):
                     yield source, target
 
     def read(self, part: Any) -> Iterator[str | None]:
-        """See `Texts.read`: a pair with a null is one null."""
+        """The texts of the pairs of a part, the source first; a pair with a null is one null."""
         for source, target in self.pairs(part):
             if source is None or target is None:
                 yield None
@@ -60,7 +59,7 @@ class PairTexts(Texts):
 
 
 @dataclasses.dataclass(frozen=True)
-class PairFiles(PairTexts):
+class PairFiles(PairTexts, FileTexts):
     """Pairs in one file, or in two: that of the sources and that of the targets."""
 
     paths: tuple[str, ...]
@@ -73,42 +72,21 @@ class PairFiles(PairTexts):
             if not is_file:
                 raise ConfigError(f"{path}: no such file. Files of pairs are named relative to --data.folder.")
 
-    @functools.cached_property
-    def _state(self) -> list[tuple[str, int, int]]:
-        return [file_state(Path(path).name, Path(path)) for path in self.paths]
+    def named_files(self) -> list[tuple[str, str]]:
+        """(name, path) of each file; names are without their folders."""
+        return [(Path(path).name, path) for path in self.paths]
 
     @property
     def identity(self) -> list[Any]:
-        """See `Texts.identity`."""
-        return [type(self).__name__, self._state]
-
-    @property
-    def sources(self) -> list[Path]:
-        """See `Texts.sources`."""
-        return [Path(path) for path in self.paths]
-
-    @property
-    def num_bytes(self) -> int:
-        """See `Texts.num_bytes`."""
-        return sum(size for _, size, _ in self._state)
+        """The form of the files, and their states."""
+        return [type(self).__name__, self.state]
 
     def parts(self, part_bytes: int) -> list[Any]:
-        """See `Texts.parts`."""
+        """Spans of lines of about so many bytes; a compressed file is one."""
         return line_spans(Path(self.paths[0]), part_bytes)
 
-    def pairs(self, part: Any) -> Iterator[tuple[str | None, str | None]]:
-        """See `PairTexts.pairs`."""
-        with reading_file(part.path):
-            for number, line in enumerate(lines(part)):
-                if (pair := self.pair(line, part, number)) is not None:
-                    yield pair
-
-    @abc.abstractmethod
-    def pair(self, line: str, span: Span, number: int) -> tuple[str | None, str | None] | None:
-        """The pair of a line, `number` of its span; None where it has none."""
-
     def why_none(self) -> str:
-        """See `Texts.why_none`."""
+        """The message for files without a pair."""
         names = " and ".join(self.paths)
         return f"--data.{self.split}: {names}: the split {self.split} has no pair of two texts that are not empty."
 
@@ -116,14 +94,17 @@ class PairFiles(PairTexts):
 class TabSeparated(PairFiles):
     """A source, a tab and a target in each line."""
 
-    def pair(self, line: str, span: Span, number: int) -> Pair:
-        """See `PairFiles.pair`."""
-        cells = line.rstrip("\r\n").split("\t")
-        if len(cells) != 2:
-            raise ConfigError(
-                f"{place(span, number)}: {len(cells)} columns, not a source and a target with a tab between them."
-            )
-        return cells[0], cells[1]
+    def pairs(self, part: Span) -> Iterator[Pair]:
+        """The pairs of the lines of a span. Raises ConfigError for a line of another form."""
+        with reading_file(part.path):
+            for number, line in enumerate(lines(part)):
+                cells = line.rstrip("\r\n").split("\t")
+                if len(cells) != 2:
+                    raise ConfigError(
+                        f"{place(part, number)}: {len(cells)} columns, not a source and a target with a tab between "
+                        "them."
+                    )
+                yield cells[0], cells[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,23 +115,20 @@ class JsonPairs(PairFiles):
 
     @property
     def identity(self) -> list[Any]:
-        """See `Texts.identity`."""
+        """The fields, and what identifies the files."""
         return [self.fields, *super().identity]
 
     def parts(self, part_bytes: int) -> list[Any]:
-        """See `Texts.parts`."""
+        """Spans of lines of about so many bytes; a file that is one array is one."""
         return record_spans(Path(self.paths[0]), part_bytes)
 
     def pairs(self, part: Any) -> Iterator[tuple[str | None, str | None]]:
-        """See `PairTexts.pairs`."""
+        """The pairs of the objects of a span, None for a null. Raises ConfigError for one without the fields."""
         advice = "Name the fields with --data.source and --data.target."
         with reading_file(part.path):
             for where, record in records(part):
                 source, target = (text_in(record, field, where, advice) for field in self.fields)
                 yield source, target
-
-    def pair(self, line: str, span: Span, number: int) -> None:
-        """Objects are not read line by line."""
 
 
 class _Beside(NamedTuple):
@@ -168,13 +146,13 @@ class TwoFiles(PairFiles):
     """A file of sources, and one with their translations in the same lines."""
 
     def parts(self, part_bytes: int) -> list[_Beside]:
-        """See `Texts.parts`: the lines are counted, since those of the two files are not of one length."""
-        sizes = [size for _, size, _ in self._state]
+        """As many lines of both files: they are counted, since those of one line differ in length."""
+        sizes = [size for _, size, _ in self.state]
         if any(is_compressed(Path(path)) for path in self.paths):
             part_bytes = sum(sizes)
         cuts = [(0, 0)]
         if part_bytes < sum(sizes):
-            with opened(Path(self.paths[0])) as sources, opened(Path(self.paths[1])) as targets:
+            with open_lines(Path(self.paths[0])) as sources, open_lines(Path(self.paths[1])) as targets:
                 at = [sources.tell(), targets.tell()]  # Behind their byte order marks.
                 for source, target in self._beside(sources, targets):
                     at = [at[0] + len(source), at[1] + len(target)]
@@ -182,21 +160,18 @@ class TwoFiles(PairFiles):
                         cuts.append((at[0], at[1]))
         if cuts[-1] != tuple(sizes):
             cuts.append((sizes[0], sizes[1]))
-        return [
-            _Beside(
-                *(Span(path, begin, end, end - begin) for path, begin, end in zip(self.paths, one, two, strict=True))
-            )
-            for one, two in itertools.pairwise(cuts)
-        ]
+
+        def spans(begins: tuple[int, int], ends: tuple[int, int]) -> Iterator[Span]:
+            for path, begin, end in zip(self.paths, begins, ends, strict=True):
+                yield Span(path, begin, end, end - begin)
+
+        return [_Beside(*spans(begins, ends)) for begins, ends in itertools.pairwise(cuts)]
 
     def pairs(self, part: _Beside) -> Iterator[Pair]:
-        """See `PairTexts.pairs`."""
+        """The pairs of the lines. Raises ConfigError if one file has more."""
         with reading_file(" and ".join(self.paths)):
             for source, target in self._beside(lines(part.source), lines(part.target)):
                 yield source.rstrip("\r\n"), target.rstrip("\r\n")
-
-    def pair(self, line: str, span: Span, number: int) -> None:
-        """No line is a pair alone."""
 
     def _beside(self, sources: Iterator[Any], targets: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
         for source, target in itertools.zip_longest(sources, targets):
@@ -213,7 +188,7 @@ def pair_files(files: Sequence[str], fields: tuple[str, str], split: str) -> Pai
 
     Raises ConfigError for a file that is not there, and for two of which one has pairs by its name.
     """
-    paths = tuple(str(expanded(file)) for file in files)
+    paths = tuple(str(expand_home(file)) for file in files)
     if len(paths) == 2:
         for path in paths:
             if suffix_of(Path(path)) in (TABLE, *JSON_LINES):

@@ -95,7 +95,7 @@ class PackedPairs(NamedTuple):
         return self.lengths[self.pairs].sum(axis=0) / (len(self.rows) - 1)
 
 
-def packed(store: TokenStore, longest: tuple[int, int]) -> PackedPairs:
+def pack_pairs(store: TokenStore, longest: tuple[int, int]) -> PackedPairs:
     """The pairs that are short enough, in rows."""
     lengths = store.num_tokens.reshape(-1, 2)
     fits = np.flatnonzero((lengths <= longest).all(axis=1))
@@ -167,7 +167,7 @@ class PairRows(Source):
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The rows `indices`."""
         place, number, counts = members(self._packed.rows, indices)
-        pairs, found = self._packed.pairs[place], {}
+        pairs, arrays = self._packed.pairs[place], {}
         for side, (name, width) in enumerate(
             (("source", self.spec.source_length), ("target", self.spec.target_length))
         ):
@@ -176,5 +176,5 @@ class PairRows(Source):
             tokens, segments = np.zeros((2, len(indices) * width), np.int32)
             tokens[at] = self._packed.store.read(np.repeat(2 * pairs + side, sizes), within)
             segments[at] = np.repeat(number, sizes)
-            found |= {name: tokens.reshape(-1, width), f"{name}_segments": segments.reshape(-1, width)}
-        return found
+            arrays |= {name: tokens.reshape(-1, width), f"{name}_segments": segments.reshape(-1, width)}
+        return arrays

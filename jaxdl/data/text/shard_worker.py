@@ -12,20 +12,16 @@ import signal
 import sys
 
 from jaxdl.core.config import ConfigError
-from jaxdl.data.text.shards import Plan, write_shard
+from jaxdl.data.text.shards import ShardPlan, write_shard
 
 
 def main() -> None:
     """Writes shards until the input ends."""
-    for signum in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # They reach the whole group; the parent ends this process.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # They reach the group; the parent ends this process.
         signal.signal(signum, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # A parent that was killed takes no answer: end without a traceback.
     plan = pickle.load(sys.stdin.buffer)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, ShardPlan)
     for line in sys.stdin.buffer:
         try:
             answer = write_shard(plan, int(line))._asdict()

@@ -10,7 +10,6 @@ whole, so a process that is killed and started again, or several at once, write 
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dataclasses
 import functools
@@ -21,18 +20,19 @@ import mmap
 import os
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.paths import expanded
-from jaxdl.core.writing import replace_file
+from jaxdl.core.files import replace_file
+from jaxdl.core.paths import expand_home
 from jaxdl.data import copies
 from jaxdl.data.codec import Codec
 from jaxdl.data.staging import Stage
+from jaxdl.data.text.texts import TextPart, Texts, file_state
 
 MANIFEST = "manifest.json"
 SOURCES = "sources.json"
@@ -45,50 +45,8 @@ _BATCH_CHARACTERS = 1 << 20
 _BATCH_DOCUMENTS = 1024
 
 
-class Part(Protocol):
-    """A part of the files that is read alone."""
-
-    @property
-    def num_bytes(self) -> int:
-        """About how many bytes of text it has, before decompression."""
-        ...
-
-
-class Texts(abc.ABC):
-    """What is tokenized: the texts of files, which other processes read too, so it can be pickled."""
-
-    noun: str
-    """What the texts are, for messages: documents."""
-    texts_each: int = 1
-    """How many of the texts are one of these."""
-    sources: Sequence[Path] = ()
-    """The files, or folders of files, whose states are the last of `identity`."""
-
-    @property
-    @abc.abstractmethod
-    def identity(self) -> list[Any]:
-        """Changes with the files and how they are read: values of JSON, the last of them the state of each file."""
-
-    @property
-    @abc.abstractmethod
-    def num_bytes(self) -> int:
-        """Bytes of the files."""
-
-    @abc.abstractmethod
-    def parts(self, part_bytes: int) -> list[Any]:
-        """The parts of the files, in order, of about so many bytes where they can be cut: `Part`s."""
-
-    @abc.abstractmethod
-    def read(self, part: Any) -> Iterator[str | None]:
-        """The texts of a part, in order, None where one is null. Raises ConfigError for what cannot be read."""
-
-    @abc.abstractmethod
-    def why_none(self) -> str:
-        """The message for files that have no text."""
-
-
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ShardPlan:
     """What is tokenized, the tokenizer, and where shards are kept."""
 
     texts: Texts
@@ -101,10 +59,10 @@ class Plan:
         return Codec(self.tokenizer)
 
     @functools.cached_property
-    def pieces(self) -> tuple[tuple[Part, ...], ...]:
+    def pieces(self) -> tuple[tuple[TextPart, ...], ...]:
         """The parts that make each shard, at most about 2,048 shards."""
         part_bytes = max(_PIECE_BYTES, self.texts.num_bytes // _MOST_PIECES)
-        return tuple(_grouped(self.texts.parts(part_bytes), part_bytes))
+        return tuple(_group(self.texts.parts(part_bytes), part_bytes))
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -126,7 +84,7 @@ class Plan:
     @functools.cached_property
     def folder(self) -> Path:
         """Where the shards are: also those of equal files of another time, such as copies and touched ones."""
-        made = expanded(self.root) / self.fingerprint
+        made = expand_home(self.root) / self.fingerprint
         return made if (made / MANIFEST).is_file() else _of_equal_files(self) or made
 
     @property
@@ -140,7 +98,7 @@ class Plan:
         return np.dtype("<u2" if self.codec.vocab_size <= 1 << 16 else "<u4")
 
 
-def staged_shards(stage: Stage, root: str, plans: Iterable[Plan]) -> str:
+def staged_shards(stage: Stage, root: str, plans: Iterable[ShardPlan]) -> str:
     """The copy of the folder `root` with the shards of these plans. Raises ConfigError if they are not there yet."""
     folders = [plan.folder for plan in plans]
     for folder in folders:
@@ -162,7 +120,7 @@ class Shard(NamedTuple):
     nulls: int = 0
 
 
-def finished(plan: Plan, number: int) -> Shard | None:
+def read_shard(plan: ShardPlan, number: int) -> Shard | None:
     """What is in a shard; None if it has not been written whole."""
     try:
         return Shard(**json.loads((plan.folder / f"{number:05}.json").read_text(encoding="utf-8")))
@@ -170,7 +128,7 @@ def finished(plan: Plan, number: int) -> Shard | None:
         return None
 
 
-def write_shard(plan: Plan, number: int) -> Shard:
+def write_shard(plan: ShardPlan, number: int) -> Shard:
     """Tokenizes one piece and writes its shard. Raises ConfigError for what cannot be read."""
     folder, name = plan.folder, f"{number:05}"
     index: list[tuple[int, int]] = []
@@ -184,25 +142,25 @@ def write_shard(plan: Plan, number: int) -> Shard:
                 if text:
                     yield text
 
-    with _whole(folder / f"{name}.tokens") as file:
+    with _WholeFile(folder / f"{name}.tokens") as file:
         for some in _batches(texts()):
-            tokens, counts = _encoded(plan, some)
+            tokens, counts = _encode(plan, some)
             crc = zlib.crc32(tokens.data, crc)
             file.write(tokens.data)
             index += zip(counts, (len(text.encode()) for text in some), strict=True)
     table = np.array(index, np.int64).reshape(-1, 2)
-    with _whole(folder / f"{name}.npy") as file:
+    with _WholeFile(folder / f"{name}.npy") as file:
         np.save(file, table)
     num_tokens, num_bytes = table.sum(axis=0).tolist()
     shard = Shard(len(table), num_tokens, num_bytes, crc, nulls)
-    with _whole(folder / f"{name}.json") as file:
+    with _WholeFile(folder / f"{name}.json") as file:
         file.write(json.dumps(shard._asdict()).encode())
     return shard
 
 
-def write_manifest(plan: Plan) -> None:
+def write_manifest(plan: ShardPlan) -> None:
     """Writes the manifest of a folder whose shards are all there. Raises ConfigError when there is no text."""
-    shards = [finished(plan, number) for number in range(len(plan.pieces))]
+    shards = [read_shard(plan, number) for number in range(len(plan.pieces))]
     assert None not in shards
     if not sum(shard.documents for shard in shards if shard):
         raise ConfigError(plan.texts.why_none())
@@ -222,12 +180,12 @@ def write_manifest(plan: Plan) -> None:
             sources = {"key": plan.content_key, "sha256": hashes, "seen": [content["sources"]], "places": [places]}
             replace_file(plan.folder / SOURCES, json.dumps(sources).encode())
             _remove_former(plan, hashes, places)
-    with _whole(plan.folder / MANIFEST) as file:
+    with _WholeFile(plan.folder / MANIFEST) as file:
         file.write(json.dumps(content, indent=1).encode())
     copies.allow_readers(plan.folder)  # Last: without it nobody removes the folder.
 
 
-def _of_equal_files(plan: Plan) -> Path | None:
+def _of_equal_files(plan: ShardPlan) -> Path | None:
     """The folder with the tokens of files of equal names, sizes and bytes, which is then known for these as well."""
     if not plan.texts.sources:
         return None
@@ -238,7 +196,7 @@ def _of_equal_files(plan: Plan) -> Path | None:
         if note.get("key") == plan.content_key and (path.parent / MANIFEST).is_file()
     )
     with contextlib.suppress(OSError):  # Of files that cannot be read; whoever tokenizes them says so.
-        if path := copies.of_equal_files(
+        if path := copies.find_equal(
             of_same_texts, "seen", state, functools.cache(lambda: list(map(copies.sha256_of, plan.texts.sources)))
         ):
             if places not in copies.read_note(path).get("places", [places]):
@@ -247,25 +205,27 @@ def _of_equal_files(plan: Plan) -> Path | None:
     return None
 
 
-def _places(plan: Plan) -> list[str]:
+def _places(plan: ShardPlan) -> list[str]:
     return [str(path.resolve()) for path in plan.texts.sources]
 
 
-def _notes(plan: Plan) -> Iterator[tuple[Path, dict[str, Any]]]:
+def _notes(plan: ShardPlan) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The notes of all folders of tokens; without those that are damaged."""
-    for path in sorted(expanded(plan.root).glob(f"[!.]*/{SOURCES}")):  # With a dot: what is being removed.
+    for path in sorted(expand_home(plan.root).glob(f"[!.]*/{SOURCES}")):  # With a dot: what is being removed.
         with contextlib.suppress(OSError, ValueError):
             yield path, copies.read_note(path)
 
 
-def _remove_former(plan: Plan, hashes: list[str], places: list[str]) -> None:
+def _remove_former(plan: ShardPlan, hashes: list[str], places: list[str]) -> None:
     """Removes the tokens of what was in these files before, unless they are read, or other places had the same."""
     for path, note in _notes(plan):
         known = note.get("places")
         if not isinstance(known, list) or places not in known or note.get("sha256") == hashes:
             continue
         if len(known) > 1:
-            copies.change_note(path, lambda now: {"places": [one for one in now.get("places", []) if one != places]})
+            copies.change_note(
+                path, lambda now: {"places": [folders for folders in now.get("places", []) if folders != places]}
+            )
         else:
             copies.remove_unused(path.parent)
 
@@ -282,21 +242,21 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _encoded(plan: Plan, texts: list[str]) -> tuple[np.ndarray, list[int]]:
+def _encode(plan: ShardPlan, texts: list[str]) -> tuple[np.ndarray, list[int]]:
     """The tokens of documents in a row, each with the separator, and how many each has."""
     separator = plan.codec.separator
     if plan.codec.is_bytes:
         content = [text.encode() + bytes(separator) for text in texts]
-        return np.frombuffer(b"".join(content), np.uint8).astype(plan.dtype), [len(one) for one in content]
+        return np.frombuffer(b"".join(content), np.uint8).astype(plan.dtype), [len(document) for document in content]
     encoded = plan.codec.encode_many(texts)
-    for one in encoded:
-        one += separator
-    counts = [len(one) for one in encoded]
+    for document in encoded:
+        document += separator
+    counts = [len(document) for document in encoded]
     flat = itertools.chain.from_iterable(encoded)
     return np.fromiter(flat, plan.dtype, sum(counts)), counts
 
 
-class _whole:
+class _WholeFile:
     """Context: a file to write, which appears under its name when it is whole."""
 
     def __init__(self, path: Path) -> None:
@@ -319,9 +279,9 @@ class _whole:
             self._partial.unlink(missing_ok=True)
 
 
-def _grouped(parts: Iterable[Part], size: int) -> Iterator[tuple[Part, ...]]:
+def _group(parts: Iterable[TextPart], size: int) -> Iterator[tuple[TextPart, ...]]:
     """Neighbouring parts together until they have so many bytes."""
-    group: list[Part] = []
+    group: list[TextPart] = []
     taken = 0
     for part in parts:
         group.append(part)
@@ -333,14 +293,7 @@ def _grouped(parts: Iterable[Part], size: int) -> Iterator[tuple[Part, ...]]:
         yield tuple(group)
 
 
-def file_state(name: str, path: Path) -> tuple[str, int, int]:
-    """(name, bytes, time of the last change) of a file, or of a folder's files."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    found = [one.stat() for one in files if one.is_file()]
-    return name, sum(one.st_size for one in found), max((one.st_mtime_ns for one in found), default=0)
-
-
-def _damaged(folder: Path, why: str) -> ConfigError:
+def _damage(folder: Path, why: str) -> ConfigError:
     return ConfigError(f"{folder}: damaged ({why}). Remove this folder, and prepare the data again.")
 
 
@@ -348,31 +301,31 @@ class TokenStore:
     """The documents of a folder of shards, by number. Raises ConfigError if it is damaged or gone (`Removed`)."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._held = folder, copies.Held(folder)
+        self._folder, self._held = folder, copies.Hold(folder)
         if not self._held.is_there:
             raise copies.Removed(f"{folder}: another process has removed it. Start again.")
         try:
             manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
             self._dtype = np.dtype(manifest["dtype"])
-            shards = [Shard(**one) for one in manifest["shards"]]
+            shards = [Shard(**values) for values in manifest["shards"]]
             tables = [np.load(folder / f"{number:05}.npy") for number in range(len(shards))]
             sizes = [(folder / f"{number:05}.tokens").stat().st_size for number in range(len(shards))]
         except (OSError, ValueError, EOFError, KeyError, TypeError) as error:  # The last two of other JSON.
-            raise _damaged(folder, str(error)) from None
-        told = [{name: value for name, value in one._asdict().items() if name != "nulls"} for one in shards]
+            raise _damage(folder, str(error)) from None
+        told = [{name: value for name, value in shard._asdict().items() if name != "nulls"} for shard in shards]
         self.content = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
         """Identifies the tokens of all documents."""
         self.nulls = sum(shard.nulls for shard in shards)
         """How many texts were null, and are left out."""
         for number, (shard, table, size) in enumerate(zip(shards, tables, sizes, strict=True)):
             if size != shard.tokens * self._dtype.itemsize or table.shape != (shard.documents, 2):
-                raise _damaged(folder, f"shard {number:05} has another size")
+                raise _damage(folder, f"shard {number:05} has another size")
         table = np.concatenate(tables)
         self.num_tokens, self.num_bytes = table[:, 0].copy(), table[:, 1].copy()
         """Of each document: its tokens, with the end, and the bytes of its text; int64 [document]."""
         few = np.min_scalar_type(len(shards))  # NumPy sorts 8 and 16 bits many times as fast as more.
-        self._shard = np.repeat(np.arange(len(shards), dtype=few), [len(one) for one in tables])
-        self._start = np.concatenate([np.cumsum(one[:, 0]) - one[:, 0] for one in tables])
+        self._shard = np.repeat(np.arange(len(shards), dtype=few), [len(rows) for rows in tables])
+        self._start = np.concatenate([np.cumsum(rows[:, 0]) - rows[:, 0] for rows in tables])
 
     def __len__(self) -> int:
         return len(self.num_tokens)
@@ -380,19 +333,19 @@ class TokenStore:
     def read(self, documents: np.ndarray, places: np.ndarray) -> np.ndarray:
         """The tokens at these places of documents: int32 of the shape of both arrays."""
         shards, addresses = self._shard[documents].ravel(), (self._start[documents] + places).ravel()
-        found = np.empty(shards.shape, np.int32)
+        tokens = np.empty(shards.shape, np.int32)
         order = np.argsort(shards, kind="stable")
         bounds = np.flatnonzero(np.diff(shards[order])) + 1
         for here in np.split(order, bounds) if len(order) else []:
-            found[here] = self._tokens(int(shards[here[0]]))[addresses[here]]
-        return found.reshape(np.shape(documents))
+            tokens[here] = self._tokens(int(shards[here[0]]))[addresses[here]]
+        return tokens.reshape(np.shape(documents))
 
     def _tokens(self, number: int) -> np.ndarray:
-        return _mapped(str(self._folder), number, self._dtype.str)
+        return _map_tokens(str(self._folder), number, self._dtype.str)
 
 
 @functools.lru_cache(maxsize=256)
-def _mapped(folder: str, number: int, dtype: str) -> np.ndarray:
+def _map_tokens(folder: str, number: int, dtype: str) -> np.ndarray:
     """The tokens of a shard. Of the process only so many are open: each takes a file descriptor, often 1,024 in all."""
     with open(f"{folder}/{number:05}.tokens", "rb") as file:
         size = os.fstat(file.fileno()).st_size  # np.memmap takes several times as long, and of many shards it counts.

@@ -14,14 +14,14 @@ import numpy as np
 import pydantic
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.paths import expanded
+from jaxdl.core.paths import expand_home
 from jaxdl.data.codec import Codec
-from jaxdl.data.lines import opened, reading_file
+from jaxdl.data.lines import open_lines, reading_file
 from jaxdl.data.remote import is_hidden, reading
 from jaxdl.data.source import Data, Source, Splits
 from jaxdl.data.spec import TextSpec
 from jaxdl.data.staging import Stage
-from jaxdl.data.text_files import MARK, is_compressed
+from jaxdl.data.text_files import MARK, files_matching, is_compressed
 
 STANDARD_LIBRARY = "python:stdlib"
 """In `TextFiles.paths`: the source of the running Python's standard library."""
@@ -80,15 +80,15 @@ class TextFiles(Data, kind="text"):
         return text_splits(train, test, self.length, self.tokenizer)
 
     def staged(self, stage: Stage) -> TextFiles:
-        """See `Data.staged`: the files and folders of `paths`; Python's standard library is on each node."""
+        """The config of copies of the files and folders of `paths`; Python's standard library is on each node."""
 
         def copy(path: str) -> str:
             if path == STANDARD_LIBRARY:
                 return path
-            folder = expanded(path)
+            folder = expand_home(path)
             if not folder.is_dir():
                 return stage.files(path)
-            names = [file.relative_to(folder).as_posix() for file in _matching(folder, self.glob)]
+            names = [file.relative_to(folder).as_posix() for file in files_matching(folder, self.glob)]
             names = [name for name in names if _is_shown(name, self.glob)]
             return stage.folder(path, only=(self.glob, names))
 
@@ -96,7 +96,7 @@ class TextFiles(Data, kind="text"):
 
     def codec(self) -> Codec:
         """Between text and this data's tokens."""
-        return Codec(self.tokenizer).trained(())  # Windows of one stream.
+        return Codec(self.tokenizer).for_documents(())  # Windows of one stream.
 
 
 class TextFile(NamedTuple):
@@ -118,10 +118,10 @@ def find_files(paths: Sequence[str], glob: str = _DEFAULT_GLOB) -> list[TextFile
 def _find(
     paths: Sequence[str], glob: str, shown: Callable[[str, str], bool] = lambda name, glob: True
 ) -> list[TextFile]:
-    found: dict[Path, str] = {}
+    names: dict[Path, str] = {}
     folders = False
     for text in paths:
-        path = expanded(text)
+        path = expand_home(text)
         with reading(text):
             if text != STANDARD_LIBRARY:
                 path.is_dir()  # Raises when a parent folder may not be entered.
@@ -130,7 +130,7 @@ def _find(
             named = [(Path(file), Path(file).relative_to(root).as_posix()) for file in standard_library_files()]
         elif path.is_dir():
             folders = True
-            named = [(file, file.relative_to(path).as_posix()) for file in _matching(path, glob)]
+            named = [(file, file.relative_to(path).as_posix()) for file in files_matching(path, glob)]
             named = [(file, name) for file, name in named if shown(name, glob)]
         elif path.is_file():
             named = [(path, path.name)]
@@ -139,23 +139,13 @@ def _find(
         if not named:
             raise ConfigError(f"{text}: no file in it matches {glob!r}. Change glob, or name another folder.")
         for file, name in named:
-            found.setdefault(file.resolve(), name)
+            names.setdefault(file.resolve(), name)
     if glob != _DEFAULT_GLOB and not folders:
         raise ConfigError(f"glob = {glob!r}: no path is a folder, so it has no effect. Leave it out.")
-    files = sorted(TextFile(name, path, path.stat().st_size) for path, name in found.items())
+    files = sorted(TextFile(name, path, path.stat().st_size) for path, name in names.items())
     if not any(file.num_bytes for file in files):
         raise ConfigError(f"{', '.join(paths)}: empty; there is no text to train on.")
     return files
-
-
-def _matching(folder: Path, glob: str) -> list[Path]:
-    """The files in the folder that match. Raises ConfigError for what is no pattern, such as an absolute path."""
-    try:
-        return [file for file in folder.glob(glob) if file.is_file()]
-    except (NotImplementedError, ValueError) as error:
-        raise ConfigError(
-            f"glob = {glob!r}: {error}. Give a pattern inside the folders of paths, such as {_DEFAULT_GLOB!r}."
-        ) from None
 
 
 def _is_shown(name: str, glob: str) -> bool:
@@ -165,8 +155,8 @@ def _is_shown(name: str, glob: str) -> bool:
 def standard_library_files() -> tuple[str, ...]:
     """Paths of the Python sources of the standard library, sorted, without its tests, IDLE and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = root.glob("**/*.py")
-    return tuple(sorted(str(path) for path in found if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts[:-1])))
+    files = root.glob("**/*.py")
+    return tuple(sorted(str(path) for path in files if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts[:-1])))
 
 
 def _hash(purpose: str, seed: int, name: str) -> float:
@@ -195,7 +185,7 @@ def _limit(files: Sequence[TextFile], max_bytes: int, seed: int) -> list[TextFil
 def _read(file: TextFile) -> bytes:
     if is_compressed(file.path):
         raise ConfigError(f"{file.path}: it is compressed. Decompress it, or choose --data documents, which reads it.")
-    with reading_file(str(file.path)), opened(file.path) as stream:
+    with reading_file(str(file.path)), open_lines(file.path) as stream:
         content = stream.read()
     return content[: _boundary(content, file.num_bytes)]
 
@@ -296,11 +286,11 @@ class TokenWindows(Source):
         return self._count
 
     def content(self) -> str:
-        """See `Source.content`."""
+        """What identifies the tokens; empty where the config does."""
         return self._content
 
     def former_contents(self) -> tuple[str, ...]:
-        """See `Source.former_contents`."""
+        """What `content` was in earlier versions."""
         return self._former
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:

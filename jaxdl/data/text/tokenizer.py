@@ -13,7 +13,7 @@ from typing import Literal
 from rich.console import Console
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.writing import partial_path, replace_file
+from jaxdl.core.files import partial_path, replace_file
 from jaxdl.data.codec import Codec, import_text
 from jaxdl.data.text.documents import EVERY_FILE, PlainDocument, Reading, find_documents, read_documents
 

@@ -20,8 +20,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data.copies import TRIES, Removed
-from jaxdl.data.locks import locked, saying
-from jaxdl.data.text.shards import MANIFEST, Plan, Shard, TokenStore, finished, write_manifest, write_shard
+from jaxdl.data.locks import locked, say_waiting
+from jaxdl.data.text.shards import MANIFEST, Shard, ShardPlan, TokenStore, read_shard, write_manifest, write_shard
 
 SMALL_BYTES = 256 << 20
 """Training begins by tokenizing so much text without being asked."""
@@ -33,12 +33,12 @@ Told = Callable[[int, int, int], None]
 """Called with bytes done, tokens done, and bytes done before this start."""
 
 
-def ready(plan: Plan) -> bool:
+def ready(plan: ShardPlan) -> bool:
     """Whether all shards are there."""
     return (plan.folder / MANIFEST).is_file()
 
 
-def prepare(plan: Plan, console: Console) -> str:
+def prepare(plan: ShardPlan, console: Console) -> str:
     """Tokenizes what is missing, with progress; returns a summary. Raises ConfigError for what cannot be read."""
     if ready(plan):
         store = TokenStore(plan.folder)
@@ -60,25 +60,25 @@ def prepare(plan: Plan, console: Console) -> str:
     )
 
 
-def _contents(plan: Plan, store: TokenStore) -> str:
+def _contents(plan: ShardPlan, store: TokenStore) -> str:
     """How many documents there are, and how many nulls there were."""
     left_out = f" ({store.nulls:,} that are null were left out)" if store.nulls else ""
     return f"{len(store) // plan.texts.texts_each:,} {plan.texts.noun}{left_out}"
 
 
-def prepared(plan: Plan, what: str) -> TokenStore:
+def load_tokens(plan: ShardPlan, what: str) -> TokenStore:
     """The shards of a plan. Those that are missing are made if that is quick, with lines of progress on stderr.
 
     Raises ConfigError, which names `what`, if it is not, and for what cannot be read.
     """
     for _ in range(TRIES):
         with contextlib.suppress(Removed):
-            return _prepared(plan, what)
+            return _load_tokens(plan, what)
         plan = dataclasses.replace(plan)  # It looks for its folder again.
-    return _prepared(plan, what)
+    return _load_tokens(plan, what)
 
 
-def _prepared(plan: Plan, what: str) -> TokenStore:
+def _load_tokens(plan: ShardPlan, what: str) -> TokenStore:
     if not ready(plan):
         if plan.num_bytes > SMALL_BYTES:
             raise ConfigError(
@@ -116,21 +116,21 @@ def _rate(done: int, total: int, tokens: int, before: int, began: float) -> str:
     )
 
 
-def _tokenize(plan: Plan, told: Told) -> None:
+def _tokenize(plan: ShardPlan, told: Told) -> None:
     """Writes the shards that are missing, and the manifest. Another process that does the same is waited for."""
     try:
         plan.folder.mkdir(parents=True, exist_ok=True)
-        with locked(plan.folder / "lock", saying(f"tokenizes into {plan.folder}")) as alone:
+        with locked(plan.folder / "lock", say_waiting(f"tokenizes into {plan.folder}")) as alone:
             if ready(plan):
                 return
             if alone:  # What a killed process left half-written.
                 for partial in plan.folder.glob(".*.????????????????????????????????"):
                     partial.unlink(missing_ok=True)
             sizes = [sum(part.num_bytes for part in piece) for piece in plan.pieces]
-            missing = [number for number in range(len(sizes)) if finished(plan, number) is None]
+            missing = [number for number in range(len(sizes)) if read_shard(plan, number) is None]
             before = sum(sizes) - sum(sizes[number] for number in missing)
             done, tokens = before, 0
-            for number, shard in _written(plan, missing, sum(sizes[number] for number in missing)):
+            for number, shard in _write_missing(plan, missing, sum(sizes[number] for number in missing)):
                 done, tokens = done + sizes[number], tokens + shard.tokens
                 told(done, tokens, before)
             write_manifest(plan)
@@ -141,7 +141,7 @@ def _tokenize(plan: Plan, told: Told) -> None:
         ) from None
 
 
-def _written(plan: Plan, missing: list[int], num_bytes: int) -> Iterator[tuple[int, Shard]]:
+def _write_missing(plan: ShardPlan, missing: list[int], num_bytes: int) -> Iterator[tuple[int, Shard]]:
     """Writes these shards; each with its number, as they are done."""
     num_workers = min(len(os.sched_getaffinity(0)), len(missing))
     if num_workers < 2 or num_bytes <= _ALONE_BYTES:
@@ -151,7 +151,7 @@ def _written(plan: Plan, missing: list[int], num_bytes: int) -> Iterator[tuple[i
     free, threads = list(workers), ThreadPoolExecutor(num_workers)
     lock = threading.Lock()
 
-    def one(number: int) -> tuple[int, Shard]:
+    def write(number: int) -> tuple[int, Shard]:
         with lock:
             worker = free.pop()
         try:
@@ -163,7 +163,7 @@ def _written(plan: Plan, missing: list[int], num_bytes: int) -> Iterator[tuple[i
     try:
         # Large pieces first: one of them at the end would leave the other processes idle.
         order = sorted(missing, key=lambda number: -sum(part.num_bytes for part in plan.pieces[number]))
-        yield from (future.result() for future in as_completed([threads.submit(one, number) for number in order]))
+        yield from (future.result() for future in as_completed([threads.submit(write, number) for number in order]))
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
@@ -173,7 +173,7 @@ def _written(plan: Plan, missing: list[int], num_bytes: int) -> Iterator[tuple[i
 class _Worker:
     """A process that writes shards."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ShardPlan) -> None:
         path = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])])
         one_thread = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
         self._process = subprocess.Popen(

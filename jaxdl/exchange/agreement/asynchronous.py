@@ -30,7 +30,7 @@ class Asynchronous(Agreement, kind="async"):
         del step, total_steps, num_replicas
         return ()
 
-    def merged(self, merges: Merges, state: Any, number: int, num_replicas: int) -> tuple[Any, Metrics]:
+    def merge(self, merges: Merges, state: Any, number: int, num_replicas: int) -> tuple[Any, Metrics]:
         """Never asked for."""
         raise AssertionError("the syncer merges")
 
@@ -40,7 +40,7 @@ class Asynchronous(Agreement, kind="async"):
         return []
 
     def check(self, exchange: Config, num_replicas: int, total_steps: int) -> None:
-        """See `Agreement.check`."""
+        """Raises ConfigError for an exchange, a number of replicas or a length of run that it does not work with."""
         del exchange, total_steps
         if num_replicas > 1:
             raise ConfigError(

@@ -29,7 +29,7 @@ Metrics = dict[str, jax.Array]
 
 
 class Merges(Protocol):
-    """How the replicas of a state are merged: what `Agreement.merged` chooses from. See
+    """How the replicas of a state are merged: what `Agreement.merge` chooses from. See
     `jaxdl.training.rounds.merge`."""
 
     def by_exchange(self, state: Any, fragments: Sequence[int]) -> tuple[Any, Metrics]:
@@ -76,7 +76,7 @@ class Agreement(Choice):
         return 1
 
     @abc.abstractmethod
-    def merged(self, merges: Merges, state: Any, number: int, num_replicas: int) -> tuple[Any, Metrics]:
+    def merge(self, merges: Merges, state: Any, number: int, num_replicas: int) -> tuple[Any, Metrics]:
         """The train state after a merge; traced once for each number."""
 
     def joint(self, step: int) -> bool:
@@ -114,11 +114,11 @@ class Agreement(Choice):
         del params
         return {}
 
-    def moved(self, anchor: Tree, outer: dict[str, Tree], mean: Tree) -> tuple[Tree, dict[str, Tree]]:
+    def move_anchor(self, anchor: Tree, outer: dict[str, Tree], mean: Tree) -> tuple[Tree, dict[str, Tree]]:
         """The anchor and `outer` after a merge; `mean` is that of the anchor less each replica's parameters."""
         raise NotImplementedError
 
-    def adopted(self, own: jax.Array, before: jax.Array, after: jax.Array, num_replicas: int) -> jax.Array:
+    def adopt(self, own: jax.Array, before: jax.Array, after: jax.Array, num_replicas: int) -> jax.Array:
         """A parameter of each replica, `[replica, ...]`, after the anchor's has moved from `before` to `after`."""
         raise NotImplementedError
 
@@ -139,7 +139,7 @@ class Agreement(Choice):
         del staleness
         return None
 
-    def compensated(self, grad: jax.Array, now: jax.Array, past: jax.Array) -> jax.Array:
+    def compensate(self, grad: jax.Array, now: jax.Array, past: jax.Array) -> jax.Array:
         """The gradient of each replica, `[replica, ...]`, that was taken at `past`, for the parameters as they are."""
         del now, past
         return grad
@@ -218,6 +218,6 @@ class EveryStep(Agreement, kind="every_step"):
         del step, total_steps, num_replicas
         return ()
 
-    def merged(self, merges: Merges, state: Any, number: int, num_replicas: int) -> tuple[Any, Metrics]:
+    def merge(self, merges: Merges, state: Any, number: int, num_replicas: int) -> tuple[Any, Metrics]:
         """Never asked for."""
         raise AssertionError("replicas that agree in every step never merge")

@@ -29,25 +29,25 @@ class Elastic(Agreement, kind="elastic"):
         return f"elastic {self.every_steps}, {self.beta:g}"
 
     def due(self, step: int, total_steps: int, num_replicas: int) -> tuple[int, ...]:
-        """See `Agreement.due`."""
+        """The merges that follow the step just completed, by their numbers."""
         del num_replicas
         return (0,) if step == total_steps or step % self.every_steps == 0 else ()
 
-    def merged(self, merges: Merges, state: Any, number: int, num_replicas: int) -> tuple[Any, Metrics]:
+    def merge(self, merges: Merges, state: Any, number: int, num_replicas: int) -> tuple[Any, Metrics]:
         """By the exchange."""
         del num_replicas
         return merges.by_exchange(state, (number,))
 
-    def moved(self, anchor: Tree, outer: dict[str, Tree], mean: Tree) -> tuple[Tree, dict[str, Tree]]:
+    def move_anchor(self, anchor: Tree, outer: dict[str, Tree], mean: Tree) -> tuple[Tree, dict[str, Tree]]:
         """The centre after it has moved to the replicas."""
         return jax.tree.map(lambda c, d: c - self.beta * d, anchor, mean), outer
 
-    def adopted(self, own: jax.Array, before: jax.Array, after: jax.Array, num_replicas: int) -> jax.Array:
+    def adopt(self, own: jax.Array, before: jax.Array, after: jax.Array, num_replicas: int) -> jax.Array:
         """The replicas after they have moved to the centre as it was."""
         del after
         return own - self.beta / num_replicas * (own - before[None])
 
     def check(self, exchange: Config, num_replicas: int, total_steps: int) -> None:
-        """See `Agreement.check`."""
+        """Raises ConfigError for an exchange, a number of replicas or a length of run that it does not work with."""
         del num_replicas, total_steps
         check_exchange(self, exchange)

@@ -60,16 +60,16 @@ class EmulatedStaleness(Agreement, kind="emulated_staleness"):
         """`emulated staleness 0-7, rate / (1 + s)`."""
         stale = f"{self.max_staleness}" if self.distribution == "fixed" else f"0-{self.max_staleness}"
         rate = ", rate / (1 + s)" if self.rate_over_staleness else ""
-        compensated = f", compensation {self.delay_compensation:g}" if self.delay_compensation else ""
-        return f"emulated staleness {stale}{rate}{compensated}"
+        compensate = f", compensation {self.delay_compensation:g}" if self.delay_compensation else ""
+        return f"emulated staleness {stale}{rate}{compensate}"
 
     @property
     def num_past(self) -> int:
-        """See `Agreement.num_past`."""
+        """The largest staleness: so many earlier versions of the parameters are kept."""
         return self.max_staleness
 
     def staleness(self, key: jax.Array, num_kept: jax.Array, num_replicas: int) -> jax.Array:
-        """See `Agreement.staleness`. A replica's does not depend on how many others there are."""
+        """How many steps old the parameters of each replica are, int32 `[replica]`, however many there are."""
         most = jnp.full(num_replicas, self.max_staleness, jnp.int32)
         if self.distribution == "uniform":
             keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(jnp.arange(num_replicas))
@@ -77,11 +77,11 @@ class EmulatedStaleness(Agreement, kind="emulated_staleness"):
         return jnp.minimum(most, num_kept)
 
     def rate_factors(self, staleness: jax.Array) -> jax.Array | None:
-        """See `Agreement.rate_factors`."""
+        """The factor of the learning rate for the gradient of each replica, `[replica]`; None for 1."""
         return 1 / (1 + staleness.astype(jnp.float32)) if self.rate_over_staleness else None
 
-    def compensated(self, grad: jax.Array, now: jax.Array, past: jax.Array) -> jax.Array:
-        """See `Agreement.compensated`."""
+    def compensate(self, grad: jax.Array, now: jax.Array, past: jax.Array) -> jax.Array:
+        """The gradients `[replica, ...]`, taken at `past`, for the parameters as they are."""
         if not self.delay_compensation:
             return grad
         return grad + self.delay_compensation * grad * grad * (now - past)
@@ -91,12 +91,12 @@ class EmulatedStaleness(Agreement, kind="emulated_staleness"):
         del step, total_steps, num_replicas
         return ()
 
-    def merged(self, merges: Merges, state: Any, number: int, num_replicas: int) -> tuple[Any, Metrics]:
+    def merge(self, merges: Merges, state: Any, number: int, num_replicas: int) -> tuple[Any, Metrics]:
         """Never asked for."""
         raise AssertionError("replicas with one model never merge")
 
     def check(self, exchange: Config, num_replicas: int, total_steps: int) -> None:
-        """See `Agreement.check`."""
+        """Raises ConfigError for an exchange, a number of replicas or a length of run that it does not work with."""
         del num_replicas
         if self.max_staleness and self.max_staleness >= total_steps:
             raise ConfigError(

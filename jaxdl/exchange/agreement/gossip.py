@@ -51,13 +51,13 @@ class Gossip(Agreement, kind="gossip"):
             return [sorted({1, num_replicas - 1})]
         return [distances] if self.graph == "exponential" else [[distance] for distance in distances]
 
-    def merged(self, merges: Merges, state: Any, number: int, num_replicas: int) -> tuple[Any, Metrics]:
+    def merge(self, merges: Merges, state: Any, number: int, num_replicas: int) -> tuple[Any, Metrics]:
         """Equal parts of the own parameters and of each that is received."""
         hops = self.graphs(num_replicas)[number]
         return merges.by_messages(state, hops, [1 / (len(hops) + 1)] * len(hops))
 
     def round_steps(self, num_replicas: int) -> int:
-        """See `Agreement.round_steps`."""
+        """After how many steps the merges repeat."""
         return self.every_steps * len(self.graphs(num_replicas))
 
     def merges(self, exchange: ExchangeConfig, gradients: Gradients, machine: Machine) -> list[Cost]:
@@ -77,7 +77,7 @@ class Gossip(Agreement, kind="gossip"):
         return (f"agreement {self.label}: this mesh has one replica, which has no neighbours: nothing is sent.",)
 
     def check(self, exchange: Config, num_replicas: int, total_steps: int) -> None:
-        """See `Agreement.check`."""
+        """Raises ConfigError for an exchange, a number of replicas or a length of run that it does not work with."""
         del num_replicas, total_steps
         kind = getattr(exchange, "kind", "")
         if exchange != type(exchange)() or kind != "dense":

@@ -90,7 +90,7 @@ class Periodic(Agreement, kind="periodic"):
 
     @property
     def num_fragments(self) -> int:
-        """See `Agreement.num_fragments`."""
+        """Into how many fragments the parameters are divided, each merged at other steps."""
         return self.fragments
 
     def due(self, step: int, total_steps: int, num_replicas: int) -> tuple[int, ...]:
@@ -104,17 +104,17 @@ class Periodic(Agreement, kind="periodic"):
         return () if turn is None or self._travels(step, total_steps) else (turn,)
 
     def steps_beside(self, step: int, total_steps: int) -> tuple[int, int] | None:
-        """See `Agreement.steps_beside`."""
+        """(number of a merge, how many next steps it travels beside), if one begins after `step`."""
         turn = self._turn(step)
         return None if turn is None or not self._travels(step, total_steps) else (turn, self.overlap_steps)
 
     @property
     def longest_beside(self) -> int:
-        """See `Agreement.longest_beside`."""
+        """The most steps that a merge travels beside."""
         return self.overlap_steps
 
     def apart(self, step: int, total_steps: int, num_replicas: int) -> bool:
-        """See `Agreement.apart`."""
+        """Whether the replicas differ from the anchor after this step and its merges."""
         if step <= self.start_step:
             return False
         return self.mixing > 0 or self._all not in self.due(step, total_steps, num_replicas)
@@ -138,10 +138,10 @@ class Periodic(Agreement, kind="periodic"):
         return ends.index(place) if place in ends else None
 
     def joint(self, step: int) -> bool:
-        """See `Agreement.joint`."""
+        """Whether the next step is one in which the replicas still average their gradients."""
         return step < self.start_step
 
-    def merged(self, merges: Merges, state: Any, number: int, num_replicas: int) -> tuple[Any, Metrics]:
+    def merge(self, merges: Merges, state: Any, number: int, num_replicas: int) -> tuple[Any, Metrics]:
         """By the exchange."""
         del num_replicas
         return merges.by_exchange(state, range(self.fragments) if number == self._all else (number,))
@@ -150,7 +150,7 @@ class Periodic(Agreement, kind="periodic"):
         """The outer momentum, if there is one."""
         return {_MOMENTUM: jax.tree.map(jnp.zeros_like, params)} if self.outer.momentum else {}
 
-    def moved(self, anchor: Tree, outer: dict[str, Tree], mean: Tree) -> tuple[Tree, dict[str, Tree]]:
+    def move_anchor(self, anchor: Tree, outer: dict[str, Tree], mean: Tree) -> tuple[Tree, dict[str, Tree]]:
         """SGD, with momentum as PyTorch has it: no dampening."""
         rate, factor = self.outer.learning_rate, self.outer.momentum
         step = mean
@@ -160,7 +160,7 @@ class Periodic(Agreement, kind="periodic"):
             step = jax.tree.map(lambda d, m: d + factor * m, mean, momentum) if self.outer.nesterov else momentum
         return jax.tree.map(lambda x, d: x - rate * d, anchor, step), outer
 
-    def adopted(self, own: jax.Array, before: jax.Array, after: jax.Array, num_replicas: int) -> jax.Array:
+    def adopt(self, own: jax.Array, before: jax.Array, after: jax.Array, num_replicas: int) -> jax.Array:
         """The anchor, mixed with the replica's own (Streaming DiLoCo, algorithm 2)."""
         del before, num_replicas
         if not self.mixing:
@@ -168,7 +168,7 @@ class Periodic(Agreement, kind="periodic"):
         return self.mixing * own + (1 - self.mixing) * after[None]
 
     def check(self, exchange: Config, num_replicas: int, total_steps: int) -> None:
-        """See `Agreement.check`."""
+        """Raises ConfigError for an exchange, a number of replicas or a length of run that it does not work with."""
         del num_replicas
         check_exchange(self, exchange)
         if self.start_step >= total_steps:

@@ -187,4 +187,4 @@ def standing_from_json(fields: Mapping[str, Any]) -> Standing:
     """The standing that `standing_to_json` wrote. Raises KeyError and TypeError for anything else."""
     rest = {name: fields[name] for name in _PLAIN}
     members = {int(learner): Member(**member) for learner, member in fields["members"].items()}
-    return Standing(members, pending=tuple(Pending(**one) for one in fields["pending"]), **rest)
+    return Standing(members, pending=tuple(Pending(**entry) for entry in fields["pending"]), **rest)

@@ -134,8 +134,8 @@ def wake_us(policy: Policy, standing: Standing) -> int | None:
         return standing.quorum_us + _grace_us(policy, standing)
     awaited = [*members.values()] if standing.pending else []
     held = {pending.learner for pending in standing.pending}
-    if any(one.present and not one.working and learner not in held for learner, one in members.items()):
-        awaited += [one for one in members.values() if one.present]  # Those that `max_ahead` lets it wait for.
+    if any(member.present and not member.working and learner not in held for learner, member in members.items()):
+        awaited += [member for member in members.values() if member.present]  # Those that `max_ahead` lets it wait for.
     ends = [_awaited_until_us(policy, member) for member in awaited]
     return min((at_us for at_us in ends if at_us is not None and at_us > standing.at_us), default=None)
 
@@ -280,7 +280,7 @@ def _expected(policy: Policy, standing: Standing, at_us: int, rules: int) -> int
     Those whose delta is here, and of those that are waited for who compute or are about to, or may still come back.
     Who is held by `max_ahead` is not among them: it may be waiting for a learner whose delta waits for this merge.
     """
-    awaited = {learner: one for learner, one in standing.members.items() if _is_awaited(policy, one, at_us)}
+    awaited = {learner: member for learner, member in standing.members.items() if _is_awaited(policy, member, at_us)}
     absent = {learner for learner, member in awaited.items() if not member.present}
     present = {learner: member for learner, member in awaited.items() if member.present}
     if rules == 1:
@@ -292,7 +292,7 @@ def _expected(policy: Policy, standing: Standing, at_us: int, rules: int) -> int
 
 def _parts(policy: Policy, pending: tuple[Pending, ...]) -> Iterator[Part]:
     """The factors of a weighted mean, each slowed down by its staleness if so asked. Python floats, see `outer`."""
-    total = sum(one.weight for one in pending)
+    total = sum(change.weight for change in pending)
     for one in pending:
         slower = 1.0 / (1 + one.staleness) if policy.staleness_rate else 1.0
         yield Part(one.learner, one.round, one.weight / total * slower)

@@ -76,7 +76,7 @@ class _Replay:
         match record["kind"]:
             case "initial":
                 # The learner of the next join gave it.
-                join = next(one for one in self._records[self._line :] if one["kind"] == "join")
+                join = next(record for record in self._records[self._line :] if record["kind"] == "join")
                 self._begin(join)
             case "join":
                 self._lives[record["learner"]] = record["life"]

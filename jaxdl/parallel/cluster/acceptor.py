@@ -246,7 +246,7 @@ class Acceptor:
     def _first_out(self) -> Stranger:
         """The stranger to evict: the oldest of the address with the most."""
         most = max(self._by_address.values())
-        return next(one for one in self._strangers if self._by_address[one.address] == most)
+        return next(stranger for stranger in self._strangers if self._by_address[stranger.address] == most)
 
     def _forget(self, stranger: Stranger) -> None:
         del self._strangers[stranger]

@@ -206,7 +206,7 @@ def resolved(host: str) -> list[str]:
 def loopback(host: str) -> str | None:
     """The loopback address that a name resolves to on this machine; None if it also resolves to another address."""
     found = resolved(host)
-    inner = [one for one in found if ipaddress.ip_address(one.split("%")[0]).is_loopback]
+    inner = [address for address in found if ipaddress.ip_address(address.split("%")[0]).is_loopback]
     return inner[0] if inner and len(inner) == len(found) else None
 
 

@@ -21,7 +21,7 @@ def all_processes(fine: bool) -> bool:
 def processes_without(fine: bool) -> str:
     """The names of the processes that are not fine, `host2 (process 1)`, on all; empty when all are."""
     every = from_each_process(b"1" if fine else b"")
-    missing, member = [process for process, one in enumerate(every) if not one], current()
+    missing, member = [process for process, there in enumerate(every) if not there], current()
     if len(every) == 1:
         return "this host" if missing else ""
     return process_names(missing, member.hosts if member is not None else ["host ?"] * len(every))

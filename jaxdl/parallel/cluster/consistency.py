@@ -66,13 +66,13 @@ def difference(descriptions: Sequence[Mapping[str, Any]], hosts: Sequence[str]) 
 
     `descriptions` holds the `describe_process` of each process, in the order of their numbers.
     """
-    if parts := _unequal([one["versions"] for one in descriptions], hosts):
+    if parts := _unequal([description["versions"] for description in descriptions], hosts):
         return f"the processes do not run the same software: {parts}. Install the same versions on every host."
-    if parts := _unequal([one["files"] for one in descriptions], hosts, with_values=False):
+    if parts := _unequal([description["files"] for description in descriptions], hosts, with_values=False):
         return f"the processes do not run the same code of jaxdl: {parts}. Install the same commit on every host."
-    if parts := _unequal([one["config"] for one in descriptions], hosts):
+    if parts := _unequal([description["config"] for description in descriptions], hosts):
         return f"the processes were not given the same experiment: {parts}. Start all with one --config and options."
-    if parts := _unequal([{"devices": one["devices"]} for one in descriptions], hosts):
+    if parts := _unequal([{"devices": description["devices"]} for description in descriptions], hosts):
         return unequal_devices(parts)
     return None
 
@@ -93,8 +93,12 @@ def unequal_counts(counts: Sequence[int], hosts: Sequence[str]) -> str | None:
 
 def _unequal(descriptions: Sequence[Mapping[str, Any]], hosts: Sequence[str], *, with_values: bool = True) -> str:
     """`jax is 0.10.2 on a (process 0), but 0.11.2 on b (process 1)` for the first entries that differ; else empty."""
-    names = dict.fromkeys(name for one in descriptions for name in one)
-    different = [name for name in names if any(one.get(name) != descriptions[0].get(name) for one in descriptions)]
+    names = dict.fromkeys(name for description in descriptions for name in description)
+    different = [
+        name
+        for name in names
+        if any(description.get(name) != descriptions[0].get(name) for description in descriptions)
+    ]
     parts = []
     for name in different[:_MOST_NAMED]:
         groups: dict[str, list[int]] = {}

@@ -53,7 +53,7 @@ def called_before_end(act: Callable[[str, int], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        _before_end[:] = [one for one in _before_end if one is not act]
+        _before_end[:] = [action for action in _before_end if action is not act]
 
 
 def end_process(reason: str, code: int, *, last: Callable[[], None] = lambda: None) -> None:

@@ -170,7 +170,7 @@ class Gathering:
     def _drop(self, guest: _Guest) -> None:
         """Closes a connection that has ended; its process may connect again."""
         guest.line.close()
-        self._guests = [one for one in self._guests if one is not guest]
+        self._guests = [other for other in self._guests if other is not guest]
         self._has_news = True
 
     def _welcome(self, guest: _Guest) -> None:
@@ -199,7 +199,7 @@ class Gathering:
                 f"{host} (process {process}) expects {claim.num_processes} processes, but {me} expects {count}. "
                 "Set JAX_NUM_PROCESSES to the same number everywhere."
             )
-        same = [one.claim.host for one in self._guests if one.claim.process == process]
+        same = [guest.claim.host for guest in self._guests if guest.claim.process == process]
         if process == 0:
             same = [host_name(), *same]
         if len(same) > 1:

@@ -72,7 +72,7 @@ def keep_freed_memory() -> None:
     its own for it (`MALLOC_...`, or `glibc.malloc...` in `GLIBC_TUNABLES`).
     """
     library = ctypes.CDLL(None)
-    chosen = any(one.startswith("MALLOC_") for one in os.environ)
+    chosen = any(name.startswith("MALLOC_") for name in os.environ)
     chosen = chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if chosen or not hasattr(library, "gnu_get_libc_version"):
         return

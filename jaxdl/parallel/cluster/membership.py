@@ -184,7 +184,7 @@ class Membership(abc.ABC):
             self._check_silence()
 
     def _read(self, line: Line) -> None:
-        process = next((number for number, one in self._lines.items() if one is line), None)
+        process = next((number for number, other in self._lines.items() if other is line), None)
         if process is None:
             return
         try:

@@ -30,7 +30,7 @@ class Malformed(ValueError):
 
 def printable(text: str) -> str:
     """The text with `?` for every control character, which a terminal might interpret."""
-    return "".join(one if one.isprintable() else "?" for one in text)
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _is_printable(text: str) -> str:

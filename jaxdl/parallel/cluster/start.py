@@ -177,7 +177,7 @@ def _compare(description: Mapping[str, Any]) -> None:
     lengths = np.ravel(multihost_utils.process_allgather(np.int32(len(own))))
     texts = multihost_utils.process_allgather(np.pad(own, (0, int(lengths.max()) - len(own))))
     every = [json.loads(bytes(text[:length])) for text, length in zip(np.atleast_2d(texts), lengths, strict=True)]
-    unequal = difference([one["description"] for one in every], [one["host"] for one in every])
+    unequal = difference([answer["description"] for answer in every], [answer["host"] for answer in every])
     if unequal is not None:
         raise ConfigError(unequal)
 

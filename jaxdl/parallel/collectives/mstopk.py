@@ -127,7 +127,7 @@ def count_entries(x: jax.Array, thresholds: jax.Array) -> jax.Array:
     Without magnitudes: XLA would write them to memory, an array as large as x, for the next passes to read.
     """
     x = x.astype(jnp.float32)
-    return jnp.stack([jnp.sum((~(x < one) | (x <= -one)).astype(jnp.int32)) for one in thresholds])
+    return jnp.stack([jnp.sum((~(x < threshold) | (x <= -threshold)).astype(jnp.int32)) for threshold in thresholds])
 
 
 def mean_and_max(x: jax.Array, num_finite: jax.Array, *, compare: bool) -> tuple[jax.Array, jax.Array]:

@@ -45,7 +45,7 @@ def differing_axes(groups: np.ndarray, axes: Mapping[str, int]) -> tuple[str, ..
     """The mesh axes along which the devices of a group, `[group, device]`, differ; numbered in the mesh's order."""
     places = np.stack(np.unravel_index(groups, tuple(axes.values())), axis=-1)
     differ = (places != places[:, :1]).any(axis=(0, 1))
-    return tuple(name for name, one in zip(axes, differ, strict=True) if one)
+    return tuple(name for name, differs in zip(axes, differ, strict=True) if differs)
 
 
 def _groups(line: str) -> np.ndarray | None:

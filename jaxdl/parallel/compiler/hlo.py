@@ -89,7 +89,7 @@ class Module:
 
     def total_sec(self, computation: str) -> float:
         """The time of all instructions of a computation, one after the other."""
-        return sum(self.seconds(computation, one) for one in self.computations[computation].values())
+        return sum(self.seconds(computation, instruction) for instruction in self.computations[computation].values())
 
     def _timed(self, computation: str, one: Instruction) -> float:
         if one.kind in _CONTROL:
@@ -159,12 +159,12 @@ class Module:
     def kernels(self, computation: str, one: Instruction) -> dict[str, int]:
         """The kernels of each sort (conv, matmul, fusion) in an instruction; those of a loop count per iteration."""
         if one.kind in _CONTROL:
-            found = Counter[str]()
+            kernels = Counter[str]()
             for name in inner_computations(one):
                 for part in self.computations[name].values():
                     for sort, number in self.kernels(name, part).items():
-                        found[sort] += trip_count(one) * number
-            return found
+                        kernels[sort] += trip_count(one) * number
+            return kernels
         if not self.is_kernel(one):
             return {}
         sort = "fusion"

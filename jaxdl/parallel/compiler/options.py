@@ -17,7 +17,7 @@ import pydantic
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxdl.core.config import Config, ConfigError
-from jaxdl.core.paths import expanded, is_text
+from jaxdl.core.paths import expand_home, is_text
 from jaxdl.parallel.cluster import wait_for_all
 from jaxdl.parallel.cluster.agree import from_each_process
 from jaxdl.parallel.compiler.overlap import Links
@@ -115,7 +115,7 @@ class CompilerConfig(Config):
         wanted = _replaced.pop(present, present)
         if self.cache_dir is not None:
             before = wanted
-            wanted = self.cache_dir if "://" in self.cache_dir else str(expanded(self.cache_dir))
+            wanted = self.cache_dir if "://" in self.cache_dir else str(expand_home(self.cache_dir))
             parent = os.path.dirname(os.path.abspath(wanted))
             writable = os.access(wanted if os.path.exists(wanted) else parent, os.W_OK | os.X_OK)
             if "://" not in wanted and not (writable and os.path.isdir(wanted if os.path.exists(wanted) else parent)):

@@ -117,23 +117,27 @@ class Timeline:
     @property
     def exchange(self) -> list[Message]:
         """The messages over the slow network."""
-        return [one for one in self.messages if one.over_replica]
+        return [message for message in self.messages if message.over_replica]
 
     @property
     def sent_bytes(self) -> float:
         """Bytes that one device sends over the slow network."""
-        return sum(one.sent_bytes * one.times for one in self.exchange)
+        return sum(message.sent_bytes * message.times for message in self.exchange)
 
     @property
     def hidden_share(self) -> float:
         """The share of the bytes over the slow network that travel while kernels run."""
         total = self.sent_bytes
-        return sum(one.sent_bytes * one.times * one.hidden for one in self.exchange) / total if total else 1.0
+        return (
+            sum(message.sent_bytes * message.times * message.hidden for message in self.exchange) / total
+            if total
+            else 1.0
+        )
 
     @property
     def network_sec(self) -> float:
         """The busy time of the slow network."""
-        return sum(one.seconds * one.times for one in self.exchange)
+        return sum(message.seconds * message.times for message in self.exchange)
 
     @property
     def waiting_sec(self) -> float:

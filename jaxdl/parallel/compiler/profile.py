@@ -25,7 +25,7 @@ def profile_of(text: str, axes: Mapping[str, int], links: Links) -> bytes:
     module = parse(text)
     timeline = play(module, axes, links)
     early = {over_replica: _early(timeline, over_replica) for over_replica in (True, False)}
-    messages = {one.name: early[one.over_replica] * one.seconds for one in timeline.messages}
+    messages = {message.name: early[message.over_replica] * message.seconds for message in timeline.messages}
     found, scheduled = [], [module.entry]
     for name in scheduled:  # Loops inside are scheduled too, each for itself.
         for one in module.computations[name].values():
@@ -43,7 +43,9 @@ def _early(timeline: Timeline, over_replica: bool) -> float:
     If they counted more often, XLA would start each as soon as its content is there, though that makes the step wait
     for the one before.
     """
-    total = sum(one.seconds * one.times for one in timeline.messages if one.over_replica == over_replica)
+    total = sum(
+        message.seconds * message.times for message in timeline.messages if message.over_replica == over_replica
+    )
     backward = sum(end - begin for begin, end, what in timeline.spans if what == "backward")
     return min(_EARLY, max(1.0, backward / total)) if total else 1.0
 

@@ -1,7 +1,7 @@
 """Embedding tables, spread over the devices of a mesh, updated in place where a batch touches them."""
 
 from jaxdl.parallel.embedding.layout import Buffer, make_buffers
-from jaxdl.parallel.embedding.optimizers import RowAdaGrad, RowAdam, RowOptimizer, RowSGD, RowWiseAdaGrad
+from jaxdl.parallel.embedding.optimizers import RowAdaGrad, RowAdam, RowOptimizer, RowSGD, RowUpdate, RowWiseAdaGrad
 from jaxdl.parallel.embedding.schemes import (
     ColumnWise,
     DataParallel,
@@ -27,6 +27,7 @@ __all__ = [
     "RowAdam",
     "RowOptimizer",
     "RowSGD",
+    "RowUpdate",
     "RowWise",
     "RowWiseAdaGrad",
     "Scheme",

@@ -148,7 +148,7 @@ class SlotPlan:
 
     def _places(self, kept: np.ndarray, homes: np.ndarray, ahead: Sequence[np.ndarray]) -> np.ndarray:
         """A slot for each new row, of these homes: free ones, then those whose rows are missed least; never `kept`."""
-        found = np.zeros(len(homes), np.int64)
+        places = np.zeros(len(homes), np.int64)
         free = np.flatnonzero(self.id_of < 0)
         candidates: np.ndarray | None = None
         for home in np.unique(homes):
@@ -159,8 +159,8 @@ class SlotPlan:
                     candidates = self._by_loss(kept, ahead)
                 others = candidates[self._home_of_slot[candidates] == home]
                 mine = np.concatenate([mine, others[: len(wanted) - len(mine)]])
-            found[wanted] = mine
-        return found
+            places[wanted] = mine
+        return places
 
     def _by_loss(self, kept: np.ndarray, ahead: Sequence[np.ndarray]) -> np.ndarray:
         """Slots with a row, but for those `kept`, beginning with those whose rows are missed least."""
@@ -196,12 +196,12 @@ class Window:
     @property
     def num_lookups(self) -> int:
         """Distinct rows of all batches so far."""
-        return sum(one.num_lookups for one in self._plans.values())
+        return sum(plan.num_lookups for plan in self._plans.values())
 
     @property
     def num_hits(self) -> int:
         """Those of them that were in a slot."""
-        return sum(one.num_hits for one in self._plans.values())
+        return sum(plan.num_hits for plan in self._plans.values())
 
     def add(self, ids: np.ndarray, whole: np.ndarray) -> None:
         """A further batch, int32 `[examples, ids]`: `ids` are those of this process, `whole` those of all."""

@@ -60,7 +60,7 @@ def _scale(table: Table) -> float:
 
 def _by_owner(buffer: Buffer) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Of each device along `outer`, for its tables: first row, number of ids, checksum of the name, scale."""
-    of = [[i for i, one in enumerate(buffer.owner) if one == owner] for owner in range(buffer.num_outer)]
+    of = [[i for i, place in enumerate(buffer.owner) if place == owner] for owner in range(buffer.num_outer)]
     shape = (buffer.num_outer, max(map(len, of)))
     starts, limits = np.full(shape, np.iinfo(np.int32).max, np.int32), np.zeros(shape, np.int32)
     names, scales = np.zeros(shape, np.uint32), np.zeros(shape, np.float32)

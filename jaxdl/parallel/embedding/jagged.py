@@ -48,11 +48,11 @@ def is_jagged(feature: Feature) -> bool:
 
 def buckets(features: Sequence[Feature], examples: int) -> tuple[Capacity, ...]:
     """The capacities for blocks of so many examples, each larger than the one before; the last one holds any block."""
-    most = [one.num_ids for one in features]
-    now = [_usual(one, examples) if is_jagged(one) else one.num_ids for one in features]
+    most = [feature.num_ids for feature in features]
+    now = [_usual(feature, examples) if is_jagged(feature) else feature.num_ids for feature in features]
     found = [tuple(now)]
     while now != most:
-        now = [min(2 * one, limit) for one, limit in zip(now, most, strict=True)]
+        now = [min(2 * number, limit) for number, limit in zip(now, most, strict=True)]
         found.append(tuple(now))
     return tuple(found)
 
@@ -66,7 +66,7 @@ def _usual(feature: Feature, examples: int) -> int:
 def fitting(several: Sequence[Capacity], counts: np.ndarray, examples: int) -> Capacity:
     """The first bucket that holds all blocks; `counts` are the ids of each example, `[example, feature]`."""
     needed = counts.reshape(-1, examples, counts.shape[1]).sum(axis=1, dtype=np.int64).max(axis=0)
-    return next(one for one in several if (needed <= np.asarray(one, np.int64) * examples).all())
+    return next(bucket for bucket in several if (needed <= np.asarray(bucket, np.int64) * examples).all())
 
 
 def packed(ids: np.ndarray, features: Sequence[Feature], capacity: Capacity, examples: int) -> np.ndarray:

@@ -24,7 +24,7 @@ from jax.experimental.pallas.triton import load as fetch
 
 from jaxdl.parallel.collectives.primitive import alike
 from jaxdl.parallel.compiler.hlo import GATHERS
-from jaxdl.parallel.embedding.optimizers import RowOptimizer, RowState
+from jaxdl.parallel.embedding.optimizers import RowOptimizer, RowState, RowUpdate
 
 PIECE = 128
 """Occurrences of a row that one program adds up."""
@@ -160,7 +160,7 @@ class Rows:
                 grads = grads + optimizer.weight_decay * old
             square = jnp.sum(grads * grads, axis=1) / self.columns
             before = {name: self.read(ref, row, some) for name, ref in zip(names, kept, strict=True)}
-            new, after = optimizer.updated(old, before, grads, square, rate, count)
+            new, after = optimizer.update(RowUpdate(old, before, grads, square, rate, count))
             self.write(table, row, new, some)
             for name, ref in zip(names, kept, strict=True):
                 self.write(ref, row, after[name], some)
@@ -227,7 +227,7 @@ def sums_by_kernels(
     return unique, sums, squares
 
 
-def updated_by_kernel(
+def update_by_kernel(
     table: jax.Array,
     state: RowState,
     places: jax.Array,

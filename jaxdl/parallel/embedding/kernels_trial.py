@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdl.parallel.embedding import kernels
-from jaxdl.parallel.embedding.optimizers import RowOptimizer
+from jaxdl.parallel.embedding.optimizers import RowOptimizer, RowUpdate
 
 _ROWS, _COLUMNS, _NUM_IDS, _VECTORS = 3000, 20, 40_000, 5000
 _CLOSE = 1e-5
@@ -47,15 +47,16 @@ def updates_are_right(optimizer: RowOptimizer, columns: int = _COLUMNS, *, inter
 
     places = rng.permutation(2 * _ROWS)[:_ROWS].astype(np.int32)
     table, sums, numbers = normal(_ROWS, columns), normal(_ROWS, columns), jnp.asarray([0.5, 0.1, 3.0], jnp.float32)
-    shapes = {name: (_ROWS,) if one else (_ROWS, columns) for name, one in optimizer.row_numbers.items()}
+    shapes = {name: (_ROWS,) if is_number else (_ROWS, columns) for name, is_number in optimizer.row_numbers.items()}
     state = {name: jnp.abs(normal(*shape)) for name, shape in shapes.items()}
-    run = functools.partial(kernels.updated_by_kernel, optimizer=optimizer, interpret=interpret)
+    run = functools.partial(kernels.update_by_kernel, optimizer=optimizer, interpret=interpret)
     new, after = jax.jit(run)(table, state, jnp.asarray(places), sums, numbers)
 
     @jax.jit
     def wanted(table: jax.Array, state: dict[str, jax.Array], grads: jax.Array) -> tuple[jax.Array, dict]:
         grads = 0.5 * grads + optimizer.weight_decay * table
-        return optimizer.updated(table, state, grads, jnp.mean(grads**2, axis=1), jnp.float32(0.1), jnp.float32(3))
+        mean_square, rate, count = jnp.mean(grads**2, axis=1), jnp.float32(0.1), jnp.float32(3)
+        return optimizer.update(RowUpdate(table, state, grads, mean_square, rate, count))
 
     which = places < _ROWS
     rows = jnp.asarray(places[which])

@@ -169,8 +169,10 @@ class Buffer:
         """The same for ids that have so many columns of each feature of the data, of which some are `jagged`."""
         first = np.cumsum([0, *capacity]).tolist()
         slots = [
-            dataclasses.replace(one, first=first[one.number], num_ids=capacity[one.number], jagged=jagged[one.number])
-            for one in self.slots
+            dataclasses.replace(
+                slot, first=first[slot.number], num_ids=capacity[slot.number], jagged=jagged[slot.number]
+            )
+            for slot in self.slots
         ]
         return dataclasses.replace(self, slots=tuple(slots))
 
@@ -185,8 +187,8 @@ class Buffer:
 
 def copied_bytes(buffers: Iterable[Buffer], cached: Collection[str]) -> int:
     """Bytes of a device for a copy of the rows of each buffer that has some of these tables: an evaluation's slots."""
-    some = (one for one in buffers if any(table.name in cached for table in one.tables))
-    return sum(4 * one.local_rows * one.local_columns for one in some)
+    some = (buffer for buffer in buffers if any(table.name in cached for table in buffer.tables))
+    return sum(4 * buffer.local_rows * buffer.local_columns for buffer in some)
 
 
 def first_columns(widths: Mapping[str, int]) -> dict[str, int]:
@@ -198,7 +200,8 @@ def columns_of_ids(tables: Iterable[Table], num_ids: Mapping[str, int]) -> dict[
     """The columns of ids of each table; `num_ids` are as in `make_buffers`."""
     first = first_columns(num_ids)
     return {
-        table.name: np.concatenate([first[one] + np.arange(num_ids[one]) for one in table.features]) for table in tables
+        table.name: np.concatenate([first[feature] + np.arange(num_ids[feature]) for feature in table.features])
+        for table in tables
     }
 
 

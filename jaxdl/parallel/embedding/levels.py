@@ -19,7 +19,7 @@ _SLOW = Axis.REPLICA.value
 
 def split(axes: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(the slow axis, the others) among some mesh axes."""
-    return tuple(one for one in axes if one == _SLOW), tuple(one for one in axes if one != _SLOW)
+    return tuple(axis for axis in axes if axis == _SLOW), tuple(axis for axis in axes if axis != _SLOW)
 
 
 def all_gather(x: jax.Array, axes: Sequence[str]) -> jax.Array:
@@ -35,7 +35,7 @@ def all_gather(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 def all_reduce(x: jax.Array, axes: Sequence[str], sizes: Mapping[str, int]) -> jax.Array:
     """The sum of `x` over the axes: summed in parts inside the node, these between nodes, gathered inside."""
     slow, others = split(axes)
-    ways = math.prod(sizes[one] for one in others)
+    ways = math.prod(sizes[axis] for axis in others)
     if not slow or sizes[_SLOW] == 1 or ways == 1:
         return lax.psum(x, tuple(axes))
     padded = jnp.pad(x.reshape(-1), (0, -x.size % ways))

@@ -45,7 +45,7 @@ class Located(NamedTuple):
     over the number of ids."""
 
 
-def located(buffer: Buffer, ids: jax.Array, lengths: jax.Array | None) -> Located:
+def locate(buffer: Buffer, ids: jax.Array, lengths: jax.Array | None) -> Located:
     """Sends the ids of this device's examples, `[local batch, columns]`, to where their rows are.
 
     `lengths` are those of each feature of the data, `[local batch, features]`, where some are jagged. Examples are in
@@ -138,7 +138,7 @@ def _sum(buffer: Buffer, found: Sequence[jax.Array], places: jax.Array) -> jax.A
         return _in_order(found)
     group = places % buffer.groups
     parts = [[jnp.where((group[:, i] == k)[:, None], x, 0) for i, x in enumerate(found)] for k in range(buffer.groups)]
-    return _in_pairs([_in_order(one) for one in parts])
+    return _in_pairs([_in_order(part) for part in parts])
 
 
 def _jagged_sum(buffer: Buffer, rows: jax.Array, places: jax.Array, examples: jax.Array) -> jax.Array:
@@ -175,7 +175,7 @@ def owned_grads(buffer: Buffer, grads: jax.Array, found: Located, send: Wire) ->
 
 def num_ids(slots: Sequence[Slot], ids: jax.Array) -> jax.Array:
     """How many ids each example has in each slot, float32 `[local batch, slots]`."""
-    counts = [jnp.sum(ids[:, one.first : one.first + one.num_ids] >= 0, axis=1) for one in slots]
+    counts = [jnp.sum(ids[:, slot.first : slot.first + slot.num_ids] >= 0, axis=1) for slot in slots]
     return jnp.stack(counts, axis=1).astype(jnp.float32)
 
 
@@ -200,11 +200,11 @@ def _entries(buffer: Buffer, padding: int) -> tuple[np.ndarray, np.ndarray, np.n
 
 def _ranks(buffer: Buffer) -> np.ndarray:
     """Of each slot, its place among the ranks of all devices along `outer`."""
-    found = np.zeros(len(buffer.slots), np.int32)
+    ranks = np.zeros(len(buffer.slots), np.int32)
     for owner, slots in enumerate(buffer.ranked):
         for rank, number in enumerate(slots):
-            found[number] = owner * len(buffer.widths) + rank
-    return found
+            ranks[number] = owner * len(buffer.widths) + rank
+    return ranks
 
 
 def _to_outer(buffer: Buffer, x: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,21 @@ from jaxdl.core.kinds import Choice
 
 RowState = dict[str, jax.Array]
 """Name -> what is kept of each row: `[rows]`, or `[rows, columns]`."""
+
+
+class RowUpdate(NamedTuple):
+    """Touched rows, each once, before an update, and what an optimizer makes it from."""
+
+    rows: jax.Array
+    """`[n, columns]`, which may be some of a table's columns."""
+    state: RowState
+    grads: jax.Array
+    """The sums of the gradients of each row, `[n, columns]`."""
+    mean_square: jax.Array
+    """The means of the squares of `grads` over all columns of the table, `[n]`, if the optimizer needs them."""
+    rate: jax.Array
+    count: jax.Array
+    """The number of updates of the run with this one, in float32."""
 
 
 class RowOptimizer(Choice):
@@ -30,24 +46,12 @@ class RowOptimizer(Choice):
         """What it keeps of a row, float32 from 0: name -> whether that is one number, else one for each column."""
 
     @abc.abstractmethod
-    def updated(
-        self,
-        rows: jax.Array,
-        state: RowState,
-        grads: jax.Array,
-        mean_square: jax.Array,
-        rate: jax.Array,
-        count: jax.Array,
-    ) -> tuple[jax.Array, RowState]:
-        """The rows `[n, columns]` and their state after an update.
-
-        `grads` are the sums of their gradients, of some of a table's columns; `mean_square` `[n]` the means of squares
-        over all of its columns, if `needs_square`; `count` the number of updates of the run with this one, in float32.
-        """
+    def update(self, old: RowUpdate) -> tuple[jax.Array, RowState]:
+        """The rows `[n, columns]` and their state after an update."""
 
     @property
     def needs_square(self) -> bool:
-        """Whether `updated` reads `mean_square`."""
+        """Whether `update` reads `mean_square`."""
         return any(self.row_numbers.values())
 
 
@@ -66,19 +70,11 @@ class RowWiseAdaGrad(RowOptimizer, kind="rowwise_adagrad"):
         """One number."""
         return {"square": True}
 
-    def updated(
-        self,
-        rows: jax.Array,
-        state: RowState,
-        grads: jax.Array,
-        mean_square: jax.Array,
-        rate: jax.Array,
-        count: jax.Array,
-    ) -> tuple[jax.Array, RowState]:
-        """See `RowOptimizer.updated`."""
-        del count
-        square = state["square"] + mean_square
-        return rows - rate * grads / (jnp.sqrt(square) + self.epsilon)[:, None], {"square": square}
+    def update(self, old: RowUpdate) -> tuple[jax.Array, RowState]:
+        """The rows and the state by the formula above."""
+        square = old.state["square"] + old.mean_square
+        step = old.rate * old.grads / (jnp.sqrt(square) + self.epsilon)[:, None]
+        return old.rows - step, {"square": square}
 
 
 class RowSGD(RowOptimizer, kind="sgd"):
@@ -89,18 +85,9 @@ class RowSGD(RowOptimizer, kind="sgd"):
         """Nothing."""
         return {}
 
-    def updated(
-        self,
-        rows: jax.Array,
-        state: RowState,
-        grads: jax.Array,
-        mean_square: jax.Array,
-        rate: jax.Array,
-        count: jax.Array,
-    ) -> tuple[jax.Array, RowState]:
-        """See `RowOptimizer.updated`."""
-        del mean_square, count
-        return rows - rate * grads, state
+    def update(self, old: RowUpdate) -> tuple[jax.Array, RowState]:
+        """The rows and the state by the formula above."""
+        return old.rows - old.rate * old.grads, old.state
 
 
 class RowAdaGrad(RowOptimizer, kind="adagrad"):
@@ -114,19 +101,10 @@ class RowAdaGrad(RowOptimizer, kind="adagrad"):
         """One number for each column."""
         return {"square": False}
 
-    def updated(
-        self,
-        rows: jax.Array,
-        state: RowState,
-        grads: jax.Array,
-        mean_square: jax.Array,
-        rate: jax.Array,
-        count: jax.Array,
-    ) -> tuple[jax.Array, RowState]:
-        """See `RowOptimizer.updated`."""
-        del mean_square, count
-        square = state["square"] + grads**2
-        return rows - rate * grads / (jnp.sqrt(square) + self.epsilon), {"square": square}
+    def update(self, old: RowUpdate) -> tuple[jax.Array, RowState]:
+        """The rows and the state by the formula above."""
+        square = old.state["square"] + old.grads**2
+        return old.rows - old.rate * old.grads / (jnp.sqrt(square) + self.epsilon), {"square": square}
 
 
 class RowAdam(RowOptimizer, kind="adam"):
@@ -144,20 +122,11 @@ class RowAdam(RowOptimizer, kind="adam"):
         """Two numbers for each column."""
         return {"mean": False, "square": False}
 
-    def updated(
-        self,
-        rows: jax.Array,
-        state: RowState,
-        grads: jax.Array,
-        mean_square: jax.Array,
-        rate: jax.Array,
-        count: jax.Array,
-    ) -> tuple[jax.Array, RowState]:
-        """See `RowOptimizer.updated`."""
-        del mean_square
-        mean = self.b1 * state["mean"] + (1 - self.b1) * grads
-        square = self.b2 * state["square"] + (1 - self.b2) * grads**2
+    def update(self, old: RowUpdate) -> tuple[jax.Array, RowState]:
+        """The rows and the state by the formula above."""
+        mean = self.b1 * old.state["mean"] + (1 - self.b1) * old.grads
+        square = self.b2 * old.state["square"] + (1 - self.b2) * old.grads**2
         # 1 - b^n, of which float32 would keep few digits for a decay near 1.
-        first, second = (-jnp.expm1(count * np.log(max(decay, 1e-30))) for decay in (self.b1, self.b2))
-        step = rate * (mean / first) / (jnp.sqrt(square / second) + self.epsilon)
-        return rows - step, {"mean": mean, "square": square}
+        first, second = (-jnp.expm1(old.count * np.log(max(decay, 1e-30))) for decay in (self.b1, self.b2))
+        step = old.rate * (mean / first) / (jnp.sqrt(square / second) + self.epsilon)
+        return old.rows - step, {"mean": mean, "square": square}

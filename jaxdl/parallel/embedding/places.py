@@ -62,12 +62,12 @@ class Places:
     @functools.cached_property
     def offsets(self) -> dict[str, int]:
         """Of each table, the first of its rows on a device that has some."""
-        used, found = [0] * self.num_outer, {}
+        used, offsets = [0] * self.num_outer, {}
         for table, rows in self.rows.items():
             owner = self.owner[table]
-            found[table] = used[owner]
+            offsets[table] = used[owner]
             used[owner] += self.on_device(rows)
-        return found
+        return offsets
 
     @functools.cached_property
     def local_rows(self) -> int:
@@ -106,12 +106,12 @@ class Places:
 
 def to_json(layout: Layout) -> list[dict[str, Any]]:
     """The layout as JSON."""
-    return [dataclasses.asdict(one) for one in layout]
+    return [dataclasses.asdict(places) for places in layout]
 
 
 def from_json(values: Sequence[Mapping[str, Any]]) -> tuple[Places, ...]:
     """The layout that `to_json` made."""
-    return tuple(Places(**one) for one in values)
+    return tuple(Places(**value) for value in values)
 
 
 class Moved:
@@ -127,7 +127,7 @@ class Moved:
 
         `allocate` makes the memory of a shard, of zeros, for the name and the shape.
         """
-        self._holder = {table: one for one in wanted for table in one.rows}
+        self._holder = {table: places for places in wanted for table in places.rows}
         self._like = dict(like)
         self._blocks = {path: _blocks(shape, functools.partial(allocate, path)) for path, shape in like.items()}
 
@@ -142,12 +142,12 @@ class Moved:
 
     def arrays(self) -> dict[str, jax.Array]:
         """The arrays, when all rows have come; it can be called once."""
-        found = {}
+        arrays = {}
         for path in list(self._blocks):
             shape, blocks = self._like[path], self._blocks.pop(path)
             made = functools.partial(_block, blocks, shape.shape)
-            found[path] = jax.make_array_from_callback(shape.shape, shape.sharding, made)
-        return found
+            arrays[path] = jax.make_array_from_callback(shape.shape, shape.sharding, made)
+        return arrays
 
 
 _Block = tuple[tuple[int, int], tuple[slice, ...], np.ndarray]
@@ -162,16 +162,16 @@ def _blocks(shape: Any, allocate: Callable[[tuple[int, ...]], np.ndarray]) -> li
         assert index is not None
         rows, *columns = index
         start, stop, _ = rows.indices(shape.shape[0])
-        bounds = [one.indices(size)[:2] for one, size in zip(columns, shape.shape[1:], strict=True)]
+        bounds = [piece.indices(size)[:2] for piece, size in zip(columns, shape.shape[1:], strict=True)]
         if (start, stop, *bounds) not in found:
             block = allocate((stop - start, *(end - begin for begin, end in bounds)))
-            found[start, stop, *bounds] = (start, stop), tuple(slice(*one) for one in bounds), block
+            found[start, stop, *bounds] = (start, stop), tuple(slice(*bound) for bound in bounds), block
     return list(found.values())
 
 
 def _block(blocks: Sequence[_Block], shape: Sequence[int], index: tuple[slice, ...] | None) -> np.ndarray:
     assert index is not None
-    rows, *columns = (one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
+    rows, *columns = (piece.indices(size)[:2] for piece, size in zip(index, shape, strict=True))
     return next(
         block for place, there, block in blocks if place == rows and [(c.start, c.stop) for c in there] == columns
     )

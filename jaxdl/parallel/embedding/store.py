@@ -61,15 +61,15 @@ class Store:
         """
         self._allocated, self._copy = allocate, allocate_copy
         self.tables, self.config = tables, tables.config.cache
-        slots = {one.name: one.rows for one in tables.tables}
-        self.whole = {one.name: one for one in whole if slots[one.name] != one.rows}
+        slots = {table.name: table.rows for table in tables.tables}
+        self.whole = {table.name: table for table in whole if slots[table.name] != table.rows}
         if not self.whole:
             most = max(whole, key=lambda one: one.rows)
             raise ConfigError(
                 f"--embedding.cache: no table that may have one has {self.config.min_rows:,} rows or more; the "
                 f"largest, {most.name}, has {most.rows:,}. Set --embedding.cache.min-rows, or leave out the cache."
             )
-        self._hosts = self._make_hosts({one.name: one.rows for one in whole})
+        self._hosts = self._make_hosts({table.name: table.rows for table in whole})
         self._cached = {
             table.name: host
             for host in self._hosts.values()
@@ -95,9 +95,9 @@ class Store:
         processes = [device.process_index for device in host_mesh.devices.flat]
         here = self.tables.mesh, host_mesh, processes.index(jax.process_index())
         return {
-            one.name: HostRows(one, {table.name: rows[table.name] for table in one.tables}, *here)
-            for one in self.tables.buffers
-            if any(table.name in self.whole for table in one.tables)
+            buffer.name: HostRows(buffer, {table.name: rows[table.name] for table in buffer.tables}, *here)
+            for buffer in self.tables.buffers
+            if any(table.name in self.whole for table in buffer.tables)
         }
 
     @property
@@ -194,7 +194,7 @@ class Store:
         }
         lists, _ = self._swap.lists(loads, self.rows, (ROWS,))
         state = {name: {ROWS: x} for name, x in rows.items()}
-        return {name: one[ROWS] for name, one in self._swap(state, lists)[0].items()}
+        return {name: arrays[ROWS] for name, arrays in self._swap(state, lists)[0].items()}
 
     def _settle(self, swaps: Mapping[str, Swap]) -> None:
         """Rows that left arrive in the store: those of long ago, and all if one of them is loaded again."""

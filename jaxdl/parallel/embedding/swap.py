@@ -41,7 +41,7 @@ class Swapper:
     def __init__(self, tables: Tables, hosts: Mapping[str, HostRows]) -> None:
         """`hosts` are those of the buffers of these tables, by the names of the tables."""
         self._tables, self._hosts = tables, hosts
-        self._buffers = {one.buffer.name: one for one in hosts.values()}
+        self._buffers = {host.buffer.name: host for host in hosts.values()}
         self._program = jax.jit(functools.partial(_swapped, tables), donate_argnums=0)
         mesh = tables.mesh
         self._everywhere = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
@@ -96,7 +96,7 @@ class Swapper:
             buffer = self._hosts[name].buffer
             number = np.bincount(parts, minlength=buffer.num_outer * buffer.row_ways)
             counts[buffer.name, leaves] = counts.get((buffer.name, leaves), 0) + number
-        most = max(int(one.max()) for one in counts.values())
+        most = max(int(count.max()) for count in counts.values())
         return 1 << (max(_LEAST_SWAPPED, most) - 1).bit_length()
 
     def _blank(self, host: HostRows, room: int, only: Sequence[str] | None) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class EmbeddingConfig(Config):
         found = {}
         for table in tables:
             named = first.get(table, len(self.schemes))
-            earlier = (one for one in wild if one < named and selects(self.schemes[one][0], table))
+            earlier = (pattern for pattern in wild if pattern < named and selects(self.schemes[pattern][0], table))
             found[table] = next(earlier, named)
         return found
 

@@ -80,8 +80,8 @@ class Tables:
         """The buffers for the ids of a bucket."""
         if capacity is None:
             return self.buffers
-        jagged = [is_jagged(one) for one in self._features]
-        return tuple(one.with_capacity(capacity, jagged) for one in self.buffers)
+        jagged = [is_jagged(feature) for feature in self._features]
+        return tuple(buffer.with_capacity(capacity, jagged) for buffer in self.buffers)
 
     @functools.cached_property
     def shapes(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
@@ -117,15 +117,15 @@ class Tables:
         words = jax.random.key_data(jax.random.fold_in(key, 2))
         return self._mapped(one_device, PartitionSpec(), self.specs)(words)
 
-    def located(self, ids: jax.Array, lengths: jax.Array | None = None) -> LocatedIds:
+    def locate(self, ids: jax.Array, lengths: jax.Array | None = None) -> LocatedIds:
         """Sends the ids of a batch to where their rows are; this depends on no row."""
         capacity = None
         if lengths is not None:
-            capacity = next(one for one in self.buckets(len(ids)) if sum(one) == ids.shape[1])
+            capacity = next(bucket for bucket in self.buckets(len(ids)) if sum(bucket) == ids.shape[1])
         buffers, everywhere = self.buffers_for(capacity), self._everywhere
 
         def one_device(ids: jax.Array, lengths: jax.Array | None) -> dict[str, lookup.Located]:
-            return {buffer.name: lookup.located(buffer, ids, lengths) for buffer in buffers}
+            return {buffer.name: lookup.locate(buffer, ids, lengths) for buffer in buffers}
 
         return LocatedIds(self._mapped(one_device, (everywhere, everywhere), everywhere)(ids, lengths), capacity)
 
@@ -144,7 +144,7 @@ class Tables:
                 parts |= {slot.vector: sums[:, number] for number, slot in enumerate(buffer.slots)}
             return jnp.concatenate([parts[first] for first in sorted(parts)], axis=1)
 
-        specs, everywhere = {name: one[ROWS] for name, one in self.specs.items()}, self._everywhere
+        specs, everywhere = {name: arrays[ROWS] for name, arrays in self.specs.items()}, self._everywhere
         run = self._mapped(one_device, (specs, everywhere, PartitionSpec()), everywhere)
         return run(dict(rows), located.buffers, key_bits(key))
 
@@ -170,18 +170,18 @@ class Tables:
                 where = located[buffer.name]
                 here = lookup.owned_grads(buffer, jnp.stack(mine, axis=1), where, send)
                 if buffer.scheme.dense_gradient:
-                    one = update.of_all_rows(buffer, where, here)
+                    rows = update.of_all_rows(buffer, where, here)
                 else:
-                    one = update.of_all_copies(buffer, update.touched(buffer, where, here), send)
-                found[buffer.name] = one
-                square = square + update.square_sum(buffer, one)
+                    rows = update.of_all_copies(buffer, update.touched(buffer, where, here), send)
+                found[buffer.name] = rows
+                square = square + update.square_sum(buffer, rows)
             return found, square
 
         everywhere = self._everywhere
         run = self._mapped(one_device, (everywhere, everywhere, PartitionSpec()), (everywhere, PartitionSpec()))
         return run(located.buffers, grads, key_bits(key))
 
-    def updated(
+    def update(
         self,
         state: TableState,
         found: Found,
@@ -202,7 +202,7 @@ class Tables:
             after = {}
             for buffer in self.buffers:
                 own = dict(state[buffer.name])
-                rows, own = update.updated(
+                rows, own = update.update_rows(
                     buffer, own.pop(ROWS), own, found[buffer.name],
                     kept=kept, factor=factor, rate=rate[buffer.name], count=count,
                 )  # fmt: skip

@@ -98,4 +98,4 @@ def axis_bytes(kind: str, axes: Sequence[str], num_bytes: float, sizes: Mapping[
 
 def sent_bytes(found: Sequence[Message], sizes: Mapping[str, int], axis: str) -> float:
     """The bytes that one device sends along a mesh axis in all messages."""
-    return sum(axis_bytes(one.kind, one.axes, one.num_bytes, sizes, axis) for one in found)
+    return sum(axis_bytes(message.kind, message.axes, message.num_bytes, sizes, axis) for message in found)

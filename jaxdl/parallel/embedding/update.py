@@ -25,7 +25,7 @@ from jaxdl.parallel.collectives.primitive import Result, alike, define
 from jaxdl.parallel.embedding import levels
 from jaxdl.parallel.embedding.layout import Buffer
 from jaxdl.parallel.embedding.lookup import Located
-from jaxdl.parallel.embedding.optimizers import RowOptimizer, RowState
+from jaxdl.parallel.embedding.optimizers import RowOptimizer, RowState, RowUpdate
 from jaxdl.parallel.embedding.sorting import by_row
 from jaxdl.parallel.embedding.wire import Wire
 
@@ -165,14 +165,14 @@ class _Hashable:
 
     kind: type[RowOptimizer]
     text: str
-    one: RowOptimizer = field(compare=False)
+    config: RowOptimizer = field(compare=False)
 
 
 def _hashable(optimizer: RowOptimizer) -> _Hashable:
     return _Hashable(type(optimizer), repr(optimizer), optimizer)
 
 
-def updated(
+def update_rows(
     buffer: Buffer,
     rows: jax.Array,
     state: RowState,
@@ -225,13 +225,14 @@ def _update_by_xla(
         return x.at[places].set(new.astype(x.dtype), mode="drop", unique_indices=True)
 
     old, grads = read(rows), sums * factor
-    if optimizer.one.weight_decay:
-        grads = grads + optimizer.one.weight_decay * old
+    if optimizer.config.weight_decay:
+        grads = grads + optimizer.config.weight_decay * old
     square = jnp.sum(grads**2, axis=1)
     if axes:
         square = lax.all_gather(square, tuple(axes)).sum(axis=0)
     before = {name: read(x) for name, x in zip(names, state, strict=True)}
-    new, after = optimizer.one.updated(old, before, grads, square / (columns or rows.shape[1]), rate, count)
+    mean_square = square / (columns or rows.shape[1])
+    new, after = optimizer.config.update(RowUpdate(old, before, grads, mean_square, rate, count))
     return write(rows, new), *(write(x, after[name]) for name, x in zip(names, state, strict=True))
 
 
@@ -245,12 +246,12 @@ def _update_on_cuda(
     names: Sequence[str],
 ) -> Sequence[jax.Array]:
     """The same, by a kernel of our own where this proves right for the optimizer."""
-    if _of_optimizer(optimizer).used():
+    if _kernel_of(optimizer).used():
         from jaxdl.parallel.embedding import kernels
 
         if kernels.fits(rows.shape[1]):
             before = dict(zip(names, state, strict=True))
-            new, after = kernels.updated_by_kernel(rows, before, places, sums, numbers, optimizer.one)
+            new, after = kernels.update_by_kernel(rows, before, places, sums, numbers, optimizer.config)
             return new, *after.values()
     return _update_by_xla(rows, places, sums, numbers, *state, optimizer=optimizer, names=names)
 
@@ -282,13 +283,13 @@ SUMS = OwnKernels(
 
 
 @functools.cache
-def _of_optimizer(optimizer: _Hashable) -> OwnKernels:
+def _kernel_of(optimizer: _Hashable) -> OwnKernels:
     """The kernel that updates rows with this optimizer, whose settings can make it another program."""
 
     def rightly() -> bool:
         from jaxdl.parallel.embedding import kernels_trial
 
-        return kernels_trial.updates_are_right(optimizer.one)
+        return kernels_trial.updates_are_right(optimizer.config)
 
     what = f"the kernel that updates rows of tables by {optimizer.kind.kind}"
     return OwnKernels(ROUTE, what, "XLA's slower update is used, with the same results", rightly)
@@ -297,5 +298,5 @@ def _of_optimizer(optimizer: _Hashable) -> OwnKernels:
 def agree_on_kernels(optimizers: Iterable[RowOptimizer]) -> None:
     """All processes of a run on GPUs agree on the kernels for tables with these optimizers; all call it alike."""
     SUMS.agree()
-    for one in dict.fromkeys(map(_hashable, optimizers)):
-        _of_optimizer(one).agree()
+    for optimizer in dict.fromkeys(map(_hashable, optimizers)):
+        _kernel_of(optimizer).agree()

@@ -220,7 +220,7 @@ class Lease:
         """The holder in lease.json, its successor, and so on; empty if there is no lease."""
         chain: list[Holder] = []
         path = self._path
-        while (holder := _read(path)) is not None and holder.token not in {one.token for one in chain}:
+        while (holder := _read(path)) is not None and holder.token not in {lease.token for lease in chain}:
             chain.append(holder)
             path = self._next(holder.token)
         return chain

@@ -34,7 +34,7 @@ from jaxdl.exchange.cost import Gradients, Machine, inner_step_sec, predict
 from jaxdl.exchange.probe import probe
 from jaxdl.parallel.cluster import start_devices
 from jaxdl.parallel.collectives.select import METHODS, Method
-from jaxdl.parallel.mesh import Axis, MeshConfig, make_mesh
+from jaxdl.parallel.mesh import PARAM_AXES, Axis, MeshConfig, inner_sizes, make_mesh, mesh_text
 from jaxdl.performance.bench.exchange_plot import Comparison, figure
 from jaxdl.performance.bench.shared import (
     Imports,
@@ -107,7 +107,7 @@ def main(args: list[str]) -> None:
     rows, launch_sec = measure(exchanges(command), trial, machine, num_repeats=command.num_repeats)
     found = recommend([row.config for row in rows], trial.gradients, machine, min_speedup=command.min_speedup)
     device = jax.devices()[0].device_kind
-    where = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    where = mesh_text(mesh.shape)
     console.print(rows_table(rows, trial.gradients, machine, f"{where} ({device}), {command.num_elements:,} elements"))
     console.print(f"measured times include {1e3 * launch_sec:.1f} ms for launching a separate program", soft_wrap=True)
     inner = inner_step_sec(trial.gradients, machine)
@@ -161,14 +161,14 @@ def exchanges(command: ExchangeBench) -> list[ExchangeConfig]:
 
 def make_trial(num_elements: int, mesh: Mesh) -> Trial:
     """Random normal gradients, about `num_elements` in total, different on each replica."""
-    inner = {axis: size for axis, size in mesh.shape.items() if axis != Axis.REPLICA and size > 1}
+    inner = inner_sizes(mesh.shape)
     unit = math.prod(inner.values())
     side = unit * max(1, round(math.sqrt(num_elements / _NUM_LAYERS) / unit))
-    fsdp, tensor = (axis.value if axis in inner else None for axis in (Axis.FSDP, Axis.TENSOR))
+    split = PartitionSpec(*(axis if axis in inner else None for axis in PARAM_AXES[:2]))
     specs, shapes = {}, {}
     for number in range(_NUM_LAYERS):
         for name, shape, spec in (
-            ("kernel", (side, side), PartitionSpec(fsdp, tensor)),
+            ("kernel", (side, side), split),
             ("bias", (side,), PartitionSpec()),
         ):
             shapes[f"layer{number}_{name}"] = jax.ShapeDtypeStruct(shape, np.float32)

@@ -27,7 +27,7 @@ from jaxdl.data.images.photo import Photo, Scratch
 from jaxdl.data.images.photos import Cache, Photos, PhotoSource
 from jaxdl.data.images.shm import shared_path
 from jaxdl.data.images.store import num_records
-from jaxdl.data.images.view import Box, View, resized
+from jaxdl.data.images.view import Box, View, resize
 from jaxdl.data.source import TrainRows
 
 BATCH = 32
@@ -206,7 +206,7 @@ def _open_with_jaxdl(size: int, name: str, box: np.ndarray, flip: bool) -> np.nd
     photo, out = Photo(remote.read(name)), np.empty((size, size, 3), np.uint8)
     scratch = _scratch()
     pixels, scale = photo.pixels(max(size / part.height, size / part.width), part.top + part.height, scratch)
-    resized(pixels, part.scaled(scale), out, scratch)
+    resize(pixels, part.scaled(scale), out, scratch)
     return cv2.flip(out, 1, dst=out) if flip else out
 
 

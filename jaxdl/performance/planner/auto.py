@@ -24,7 +24,7 @@ from jaxdl.exchange.auto import INNER_LINKS
 from jaxdl.exchange.cost import ALWAYS_MEASURED, NOMINAL_SPEEDS, Figures, Link, Machine
 from jaxdl.exchange.probe import probe
 from jaxdl.parallel.cluster import host_memory_bytes, wait_for_all
-from jaxdl.parallel.mesh import Axis, Device, MeshConfig, make_mesh, platform
+from jaxdl.parallel.mesh import AXES, INNER_AXES, Axis, Device, MeshConfig, make_mesh, platform, ways
 from jaxdl.performance.planner.machine import network_rate
 from jaxdl.performance.planner.mesh_tables import tables_on_meshes
 from jaxdl.performance.planner.search import (
@@ -95,8 +95,8 @@ def prepare(
     replica = int(fixed.get("mesh.replica", nodes))
     if replica < 1 or len(devices) % replica:
         raise no_layout(experiment, fixed, f"{nodes} nodes of {of_each} devices")
-    sizes = {Axis.REPLICA.value: replica, Axis.FSDP.value: len(devices) // replica, Axis.TENSOR.value: 1}
-    mesh = make_mesh(MeshConfig(replica=replica, fsdp=sizes[Axis.FSDP.value]), devices)
+    mesh = make_mesh(MeshConfig(replica=replica), devices)
+    sizes = dict(mesh.shape)
     own = [device for device in devices if device.process_index == jax.process_index()]
     if (tensor := int(fixed.get("mesh.tensor", 1))) > len(own):
         raise ConfigError(
@@ -108,8 +108,8 @@ def prepare(
     with start.doing("planning the layout: reading the data, measuring the links"):
         tables = tables_on_meshes(experiment, sizes, described, asked.keep, trials.splits)
         cluster = Cluster(nodes, of_each, described(), device_bytes, Efficiency(compute=1.0))
-    inner = described().link(Axis.FSDP.value)  # In a trial the devices of a process are replicas.
-    inside = dataclasses.replace(described(), links=dict.fromkeys((axis.value for axis in Axis), inner))
+    inner = described().link(INNER_AXES[0])  # In a trial the devices of a process are replicas.
+    inside = dataclasses.replace(described(), links=dict.fromkeys(AXES, inner))
     local, of_tables = max(1, experiment.batch_size // len(devices)), functools.partial(table_sec, machine=inside)
     parts = step_parts(trials, own, local, device_bytes, of_tables)
     return workload_of(experiment, trials, own[:of_each], replica, tables, parts), cluster, fixed
@@ -151,7 +151,7 @@ def nodes_of(asked: PlanAuto, devices: Sequence[Device]) -> tuple[int, int]:
 def machine_of(experiment: Experiment, asked: PlanAuto, mesh: Any) -> Machine:
     """The links and speeds of the run's devices: given by the plan or by exchange `auto`, else measured."""
     kind, exchange = "cpu" if platform(mesh) == "cpu" else "gpu", experiment.exchange
-    inner = mesh.shape[Axis.FSDP.value]
+    inner = ways(mesh.shape, INNER_AXES)
     given: Link | None = None
     if asked.network is not None:
         latency = _LATENCY_US if asked.latency_us is None else asked.latency_us
@@ -159,7 +159,7 @@ def machine_of(experiment: Experiment, asked: PlanAuto, mesh: Any) -> Machine:
     elif isinstance(exchange, Auto) and exchange.bandwidth_gbps is not None and exchange.latency_us is not None:
         given = Link(1e-6 * exchange.latency_us, exchange.bandwidth_gbps * 1e9 / 8)
     if given is not None or mesh.size == 1:
-        links = dict.fromkeys((axis.value for axis in Axis), INNER_LINKS[kind])
+        links = dict.fromkeys(AXES, INNER_LINKS[kind])
         links[Axis.REPLICA.value] = given or INNER_LINKS[kind]
         return Machine(links, NOMINAL_SPEEDS[kind], "given; speeds of the devices from a table", kind == "gpu")
     replicas = mesh.shape[Axis.REPLICA.value]
@@ -178,8 +178,7 @@ def machine_of(experiment: Experiment, asked: PlanAuto, mesh: Any) -> Machine:
         together=experiment.model.modality == TabularSpec.modality,  # It may have tables.
     )
     links = dict(found.links)
-    inside = links.get(Axis.FSDP.value, INNER_LINKS[kind])
-    links = {Axis.REPLICA.value: inside, Axis.FSDP.value: inside, Axis.TENSOR.value: inside} | links
+    links = dict.fromkeys(AXES, links.get(INNER_AXES[0], INNER_LINKS[kind])) | links
     return dataclasses.replace(found, links=links)
 
 

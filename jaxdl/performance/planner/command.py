@@ -23,7 +23,7 @@ from jaxdl.core.options import parse_options
 from jaxdl.data import TabularSpec
 from jaxdl.exchange import Auto
 from jaxdl.exchange.cost import NOMINAL_SPEEDS, Link, Machine
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import AXES, FILLING_AXIS, Axis
 from jaxdl.performance.planner.h100 import DEVICE, h100_devices
 from jaxdl.performance.planner.machine import NVLINK, network_rate
 from jaxdl.performance.planner.memory import MOST_OF_DEVICE
@@ -35,7 +35,7 @@ from jaxdl.performance.planner.table_report import remarks as remarks_of_tables
 from jaxdl.performance.planner.table_search import plan_tables
 from jaxdl.performance.planner.trials import Trials
 from jaxdl.performance.planner.workload import fixed_fields, no_layout, workload_of
-from jaxdl.training.experiment import Experiment, given_config, parse_command_line
+from jaxdl.training.experiment import Experiment, find_config_option, parse_command_line
 from jaxdl.training.plans import typed_fields
 
 _SHOWN = 12
@@ -91,7 +91,7 @@ For tables, up to 65,536 examples of the config's data are read, to count the ro
 
 def run(args: list[str], prog: str) -> None:
     """Runs the command line. Raises ConfigError for what cannot be planned."""
-    if given_config(args) is None and {"--help", "-h"} & set(args):
+    if find_config_option(args) is None and {"--help", "-h"} & set(args):
         print(
             f"{ABOUT}\n\nAll other options are those of python -m jaxdl.train. With --config FILE --help: every option,"
             " with its default in that file."
@@ -115,7 +115,7 @@ def run(args: list[str], prog: str) -> None:
         return
     replica = int(fixed.get("mesh.replica", command.nodes))
     total = command.nodes * command.gpus_per_node
-    sizes = {Axis.REPLICA.value: replica, Axis.FSDP.value: max(1, total // replica), Axis.TENSOR.value: 1}
+    sizes = dict.fromkeys(AXES, 1) | {Axis.REPLICA.value: replica, FILLING_AXIS: max(1, total // replica)}
     tables = tables_on_meshes(command.experiment, sizes, lambda: cluster.machine, keep, trials.splits)
     devices = h100_devices(1, cluster.gpus_per_node)
     found = search(workload_of(command.experiment, trials, devices, replica, tables), cluster, fixed)
@@ -141,11 +141,13 @@ def _command(config: Path, experiment: Experiment) -> PlanCommand:
 def _sizes(command: PlanCommand, fixed: Mapping[str, Any]) -> dict[str, int]:
     """The mesh for which tables are planned alone: as given, or a replica on each node, without tensor parallelism."""
     total = command.nodes * command.gpus_per_node
-    replica, tensor = int(fixed.get("mesh.replica", command.nodes)), int(fixed.get("mesh.tensor", 1))
-    fsdp = int(fixed.get("mesh.fsdp", max(1, total // (replica * tensor))))
-    if replica * fsdp * tensor != total:
+    sizes = {axis: int(fixed.get(f"mesh.{axis}", 1)) for axis in AXES}
+    sizes[Axis.REPLICA.value] = int(fixed.get("mesh.replica", command.nodes))
+    if f"mesh.{FILLING_AXIS}" not in fixed:
+        sizes[FILLING_AXIS] = max(1, total // math.prod(sizes.values()))
+    if math.prod(sizes.values()) != total:
         raise no_layout(command.experiment, fixed, f"{command.nodes} nodes of {command.gpus_per_node} GPUs")
-    return {Axis.REPLICA.value: replica, Axis.FSDP.value: fsdp, Axis.TENSOR.value: tensor}
+    return sizes
 
 
 def _print_tables(
@@ -188,11 +190,7 @@ def cluster_of(command: PlanCommand) -> Cluster:
     if command.latency_us < 0 or command.device_gb < 0 or not math.isfinite(command.latency_us + command.device_gb):
         raise OptionError("--latency-us and --device-gb: give finite numbers, 0 or more.")
     rate = network_rate(command.network, "--network", OptionError) / command.gpus_per_node
-    links = {
-        Axis.REPLICA.value: Link(1e-6 * command.latency_us, rate),
-        Axis.FSDP.value: NVLINK,
-        Axis.TENSOR.value: NVLINK,
-    }
+    links = dict.fromkeys(AXES, NVLINK) | {Axis.REPLICA.value: Link(1e-6 * command.latency_us, rate)}
     machine = Machine(links, NOMINAL_SPEEDS["gpu"], "given", overlaps=True)
     size = 1e9 * command.device_gb or float(DEVICE["device_memory_size"])
     return Cluster(command.nodes, command.gpus_per_node, machine, size, Efficiency(command.efficiency, command.overlap))

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh
 
 from jaxdl.exchange.base import Exchange, GradientLayout, by_name, leaf_names
 from jaxdl.exchange.cost import Gradients
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import GATHER_AXES, Axis, inner_sizes, ways
 from jaxdl.parallel.sharding import STACKED, Layout, LogicalAxes, Params, ShardingConfig, is_names, spec_axes
 from jaxdl.performance.planner.tables import Costs
 
@@ -51,10 +51,9 @@ class Parameters:
         names, shapes = leaf_names(self.shapes), [x.shape for x in jax.tree.leaves(self.shapes)]
         specs = [layout.grad_spec(axis, shape) for axis, shape in zip(axes, shapes, strict=True)]
         sizes = layout.mesh.shape
-        inner = {axis: size for axis, size in sizes.items() if axis != Axis.REPLICA.value and size > 1}
         local = {name: shard_shape(shape, spec, sizes) for name, shape, spec in zip(names, shapes, specs, strict=True)}
         stacked = frozenset(name for name, axis in zip(names, axes, strict=True) if STACKED in axis)
-        found = GradientLayout(dict(zip(names, specs, strict=True)), inner, self.order, stacked)
+        found = GradientLayout(dict(zip(names, specs, strict=True)), inner_sizes(sizes), self.order, stacked)
         return Gradients(local, sizes[Axis.REPLICA.value], found)
 
     def frozen_bytes(self, layout: Layout) -> float:
@@ -198,13 +197,13 @@ def memory(
     state += parameters.other_bytes + parameters.frozen_bytes(step.layout)
     if step.exchange is not None:
         state += exchange_bytes(step.exchange, parameters.gradients(step.layout))
-    running = temporary.at(step.sizes[Axis.FSDP.value], step.examples)
+    running = temporary.at(ways(step.sizes, GATHER_AXES), step.examples)
     if step.microbatches > 1:
         running += sizes["gradients"]
     if step.sizes[Axis.REPLICA.value] > 1:
         added = sizes["gradients"]
         if exchanging is not None:
-            whole = described_layout(step.sharding, {**step.sizes, Axis.FSDP.value: 1})
+            whole = described_layout(step.sharding, {**step.sizes, **dict.fromkeys(GATHER_AXES, 1)})
             added *= exchanging / max(parameters.bytes(whole)["gradients"], 1.0)
         running = max(0.0, running + added)
     batch = 2 * example_bytes * step.examples * step.microbatches

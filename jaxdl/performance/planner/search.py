@@ -16,7 +16,7 @@ from jaxdl.exchange import Auto, Dense, ExchangeConfig
 from jaxdl.exchange.auto import recommend
 from jaxdl.exchange.cost import Gradients, Machine, predict
 from jaxdl.parallel.embedding import EmbeddingConfig, Scheme
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import AXES
 from jaxdl.parallel.sharding import ShardingConfig
 from jaxdl.performance.planner.memory import (
     MOST_OF_DEVICE,
@@ -46,12 +46,12 @@ class Choice(NamedTuple):
     @property
     def sizes(self) -> dict[str, int]:
         """Mesh axis -> size."""
-        return {axis.value: getattr(self, axis.value) for axis in Axis}
+        return {axis: getattr(self, axis, 1) for axis in AXES}
 
     @property
     def settings(self) -> dict[str, Any]:
         """The fields of an experiment that it sets."""
-        values = (self.replica, self.fsdp, self.tensor, self.microbatches, self.remat, self.param_sharding)
+        values = (*self.sizes.values(), self.microbatches, self.remat, self.param_sharding)
         found: dict[str, Any] = dict(zip(LAYOUT, values, strict=True))
         return {name: value for name, value in found.items() if value != ""}
 
@@ -153,7 +153,7 @@ def search(workload: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any]) ->
         found += [make_candidate(workload, cluster, choice) for choice in every if choice.tensor == tensor]
         if any(candidate.fits for candidate in found):
             break
-    whole = described_layout(workload.sharding, {axis.value: 1 for axis in Axis})
+    whole = described_layout(workload.sharding, dict.fromkeys(AXES, 1))
     size = workload.parameters.bytes(whole)["parameters"]
     return SearchResult(tuple(sorted(found, key=_rank)), cluster, size)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jaxdl.exchange.cost import Cost, Machine
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import GATHER_AXES, MODEL_AXES, ways
 from jaxdl.performance.planner.memory import Fit
 from jaxdl.performance.planner.tables import Costs
 
@@ -99,17 +99,17 @@ def own_time(
     `examples` are those of a device in a micro-batch; `tables` is what a step costs for tables, nothing of which is in
     the profile.
     """
-    fsdp, tensor = sizes[Axis.FSDP.value], sizes[Axis.TENSOR.value]
+    fsdp, tensor = ways(sizes, GATHER_AXES), ways(sizes, MODEL_AXES)
     passes = profile.passes_sec.at(fsdp, examples) / efficiency.compute
     compute = microbatches * passes + profile.other_sec.at(fsdp, 0) / efficiency.compute
     inner = 0.0
     if fsdp > 1:
         inner += _seconds(
-            machine, Axis.FSDP.value, profile.fsdp_messages, fsdp - 1, profile.fsdp_bytes * (fsdp - 1) / fsdp
+            machine, GATHER_AXES[0], profile.fsdp_messages, fsdp - 1, profile.fsdp_bytes * (fsdp - 1) / fsdp
         )
     if tensor > 1:
         num_bytes = profile.tensor_bytes.at(fsdp, examples)
-        inner += _seconds(machine, Axis.TENSOR.value, profile.tensor_messages, 2 * (tensor - 1), num_bytes)
+        inner += _seconds(machine, MODEL_AXES[0], profile.tensor_messages, 2 * (tensor - 1), num_bytes)
     inner *= microbatches
     hidden = efficiency.overlap * compute if machine.overlaps else 0.0
     exposed, slow = max(0.0, inner - hidden), 0.0

@@ -55,11 +55,11 @@ def compiled_step(tables: Tables, batch_size: int, num_ids: int) -> str:
 
     def step(state: Any, *ids: jax.Array) -> Any:
         key = jax.random.key(0)
-        located = tables.located(*ids)
+        located = tables.locate(*ids)
         vectors = tables.lookup({name: arrays[ROWS] for name, arrays in state.items()}, located, key)
         found, square = tables.gradients(located, vectors, key)
         numbers = {"factor": jnp.float32(1), "learning_rate": jnp.float32(0.1), "count": jnp.int32(1)}
-        return tables.updated(state, found, kept=jnp.isfinite(square), **numbers)
+        return tables.update(state, found, kept=jnp.isfinite(square), **numbers)
 
     def struct(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

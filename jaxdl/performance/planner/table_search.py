@@ -25,7 +25,7 @@ from jaxdl.core.kinds import kinds
 from jaxdl.core.solver import milp
 from jaxdl.exchange.cost import Machine
 from jaxdl.parallel.embedding import EmbeddingConfig, Scheme, Table
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import INNER_AXES, ways
 from jaxdl.performance.planner.table_places import place_tables
 from jaxdl.performance.planner.tables import Costs, TablePlan, Workload, costs_of, costs_of_buffers, with_schemes
 from jaxdl.report.explanation import readable_bytes
@@ -305,8 +305,8 @@ def _choices() -> list[Scheme]:
 
 def possible(table: Table, work: Workload) -> list[Scheme]:
     """The schemes that a table can have, with room for the rows that batches touch."""
-    ways = math.prod(size for axis, size in work.sizes.items() if axis != Axis.REPLICA.value)
-    fit = [scheme for scheme in _choices() if scheme.spread.cut != "columns" or table.columns % ways == 0]
+    inside = ways(work.sizes, INNER_AXES)
+    fit = [scheme for scheme in _choices() if scheme.spread.cut != "columns" or table.columns % inside == 0]
     return [scheme.with_room(_room([table], work)) for scheme in fit]
 
 

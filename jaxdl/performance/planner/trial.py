@@ -18,7 +18,7 @@ from jaxdl.parallel.compiler import hlo, overlap, roofline
 from jaxdl.parallel.compiler.groups import sent_bytes
 from jaxdl.parallel.embedding import Buffer, Tables
 from jaxdl.parallel.embedding.traffic import Message, messages
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import GATHER_AXES, MODEL_AXES, Axis
 from jaxdl.performance.planner.h100 import compile_step
 from jaxdl.performance.planner.memory import Fit, fit_memory
 from jaxdl.performance.planner.steptime import Profile
@@ -201,15 +201,15 @@ def profile(
     def line(value: Callable[[Measured], float]) -> Fit:
         return fit_memory({key: value(one) for key, one in found.items()})
 
-    spread, whole = found[most_fsdp, few], Axis.FSDP.value
+    spread, inner = found[most_fsdp, few], MODEL_AXES[0]
     share = (most_fsdp - 1) / most_fsdp
     return Profile(
         temporary=line(lambda one: one.temporary),
         passes_sec=line(lambda one: one.passes),
         other_sec=line(lambda one: one.other),
-        fsdp_bytes=spread.sent.get(whole, 0.0) / share if share else 0.0,
-        fsdp_messages=spread.messages.get(whole, 0.0),
-        tensor_bytes=line(lambda one: one.sent.get(Axis.TENSOR.value, 0.0)),
-        tensor_messages=spread.messages.get(Axis.TENSOR.value, 0.0),
+        fsdp_bytes=spread.sent.get(GATHER_AXES[0], 0.0) / share if share else 0.0,
+        fsdp_messages=spread.messages.get(GATHER_AXES[0], 0.0),
+        tensor_bytes=line(lambda one: one.sent.get(inner, 0.0)),
+        tensor_messages=spread.messages.get(inner, 0.0),
         exchange_bytes=between,
     )

@@ -14,6 +14,7 @@ from jaxdl.core.config import ConfigError, field_at
 from jaxdl.data import TabularSpec
 from jaxdl.exchange import Auto, ExchangeConfig
 from jaxdl.exchange.base import by_name, leaf_names
+from jaxdl.parallel.mesh import BATCH_AXES
 from jaxdl.parallel.sharding import has_names, is_names
 from jaxdl.performance.planner.memory import Fit, Parameters
 from jaxdl.performance.planner.search import PlanTables, RunWorkload
@@ -52,7 +53,7 @@ def list_fields(fixed: Mapping[str, Any]) -> str:
 
 def no_layout(experiment: Experiment, fixed: Mapping[str, Any], devices: str) -> ConfigError:
     """The error of a search without any candidate."""
-    ways = "all devices" if experiment.model.modality == TabularSpec.modality else "replica x fsdp"
+    ways = "all devices" if experiment.model.modality == TabularSpec.modality else " x ".join(BATCH_AXES)
     return ConfigError(
         f"no layout: batch_size {experiment.batch_size} (and that of the evaluation) has to be divided by {ways} "
         f"on {devices}, with what is given ({list_fields(fixed)}). Give fewer options (an axis of the mesh that is -1 "

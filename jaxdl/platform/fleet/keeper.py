@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from jaxdl.core.writing import replace_file
+from jaxdl.core.files import replace_file
 
 EXIT_FILE, KEEPER_FILE, OUTPUT_FILE = "exit.json", "keeper.json", "output.txt"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

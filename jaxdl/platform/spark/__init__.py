@@ -6,10 +6,10 @@ index. Needs pyspark: `pip install 'jaxdl[spark]'`.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from jaxdl.core.errors import ConfigError
+from jaxdl.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from jaxdl.platform.spark.classifier import JaxdlClassifier, JaxdlClassifierModel
@@ -26,22 +26,12 @@ __all__ = [
     "predictor_udf",
 ]
 
-_HOMES = {
-    "JaxDistributor": "distributor",
-    "JaxdlClassifier": "classifier",
-    "JaxdlClassifierModel": "classifier",
-    "JaxdlFeaturizer": "featurizer",
-    "ProcessFailed": "distributor",
-    "predictor_udf": "udf",
-}
-"""Name -> its module, imported when it is asked for: the processes that a job starts need no pyspark."""
+_load = lazy_names("jaxdl.platform.spark")  # The processes that a job starts need no pyspark.
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'jaxdl.spark' has no attribute {name!r}")
     try:
-        module = importlib.import_module(f"jaxdl.platform.spark.{_HOMES[name]}")
+        return _load(name)
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in ("pyspark", "py4j", "pyarrow"):
             raise
@@ -49,4 +39,3 @@ def __getattr__(name: str) -> Any:
             f"jaxdl.spark: it needs the package {error.name}, which is not installed. Install it with pip install "
             "'jaxdl[spark]', here and for the executors."
         ) from None
-    return getattr(module, name)

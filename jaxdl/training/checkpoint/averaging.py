@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxdl.core.runs import Which, averaged_steps
+from jaxdl.core.runs import Which, steps_to_average
 from jaxdl.training.checkpoint.manager import Checkpoints, Restored
 from jaxdl.training.state import TrainState
 
@@ -22,7 +22,7 @@ def restore_mean(checkpoints: Checkpoints, abstract: TrainState, number: int, wh
     ConfigError if there are fewer, and what `Checkpoints.restore` raises if one of them is damaged.
     """
     checkpoints.choice(which)  # Raises if there is none of this step.
-    steps = averaged_steps(checkpoints.choice("newest"), which, number)
+    steps = steps_to_average(checkpoints.choice("newest"), which, number)
     add = jax.jit(lambda sums, one: jax.tree.map(_sum, sums, one), donate_argnums=0)
     restored, sums = None, None
     for step in steps:

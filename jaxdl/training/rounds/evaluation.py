@@ -8,7 +8,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxdl.parallel.mesh import Axis, batch_sharding
+from jaxdl.parallel.mesh import INNER_BATCH_AXES, Axis, batch_sharding
 from jaxdl.parallel.sharding import Layout
 from jaxdl.training.state import replicated
 from jaxdl.training.step import Batch, Parts, apply_network, one_replica_params, own_param_specs
@@ -29,7 +29,7 @@ def make_own_eval_step(parts: Parts) -> jax.stages.Wrapped:
 
     def one_replica(params: Any, model_state: Any, batch: Batch) -> dict[str, jax.Array]:
         params, model_state = one_replica_params(parts, params), jax.tree.map(lambda x: x[0], model_state)
-        batch = {name: lax.with_sharding_constraint(x, PartitionSpec(Axis.FSDP.value)) for name, x in batch.items()}
+        batch = {name: lax.with_sharding_constraint(x, PartitionSpec(INNER_BATCH_AXES)) for name, x in batch.items()}
         whole = parts.task.takes_arrays
         outputs, _ = apply_network(parts, layout, params, model_state, batch, train=False, whole=whole)
         return jax.tree.map(lambda x: lax.psum(x, replica), parts.task.sums(outputs, batch, train=False))

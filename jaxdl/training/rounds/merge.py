@@ -41,7 +41,7 @@ def make_merge(parts: Parts, number: int) -> jax.stages.Wrapped:
     merge, num_replicas = Merge(parts), parts.layout.mesh.shape[_REPLICA]
 
     def merged(state: TrainState) -> tuple[TrainState, Metrics]:
-        return parts.agreement.merged(merge, state, number, num_replicas)
+        return parts.agreement.merge(merge, state, number, num_replicas)
 
     shardings = parts.state_spec.shardings
     return jax.jit(
@@ -139,7 +139,7 @@ class Merge:
         own, outer = state.own, state.agreement_state[OUTER]
         before, mine = self._anchor(state, fragments), self._mine(own, fragments)
         kept = {name: self._of(tree, fragments) for name, tree in outer.items()}
-        moved, new_outer = agreement.moved(before, kept, begun.mean)
+        moved, new_outer = agreement.move_anchor(before, kept, begun.mean)
         taken = jnp.any(begun.factor > 0, axis=1)
 
         def chosen(new: Pieces, old: Pieces) -> Pieces:
@@ -150,7 +150,7 @@ class Merge:
         after = lax.with_sharding_constraint(after, named(self._mesh, specs))
         sound, changes, model_state, distance = self._shared(state, before, mine, begun, fragments)
         adopted = {
-            name: where(sound, agreement.adopted(x, before[name], after[name], self._num_replicas), after[name])
+            name: where(sound, agreement.adopt(x, before[name], after[name], self._num_replicas), after[name])
             for name, x in mine.items()
         }
         own = dataclasses.replace(self._with_mine(own, adopted, fragments), **changes)

@@ -15,13 +15,13 @@ from flax import linen, nnx
 from jaxdl.core.config import ConfigError
 from jaxdl.core.errors import without_frames
 from jaxdl.core.kinds import kinds
-from jaxdl.core.reference import resolved
+from jaxdl.core.reference import resolve
 from jaxdl.core.startup import USUAL_NAMES, is_first_process
 from jaxdl.core.user_code import parameters
 from jaxdl.data import Arrays, Data
 from jaxdl.data.arrays.examples import Examples
-from jaxdl.data.arrays.in_memory import num_held_out
 from jaxdl.data.arrays.labels import check_class_numbers
+from jaxdl.data.source import num_held_out
 from jaxdl.models import FromModule, Model
 from jaxdl.optim import AdamW, Optax, Optimizer
 from jaxdl.parallel.mesh import Device
@@ -134,7 +134,7 @@ def _model(model: Any) -> Any:
 def _named(argument: str, function: Any) -> Any:
     """A function or class that was given for an argument of `fit`. Raises ConfigError if it has no name in a file."""
     try:
-        return resolved(function)
+        return resolve(function)
     except ConfigError as error:
         raise ConfigError(f"{argument}: {error}.") from None
 
@@ -176,7 +176,7 @@ def _data(train: Any, test: Any, *, classifies: bool, quiet: bool) -> tuple[Data
         if test is not None:
             raise ConfigError(f"test: data {train.kind} has its own held-out examples. Leave test out.")
         return train, None
-    given: dict[str, Any] = {"train": Examples.made(train)} | ({} if test is None else {"test": Examples.made(test)})
+    given: dict[str, Any] = {"train": Examples.of(train)} | ({} if test is None else {"test": Examples.of(test)})
     num_examples = len(given["train"].rows("train"))
     held_out = num_held_out(num_examples, TEST_FRACTION) if test is None else 0
     num_classes = None

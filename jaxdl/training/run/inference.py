@@ -192,7 +192,7 @@ def held_out(data: Any, spec: DataSpec, recorded: Mapping[str, Any] | None = Non
                 f"evaluate: {data!r} is of type str. Give a data config, such as jaxdl.data.Digits(), its splits, a "
                 "source, or arrays (x, y)."
             )
-        examples = Examples.made(data)
+        examples = Examples.of(data)
         if "num_classes" in spec.sizes():  # The network reads class numbers, whatever form the user's labels have.
             examples, _ = examples.with_class_numbers("evaluate")
         yield like(examples, spec, "evaluate")

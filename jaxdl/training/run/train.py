@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.errors import outliving_readers, without_frames
+from jaxdl.core.errors import survive_readers, without_frames
 from jaxdl.core.files import hang_file
 from jaxdl.parallel.cluster import Watchdog, heartbeat
 from jaxdl.parallel.mesh import Device
@@ -85,7 +85,7 @@ def train(
     workdir = check_workdir(workdir)
     callbacks.check(workdir)
     init, start = as_init(init_from, workdir), Start(quiet=quiet)
-    with StopSignals() as stop, outliving_readers(stop.unread), contextlib.ExitStack() as stack:
+    with StopSignals() as stop, survive_readers(stop.unread), contextlib.ExitStack() as stack:
         status = RunStatus(workdir, experiment, stop, start)
         stack.callback(status.release)  # After everything that writes there is closed.
         stack.enter_context(status)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec
 
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import INNER_BATCH_AXES, Axis
 from jaxdl.parallel.sharding import Grads, Layout, Params, is_spec
 from jaxdl.training.state import ModelState
 from jaxdl.training.step.network import apply_network
@@ -122,7 +122,7 @@ def _replica_gradients(
     replica = Axis.REPLICA.value
     layout = Layout(parts.layout.config, parts.layout.mesh, manual=frozenset({replica}), sum_dtype=parts.sum_dtype)
     one_microbatch = functools.partial(_microbatch_gradients, parts, layout)
-    batch = {name: lax.with_sharding_constraint(x, PartitionSpec(Axis.FSDP.value)) for name, x in batch.items()}
+    batch = {name: lax.with_sharding_constraint(x, PartitionSpec(INNER_BATCH_AXES)) for name, x in batch.items()}
     key, rows = (None, None) if random is None else (jax.random.wrap_key_data(random[0]), random[1])
     if (num_parts := parts.config.microbatches) == 1:
         return one_microbatch(params, model_state, batch, factor, key, rows)

@@ -34,7 +34,7 @@ def looked_up(
 def located_ids(parts: Parts, batch: Batch) -> LocatedIds:
     """Where the ids of a batch are, of a network with tables."""
     assert parts.tables is not None
-    return parts.tables.located(batch[IDS], batch.get(LENGTHS))
+    return parts.tables.locate(batch[IDS], batch.get(LENGTHS))
 
 
 def touched_rows(
@@ -63,7 +63,7 @@ def updated_tables(
     """
     if parts.tables is None:
         return tables
-    return parts.tables.updated(
+    return parts.tables.update(
         tables,
         touched,
         kept=kept,

@@ -38,7 +38,7 @@ def apply_network(
     """
     if parts.tables is not None and vectors is None:
         model_state = dict(model_state)
-        located = parts.tables.located(batch[IDS], batch.get(LENGTHS))
+        located = parts.tables.locate(batch[IDS], batch.get(LENGTHS))
         vectors = parts.tables.lookup(model_state.pop(TABLES), located)
     with _precise(parts, layout):
         inputs = parts.task.inputs(batch, parts.data_spec)

@@ -2,7 +2,7 @@
 
 Its parts, in order:
 
-1. local gradients: `shard_map`, manual over `replica` alone; XLA shards the rest over `fsdp` and `tensor`;
+1. local gradients: `shard_map`, manual over `replica` alone; XLA shards the rest over the other axes;
 2. the exchange: a second `shard_map`, manual over every axis, where each device exchanges its own shard; the finite
    check of all replicas' gradients and the sums of metrics go with it, in one small message;
 3. the update: plain `jit` on sharded gradients, so that norms are global and its work is split over the devices;
@@ -38,8 +38,8 @@ from jaxdl.training.step.update import guarded, nonzero, updated
 def make_train_step(parts: Parts) -> jax.stages.Wrapped:
     """The jitted train step `(state, batch) -> (state, metrics)`.
 
-    The state is donated and comes back in the same shardings; `batch` leaves are `[global batch, ...]`, sharded over
-    `(replica, fsdp)`. Metrics are float32 scalars: the task's sums as `sums/...`, `grad_norm`, `learning_rate`,
+    The state is donated and comes back in the same shardings; `batch` leaves are `[global batch, ...]`, sharded as by
+    `batch_sharding`. Metrics are float32 scalars: the task's sums as `sums/...`, `grad_norm`, `learning_rate`,
     `momentum` where it changes, `exchange/...`, `skip_reason` (see `guarded`), with float16 `loss_scale` and
     `skipped_steps`, and with the guard `bad_steps` (so far) and `bad_in_row`; `grad_norm` and `exchange/...` are NaN in
     a skipped step. With emulated staleness `agreement/staleness` is its mean over the replicas. With the guard or

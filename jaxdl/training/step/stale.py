@@ -66,7 +66,7 @@ def remedied(
     """
     agreement, trainable = parts.agreement, parts.trainable
     grads = jax.tree.map(
-        lambda g, now, past: agreement.compensated(g, now[None], past),
+        lambda g, now, past: agreement.compensate(g, now[None], past),
         grads,
         trainable.of(state.params),
         trainable.of(stale),
@@ -82,7 +82,7 @@ def remedied(
 
 def _on_all(parts: Parts, x: jax.Array) -> jax.Array:
     """The same on all devices: else each replica might compute its own alone, and their mean would be a message."""
-    return parts.layout.constrained(x, PartitionSpec())
+    return parts.layout.constrain(x, PartitionSpec())
 
 
 def remembered(parts: Parts, state: TrainState) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxdl.optim import averaged, num_updates
+from jaxdl.optim import average_params, num_updates
 from jaxdl.optim.norms import global_norm
 from jaxdl.parallel.sharding import Grads, Layout, Specs, is_spec
 from jaxdl.report.skips import REASON, Skip
@@ -54,7 +54,7 @@ def updated(
         moved = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, trainable.of(average), trained)
         average = trainable.merged(moved, average)
     elif average:
-        own = _resharded(parts, layout, averaged(opt_state, new), trainable.of(spec.params))
+        own = _resharded(parts, layout, average_params(opt_state, new), trainable.of(spec.params))
         average = trainable.merged(own, average)
     metrics = {"grad_norm": grad_norm, "learning_rate": rates.learning_rate}
     if rates.momentum is not None:
@@ -78,7 +78,7 @@ def _resharded(parts: Parts, layout: Layout, params: optax.Params, specs: Specs)
     """The parameters, resharded to `specs` where the update is sharded unlike them."""
     if parts.state_spec.update == parts.trainable.of(parts.state_spec.params):
         return params
-    return jax.tree.map(lambda spec, x: layout.constrained(x, spec), specs, params, is_leaf=is_spec)
+    return jax.tree.map(lambda spec, x: layout.constrain(x, spec), specs, params, is_leaf=is_spec)
 
 
 def nonzero(weight: jax.Array) -> jax.Array:

@@ -111,7 +111,7 @@ class LanguageModelling(Task, kind="language_modelling"):
                     target, mask, chunk_tokens=chunk_tokens, z_loss=z_loss, label_smoothing=smoothing
                 )
                 return {"loss": loss, "weight": self.weight(batch), "correct": correct}
-            outputs = outputs.whole()
+            outputs = outputs.materialize()
         logits = outputs.astype(jnp.float32)
         normalizer = jax.nn.logsumexp(logits, axis=-1)
         own = label_logit(logits, target)

@@ -31,7 +31,7 @@ from jaxdl.exchange import Dense, ExchangeConfig, Machine, kinds, predict
 from jaxdl.exchange.probe import probe_link, repeated_sum
 from jaxdl.parallel.cluster import ClusterConfig, end_together, launched_cpu_devices, start_devices, wait_for_all
 from jaxdl.parallel.cluster.agree import of_first_process
-from jaxdl.parallel.mesh import Axis, MeshConfig, gpus_chosen, make_mesh, platform
+from jaxdl.parallel.mesh import FILLING_AXIS, Axis, MeshConfig, gpus_chosen, make_mesh, platform
 from jaxdl.performance.bench.balance.balance_check import Checked, check_all, or_inf
 from jaxdl.performance.bench.balance.balance_report import (
     LOCAL,
@@ -207,7 +207,7 @@ class Measurement:
         self.say("probing the links, and a device")
         links = {_REPLICA: probe_link(self.mesh, _REPLICA, ("all_reduce/float32", "all_gather"))}
         if self.inner > 1:
-            links[Axis.FSDP.value] = probe_link(self.mesh, Axis.FSDP.value, ("all_gather",))
+            links[FILLING_AXIS] = probe_link(self.mesh, FILLING_AXIS, ("all_gather",))
         work = block(self.command.size)
         plan = self._plan(work, None, self.replicas)
         gradients = exchanged_gradients(plan.experiment, plan.splits.train.spec, self.mesh)

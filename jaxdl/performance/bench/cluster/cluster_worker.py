@@ -22,7 +22,7 @@ from jaxdl.exchange.cost import PERMUTE, Figures, Gradients, Link, Machine, Spee
 from jaxdl.exchange.probe import probe_link, probe_speeds, start_together
 from jaxdl.optim import keeps_average
 from jaxdl.parallel.compiler import compiled
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import FILLING_AXIS, Axis
 from jaxdl.performance.bench.cluster.cluster_variants import BASELINE, FLAT, VARIANTS, Variant, merges_of_round
 from jaxdl.performance.bench.cluster.requests import serve
 from jaxdl.performance.planner.idle_exchange import NoExchange
@@ -36,7 +36,7 @@ from jaxdl.training.state import Own, TrainState, init_agreement
 from jaxdl.training.step import Parts
 
 _REPLICA = Axis.REPLICA.value
-_INSIDE = (Axis.FSDP.value,)
+_INSIDE = (FILLING_AXIS,)
 _COLLECTIVES = {False: ("all_reduce/float32", "all_gather", "all_to_all"), True: ("all_reduce/float32",)}
 """The gradients that the variants exchange, by whether every device is a replica."""
 
@@ -60,7 +60,7 @@ class Worker:
         """Joins the other hosts and plans every variant; returns the number of parameters."""
         base = Experiment.from_json(experiment)
         for is_flat in sorted({self.known[name].is_flat for name in names}):
-            mesh = base.mesh if not is_flat else base.mesh.replaced({_REPLICA: -1, Axis.FSDP.value: 1})
+            mesh = base.mesh if not is_flat else base.mesh.replaced({_REPLICA: -1, FILLING_AXIS: 1})
             self._plans[is_flat] = make_plan(base.replaced({"mesh": mesh, "exchange": Dense()}))
         for name in names:
             self._variants[name] = self._planned(name)

@@ -22,7 +22,7 @@ from jaxdl.data import Data, DataSpec, PhotoSource, Source, Splits, TrainLoader
 from jaxdl.data.phases import Segment, Timeline, make_timeline
 from jaxdl.exchange import Auto, Dense, ExchangeConfig
 from jaxdl.models.stacks import Dims
-from jaxdl.optim import Rates, built_schedule, check_average, check_rates, keeps_average, make_optimizer
+from jaxdl.optim import Rates, build_schedule, check_average, check_rates, keeps_average, make_optimizer
 from jaxdl.parallel.cluster import start_devices, wait_for_all
 from jaxdl.parallel.collectives.select import KERNELS
 from jaxdl.parallel.mesh import Axis, Device, batch_sharding, batch_ways, make_mesh, platform
@@ -58,8 +58,8 @@ from jaxdl.training.run.plan.validate import (
     check_tensor_dims,
     check_warmup,
     fitted_task,
+    idle_axes,
     idle_exchange,
-    idle_tensor,
     read_splits,
 )
 from jaxdl.training.run.tables.cached_tables import Caches, make_caches
@@ -206,7 +206,7 @@ def make_plan(
     reasons += experiment.model.remarks(mesh, experiment.precision.dtype)
     reasons += experiment.agreement.remarks(total_steps, num_replicas) + notes
     reasons += settings_remarks(experiment, parts, num_replicas)
-    reasons += idle_tensor(parts.network, mesh) + ((note,) if note else ())
+    reasons += idle_axes(parts.network, mesh) + ((note,) if note else ())
     return _checked(Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons, begin_with, kept))
 
 
@@ -288,7 +288,7 @@ def make_rates(experiment: Experiment, timeline: Timeline) -> Callable[[jax.typi
     """
     optimizer = experiment.optimizer
     length = {"total_steps": timeline.scheduled_steps, "steps_per_epoch": timeline.steps_per_epoch}
-    learning_rate, cycle = built_schedule(experiment.schedule, peak=optimizer.learning_rate, **length)
+    learning_rate, cycle = build_schedule(experiment.schedule, peak=optimizer.learning_rate, **length)
 
     def rates(num_updates: jax.typing.ArrayLike) -> Rates:
         step, size = timeline.scheduled(num_updates)

@@ -29,7 +29,7 @@ from jaxdl.parallel.embedding import EmbeddingConfig, Table, Tables
 from jaxdl.parallel.embedding.jagged import is_jagged
 from jaxdl.parallel.embedding.table import check_tables
 from jaxdl.parallel.embedding.update import agree_on_kernels
-from jaxdl.parallel.mesh import Axis, platform
+from jaxdl.parallel.mesh import Axis, inner_sizes, platform
 from jaxdl.parallel.sharding import STACKED, Layout, LogicalAxes, Params, grad_specs, is_names, named
 from jaxdl.report.explanation import readable_bytes
 from jaxdl.training.experiment import Experiment
@@ -218,7 +218,7 @@ def gradient_layout(experiment: Experiment, network: Network, spec: DataSpec, la
     order = backward_order(loss, network.param_shapes, spec.blank()) if several else ()
     return GradientLayout(
         specs=by_name(grad_specs(layout, trained_axes, trained)),
-        inner={axis: size for axis, size in layout.mesh.shape.items() if axis != Axis.REPLICA and size > 1},
+        inner=inner_sizes(layout.mesh.shape),
         order=tuple(name for name in order if name in names),
         stacked=frozenset(name for name, one in zip(names, axes, strict=True) if STACKED in one),
     )

@@ -12,6 +12,7 @@ from jaxdl.data import DataSpec
 from jaxdl.parallel.cluster import host_memory_bytes
 from jaxdl.parallel.embedding import Tables
 from jaxdl.parallel.embedding.layout import copied_bytes
+from jaxdl.parallel.mesh import FILLING_AXIS
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.state import StateSpec, TrainState
 
@@ -36,7 +37,7 @@ def check_memory(experiment: Experiment, state_spec: StateSpec, spec: DataSpec, 
         raise ConfigError(
             f"model {experiment.model.kind}: its parameters, the optimizer's and the exchange's state take "
             f"{_size(state)}{on}, and {where} {_size(there)}. Make the model smaller, or shard it over more devices "
-            "(--mesh.fsdp)."
+            f"(--mesh.{FILLING_AXIS})."
         )
     copied = copies * _evaluation_bytes(experiment, spec, tables)
     if state + copied > there:

@@ -12,6 +12,7 @@ from jaxdl.models import Network
 from jaxdl.models.mode_check import idle_dropout
 from jaxdl.models.norm_rows import row_norms
 from jaxdl.optim import decay_mask
+from jaxdl.parallel.mesh import FILLING_AXIS
 from jaxdl.report.better_direction import mode_of
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.run.plan.exchange import trained_of, with_vectors
@@ -118,7 +119,7 @@ def norms_of_rows(experiment: Experiment, parts: Parts, num_replicas: int) -> tu
         f"{min(sizes):,}, {num_replicas} replica{'s' if num_replicas > 1 else ''}, {microbatches} "
         f"micro-batch{'es' if microbatches > 1 else ''}). Take a larger --batch-size"
         + (", fewer --step.microbatches" if microbatches > 1 else "")
-        + (", or --mesh.fsdp in place of --mesh.replica" if num_replicas > 1 else "")
+        + (f", or --mesh.{FILLING_AXIS} in place of --mesh.replica" if num_replicas > 1 else "")
         + _span(parts.network, num_replicas)
         + ", or a norm over features, such as nnx.LayerNorm or nnx.GroupNorm.",
     )

@@ -23,7 +23,7 @@ from jaxdl.models import Network
 from jaxdl.models.mode_check import check_evaluation
 from jaxdl.parallel.cluster import current, wait_for_all
 from jaxdl.parallel.cluster.consistency import process_names
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import BATCH_AXES, MODEL_AXES
 from jaxdl.parallel.sharding import STACKED, UNNAMED, UNNAMED_STACK, ShardingConfig, has_names, is_names
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.tasks import Task, check_task
@@ -113,18 +113,18 @@ def check_warmup(experiment: Experiment, total_steps: int) -> None:
 
 def check_batches(experiment: Experiment, ways: int, eval_batch_size: int) -> None:
     """Raises ConfigError for batches that cannot be split over `ways` devices."""
-    unit = ways * experiment.step.microbatches
+    unit, split = ways * experiment.step.microbatches, " x ".join(BATCH_AXES)
     for size in sorted({experiment.batch_size, *(one.batch_size or unit for one in experiment.phases)}):
         if size % unit:
             below, above = size // unit * unit, math.ceil(size / unit) * unit
             raise ConfigError(
-                f"--batch-size {size}: cannot be split evenly over replica x fsdp = {ways} devices"
+                f"--batch-size {size}: cannot be split evenly over {split} = {ways} devices"
                 + (f" and {experiment.step.microbatches} micro-batches" if experiment.step.microbatches > 1 else "")
                 + f". Choose a multiple of {unit}, such as {f'{below} or {above}' if below else above}."
             )
     if eval_batch_size % ways:
         raise ConfigError(
-            f"--evaluation.batch-size {eval_batch_size}: cannot be split evenly over replica x fsdp = {ways} devices. "
+            f"--evaluation.batch-size {eval_batch_size}: cannot be split evenly over {split} = {ways} devices. "
             f"Choose a multiple of {ways}."
         )
 
@@ -238,14 +238,13 @@ def _shapes(outputs: Any) -> str:
     return leaves[0] if hasattr(outputs, "shape") else f"a {type(outputs).__name__} of {', '.join(leaves) or 'nothing'}"
 
 
-def idle_tensor(network: Network, mesh: Mesh) -> tuple[str, ...]:
-    """A line for the user when the mesh axis `tensor` splits nothing, since no parameter has logical axes."""
-    size = mesh.shape[Axis.TENSOR]
-    if size == 1 or has_names(network.axes):
-        return ()
-    return (
-        f"--mesh.tensor {size}: no parameter of {network.what} has logical axes, so nothing is split over tensor, and "
-        f"each group of {size} devices computes the same. Name the axes, or take --mesh.tensor 1.",
+def idle_axes(network: Network, mesh: Mesh) -> tuple[str, ...]:
+    """Lines for the user on mesh axes that split nothing, since no parameter has logical axes."""
+    sizes = {axis: mesh.shape[axis] for axis in MODEL_AXES if mesh.shape[axis] > 1}
+    return tuple(
+        f"--mesh.{axis} {size}: no parameter of {network.what} has logical axes, so nothing is split over {axis}, and "
+        f"each group of {size} devices computes the same. Name the axes, or take --mesh.{axis} 1."
+        for axis, size in ({} if has_names(network.axes) else sizes).items()
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.paths import expanded
+from jaxdl.core.paths import expand_home
 from jaxdl.data import DataSpec, Source
 from jaxdl.data.source import Activity, TrainRows
 from jaxdl.parallel.embedding import ROWS, Tables
@@ -135,7 +135,7 @@ class Caches:
 
     def _made(self, name: str, ending: str, shape: tuple[int, ...]) -> np.ndarray:
         if self._folder is None:
-            self._folder = tempfile.mkdtemp(prefix="tables-", dir=expanded(self._parent or ""))
+            self._folder = tempfile.mkdtemp(prefix="tables-", dir=expand_home(self._parent or ""))
         path = Path(self._folder) / f"{urllib.parse.quote(name, safe='')}{ending}"  # One file for each name.
         path.unlink(missing_ok=True)  # Whoever still reads the one before keeps its bytes.
         with path.open("wb") as file:  # Without room, writing to its pages would kill the process.

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxdl.data import Source
 from jaxdl.data.source import Activity, TrainRows
-from jaxdl.data.tables.tabular import TabularSource, counted_ids
+from jaxdl.data.tables.tabular import TabularSource, count_ids
 from jaxdl.parallel.embedding import Tables
 from jaxdl.parallel.embedding.jagged import fitting, packed
 from jaxdl.training.run.tables.global_ids import check_here, evaluation_batches, training_batches
@@ -72,7 +72,7 @@ class _Packing:
         ids, whole = batch[IDS], next(self._every)
         if "mask" in batch:  # Rows of padding have ids like any others.
             ids = np.where(batch["mask"][:, None], ids, -1)
-        counts = mine = counted_ids(ids, self._features)
+        counts = mine = count_ids(ids, self._features)
         if len(mine) < len(whole):  # Other processes have the rest.
             there = whole < len(self._source)
             counts = np.zeros((len(whole), mine.shape[1]), np.int32)

@@ -75,7 +75,7 @@ def codec_of_run(workdir: Path, data: Data) -> Codec:
     codec = data.codec()
     check_codec(workdir, codec)
     opening = _recorded(workdir).get("opening") if (workdir / CODEC_FILE).exists() else None
-    return codec if opening is None else codec.opened_by(opening)
+    return codec if opening is None else codec.with_opening(opening)
 
 
 def _recorded(workdir: Path) -> dict[str, Any]:
