@@ -6,7 +6,7 @@ Source: mlcommons/training, recommendation_v2: 26 tables with 204 million rows o
 example, three cross layers of rank 512, AdaGrad with a sum of squares for every number of a row. Expected there: AUC
 0.80275 in one epoch. Here values are hashed to ids, and further ids are drawn from the hash, so figures may differ.
 
-The largest tables are cut over all devices; `python -m jaxdl.bench embedding` says what that costs on a network, and
+The largest tables are cut over all devices; `benchmarks.embedding.schemes` says what that costs on a network, and
 what a plan with a scheme for each table saves.
 
 Small, on a CPU: --config configs/criteo_dcnv2.py:smoke

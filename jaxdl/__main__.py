@@ -24,7 +24,7 @@ COMMANDS = {
     "compare": "curves of runs over each other, and how their configs differ: FOLDER...",
     "fleet": "lets several runs share the nodes of a cluster, and resizes them",
     "planner": "plans mesh, sharding, exchange and tables for GPUs not at hand: --config FILE --nodes N",
-    "bench": "measures exchanges, steps, the input pipeline, start-up",
+    "bench": "measures exchanges, steps, memory, the input pipeline",
 }
 """Name -> description. `jaxdl NAME` is `python -m jaxdl.NAME`."""
 

@@ -31,9 +31,16 @@ from jaxdl.performance.bench.balance.balance_report import (
     of_set,
     sets_table,
 )
-from jaxdl.performance.bench.balance.balance_run import Clock, Side, Times, check_silent, doubled, measure
-from jaxdl.performance.bench.balance.balance_thresholds import check_about, compared, of_rows, parse_thresholds
-from jaxdl.performance.bench.balance.balance_work import Work, balanced_rate, block, chosen, planned, work_of
+from jaxdl.performance.bench.balance.balance_run import Clock, Side, Times, check_silent, count_iterations, measure
+from jaxdl.performance.bench.balance.balance_thresholds import check_about, compare, of_rows, parse_thresholds
+from jaxdl.performance.bench.balance.balance_work import (
+    Work,
+    balanced_rate,
+    block,
+    make_work_plan,
+    with_intensity,
+    work_of,
+)
 from jaxdl.performance.bench.flops import step_flops
 from jaxdl.training.run.compile import compile_train_step
 from jaxdl.training.run.plan.build import make_initial_state
@@ -53,7 +60,7 @@ GPT = Work(
 
 def plan_of(work, exchange, replicas, inner=1):
     devices = jax.devices()[: replicas * inner]
-    return planned(work, exchange, replicas=replicas, inner=inner, precision="float32", devices=devices)
+    return make_work_plan(work, exchange, replicas=replicas, inner=inner, precision="float32", devices=devices)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +81,7 @@ def test_flops_by_formula_are_those_of_the_program(work):
 def test_batches_of_a_relative_regime():
     work = Work(Transformer(num_layers=1, embed_dim=64, num_heads=2), length=10)
     each = work.flops() / 1e6  # Operations of a text for each byte of 1 MB of gradients.
-    assert [chosen(work, wanted * each, 1e6, 100).examples for wanted in (0.1, 7.4, 7.6, 1e9)] == [1, 7, 8, 100]
+    assert [with_intensity(work, wanted * each, 1e6, 100).examples for wanted in (0.1, 7.4, 7.6, 1e9)] == [1, 7, 8, 100]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +136,7 @@ def fake_side(clock, sec, calls, hosts=(0, 1)):
 )
 def test_iterations_are_doubled_until_a_test_is_long_enough(sec, slower, hosts, expected):
     clock, calls = FakeClock(slower), []
-    assert doubled(fake_side(clock, sec, calls, hosts), 2.0, clock) == expected
+    assert count_iterations(fake_side(clock, sec, calls, hosts), 2.0, clock) == expected
     assert calls == [2**power for power in range(len(calls))]
     assert calls[-1] == expected
     assert clock.met == len(calls), "each test begins on all hosts together"
@@ -210,9 +217,9 @@ def test_thresholds_name_what_is_slower():
     text = json.dumps(of_rows(ABOUT, ROWS, {"1x": 2}, 0.1).to_json())
     earlier = parse_thresholds(text, PATH)
     assert earlier.examples == {"1x": 2}
-    assert compared(ROWS, earlier) == dataclasses.replace(compared(ROWS, earlier), slower=[], faster=[], missing=[])
+    assert compare(ROWS, earlier) == dataclasses.replace(compare(ROWS, earlier), slower=[], faster=[], missing=[])
     now = [row(LOCAL, 1.09), row("dense", 2.21), row("topk", 1.0), *ROWS[2:4], row(LOCAL, 0.9, 2, "weak", 4e9)]
-    found = compared(now, earlier)
+    found = compare(now, earlier)
     [slower] = found.slower
     assert slower.startswith("1x, dense, 4 replicas: 2210 ms, +10.5% against 2000 ms (tolerance 10%; slowest host0")
     assert [line.split(":")[0] for line in found.faster] == [f"weak 1x, {LOCAL}, 2 replicas"]

@@ -1,4 +1,4 @@
-"""`bench train` and `bench optim`: what they count, against closed forms; and that they run."""
+"""`jaxdl.bench train`, PyTorch beside it, `benchmarks.optim`: what they count, against closed forms; that they run."""
 
 import json
 import re
@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from benchmarks import optim
+from benchmarks.pytorch import training as torch_side
+from benchmarks.pytorch.decoder import decoder
 from jaxdl.core.config import ConfigError
 from jaxdl.data import SyntheticImages, SyntheticText
 from jaxdl.models import ResNet, Transformer
 from jaxdl.models.rotary import RopeScaling
 from jaxdl.optim import LARS, SGD, AdamW
 from jaxdl.parallel.mesh import MeshConfig, make_mesh
-from jaxdl.performance.bench import optim, torch_side, train
+from jaxdl.performance.bench import train
 from jaxdl.performance.bench.flops import count, step_flops
-from jaxdl.performance.bench.torch_decoder import decoder
 from jaxdl.performance.planner.trial import resident
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.run.plan.build import make_plan

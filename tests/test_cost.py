@@ -385,7 +385,7 @@ def test_what_the_command_prints_and_writes():
     gradients, machine = Gradients.flat(3_200_000, 16), network(25)
     configs = bench.exchanges(command)
     assert len(set(configs)) == len(configs) == 8 + 2 + 2 + 1 + 1
-    rows = [bench.Row(one, predict(one, gradients, machine), (0.3, 0.1, 0.2), 5e6, 12.0) for one in configs]
+    rows = [bench.Comparison(one, predict(one, gradients, machine), (0.3, 0.1, 0.2), 5e6, 12.0) for one in configs]
     assert rows[0].measured_sec == 0.2
     found = recommend(configs, gradients, machine)
     values = json.loads(json.dumps(bench.as_json(command, machine, rows, found)))

@@ -1,4 +1,4 @@
-"""scripts/reproduce_dawnbench.py: its rehearsal end to end, and the validator against entries good and bad."""
+"""benchmarks/dawnbench/reproduce.py: its rehearsal end to end, and the validator against entries good and bad."""
 
 import json
 import math
@@ -13,19 +13,17 @@ import pytest
 from mistakes import refusal
 from runs import tiny_experiment
 
+import jaxdl
+from benchmarks.dawnbench.entry import PUBLISHED, Epoch, check_entry, reached, write_entry
+from benchmarks.dawnbench.report import epochs_of, exchange_seconds, phase_speeds, was_resumed
+from benchmarks.dawnbench.reproduce import CONFIG, fitted, main
+from benchmarks.dawnbench.reproduce import _first_start as first_start
+from jaxdl.core.config import ConfigError
+from jaxdl.exchange import PowerSGD, TopK
+from jaxdl.training.run.plan.build import make_plan
+from jaxdl.training.run.plan.validate import check_batches, check_norms
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from dawnbench_entry import PUBLISHED, Epoch, check_entry, reached, write_entry  # noqa: E402
-from dawnbench_report import epochs_of, exchange_seconds, phase_speeds, was_resumed  # noqa: E402
-from reproduce_dawnbench import CONFIG, fitted, main  # noqa: E402
-from reproduce_dawnbench import _first_start as first_start  # noqa: E402
-
-import jaxdl  # noqa: E402
-from jaxdl.core.config import ConfigError  # noqa: E402
-from jaxdl.exchange import PowerSGD, TopK  # noqa: E402
-from jaxdl.training.run.plan.build import make_plan  # noqa: E402
-from jaxdl.training.run.plan.validate import check_batches, check_norms  # noqa: E402
 
 RECORD = {
     "version": "v1.0",
@@ -158,7 +156,7 @@ def test_the_clock_of_the_first_start_counts(tmp_path):
 
 
 def script(*args):
-    command = [sys.executable, str(ROOT / "scripts/reproduce_dawnbench.py"), *map(str, args)]
+    command = [sys.executable, "-m", "benchmarks.dawnbench.reproduce", *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
@@ -222,7 +220,7 @@ def test_rehearsal(tmp_path):
 )
 def test_mistakes_are_one_message(tmp_path, monkeypatch, capsys, args, message):
     def run(line):
-        monkeypatch.setattr(sys, "argv", ["reproduce_dawnbench.py", *line])
+        monkeypatch.setattr(sys, "argv", ["reproduce", *line])
         main()
 
     assert message in refusal(capsys, "--workdir", tmp_path, "--data-dir", tmp_path / "nothing", *args, run=run)

@@ -6,7 +6,7 @@ Every `bash` and `python` block has a mark above it, which says what is done wit
   but for digits.py, which has 5 steps and a narrow network there. What the commands leave (workdirs, job files) is
   shared by all pages;
 - `<!-- check -->`: nothing is trained or measured, but each command is read: jaxdl's own by their own parsers (or by
-  the options of their help), scripts by the options in their source, make by its targets;
+  the options of their help), studies of benchmarks/ by the options in their source, make by its targets;
 - `<!-- shown -->`: commands of other programs, and what cannot stand alone.
 """
 
@@ -49,7 +49,8 @@ from jaxdl.training.experiment import Experiment
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import docs_site
-import draw_architecture
+
+from benchmarks.figures import draw_architecture
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in
          [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]}  # fmt: skip
@@ -161,12 +162,17 @@ def check(words):
     if words[0] == "make":
         targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
         assert set(words[1:]) <= set(targets[1].split())
-    elif words[1] == "-m":
+    elif words[1] == "-m" and not (words[2].startswith("benchmarks.") and "argparse" in source_of(words[2])):
         check_module(words[2], words[3:])
     else:
-        source = (ROOT / words[1]).read_text()
-        given = [word for word in words[2:] if word.startswith("--") and word != "--help"]
+        source = source_of(words[2])
+        given = [word for word in words[3:] if word.startswith("--") and word != "--help"]
         assert not [one for one in given if f'"{one}"' not in source], words
+
+
+def source_of(module):
+    """The text of a module."""
+    return (ROOT / f"{module.replace('.', '/')}.py").read_text()
 
 
 def check_module(module, args):
@@ -208,7 +214,9 @@ def test_files_in_the_text_exist():
     found = [
         f"{name}: {path}"
         for name, text in PAGES.items()
-        for path, new in re.findall(r"`((?:jaxdl|tests|scripts|configs|notebooks|docs)/[\w./]+\.\w+)`( \(new\))?", text)
+        for path, new in re.findall(
+            r"`((?:jaxdl|tests|scripts|benchmarks|configs|notebooks|docs)/[\w./]+\.\w+)`( \(new\))?", text
+        )
         if not new and not (ROOT / path).exists()
     ]
     assert not found, "\n".join(found)
@@ -320,7 +328,7 @@ def test_the_architecture_names_every_room():
     assert first_column(table[0]) == set(test_floors.FLOOR)
     with Image.open(ROOT / "docs/floors.png") as picture:
         drawn = json.loads(picture.info["Description"])
-    assert drawn == draw_architecture.layout(), "the floors have changed: python scripts/draw_docs.py floors"
+    assert drawn == draw_architecture.layout(), "the floors have changed: python -m benchmarks.figures.draw_docs floors"
 
 
 def where_is_what():

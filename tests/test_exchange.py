@@ -18,8 +18,8 @@ from jaxdl.data import SyntheticText
 from jaxdl.exchange import Dense, PowerSGD, Quantized, Sign, TopK, by_name
 from jaxdl.models import Transformer
 from jaxdl.optim import SGD, Constant
+from jaxdl.parallel.compiler.collectives import operations
 from jaxdl.parallel.mesh import MeshConfig, batch_sharding
-from jaxdl.performance.bench.scheme import operations
 from jaxdl.training.checkpoint import Checkpoints
 from jaxdl.training.run.plan.build import make_initial_state, make_plan
 from jaxdl.training.state import make_state_spec

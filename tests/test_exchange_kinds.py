@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from runs import tiny_experiment
 
+from benchmarks.schedule import ScheduleBench, exchanges
 from jaxdl.core.config import ConfigError
 from jaxdl.core.kinds import forgotten
 from jaxdl.exchange import Compressed, Dense, Gradients, Link, Machine, TopK, kinds, predict
 from jaxdl.exchange.auto import recommend
 from jaxdl.exchange.cost import Cost
 from jaxdl.parallel.mesh import Axis
-from jaxdl.performance.bench.schedule import ScheduleBench, exchanges
 
 GRADIENTS = Gradients({"kernel": (1000, 1000), "bias": (1000,)}, 8)
 MACHINE = Machine({Axis.REPLICA.value: Link(1e-5, 1e8)})

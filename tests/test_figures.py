@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import sys
 
 import numpy as np
 import pytest
@@ -10,20 +9,15 @@ from figure_check import drawn_by, faults, text_boxes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from runs import ROOT
 
-sys.path.insert(0, str(ROOT / "scripts"))
-import compare_exchanges
-import dawnbench_report
-import draw_docs
-import draw_elastic
-import large_batch
-import time_to_accuracy
-from dawnbench_entry import Epoch
-
+from benchmarks import schedule
+from benchmarks.dawnbench import report as dawnbench_report
+from benchmarks.dawnbench.entry import Epoch
+from benchmarks.figures import draw_docs
+from benchmarks.studies import compare_exchanges, draw_elastic, large_batch, time_to_accuracy
 from jaxdl.exchange.cost import NOMINAL_SPEEDS, Gradients, Link, Machine, predict
 from jaxdl.performance.bench import exchange as exchange_bench
-from jaxdl.performance.bench import exchange_plot, schedule
+from jaxdl.performance.bench import exchange_plot
 from jaxdl.performance.bench.cluster import cluster_report
 from jaxdl.performance.bench.cluster.cluster_variants import VARIANTS
 from jaxdl.report import plot_history, style
@@ -70,7 +64,7 @@ def compared(names, losses):
 
 
 def tuned(names, finals, course):
-    """The results of scripts/large_batch.py."""
+    """The results of benchmarks/studies/large_batch.py."""
     one = {
         "tuned": {str(factor): final for factor, final in zip((0.25, 0.5, 1, 2, 4), finals, strict=True)},
         "runs": [{"final": final, "course": course} for final in finals],
@@ -95,7 +89,7 @@ def exchanges():
     command = exchange_bench.parse_command(["--density", "0.01", "0.011", "0.1", "1"])
     gradients = Gradients.flat(3_200_000, 16)
     rows = [
-        exchange_bench.Row(one, predict(one, gradients, machine), (0.1,), 5e6, 12.0)
+        exchange_bench.Comparison(one, predict(one, gradients, machine), (0.1,), 5e6, 12.0)
         for one in exchange_bench.exchanges(command)
     ]
     return exchange_plot.figure(rows, gradients, machine, "replica 16 x fsdp 8 x tensor 8 (cpu), 3,200,000 elements")

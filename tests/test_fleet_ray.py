@@ -53,9 +53,9 @@ sys.exit(0 if going else 143)
 
 @pytest.mark.long("four starts of training and two whole runs, on a cluster of its own")
 def test_a_run_that_trains_is_resized_and_has_the_same_losses(tmp_path):
-    script, out = ROOT / "scripts" / "fleet_on_ray.py", tmp_path / "out"
-    command = [sys.executable, str(script), "--out", str(out), "--steps", "90"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "benchmarks.fleet.on_ray", "--out", str(out), "--steps", "90"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((out / "fleet_on_ray.json").read_text())
     assert [one["sizes"] for one in found["compared"]] == [[2, 1, 2], [1]]

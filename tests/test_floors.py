@@ -36,7 +36,7 @@ TOUCH_THE_DISK = (
 )  # fmt: skip
 MEASURES_FILES = {
     f"performance/bench/{name}.py"
-    for name in ("balance/balance_thresholds", "input", "input_sides", "roofline", "startup", "tokenize", "trace")
+    for name in ("balance/balance_thresholds", "input", "input_sides", "roofline", "trace")
 }
 KEEPS_FILES = {"parallel/asynchrony/storage.py"}
 READ_FILES = {
@@ -178,6 +178,26 @@ def test_no_modules_import_each_other():
         rooms = {("/".join(start.split("/")[:depth]), "/".join(end.split("/")[:depth])) for start, end in arrows}
         assert circles({(start, end) for start, end in rooms if start != end}) == []
     assert circles({("a", "b"), ("b", "c"), ("c", "a"), ("c", "d")}) == [["a", "b", "c"]]
+
+
+def test_the_checks_that_users_call_depend_on_no_measurement():
+    needed, arrows = {"exchange/testing"}, set(module_arrows())
+    while more := {end for start, end in arrows if start in needed} - needed:
+        needed |= more
+    assert len(needed) > 20
+    assert not [name for name in needed if name.startswith("performance")]
+
+
+def test_the_package_imports_nothing_of_the_checkout():
+    found = [
+        f"{name}:{node.lineno}"
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for module in [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+        if module.split(".")[0] in ("benchmarks", "scripts", "tests")
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_no_name_says_nothing():

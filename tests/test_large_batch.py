@@ -1,4 +1,4 @@
-"""scripts/large_batch.py: what its variants are, what it refuses, and that no run is made twice."""
+"""benchmarks/studies/large_batch.py: what its variants are, what it refuses, and that no run is made twice."""
 
 import subprocess
 import sys
@@ -8,10 +8,8 @@ import pytest
 from mistakes import refusal
 from runs import ROOT, tiny_experiment
 
-sys.path.insert(0, str(ROOT / "scripts"))
-import large_batch
-
 import jaxdl
+from benchmarks.studies import large_batch
 from jaxdl.parallel.mesh import MeshConfig
 
 

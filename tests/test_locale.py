@@ -39,6 +39,7 @@ def without_encoding(tree):
 
 def test_text_is_utf_8_in_every_locale():
     files = [*sorted((ROOT / "jaxdl").rglob("*.py")), *sorted((ROOT / "scripts").glob("*.py"))]
+    files += sorted((ROOT / "benchmarks").rglob("*.py"))
     found = [f"{path}:{line}" for path in files for line in without_encoding(ast.parse(path.read_bytes()))]
     assert not found, "give encoding=:\n" + "\n".join(found)
 

@@ -1,4 +1,4 @@
-"""scripts/measure_gpu.py: what it would run, its limits, its files of results, and a whole run at toy size."""
+"""benchmarks/gpu/measure.py: what it would run, its limits, its files of results, and a whole run at toy size."""
 
 import json
 import os
@@ -10,21 +10,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from benchmarks.embedding import rows
+from benchmarks.gpu import measure as measure_gpu
+from benchmarks.gpu.results import RESULTS, TABLES, Results
+from benchmarks.train import train
+from jaxdl.performance.bench import select
+
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import measure_gpu  # noqa: E402
-from gpu_results import RESULTS, TABLES, Results  # noqa: E402
-
-from jaxdl.performance.bench import select, train  # noqa: E402
-from jaxdl.performance.bench.embedding import rows  # noqa: E402
 
 
 def test_every_command_is_understood():
     for one in measure_gpu.all_measurements():
-        command, *args = one.args
-        if command == "bench":
-            kind, *args = args
+        module, *args = one.args
+        if module != "jaxdl.train":
+            kind = args.pop(0) if module == "jaxdl.bench" else module.rpartition(".")[2]
             parsed = {"train": train, "select": select, "rows": rows}[kind].parse_command(args)
             size = {"select": "num_elements", "train": "profile", "rows": "batch_size"}[kind]
             assert (kind, getattr(parsed, size)) in (("select", 25_600_000), ("train", True), ("rows", 16_384))
@@ -97,8 +96,10 @@ def test_results_outlast_a_kill(tmp_path):
 @pytest.mark.long("five processes that start JAX, and four programs")
 def test_a_run_at_toy_size(tmp_path):
     only = ["select-0.001", "gpt2-124m", "train", "resnet50-224-tensorfloat32"]
-    command = [sys.executable, str(ROOT / "scripts/measure_gpu.py"), "--toy", "--out", str(tmp_path), "--only"]
-    first = subprocess.run([*command, *only], env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks.gpu.measure", "--toy", "--out", str(tmp_path), "--only"]
+    first = subprocess.run(
+        [*command, *only], cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
+    )
     assert first.returncode == 1, first.stdout + first.stderr  # A CPU has no TF32.
     assert "3 of 4 measured" in first.stdout
     rows = {one["name"]: one for one in map(json.loads, (tmp_path / RESULTS).read_text().splitlines())}
@@ -111,6 +112,6 @@ def test_a_run_at_toy_size(tmp_path):
     text = (tmp_path / TABLES).read_text()
     for heading in ("Training steps", "Selection", "The kernels that take the most time", "Training run"):
         assert f"## {heading}\n" in text
-    second = subprocess.run([*command, *only[:3]], capture_output=True, text=True)
+    second = subprocess.run([*command, *only[:3]], cwd=ROOT, capture_output=True, text=True)
     assert second.returncode == 0, second.stderr
     assert second.stdout.count("already") == 3

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
+from benchmarks.embedding.placement import INSTANCES, instance
 from jaxdl.core.config import ConfigError
-from jaxdl.performance.bench.embedding.placement import INSTANCES, instance
 from jaxdl.performance.planner.placement import by_cost, by_size, largest_differencing, makespan, place
 from jaxdl.performance.planner.placement_bound import lower_bound
 

@@ -17,16 +17,17 @@ from jaxdl.core.files import CHOICE_FILE, PLAN_FILE
 from jaxdl.data import Clicks
 from jaxdl.exchange.cost import NOMINAL_SPEEDS, Link, Machine
 from jaxdl.models import DLRM
+from jaxdl.parallel.compiler.collectives import usual_collectives
 from jaxdl.parallel.embedding import DataParallel, EmbeddingConfig, RowWise, TableWise
 from jaxdl.parallel.embedding.traffic import axis_bytes
 from jaxdl.parallel.mesh import MeshConfig
-from jaxdl.performance.bench.embedding.embedding import compiled_step, usual_collectives
 from jaxdl.performance.planner import auto, trials
 from jaxdl.performance.planner.mesh_tables import tables_on_meshes
 from jaxdl.performance.planner.search import search, with_other_tables
+from jaxdl.performance.planner.table_bytes import compiled_step
 from jaxdl.performance.planner.table_report import measured_workload
 from jaxdl.performance.planner.tables import costs_of
-from jaxdl.performance.planner.trial import Setting, measured, table_sec
+from jaxdl.performance.planner.trial import Setting, measure_step, table_sec
 from jaxdl.performance.planner.trials import Trials, trial_plan
 from jaxdl.performance.planner.workload import fixed_fields
 from jaxdl.training.command import parse_command
@@ -85,8 +86,8 @@ def test_what_cannot_take_effect_is_one_message(changes, message):
 
 def test_a_plan_that_does_not_fit_is_refused():
     with pytest.raises(ConfigError, match=r"nothing fits: the least memory is .* of a device's 0\.001"):
-        auto.planned(search(workload(), cluster(device_bytes=1e6), {}), tiny_experiment())
-    best = auto.planned(search(workload(), cluster(), {"mesh.tensor": 2}), tiny_experiment())
+        auto.to_planned(search(workload(), cluster(device_bytes=1e6), {}), tiny_experiment())
+    best = auto.to_planned(search(workload(), cluster(), {"mesh.tensor": 2}), tiny_experiment())
     assert best.settings["mesh.tensor"] == 2
     assert best.exchange is None  # It was not left open.
 
@@ -95,15 +96,15 @@ def test_the_fastest_of_the_layouts_that_were_timed_is_taken():
     found = search(workload(), cluster(), {})
     first, second, third = (one.choice for one in found.candidates[:3])
     times = {first: [2e-3] * 3, second: [1e-3] * 3, third: [math.inf]}
-    chosen = auto.planned(found, tiny_experiment(), times)
+    chosen = auto.to_planned(found, tiny_experiment(), times)
     assert chosen.settings == second.settings
     [line] = [one for one in chosen.reasons if one.startswith("timed: ")]
     assert [part.rpartition(", ")[2] for part in line.split("; ")] == ["1 ms", "2 ms", "not: too large"]
     with pytest.raises(ConfigError, match=r"all 1 layouts that should fit need more by XLA's plan than 90 % "):
-        auto.planned(found, tiny_experiment(), {first: [math.inf]})
+        auto.to_planned(found, tiny_experiment(), {first: [math.inf]})
     # In two rounds of four the first is as fast.
     noisy = {first: [2e-3, 2e-3, 1e-3, 1e-3], second: [1e-3] * 4}
-    hidden = auto.planned(found, tiny_experiment(), noisy)
+    hidden = auto.to_planned(found, tiny_experiment(), noisy)
     assert hidden.settings == first.settings
     assert any("noise does not tell" in one for one in hidden.reasons)
 
@@ -120,7 +121,7 @@ def test_of_the_choices_of_tables_that_were_timed_the_fastest_is_taken():
     assert all(one != other for one, other in itertools.combinations(every, 2))
     assert [one.choice for one in others] == [found.best.choice] * 2
     times = [[2e-3] * 3, [1e-3] * 3, [math.inf]]
-    chosen = auto.planned(found, experiment, {}, list(zip((found.best, *others), times, strict=True)))
+    chosen = auto.to_planned(found, experiment, {}, list(zip((found.best, *others), times, strict=True)))
     assert dict(chosen.settings["embedding.schemes"]).keys() == set(every[1])
     kinds = {scheme["kind"] for scheme in dict(chosen.settings["embedding.schemes"]).values()}
     assert kinds == {one.kind for one in every[1].values()}
@@ -266,7 +267,7 @@ def test_what_a_step_needs_besides_its_tables_is_the_same_for_all_of_them(monkey
     for most, options in ((2000, {}), (60_000_000, {"scheme": RowWise(), "jagged": True})):
         embedding = EmbeddingConfig(**options)
         one = jagged_clicks(most, embedding=embedding).replaced({"sharding.min_shard_elements": 1})
-        found.append(measured(trial_plan(Trials(one), setting, jax.devices())))
+        found.append(measure_step(trial_plan(Trials(one), setting, jax.devices())))
     assert found[0].sent["fsdp"] > 0
     assert (found[0].sent, found[0].messages) == (found[1].sent, found[1].messages)
     # The kernels of the large table would take 0.6 ms more.
@@ -292,4 +293,4 @@ def test_nodes_are_processes_or_as_given():
     one = dataclasses.make_dataclass("One", ["process_index"])
     with pytest.raises(ConfigError, match="1 and 2 devices"):
         auto.nodes_of(PlanAuto(), [one(0), one(0), one(1)])
-    assert math.isclose(auto.network_rate("8mbit"), 1e6)
+    assert math.isclose(auto.network_rate("8mbit", "--plan.network"), 1e6)

@@ -98,7 +98,7 @@ def test_layouts_that_xla_finds_too_large_are_followed_by_others(monkeypatch):
         groups.append(len(plans))
         return {name: [math.inf if len(groups) == 1 else 1e-3] for name in plans}
 
-    monkeypatch.setattr(auto, "timed_layouts", times)
+    monkeypatch.setattr(auto, "time_layouts", times)
     asked = PlanAuto(devices_per_node=1, network="1gbit", timed=2)
     experiment = clicks(plan=asked, data=Clicks(rows=(50,), num_ids=(1,), train_examples=256, test_examples=64))
     found = auto.plan(experiment, jax.devices()[:2], auto.Start(quiet=True))
@@ -112,7 +112,7 @@ def test_given_places_are_those_of_the_whole_mesh():
         data=Clicks(rows=(50, 60), num_ids=(1, 1), train_examples=256, test_examples=64),
         embedding=EmbeddingConfig(places=(("feature01", 1),)),
     )
-    work, _, _ = auto.prepared(experiment, Trials(experiment), jax.devices()[:2], auto.Start(quiet=True))
+    work, _, _ = auto.prepare(experiment, Trials(experiment), jax.devices()[:2], auto.Start(quiet=True))
     found = work.tables({"replica": 1, "fsdp": 2, "tensor": 1}, 1e9)
     assert dict(found.embedding.places)["feature01"] == 1
 
@@ -120,4 +120,4 @@ def test_given_places_are_those_of_the_whole_mesh():
 def test_more_tensor_than_a_process_has_devices_is_one_message():
     experiment = clicks(plan=PlanAuto(devices_per_node=1), mesh={"tensor": 4})
     with pytest.raises(ConfigError, match=r"mesh\.tensor 4 is more than the 2 devices of a process"):
-        auto.prepared(experiment, Trials(experiment), jax.devices()[:2], auto.Start(quiet=True))
+        auto.prepare(experiment, Trials(experiment), jax.devices()[:2], auto.Start(quiet=True))

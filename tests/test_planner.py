@@ -15,8 +15,16 @@ from jaxdl.parallel.embedding import EmbeddingConfig
 from jaxdl.parallel.mesh import Axis
 from jaxdl.parallel.sharding import ShardingConfig
 from jaxdl.performance.planner import placement
-from jaxdl.performance.planner.memory import Fit, Parameters, Step, described_layout, fitted, memory, sharding_of
-from jaxdl.performance.planner.search import Cluster, TablesOnMesh, Workload, binding, choices, costed, search
+from jaxdl.performance.planner.memory import Fit, Parameters, Step, described_layout, fit_memory, memory, sharding_of
+from jaxdl.performance.planner.search import (
+    Cluster,
+    RunWorkload,
+    TablesOnMesh,
+    binding,
+    choices,
+    make_candidate,
+    search,
+)
 from jaxdl.performance.planner.steptime import (
     Efficiency,
     Profile,
@@ -49,7 +57,7 @@ def profile_of(tensor, remat, sharding):
 
 def workload(**changes):
     """A model of 4 million parameters, 64 examples a step."""
-    found = Workload(64, PARAMETERS, profile_of, remats=("none", "block"), tensor_fits=lambda size: size <= 4)
+    found = RunWorkload(64, PARAMETERS, profile_of, remats=("none", "block"), tensor_fits=lambda size: size <= 4)
     return dataclasses.replace(found, **changes)
 
 
@@ -158,14 +166,14 @@ def test_memory_of_the_exchange_is_what_two_replicas_added():
     other = workload(exchange=TopK(density=0.01), measured_exchange=Dense(), profiles=measured)
     same = dataclasses.replace(other, measured_exchange=TopK(density=0.01))
     first = next(choices(other, cluster(), {"mesh.fsdp": 4}))
-    needs = [costed(one, cluster(), first).memory.temporary for one in (other, same)]
+    needs = [make_candidate(one, cluster(), first).memory.temporary for one in (other, same)]
     assert needs[1] - needs[0] == pytest.approx(2 * part)
 
 
 def test_a_line_goes_through_what_was_measured():
     wanted = Fit(3.0, 40.0, 0.5)
     keys = [(1, 8), (1, 16), (8, 8)]
-    found = fitted({key: wanted.at(*key) for key in keys})
+    found = fit_memory({key: wanted.at(*key) for key in keys})
     assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(wanted))
     assert found.at(4, 32) == pytest.approx(wanted.at(4, 32))
 
@@ -180,13 +188,13 @@ def test_tables_count_in_the_time_of_a_step():
 
     work = workload(tables=on_mesh)
     (choice, *_) = choices(work, where, {})
-    plain, tabled = costed(workload(), where, choice), costed(work, where, choice)
+    plain, tabled = make_candidate(workload(), where, choice), make_candidate(work, where, choice)
     for name in ("slow_sec", "inner_sec", "total_sec"):
         assert getattr(tabled.time, name) - getattr(plain.time, name) == pytest.approx(getattr(costs, name))
     assert tabled.memory.total - plain.memory.total == pytest.approx(1e8)
     tight = cluster(device_bytes=(plain.memory.total + 0.5e8) / 0.9)
-    assert costed(workload(), tight, choice).fits
-    assert not costed(work, tight, choice).fits
+    assert make_candidate(workload(), tight, choice).fits
+    assert not make_candidate(work, tight, choice).fits
 
 
 def test_with_tables_every_batch_is_spread_over_all_devices():

@@ -12,7 +12,7 @@ from jaxdl.parallel.mesh import Axis
 from jaxdl.performance.planner.command import PlanCommand, cluster_of, remarks, table
 from jaxdl.performance.planner.machine import NVLINK
 from jaxdl.performance.planner.memory import Memory
-from jaxdl.performance.planner.search import Candidate, Choice, Found
+from jaxdl.performance.planner.search import Candidate, Choice, SearchResult
 from jaxdl.performance.planner.steptime import StepTime
 
 PARAM_BYTES = 1e8
@@ -42,7 +42,7 @@ REFUSED = tuple(candidate(16 + number, gb=75.0, compute_sec=0.14 + 0.01 * number
 
 
 def found(*candidates, **changes):
-    return Found(candidates, cluster_of(command(**changes)), PARAM_BYTES)
+    return SearchResult(candidates, cluster_of(command(**changes)), PARAM_BYTES)
 
 
 def lines_of(shown):

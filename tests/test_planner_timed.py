@@ -4,25 +4,25 @@ import math
 
 import pytest
 
+from benchmarks.planner.layouts import make_rows, rank_correlation, remarks
 from jaxdl.exchange.cost import Link, Machine
-from jaxdl.performance.bench.planner.planner_layouts import make_rows, rank_correlation, remarks
 from jaxdl.performance.planner.memory import Fit
 from jaxdl.performance.planner.steptime import Efficiency, Profile, own_time
-from jaxdl.performance.planner.timed import StepParts, fitted_steps, quickest, slowest, without
+from jaxdl.performance.planner.timed import StepParts, fit_steps, quickest, slowest, without_tables
 from jaxdl.performance.planner.workload import with_measured
 
 
 def test_steps_fall_apart_into_micro_batches_examples_and_the_rest():
     parts = (2e-3, 5e-4, 7e-3)
     steps = {(m, e): m * (parts[0] + parts[1] * e) + parts[2] for m, e in ((1, 8), (2, 4), (1, 4))}
-    assert fitted_steps(steps) == pytest.approx(parts, rel=1e-6)
+    assert fit_steps(steps) == pytest.approx(parts, rel=1e-6)
     falling = {(1, 8): 1.0, (2, 4): 0.9, (4, 2): 0.8}
-    assert min(fitted_steps(falling)) >= 0
+    assert min(fit_steps(falling)) >= 0
 
 
 def test_tables_are_taken_off_a_step_but_not_all_of_it():
-    assert without(5e-3, 2e-3) == pytest.approx(3e-3)
-    assert without(5e-3, 9e-3) == pytest.approx(5e-4)
+    assert without_tables(5e-3, 2e-3) == pytest.approx(3e-3)
+    assert without_tables(5e-3, 9e-3) == pytest.approx(5e-4)
 
 
 def test_collectives_are_looked_up_by_their_own_size():

@@ -17,6 +17,7 @@ from exchange_cases import NAMED_SHAPES, ORDER, PLACES, Run
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import schedule
 from jaxdl.core.config import ConfigError
 from jaxdl.exchange import (
     Dense,
@@ -30,12 +31,11 @@ from jaxdl.exchange import (
 )
 from jaxdl.exchange.buckets import held_back, in_turn, make_buckets
 from jaxdl.parallel.compiler import Links, compiled, hlo
+from jaxdl.parallel.compiler.collectives import operations
 from jaxdl.parallel.compiler.options import ASSUMED
 from jaxdl.parallel.compiler.overlap import play
 from jaxdl.parallel.compiler.profile import profile_of
-from jaxdl.performance.bench import __main__ as command_line
-from jaxdl.performance.bench import schedule
-from jaxdl.performance.bench.scheme import operations
+from jaxdl.performance.bench.shared import run_module
 from jaxdl.performance.planner.h100 import h100_mesh
 
 AXES = {"replica": 2, "fsdp": 4}
@@ -377,7 +377,7 @@ def test_all_processes_take_one_order(failure, capsys):
 
 def test_the_command_needs_devices_that_have_a_schedule(capsys):
     with pytest.raises(SystemExit) as end:
-        command_line.main(["schedule", "--config", str(Path(__file__).parents[1] / "configs" / "digits.py")])
+        run_module(schedule.main, ["--config", str(Path(__file__).parents[1] / "configs" / "digits.py")])
     assert end.value.code == 2
     assert "Give --h100" in capsys.readouterr().err
 

@@ -8,8 +8,9 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdl.performance.bench import __main__ as command_line
-from jaxdl.performance.bench.scheme import Operation, operations, table_of
+from benchmarks import collectives
+from benchmarks.collectives import table_of
+from jaxdl.parallel.compiler.collectives import Operation, operations
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +64,7 @@ def test_lists_of_groups_and_iotas():
 
 
 def test_the_command(capsys):
-    command_line.main(
-        ["scheme", "--config", "configs/digits.py", "--mesh.replica", "2", "--mesh.fsdp", "4", "--exchange", "topk"]
-    )
+    collectives.main(["--config", "configs/digits.py", "--mesh.replica", "2", "--mesh.fsdp", "4", "--exchange", "topk"])
     printed = capsys.readouterr().out
     assert "exchange topk" in printed
     assert "u32[2," in printed, "the packed entries of both replicas"

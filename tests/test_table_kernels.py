@@ -13,6 +13,7 @@ from test_embedding import NUM_IDS, TABLES, batches, compiled, mesh_of, stepped
 from test_select_kernels import CALL, needs_no_gpu
 
 import jaxdl.parallel.embedding
+from benchmarks.embedding import rows as bench
 from jaxdl.core.errors import ConfigError
 from jaxdl.core.kinds import kinds
 from jaxdl.parallel.collectives import own_kernels
@@ -29,7 +30,6 @@ from jaxdl.parallel.embedding import (
     update,
 )
 from jaxdl.parallel.embedding.optimizers import RowAdam, RowSGD, RowWiseAdaGrad
-from jaxdl.performance.bench.embedding import rows as bench
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from benchmarks.embedding.schemes import main as bench
 from jaxdl.core.config import ConfigError
 from jaxdl.core.errors import OptionError
 from jaxdl.core.kinds import kinds
@@ -20,10 +21,9 @@ from jaxdl.parallel.collectives.quantized import decode_vectors, encode_vectors
 from jaxdl.parallel.embedding import DataParallel, EmbeddingConfig, Replicated, RowWise, Scheme, Table, TableWise, wire
 from jaxdl.parallel.embedding.traffic import Message
 from jaxdl.parallel.mesh import MeshConfig, make_mesh
-from jaxdl.performance.bench.embedding.embedding import main as bench
-from jaxdl.performance.bench.embedding.embedding import predicted_bytes, sent_along_axes
 from jaxdl.performance.planner.command import run
-from jaxdl.performance.planner.table_report import Added, distinct_of, remarks, sized
+from jaxdl.performance.planner.table_bytes import predicted_bytes, sent_along_axes
+from jaxdl.performance.planner.table_report import Added, distinct_of, format_bytes, remarks
 from jaxdl.performance.planner.table_search import plan_choices, plan_tables, possible, under_one
 from jaxdl.performance.planner.tables import Workload, costs_of, message_sec, with_schemes
 
@@ -234,7 +234,7 @@ def test_a_plan_keeps_given_places_and_says_what_given_schemes_cost():
 
 @pytest.mark.parametrize(("num_bytes", "text"), [(3e9, "3 GB"), (2.5e8, "0.25 GB"), (4e7, "40 MB"), (1234, "1.23 kB")])
 def test_sizes_have_the_unit_that_suits_them(num_bytes, text):
-    assert sized(num_bytes) == text
+    assert format_bytes(num_bytes) == text
 
 
 def test_the_command_plans_tables_for_what_is_given(capsys):

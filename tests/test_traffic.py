@@ -4,15 +4,15 @@ import json
 
 import pytest
 
+from benchmarks import traffic
 from jaxdl.exchange import DeMo, PowerSGD, Quantized, TopK
-from jaxdl.performance.bench import __main__ as command_line
-from jaxdl.performance.bench import traffic
+from jaxdl.performance.bench.shared import run_module
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     path = tmp_path_factory.mktemp("traffic") / "rows.json"
-    command_line.main(["traffic", "--json", str(path)])
+    traffic.main(["--json", str(path)])
     return {row["exchange"]: row for row in json.loads(path.read_text())}
 
 
@@ -57,6 +57,6 @@ def test_the_metric_says_what_the_program_sends(config):
 @pytest.mark.parametrize("args", [["--num-elements", "5000000"], ["--fsdp", "3"], ["--replica", "1"]])
 def test_bad_input(args, capsys):
     with pytest.raises(SystemExit) as end:
-        command_line.main(["traffic", *args])
+        run_module(traffic.main, args)
     assert end.value.code == 2
     assert capsys.readouterr().err

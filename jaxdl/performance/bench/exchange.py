@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.options import parse_options
 from jaxdl.exchange import (
     Dense,
     Exchange,
@@ -36,13 +35,13 @@ from jaxdl.exchange.probe import probe
 from jaxdl.parallel.cluster import start_devices
 from jaxdl.parallel.collectives.select import METHODS, Method
 from jaxdl.parallel.mesh import PARAM_AXES, Axis, MeshConfig, inner_sizes, make_mesh, mesh_text
-from jaxdl.performance.bench.exchange_plot import figure
-from jaxdl.performance.bench.exchange_rows import Row
+from jaxdl.performance.bench.exchange_plot import Comparison, figure
 from jaxdl.performance.bench.shared import (
     Imports,
-    check_options,
+    bench,
     import_exchanges,
     make_table,
+    parse_bench,
     time_in_turns,
     write_json,
 )
@@ -91,6 +90,7 @@ class Trial:
     gradients: Gradients
 
 
+@bench("exchange", "every gradient exchange: predicted by the cost model, and measured")
 def main(args: list[str]) -> None:
     """Runs the measurement and prints the machine, the table and the recommendation."""
     command = parse_command(args)
@@ -128,10 +128,9 @@ def main(args: list[str]) -> None:
 
 def parse_command(args: list[str]) -> ExchangeBench:
     """The command line. Raises ConfigError for values that do not fit, or exits after --help."""
-    command = parse_options(ExchangeBench, args=args, prog="python -m jaxdl.bench exchange", description=str(__doc__))
+    command = parse_bench(ExchangeBench, args, __name__, num_elements=1000, num_repeats=1)
     import_exchanges(command.imports, command.kinds)
-    check_options(command, num_elements=1000, num_repeats=1)
-    if not command.density or any(not 0 < one <= 1 for one in command.density):
+    if not command.density or any(not 0 < density <= 1 for density in command.density):
         raise ConfigError(f"--density {command.density}: give one or more numbers above 0 and up to 1.")
     if not command.methods:
         raise ConfigError(f"--methods: none is given. Choose from {', '.join(METHODS)}.")
@@ -155,9 +154,9 @@ def exchanges(command: ExchangeBench) -> list[ExchangeConfig]:
     top_k = [TopK(density=first, method=name) for name in command.methods]
     top_k += [TopK(density=first, method=method, wire="plain")]
     top_k += [TopK(density=first, method=method, algorithm="all_to_all")]
-    top_k += [TopK(density=one, method=method) for one in more]
-    found = [one for kind in kinds().values() for one in (top_k if kind is TopK else kind.variants())]
-    return [one for one in found if not command.kinds or one.kind in (Dense.kind, *command.kinds)]
+    top_k += [TopK(density=density, method=method) for density in more]
+    found = [config for kind in kinds().values() for config in (top_k if kind is TopK else kind.variants())]
+    return [config for config in found if not command.kinds or config.kind in (Dense.kind, *command.kinds)]
 
 
 def make_trial(num_elements: int, mesh: Mesh) -> Trial:
@@ -201,7 +200,7 @@ def probe_for(command: ExchangeBench, trial: Trial) -> Machine:
 
 def measure(
     configs: Sequence[ExchangeConfig], trial: Trial, machine: Machine, *, num_repeats: int
-) -> tuple[list[Row], float]:
+) -> tuple[list[Comparison], float]:
     """Every exchange's `update`, timed in turns after a warm-up call; and the seconds of an empty program."""
     runs = [
         _run(_Launch(tuple(trial.gradients.layout.inner)), trial),
@@ -209,7 +208,7 @@ def measure(
     ]
     launches, *times = time_in_turns(dict(enumerate(runs)), num_repeats).values()
     rows = [
-        Row(
+        Comparison(
             config,
             predict(config, trial.gradients, machine),
             tuple(seconds),
@@ -263,8 +262,8 @@ def links_table(machine: Machine, mesh: Mesh) -> Table:
     columns = ("axis", "devices", "collective", "us a message", "GB/s")
     table = make_table("what a device sends over each axis", columns, left=("axis", "collective"), box=SIMPLE_HEAD)
     for axis, link in machine.links.items():
-        for kind, one in link.collectives.items():
-            figures = (f"{1e6 * one.latency_sec:.1f}", f"{one.bytes_per_sec / 1e9:.3g}")
+        for kind, collective in link.collectives.items():
+            figures = (f"{1e6 * collective.latency_sec:.1f}", f"{collective.bytes_per_sec / 1e9:.3g}")
             table.add_row(axis, str(mesh.shape[axis]), kind, *figures)
     return table
 
@@ -283,7 +282,7 @@ def speeds_text(machine: Machine) -> str:
     )
 
 
-def rows_table(rows: Sequence[Row], gradients: Gradients, machine: Machine, title: str) -> Table:
+def rows_table(rows: Sequence[Comparison], gradients: Gradients, machine: Machine, title: str) -> Table:
     """Prediction beside measurement."""
     table = Table(title=title, box=SIMPLE_HEAD)
     for column in (
@@ -314,7 +313,9 @@ def rows_table(rows: Sequence[Row], gradients: Gradients, machine: Machine, titl
     return table
 
 
-def as_json(command: ExchangeBench, machine: Machine, rows: Sequence[Row], found: Recommendation) -> dict[str, Any]:
+def as_json(
+    command: ExchangeBench, machine: Machine, rows: Sequence[Comparison], found: Recommendation
+) -> dict[str, Any]:
     """All results as plain values."""
     return {
         "num_elements": command.num_elements,

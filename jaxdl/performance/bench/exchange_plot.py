@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxdl.exchange import Dense, TopK
-from jaxdl.exchange.cost import Gradients, Machine, predict
+from jaxdl.exchange import Dense, ExchangeConfig, TopK
+from jaxdl.exchange.cost import Cost, Gradients, Machine, predict
 from jaxdl.report import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from jaxdl.performance.bench.exchange_rows import Row
+
+@dataclass(frozen=True)
+class Comparison:
+    """One exchange: predicted and measured."""
+
+    config: ExchangeConfig
+    cost: Cost
+    seconds: tuple[float, ...]
+    sent_bytes: float
+    """Over the slow axis, as the exchange itself counts them."""
+    compression: float
+
+    @property
+    def measured_sec(self) -> float:
+        """The median."""
+        return statistics.median(self.seconds)
+
 
 _MODELLED: dict[str, Any] = {"facecolor": "white", "lw": 1.1, "ls": style.MODELLED["ls"]}
 
 
-def figure(rows: Sequence[Row], gradients: Gradients, machine: Machine, title: str) -> bytes:
+def figure(rows: Sequence[Comparison], gradients: Gradients, machine: Machine, title: str) -> bytes:
     """A PNG: predicted and measured times of every exchange; times of top-k by density, and of dense."""
     drawn = style.new_figure(12.5, max(4.2, 0.34 * len(rows) + 1.4), f"One exchange by itself: {title}")
     bars, curve = drawn.subplots(1, 2, width_ratios=(3, 2))
@@ -46,23 +64,23 @@ def figure(rows: Sequence[Row], gradients: Gradients, machine: Machine, title: s
 
 
 def _by_density(
-    axes: Axes, rows: Sequence[Row], gradients: Gradients, machine: Machine
+    axes: Axes, rows: Sequence[Comparison], gradients: Gradients, machine: Machine
 ) -> list[tuple[float, str, style.Look]]:
     """Draws top-k by density, with both algorithms, and the dense exchanges; returns the labels of the lines."""
     dense = next(row for row in rows if row.config == Dense())
     top_k = [(row.config, row) for row in rows if isinstance(row.config, TopK)]
     shown = next(config for config, _ in top_k if config.algorithm == "all_to_all")
-    densities, known, ends = [float(one) for one in np.logspace(-4, 0, 60)], [], []
+    densities, known, ends = [float(density) for density in np.logspace(-4, 0, 60)], [], []
     names = {algorithm: f"topk {algorithm}" for algorithm in ("all_gather", "all_to_all")}
     chosen = style.looks(list(names.values()))
     for algorithm, name in names.items():
         look = chosen[name]
-        configs = [shown.model_copy(update={"algorithm": algorithm, "density": one}) for one in densities]
+        configs = [shown.model_copy(update={"algorithm": algorithm, "density": density}) for density in densities]
         times = [1e3 * predict(config, gradients, machine).total_sec for config in configs]
         axes.plot(densities, times, color=look.color, ls=style.MODELLED["ls"])
         ends.append((times[-1], name, look))
         same = {"algorithm": algorithm, "method": shown.method, "wire": "packed"}
-        points = [one for one in top_k if {name: getattr(one[0], name) for name in same} == same]
+        points = [point for point in top_k if {name: getattr(point[0], name) for name in same} == same]
         measured = [1e3 * row.measured_sec for _, row in points]
         at = [config.density for config, _ in points]
         axes.plot(at, measured, look.mark, color=look.color, ms=style.MEASURED["ms"])

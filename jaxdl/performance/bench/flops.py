@@ -76,7 +76,7 @@ def _jaxprs(value: Any) -> list[core.Jaxpr]:
         return [value.jaxpr]
     if isinstance(value, core.Jaxpr):
         return [value]
-    return [sub for one in value for sub in _jaxprs(one)] if isinstance(value, tuple | list) else []
+    return [sub for item in value for sub in _jaxprs(item)] if isinstance(value, tuple | list) else []
 
 
 def _size(variable: Any) -> int:

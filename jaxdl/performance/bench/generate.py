@@ -12,11 +12,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jaxdl.core.options import parse_options
 from jaxdl.core.runs import check_checkpoint, check_run
 from jaxdl.inference.generation import Decoder, Sampling, Writing
 from jaxdl.inference.predictor import Predictor, restore
-from jaxdl.performance.bench.shared import check_options, make_table, time_in_turns, write_json
+from jaxdl.performance.bench.shared import bench, make_table, parse_bench, time_in_turns, write_json
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,10 @@ class GenerateBench:
     """A file for the results."""
 
 
+@bench("generate", "tokens a second that a language model writes, with and without its key-value cache")
 def main(args: list[str]) -> None:
     """Measures the sides in turns and prints the medians."""
-    command = parse_options(GenerateBench, args, prog="python -m jaxdl.bench generate", description=str(__doc__))
-    check_options(command, num_tokens=1, batch_size=1, num_repeats=1)
+    command = parse_bench(GenerateBench, args, __name__, num_tokens=1, batch_size=1, num_repeats=1)
     check_checkpoint(check_run(command.workdir, "--workdir"))
     sides = make_sides(restore(command.workdir), command)
     times = time_in_turns({name: run for name, (run, _) in sides.items()}, command.num_repeats)

@@ -29,11 +29,10 @@ from rich.progress import track
 from rich.table import Table
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.options import parse_options
 from jaxdl.data import remote
 from jaxdl.data.images.photos import num_cpus
 from jaxdl.performance.bench.input_sides import BATCH, SIDES
-from jaxdl.performance.bench.shared import check_options, make_table, median_ratio, write_json
+from jaxdl.performance.bench.shared import bench, make_table, median_ratio, parse_bench, write_json
 
 _HEIGHT, _WIDTH, _BYTES, _MADE = 375, 500, 110_000, 384
 """Size of the generated images (that of an average ImageNet photograph) and their number: too many for a CPU cache."""
@@ -67,11 +66,10 @@ class InputBench:
     """A file for the results."""
 
 
+@bench("input", "the image pipeline, cold and cached, against tf.data, PyTorch's DataLoader and Grain")
 def main(args: list[str]) -> None:
     """Runs the measurement and prints the table."""
-    command = parse_options(InputBench, args=args, prog="python -m jaxdl.bench input",
-                       description=str(__doc__))  # fmt: skip
-    check_options(command, num_images=1, num_rounds=1, size=1, workers=1)
+    command = parse_bench(InputBench, args, __name__, num_images=1, num_rounds=1, size=1, workers=1)
     unknown = [side for side in command.sides if side not in SIDES]
     if unknown:
         raise ConfigError(f"--sides {unknown[0]}: there is no such side; choose from {', '.join(map(repr, SIDES))}.")
@@ -114,7 +112,7 @@ def versions() -> dict[str, str]:
 
 def check_images(folder: Path) -> list[str]:
     """The images in the folder. Raises ConfigError without any."""
-    found = [one.address for one in remote.find(str(folder), (".jpg", ".jpeg"))]
+    found = [file.address for file in remote.find(str(folder), (".jpg", ".jpeg"))]
     if not found:
         raise ConfigError(f"--images {folder}: no JPEG file in it.")
     return found

@@ -56,7 +56,7 @@ class Job(NamedTuple):
 
     def parts(self) -> tuple[list[str], np.ndarray, np.ndarray]:
         """One row for each image and epoch: file, box (top, left, height, width; int32 [row, 4]), mirrored or not."""
-        files = [one.address for one in remote.find(self.folder, (".jpg", ".jpeg"))]
+        files = [file.address for file in remote.find(self.folder, (".jpg", ".jpeg"))]
         boxes, flips = [], []
         photos = [Photo(Path(name).read_bytes()) for name in files]
         sizes = [(photo.height, photo.width) for photo in photos]
@@ -96,7 +96,7 @@ class Repeated(FolderRecords):
 def _open(job: Job, name: str, cache: Cache, *, fresh: bool) -> tuple[PhotoSource, int]:
     """jaxdl's source of the images, and their number; with `fresh` they repeat under new numbers."""
     found = remote.find(job.folder, (".jpg", ".jpeg"))
-    classes = sorted({one.name.split("/", 1)[0] for one in found})
+    classes = sorted({file.name.split("/", 1)[0] for file in found})
     records = (Repeated if fresh else FolderRecords)(found, classes)
     photos = Photos(size=job.size, workers=job.workers, cache=cache)
     splits = photos.build(records, FolderRecords(found, classes), 1000, name=name)

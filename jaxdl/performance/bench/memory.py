@@ -23,10 +23,10 @@ from jaxdl.core.errors import OptionError
 from jaxdl.data import TextSpec
 from jaxdl.parallel.compiler import hlo, roofline
 from jaxdl.parallel.mesh import MeshConfig
-from jaxdl.performance.bench.shared import ExperimentBench, check_options, make_table, write_json
+from jaxdl.performance.bench.shared import ExperimentBench, bench, make_table, parse_experiment_bench, write_json
 from jaxdl.performance.planner.h100 import compile_step, h100_devices
 from jaxdl.performance.planner.trial import planned_bytes, resident
-from jaxdl.training.experiment import Experiment, parse_command_line
+from jaxdl.training.experiment import Experiment
 from jaxdl.training.run.plan.build import make_plan
 
 _DEVICE_BYTES = 80e9
@@ -53,6 +53,7 @@ class MemoryBench(ExperimentBench):
     """File for the figures."""
 
 
+@bench("memory", "the memory of a device and the least time of a step by mesh and remat, compiled for H100")
 def main(args: list[str]) -> None:
     """Compiles each row, and prints and writes the table."""
     command = parse_command(args)
@@ -70,9 +71,7 @@ def main(args: list[str]) -> None:
 
 def parse_command(args: list[str]) -> MemoryBench:
     """The command line as a MemoryBench. Raises ConfigError, or exits after --help."""
-    prog = "python -m jaxdl.bench memory"
-    command, _ = parse_command_line(MemoryBench, args, about=str(__doc__), prog=prog)
-    check_options(command)
+    command, _ = parse_experiment_bench(MemoryBench, args, __name__)
     cells(command)
     return command
 
@@ -105,12 +104,12 @@ def measure(command: MemoryBench, mesh: MeshConfig, length: int | None, examples
     experiment = resident(command.experiment, None).replaced(
         changes if length is None else changes | {"data.length": length}
     )
-    plan = make_plan(_fitting(experiment), h100_devices(1, mesh.fsdp * mesh.tensor))
+    plan = make_plan(_with_enough_data(experiment), h100_devices(1, mesh.fsdp * mesh.tensor))
     compiled = compile_step(plan)
     text, memory, spec = compiled.as_text() or "", compiled.memory_analysis(), plan.parts.data_spec
     kernels = roofline.kernels(hlo.parse(text))
-    least = sum(one.times * one.least_sec for one in kernels)
-    once = sum(one.times * one.product_sec for one in kernels if not one.again)
+    least = sum(kernel.times * kernel.least_sec for kernel in kernels)
+    once = sum(kernel.times * kernel.product_sec for kernel in kernels if not kernel.again)
     words = getattr(experiment.model, "vocab_size", None) or getattr(spec, "vocab_size", None)
     vocab = None if words is None else own_words(words, mesh.tensor)
     return {
@@ -122,14 +121,14 @@ def measure(command: MemoryBench, mesh: MeshConfig, length: int | None, examples
         "temporary_bytes": memory and memory.temp_size_in_bytes,
         "least_sec": least,
         "product_sec": once,
-        "host_sec": sum(one.times * one.host_bytes for one in kernels) / _HOST_BYTES_PER_SEC,
-        "flash_forward": sum("fmha" in one.kind and "Backward" not in one.kind for one in kernels),
-        "flash_backward": sum("fmha" in one.kind and "Backward" in one.kind for one in kernels),
+        "host_sec": sum(kernel.times * kernel.host_bytes for kernel in kernels) / _HOST_BYTES_PER_SEC,
+        "flash_forward": sum("fmha" in kernel.kind and "Backward" not in kernel.kind for kernel in kernels),
+        "flash_backward": sum("fmha" in kernel.kind and "Backward" in kernel.kind for kernel in kernels),
         "logits_bytes": 4 * vocab * most_logits(text, vocab) if vocab else None,
     }
 
 
-def _fitting(experiment: Experiment) -> Experiment:
+def _with_enough_data(experiment: Experiment) -> Experiment:
     """The experiment with as many examples as a batch takes."""
     data = experiment.data
     if getattr(data, "num_train", experiment.batch_size) >= experiment.batch_size:
@@ -144,8 +143,8 @@ def add_mfu(rows: list[dict[str, Any]]) -> None:
     memory is short.
     """
     for row in rows:
-        same = [one for one in rows if all(one[name] == row[name] for name in ("mesh", "length", "examples"))]
-        row["mfu"] = min(one["product_sec"] for one in same) / row["least_sec"]
+        same = [other for other in rows if all(other[name] == row[name] for name in ("mesh", "length", "examples"))]
+        row["mfu"] = min(other["product_sec"] for other in same) / row["least_sec"]
 
 
 def own_words(words: int, tensor: int) -> int:

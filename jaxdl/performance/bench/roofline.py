@@ -58,7 +58,7 @@ def table(title: str, found: dict[str, Any], before: dict[str, Any] | None) -> T
     names.sort(key=lambda name: -(found["kernels"].get(name) or earlier[name])["least_sec"])
     for name in (*names, "all"):
         both = (found["kernels"].get(name), *((earlier.get(name),) if earlier else ()))
-        made.add_row(name, *(text for one in both for text in _texts(one)), end_section=name == names[-1])
+        made.add_row(name, *(text for row in both for text in _texts(row)), end_section=name == names[-1])
     return made
 
 

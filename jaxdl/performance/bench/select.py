@@ -19,11 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.options import parse_options
 from jaxdl.parallel.collectives.compact import KEY_BITS
 from jaxdl.parallel.collectives.select import LEADING, METHODS, by_kernels, on_gpu, select_top_k
 from jaxdl.parallel.compiler import hlo
-from jaxdl.performance.bench.shared import check_options, make_table, time_in_turns, write_json
+from jaxdl.performance.bench.shared import bench, make_table, parse_bench, time_in_turns, write_json
 from jaxdl.performance.planner.h100 import NUM_DEVICES, h100_mesh
 
 ORACLE, READ, COPY = "lax.top_k", "one read", "a copy"
@@ -58,6 +57,7 @@ class SelectBench:
         return max(1, round(self.density * self.num_elements))
 
 
+@bench("select", "methods of select_top_k against lax.top_k and one read of the data")
 def main(args: list[str]) -> None:
     """Runs the measurement, or with --hlo the compilation, and prints tables. Exits with 1 when a sort remains."""
     command = parse_command(args)
@@ -89,9 +89,7 @@ def main(args: list[str]) -> None:
 
 def parse_command(args: list[str]) -> SelectBench:
     """The command line. Raises ConfigError, or exits after --help."""
-    prog = "python -m jaxdl.bench select"
-    command = parse_options(SelectBench, args=args, prog=prog, description=str(__doc__))
-    check_options(command, num_elements=1, num_repeats=1, num_calls=1)
+    command = parse_bench(SelectBench, args, __name__, num_elements=1, num_repeats=1, num_calls=1)
     if not 0 < command.density <= 1:
         raise ConfigError(
             f"--density {command.density}: the selected share of all entries. Give more than 0, at most 1."

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +17,52 @@ from rich.box import HEAVY_HEAD, Box
 from rich.table import Table
 
 from jaxdl.core.config import ConfigError
+from jaxdl.core.errors import command_line
 from jaxdl.core.modules import import_file
+from jaxdl.core.options import parse_options
 from jaxdl.exchange import kinds
 from jaxdl.report import replace_file
-from jaxdl.training.experiment import Experiment
+from jaxdl.training.experiment import Experiment, parse_command_line
 
 _Side = TypeVar("_Side", bound=Hashable)
+_Options = TypeVar("_Options")
+_Main = Callable[[list[str]], None]
+
+BENCHES: dict[str, tuple[str, _Main]] = {}
+"""Name -> (what it measures, its `main`), of all measurements that are registered by `@bench`."""
+
+
+def bench(name: str, what: str) -> Callable[[_Main], _Main]:
+    """Registers a function of a command line as the measurement `python -m jaxdl.bench NAME`."""
+
+    def register(main: _Main) -> _Main:
+        BENCHES[name] = (what, main)
+        return main
+
+    return register
+
+
+def program(module: str) -> str:
+    """How the measurement of a module is started, from its `__name__`."""
+    spec = sys.modules[module].__spec__
+    name = spec.name if spec is not None else module
+    return f"python -m jaxdl.bench {name.rpartition('.')[2]}" if name.startswith("jaxdl.") else f"python -m {name}"
+
+
+def run_module(main: _Main, args: list[str] | None = None) -> None:
+    """Runs `main` as a program: on these arguments, or those of this process."""
+    with command_line():
+        main(sys.argv[1:] if args is None else args)
+
+
+def parse_bench(options: type[_Options], args: list[str], module: str, **least: int) -> _Options:
+    """The options of a measurement; its help begins with the docstring of `module`.
+
+    Raises ConfigError for a mistake, also a value below its `least`; exits after --help.
+    """
+    command = parse_options(options, args, prog=program(module), description=str(sys.modules[module].__doc__))
+    check_options(command, **least)
+    return command
 
 
 @dataclass(frozen=True)
@@ -32,6 +72,19 @@ class ExperimentBench:
     config: Path
     """The experiment: a Python file with a function config()."""
     experiment: Annotated[Experiment, tyro.conf.arg(name="")]
+
+
+_ExperimentOptions = TypeVar("_ExperimentOptions", bound=ExperimentBench)
+
+
+def parse_experiment_bench(
+    options: type[_ExperimentOptions], args: list[str], module: str, **least: int
+) -> tuple[_ExperimentOptions, Experiment]:
+    """As `parse_bench`, of a measurement of an experiment: also that of the config file, with its choices switched."""
+    about = str(sys.modules[module].__doc__)
+    command, given = parse_command_line(options, args, about=about, prog=program(module), intro=f"{about}\n\n")
+    check_options(command, **least)
+    return command, given
 
 
 Imports = Annotated[tuple[Path, ...], tyro.conf.arg(name="import")]
@@ -60,21 +113,6 @@ def check_options(command: Any, **least: int) -> None:
         if path is not None and not path.parent.is_dir():
             option = name.replace("_", "-")
             raise ConfigError(f"--{option} {path}: there is no folder {path.parent}. Make it first.")
-
-
-def share_gpu_memory(args: Sequence[str]) -> None:
-    """Lets JAX leave memory of the GPU to PyTorch, for a command line with --against; before JAX starts its devices."""
-    if any(arg.startswith("--against") for arg in args):
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-
-def load_torch() -> Any:
-    """PyTorch, for --against torch. Raises ConfigError where it cannot be loaded."""
-    try:
-        import torch  # pyright: ignore[reportMissingImports]
-    except (ImportError, OSError) as error:
-        raise ConfigError(f"--against torch: PyTorch cannot be loaded here ({error}). pip install torch.") from None
-    return torch
 
 
 def time_in_turns(sides: Mapping[_Side, Callable[[], Any]], num_repeats: int) -> dict[_Side, list[float]]:

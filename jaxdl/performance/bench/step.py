@@ -13,10 +13,10 @@ from rich.console import Console
 
 from jaxdl.core.config import ConfigError
 from jaxdl.optim import Constant
-from jaxdl.performance.bench.shared import ExperimentBench, check_options, make_table, median_ratio
+from jaxdl.performance.bench.shared import ExperimentBench, bench, make_table, median_ratio, parse_experiment_bench
 from jaxdl.report import ReportConfig
 from jaxdl.training.evaluation import max_in_flight
-from jaxdl.training.experiment import LENGTH, Experiment, parse_command_line
+from jaxdl.training.experiment import LENGTH, Experiment
 from jaxdl.training.run.compile import shared_programs
 from jaxdl.training.run.hooks import StepInfo
 from jaxdl.training.run.plan.build import make_initial_state, make_plan
@@ -33,6 +33,7 @@ class StepBench(ExperimentBench):
     """How often each side is measured; medians are reported."""
 
 
+@bench("step", "the training loop's time per step over that of the bare jitted step")
 def main(args: list[str]) -> None:
     """Runs the measurement and prints both medians and their ratio."""
     command = parse_command(args)
@@ -48,13 +49,11 @@ def main(args: list[str]) -> None:
 
 def parse_command(args: list[str]) -> StepBench:
     """The command line as a StepBench. Raises ConfigError, or exits after --help."""
-    prog = "python -m jaxdl.bench step"
-    command, experiment = parse_command_line(StepBench, args, about=str(__doc__), prog=prog)
+    command, given = parse_experiment_bench(StepBench, args, __name__, num_steps=1, num_repeats=1)
     for name in LENGTH[:3]:
         value = getattr(command.experiment, name)
-        if value != getattr(experiment, name):
+        if value != getattr(given, name):
             raise ConfigError(f"--{name} {value}: the measurement sets its own length. Give --num-steps instead.")
-    check_options(command, num_steps=1, num_repeats=1)
     return command
 
 

@@ -11,33 +11,40 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from rich.console import Console
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.errors import OptionError
-from jaxdl.data import ImageSpec, TextSpec
+from jaxdl.data import DataSpec, ImageSpec, TextSpec
+from jaxdl.parallel.sharding import named
 from jaxdl.performance.bench import roofline, trace
 from jaxdl.performance.bench.flops import peak_flops, step_flops
-from jaxdl.performance.bench.optim import make_updates
 from jaxdl.performance.bench.shared import (
     ExperimentBench,
-    check_options,
+    bench,
     make_table,
     median_ratio,
-    share_gpu_memory,
+    parse_experiment_bench,
     time_in_turns,
     write_json,
 )
-from jaxdl.performance.bench.torch_side import make_torch_step
 from jaxdl.performance.planner.trial import planned_bytes, resident
-from jaxdl.training.experiment import parse_command_line
+from jaxdl.training.experiment import Experiment
 from jaxdl.training.run.compile import compile_train_step
 from jaxdl.training.run.plan.build import Plan, make_initial_state, make_plan
+from jaxdl.training.state import TrainState
+from jaxdl.training.step import Parts, make_update
 
 _PROFILED_STEPS, _SHOWN_KERNELS, _WRITTEN_KERNELS = 3, 5, 50
+
+Steps = Callable[[int], None]
+"""Runs so many steps, and returns when they have ended."""
+FRAMEWORKS: dict[str, Callable[[Experiment, DataSpec], tuple[Steps, str]]] = {}
+"""Name for --against -> what makes the steps of an experiment there, and their description."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,8 @@ class TrainBench(ExperimentBench):
     """How often each side is measured; medians are reported."""
     image_size: int | None = None
     """Photographs: height and width; by default that of the data (phases are left out)."""
-    against: Literal["torch"] | None = None
-    """Also measure the same network in PyTorch, in turns."""
+    against: str | None = None
+    """Also measure the same network in another framework, in turns; `benchmarks/train.py` of a checkout has torch."""
     profile: bool = False
     """Also show the kernels that take the most time of a step, from a profile of JAX's."""
     h100: bool = False
@@ -62,9 +69,9 @@ class TrainBench(ExperimentBench):
     """File for the figures."""
 
 
+@bench("train", "the training speed of a config: images or tokens a second, share of the peak")
 def main(args: list[str]) -> None:
     """Runs the measurement and prints it."""
-    share_gpu_memory(args)
     command = parse_command(args)
     if command.h100:
         _list_kernels(command)
@@ -89,14 +96,17 @@ def _list_kernels(command: TrainBench) -> None:
 
 def parse_command(args: list[str]) -> TrainBench:
     """The command line as a TrainBench. Raises ConfigError, or exits after --help."""
-    prog = "python -m jaxdl.bench train"
-    command, _ = parse_command_line(TrainBench, args, about=str(__doc__), prog=prog)
-    check_options(command, num_steps=1, num_repeats=1, image_size=1)
+    command, _ = parse_experiment_bench(TrainBench, args, __name__, num_steps=1, num_repeats=1, image_size=1)
     if command.before is not None and not command.h100:
         raise OptionError(f"--before {command.before}: only with --h100. Leave it out.")
     if command.h100 and (command.against or command.profile):
         other = "--against" if command.against else "--profile"
         raise OptionError(f"--h100 with {other}: a described GPU runs nothing. Leave one of them out.")
+    if command.against is not None and command.against not in FRAMEWORKS:
+        raise OptionError(
+            f"--against {command.against}: there is no such framework here. In a checkout of jaxdl, "
+            "python -m benchmarks.train has torch."
+        )
     if command.image_size is not None and getattr(command.experiment.data, "photos", None) is None:
         raise ConfigError(f"--image-size {command.image_size}: the images of this data have a fixed size.")
     return command
@@ -106,19 +116,20 @@ def measure(command: TrainBench) -> dict[str, Any]:
     """Times (seconds a step, one a repeat, of `jaxdl` and optionally `torch`) and figures derived from them."""
     experiment = resident(command.experiment, command.image_size)
     plan = make_plan(experiment)
-    sides: dict[str, Callable[[int], None]] = {}
+    sides: dict[str, Steps] = {}
     about = {"jaxdl": f"jaxdl, JAX {jax.__version__}"}
     if command.against is not None:
         if jax.device_count() > 1 and jax.default_backend() != "cpu":
-            raise ConfigError("--against torch: PyTorch is measured on one GPU. Set CUDA_VISIBLE_DEVICES=0.")
-        sides["torch"], about["torch"] = make_torch_step(experiment, plan.parts.data_spec)
+            raise ConfigError(f"--against {command.against}: it is measured on one GPU. Set CUDA_VISIBLE_DEVICES=0.")
+        make_steps = FRAMEWORKS[command.against]
+        sides[command.against], about[command.against] = make_steps(experiment, plan.parts.data_spec)
     jaxdl, program = _jaxdl_side(plan)
-    times = _timed({"jaxdl": jaxdl} | sides, command)
+    times = _time({"jaxdl": jaxdl} | sides, command)
     used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     kernels = trace.kernels(functools.partial(jaxdl, _PROFILED_STEPS), _PROFILED_STEPS) if command.profile else []
     heads = getattr(experiment.model, "num_heads", None)
     del jaxdl, sides  # Free their memory for the measurement.
-    times |= _timed({"update alone": make_updates(plan.parts)}, command)
+    times |= _time({"update alone": make_updates(plan.parts)}, command)
     spec = plan.parts.data_spec
     unit, number = ("tokens", spec.length) if isinstance(spec, TextSpec) else (spec.described()[0], 1)
     flops, (peak, source) = step_flops(plan), peak_flops(experiment.precision)
@@ -142,14 +153,14 @@ def measure(command: TrainBench) -> dict[str, Any]:
     }
 
 
-def _timed(sides: dict[str, Callable[[int], None]], command: TrainBench) -> dict[str, list[float]]:
+def _time(sides: dict[str, Steps], command: TrainBench) -> dict[str, list[float]]:
     """Seconds a step of each side, in turns; the first round warms up."""
     runs = {name: functools.partial(run, command.num_steps) for name, run in sides.items()}
     times = time_in_turns(runs, command.num_repeats)
     return {name: [value / command.num_steps for value in values] for name, values in times.items()}
 
 
-def _jaxdl_side(plan: Plan) -> tuple[Callable[[int], None], jax.stages.Compiled]:
+def _jaxdl_side(plan: Plan) -> tuple[Steps, jax.stages.Compiled]:
     """The training steps, and their program."""
     step, state = compile_train_step(plan), make_initial_state(plan)
     with plan.batches(plan.timeline.segments[0], 0, 1) as batches:
@@ -164,6 +175,29 @@ def _jaxdl_side(plan: Plan) -> tuple[Callable[[int], None], jax.stages.Compiled]
         jax.block_until_ready(state)
 
     return steps, step
+
+
+def make_updates(parts: Parts) -> Callable[..., None]:
+    """A function that runs a number of updates (1) on gradients sharded as after the exchange, and waits for them."""
+    spec = parts.state_spec
+
+    def fresh() -> tuple[TrainState, Any]:
+        return spec.init(jax.random.key(0)), jax.tree.map(
+            lambda x: jnp.full(x.shape, 1e-2, x.dtype), parts.network.param_shapes
+        )
+
+    state, grads = jax.jit(fresh, out_shardings=(spec.shardings, named(parts.layout.mesh, spec.update)))()
+    update = make_update(parts)
+
+    def updates(number: int = 1) -> None:
+        nonlocal state
+        for _ in range(number):
+            state = update(state, grads)
+            if jax.default_backend() == "cpu":
+                jax.block_until_ready(state.step)
+        jax.block_until_ready(state)
+
+    return updates
 
 
 def _print(command: TrainBench, found: dict[str, Any]) -> None:
@@ -183,8 +217,8 @@ def _print(command: TrainBench, found: dict[str, Any]) -> None:
     console.print(table)
     for line in found["about"].values():
         console.print(line, highlight=False)
-    if "torch" in times:
-        ratio = median_ratio(found["times"]["torch"], found["times"]["jaxdl"])
+    if command.against in times:
+        ratio = median_ratio(found["times"][command.against], found["times"]["jaxdl"])
         console.print(f"jaxdl is {ratio:.2f} times as fast (median of the rounds)")
     share = 100 * times["update alone"] / times["jaxdl"]
     console.print(f"update ({command.experiment.optimizer.kind}) alone: {share:.1f} % of a step")

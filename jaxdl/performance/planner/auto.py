@@ -25,25 +25,25 @@ from jaxdl.exchange.cost import ALWAYS_MEASURED, NOMINAL_SPEEDS, Figures, Link, 
 from jaxdl.exchange.probe import probe
 from jaxdl.parallel.cluster import host_memory_bytes, wait_for_all
 from jaxdl.parallel.mesh import AXES, INNER_AXES, Axis, Device, MeshConfig, make_mesh, platform, ways
+from jaxdl.performance.planner.machine import network_rate
 from jaxdl.performance.planner.mesh_tables import tables_on_meshes
 from jaxdl.performance.planner.search import (
     Candidate,
     Choice,
     Cluster,
-    Found,
-    Workload,
+    RunWorkload,
+    SearchResult,
     binding,
-    named,
+    describe,
     search,
     with_other_tables,
 )
 from jaxdl.performance.planner.steptime import Efficiency
-from jaxdl.performance.planner.tables import counted
-from jaxdl.performance.planner.timed import ROUNDS, Name, agreed, memory_of, quickest, step_parts, timed_layouts
+from jaxdl.performance.planner.tables import describe_schemes
+from jaxdl.performance.planner.timed import ROUNDS, Name, agree, memory_of, quickest, step_parts, time_layouts
 from jaxdl.performance.planner.trial import table_sec
 from jaxdl.performance.planner.trials import Trials
 from jaxdl.performance.planner.workload import fixed_fields, no_layout, workload_of
-from jaxdl.platform.launch.netns import parse_rate
 from jaxdl.report import Start
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.plans import PlanAuto
@@ -60,33 +60,33 @@ def plan(experiment: Experiment, devices: Sequence[Device], start: Start) -> Pla
     asked = experiment.plan
     assert isinstance(asked, PlanAuto)
     trials = Trials(experiment)
-    work, cluster, fixed = prepared(experiment, trials, devices, start)
+    work, cluster, fixed = prepare(experiment, trials, devices, start)
     with start.doing("planning the layout: compiling and timing steps"):
-        found = searched(work, cluster, fixed)
+        found = search_layouts(work, cluster, fixed)
     if not found.candidates:
         raise no_layout(experiment, fixed, f"{cluster.nodes} nodes of {cluster.gpus_per_node} devices")
 
     def timed(layouts: Sequence[Candidate], what: str) -> list[list[float]]:
-        check_equal([settings_of(one, experiment) for one in layouts])
+        check_equal([settings_of(layout, experiment) for layout in layouts])
         with start.doing(f"planning the layout: timing the best {len(layouts)} {what}"):
-            plans = {number: layout_plan(experiment, trials, one, devices) for number, one in enumerate(layouts)}
-            return list(timed_layouts(plans, found.cluster.device_bytes, ROUNDS).values())
+            plans = {number: layout_plan(experiment, trials, layout, devices) for number, layout in enumerate(layouts)}
+            return list(time_layouts(plans, found.cluster.device_bytes, ROUNDS).values())
 
     times: dict[Choice, list[float]] = {}
-    fitting = [one for one in found.candidates if one.fits]
+    fitting = [candidate for candidate in found.candidates if candidate.fits]
     for best in (fitting[first : first + asked.timed] for first in range(0, len(fitting), asked.timed)):
-        times |= dict(zip((one.choice for one in best), timed(best, "layouts"), strict=True))
+        times |= dict(zip((candidate.choice for candidate in best), timed(best, "layouts"), strict=True))
         if min(map(min, times.values())) < math.inf:  # XLA needs more memory for the others than a device has.
             break
     found = _chosen(found, times)
     choices = [found.best, *with_other_tables(work, cluster, found.best, asked.timed - 1)] if found.best else []
     of_tables = timed(choices, "choices of tables") if len(choices) > 1 else []
-    return planned(found, experiment, times, list(zip(choices, of_tables, strict=False)))
+    return to_planned(found, experiment, times, list(zip(choices, of_tables, strict=False)))
 
 
-def prepared(
+def prepare(
     experiment: Experiment, trials: Trials, devices: Sequence[Device], start: Start
-) -> tuple[Workload, Cluster, dict[str, Any]]:
+) -> tuple[RunWorkload, Cluster, dict[str, Any]]:
     """What is searched on these devices: (the workload, the devices and their links, fields that keep their values)."""
     asked = experiment.plan
     assert isinstance(asked, PlanAuto)
@@ -97,13 +97,13 @@ def prepared(
         raise no_layout(experiment, fixed, f"{nodes} nodes of {of_each} devices")
     mesh = make_mesh(MeshConfig(replica=replica), devices)
     sizes = dict(mesh.shape)
-    own = [one for one in devices if one.process_index == jax.process_index()]
+    own = [device for device in devices if device.process_index == jax.process_index()]
     if (tensor := int(fixed.get("mesh.tensor", 1))) > len(own):
         raise ConfigError(
             f"--plan auto: mesh.tensor {tensor} is more than the {len(own)} devices of a process, and its steps are "
             "compiled for these before the run begins. Give the whole layout in place of --plan, or a smaller one."
         )
-    device_bytes = 1e9 * (asked.device_gb or 0) or agreed(memory_of(own[0]) or _of_host(), min)
+    device_bytes = 1e9 * (asked.device_gb or 0) or agree(memory_of(own[0]) or _of_host(), min)
     described = functools.cache(lambda: machine_of(experiment, asked, mesh))
     with start.doing("planning the layout: reading the data, measuring the links"):
         tables = tables_on_meshes(experiment, sizes, described, asked.keep, trials.splits)
@@ -115,27 +115,27 @@ def prepared(
     return workload_of(experiment, trials, own[:of_each], replica, tables, parts), cluster, fixed
 
 
-def layout_plan(experiment: Experiment, trials: Trials, one: Candidate, devices: Sequence[Device]) -> Plan:
+def layout_plan(experiment: Experiment, trials: Trials, candidate: Candidate, devices: Sequence[Device]) -> Plan:
     """The step of a layout, on data of the run's shapes."""
-    return trials.plan(settings_of(one, experiment) | {"exchange": one.exchange}, devices, whole=True)
+    return trials.plan(settings_of(candidate, experiment) | {"exchange": candidate.exchange}, devices, whole=True)
 
 
-def settings_of(one: Candidate, experiment: Experiment) -> dict[str, Any]:
+def settings_of(candidate: Candidate, experiment: Experiment) -> dict[str, Any]:
     """The fields of an experiment that a layout sets, besides the exchange, with their values as in JSON."""
-    return one.choice.settings | table_settings(one, experiment)
+    return candidate.choice.settings | table_settings(candidate, experiment)
 
 
-def table_settings(one: Candidate, experiment: Experiment) -> dict[str, Any]:
+def table_settings(candidate: Candidate, experiment: Experiment) -> dict[str, Any]:
     """Those of `settings_of` for embedding tables."""
-    if one.tables is None or one.tables.embedding == experiment.embedding:
+    if candidate.tables is None or candidate.tables.embedding == experiment.embedding:
         return {}
-    values = one.tables.embedding.model_dump(mode="json")
+    values = candidate.tables.embedding.model_dump(mode="json")
     return {f"embedding.{name}": values[name] for name in ("schemes", "places")}
 
 
 def nodes_of(asked: PlanAuto, devices: Sequence[Device]) -> tuple[int, int]:
     """(nodes, devices of each): processes, or as given. Raises ConfigError where nodes would differ."""
-    counts = set(collections.Counter(one.process_index for one in devices).values())
+    counts = set(collections.Counter(device.process_index for device in devices).values())
     if len(counts) > 1:
         raise ConfigError(
             f"--plan auto: the processes have {' and '.join(map(str, sorted(counts)))} devices. Give each as many."
@@ -155,7 +155,7 @@ def machine_of(experiment: Experiment, asked: PlanAuto, mesh: Any) -> Machine:
     given: Link | None = None
     if asked.network is not None:
         latency = _LATENCY_US if asked.latency_us is None else asked.latency_us
-        given = Link(1e-6 * latency, network_rate(asked.network) / inner)
+        given = Link(1e-6 * latency, network_rate(asked.network, "--plan.network") / inner)
     elif isinstance(exchange, Auto) and exchange.bandwidth_gbps is not None and exchange.latency_us is not None:
         given = Link(1e-6 * exchange.latency_us, exchange.bandwidth_gbps * 1e9 / 8)
     if given is not None or mesh.size == 1:
@@ -164,7 +164,7 @@ def machine_of(experiment: Experiment, asked: PlanAuto, mesh: Any) -> Machine:
         return Machine(links, NOMINAL_SPEEDS[kind], "given; speeds of the devices from a table", kind == "gpu")
     replicas = mesh.shape[Axis.REPLICA.value]
     configs = exchange.configs(replicas) if isinstance(exchange, Auto) else [exchange]
-    needed = Figures.of([one for one in configs if isinstance(one, ExchangeConfig)])
+    needed = Figures.of([config for config in configs if isinstance(config, ExchangeConfig)])
     needed |= Figures(collectives=(*ALWAYS_MEASURED, "all_to_all"))
     wait_for_all()  # Gloo gives up when a process measures 30 s after another.
     found = probe(
@@ -182,29 +182,23 @@ def machine_of(experiment: Experiment, asked: PlanAuto, mesh: Any) -> Machine:
     return dataclasses.replace(found, links=links)
 
 
-def network_rate(network: str) -> float:
-    """Bytes a second of a node. Raises ConfigError for a rate that is none."""
-    try:
-        return parse_rate(network) / 8
-    except ConfigError as error:
-        raise ConfigError(f"--plan.network: {error}") from None
-
-
 def _of_host() -> float:
     return host_memory_bytes() / jax.local_device_count()
 
 
-def searched(work: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> Found:
+def search_layouts(work: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any]) -> SearchResult:
     """The layouts; those that keep fewer activations are compiled only where memory is what binds without them."""
     kept = work.remats[:1] if "model.remat" not in fixed else work.remats
     found = search(dataclasses.replace(work, remats=kept), cluster, fixed)
     best = found.best
-    binds = best is None or any(not one.fits and one.time.total_sec < best.time.total_sec for one in found.candidates)
+    binds = best is None or any(
+        not candidate.fits and candidate.time.total_sec < best.time.total_sec for candidate in found.candidates
+    )
     return search(work, cluster, fixed) if binds and len(kept) < len(work.remats) else found
 
 
-def planned(
-    found: Found,
+def to_planned(
+    found: SearchResult,
     experiment: Experiment,
     times: Mapping[Choice, Sequence[float]] | None = None,
     tables: Sequence[tuple[Candidate, Sequence[float]]] = (),
@@ -218,8 +212,8 @@ def planned(
     if found.best is None:
         least = found.candidates[0]
         raise ConfigError(
-            f"--plan auto: nothing fits: the least memory is {least.memory.total / 1e9:.3g} GB ({named(least)}) of a "
-            f"device's {size / 1e9:.3g}. Take more devices, or a smaller --batch-size."
+            f"--plan auto: nothing fits: the least memory is {least.memory.total / 1e9:.3g} GB ({describe(least)}) of "
+            f"a device's {size / 1e9:.3g}. Take more devices, or a smaller --batch-size."
         )
     number = len(found.candidates)
     medians = _medians(times or {})
@@ -237,36 +231,40 @@ def planned(
         f"what binds: {binding(found)}",
     ]
     if medians:
-        timed = [(named(one), medians[one.choice]) for one in found.candidates if one.choice in medians]
+        timed = [
+            (describe(candidate), medians[candidate.choice])
+            for candidate in found.candidates
+            if candidate.choice in medians
+        ]
         words = [f"{name}, {_ms(sec)}" for name, sec in timed]
         lines.append("timed: " + "; ".join(words))
         if medians[best.choice] > min(medians.values()):
             lines.append("the plan is the best by prediction of those that noise does not tell from the fastest")
-    second = next((one for one in found.candidates[1:] if one.fits), None)
+    second = next((candidate for candidate in found.candidates[1:] if candidate.fits), None)
     if second is not None and not times:
-        lines.append(f"next: {named(second)}, {1e3 * second.time.total_sec:.3g} ms")
+        lines.append(f"next: {describe(second)}, {1e3 * second.time.total_sec:.3g} ms")
     if best.tables is not None:
         lines.append(f"tables: {_schemes(best)}")
     if tables:
-        words = [f"{_schemes(one)}: {_ms(statistics.median(sec))}" for one, sec in tables]
+        words = [f"{_schemes(table)}: {_ms(statistics.median(sec))}" for table, sec in tables]
         lines.append("timed with these schemes of tables: " + "; ".join(words))
     chosen = best.exchange if isinstance(experiment.exchange, Auto) and best.choice.replica > 1 else None
     return Planned(settings_of(best, experiment), (*lines, *best.reasons), chosen)
 
 
 def _medians(times: Mapping[Name, Sequence[float]]) -> dict[Name, float]:
-    return {one: statistics.median(sec) for one, sec in times.items()}
+    return {choice: statistics.median(sec) for choice, sec in times.items()}
 
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.4g} ms" if seconds < math.inf else "not: too large"
 
 
-def _schemes(one: Candidate) -> str:
-    return counted(one.tables.schemes) if one.tables else ""
+def _schemes(candidate: Candidate) -> str:
+    return describe_schemes(candidate.tables.schemes) if candidate.tables else ""
 
 
-def _chosen(found: Found, times: Mapping[Choice, Sequence[float]]) -> Found:
+def _chosen(found: SearchResult, times: Mapping[Choice, Sequence[float]]) -> SearchResult:
     """The candidates with those that were timed before the others: that to take, then the fastest first.
 
     Raises ConfigError if all of them are too large by XLA's plan.
@@ -277,8 +275,8 @@ def _chosen(found: Found, times: Mapping[Choice, Sequence[float]]) -> Found:
             f"--plan auto: all {len(medians)} layouts that should fit need more by XLA's plan than 90 % of a device's "
             f"memory, {found.cluster.device_bytes / 1e9:.3g} GB. Take more devices, or a smaller --batch-size."
         )
-    timed = [one for one in found.candidates if one.choice in times]
-    chosen = quickest({one.choice: times[one.choice] for one in timed}) if timed else None
-    first = sorted(timed, key=lambda one: (one.choice != chosen, medians[one.choice]))
-    others = [one for one in found.candidates if one.choice not in times]
+    timed = [candidate for candidate in found.candidates if candidate.choice in times]
+    chosen = quickest({candidate.choice: times[candidate.choice] for candidate in timed}) if timed else None
+    first = sorted(timed, key=lambda candidate: (candidate.choice != chosen, medians[candidate.choice]))
+    others = [candidate for candidate in found.candidates if candidate.choice not in times]
     return dataclasses.replace(found, candidates=(*first, *others))

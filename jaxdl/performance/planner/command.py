@@ -25,17 +25,16 @@ from jaxdl.exchange import Auto
 from jaxdl.exchange.cost import NOMINAL_SPEEDS, Link, Machine
 from jaxdl.parallel.mesh import AXES, FILLING_AXIS, Axis
 from jaxdl.performance.planner.h100 import DEVICE, h100_devices
-from jaxdl.performance.planner.machine import NVLINK
+from jaxdl.performance.planner.machine import NVLINK, network_rate
 from jaxdl.performance.planner.memory import MOST_OF_DEVICE
 from jaxdl.performance.planner.mesh_tables import given_schemes, tables_on_meshes, with_slots
-from jaxdl.performance.planner.search import Candidate, Cluster, Found, binding, named, search, why_slower
+from jaxdl.performance.planner.search import Candidate, Cluster, SearchResult, binding, describe, search, why_slower
 from jaxdl.performance.planner.steptime import Efficiency, nodes_that_pay, parameter_servers
 from jaxdl.performance.planner.table_report import config_lines, measured_workload, table_of
 from jaxdl.performance.planner.table_report import remarks as remarks_of_tables
 from jaxdl.performance.planner.table_search import plan_tables
 from jaxdl.performance.planner.trials import Trials
 from jaxdl.performance.planner.workload import fixed_fields, no_layout, workload_of
-from jaxdl.platform.launch.netns import parse_rate
 from jaxdl.training.experiment import Experiment, find_config_option, parse_command_line
 from jaxdl.training.plans import typed_fields
 
@@ -130,7 +129,7 @@ def run(args: list[str], prog: str) -> None:
     if found.best is None:
         least = found.candidates[0]
         raise ConfigError(
-            f"nothing fits: the least memory is {least.memory.total / 1e9:.1f} GB ({named(least)}), of "
+            f"nothing fits: the least memory is {least.memory.total / 1e9:.1f} GB ({describe(least)}), of "
             f"{cluster.device_bytes / 1e9:.1f}. Take more nodes, or a smaller --batch-size."
         )
 
@@ -190,57 +189,50 @@ def cluster_of(command: PlanCommand) -> Cluster:
             raise OptionError(f"--{name} {getattr(command, name):g}: a share is above 0 and at most 1.")
     if command.latency_us < 0 or command.device_gb < 0 or not math.isfinite(command.latency_us + command.device_gb):
         raise OptionError("--latency-us and --device-gb: give finite numbers, 0 or more.")
-    rate = _network_rate(command) / command.gpus_per_node
+    rate = network_rate(command.network, "--network", OptionError) / command.gpus_per_node
     links = dict.fromkeys(AXES, NVLINK) | {Axis.REPLICA.value: Link(1e-6 * command.latency_us, rate)}
     machine = Machine(links, NOMINAL_SPEEDS["gpu"], "given", overlaps=True)
     size = 1e9 * command.device_gb or float(DEVICE["device_memory_size"])
     return Cluster(command.nodes, command.gpus_per_node, machine, size, Efficiency(command.efficiency, command.overlap))
 
 
-def _network_rate(command: PlanCommand) -> float:
-    """Bytes a second of a node."""
-    try:
-        return parse_rate(command.network) / 8
-    except ConfigError as error:
-        raise OptionError(f"--network: {error}") from None
-
-
-def table(found: Found, command: PlanCommand) -> Table:
+def table(found: SearchResult, command: PlanCommand) -> Table:
     """The first candidates, and the fastest that does not fit."""
     devices = f"{command.nodes} x {command.gpus_per_node} H100, {command.network}"
     title = f"{command.config}: {devices}, batch {command.experiment.batch_size:,}; times in ms"
     made = Table(title=title)
     for column in _COLUMNS:
         made.add_column(column, justify="left" if column in (_COLUMNS[0], _COLUMNS[4], _COLUMNS[-1]) else "right")
-    fitting = [one for one in found.candidates if one.fits]
+    fitting = [candidate for candidate in found.candidates if candidate.fits]
     refused = sorted(
-        (one for one in found.candidates if not one.fits), key=lambda one: (one.time.total_sec, one.choice)
+        (candidate for candidate in found.candidates if not candidate.fits),
+        key=lambda candidate: (candidate.time.total_sec, candidate.choice),
     )
     best = found.best or found.candidates[0]
-    for one in [*fitting[: command.shown], *refused[: 3 if fitting else command.shown]]:
-        made.add_row(*_texts(one, best))
+    for candidate in [*fitting[: command.shown], *refused[: 3 if fitting else command.shown]]:
+        made.add_row(*_texts(candidate, best))
     return made
 
 
-def _texts(one: Candidate, best: Candidate) -> tuple[str, ...]:
-    c, t = one.choice, one.time
+def _texts(candidate: Candidate, best: Candidate) -> tuple[str, ...]:
+    c, t = candidate.choice, candidate.time
     times = (t.total_sec, t.compute_sec, t.inner_sec, t.slow_sec, t.exposed_sec)
     return (
         f"{c.replica} x {c.fsdp} x {c.tensor}",
         str(c.microbatches),
         c.remat,
         c.param_sharding,
-        one.exchange.label,
+        candidate.exchange.label,
         *(f"{1e3 * value:.2f}" for value in times),
-        f"{one.memory.total / 1e9:.1f}" + ("" if one.fits else "*"),
-        "the plan" if one is best and one.fits else why_slower(one, best),
+        f"{candidate.memory.total / 1e9:.1f}" + ("" if candidate.fits else "*"),
+        "the plan" if candidate is best and candidate.fits else why_slower(candidate, best),
     )
 
 
-def remarks(found: Found, command: PlanCommand) -> list[str]:
+def remarks(found: SearchResult, command: PlanCommand) -> list[str]:
     """Below the table: what binds, how many nodes pay, and the options of the plan."""
-    lines = [f"{len(found.candidates):,} layouts, {sum(one.fits for one in found.candidates):,} fit"]
-    if any(not one.fits for one in found.candidates):
+    lines = [f"{len(found.candidates):,} layouts, {sum(candidate.fits for candidate in found.candidates):,} fit"]
+    if any(not candidate.fits for candidate in found.candidates):
         lines.append(f"* more than 90 % of a device's {found.cluster.device_bytes / 1e9:.1f} GB")
     best = found.best
     if best is None:
@@ -262,7 +254,7 @@ def remarks(found: Found, command: PlanCommand) -> list[str]:
             f"waiting for other nodes takes {ratio:.3g} times as long as all else: if it stays as long, up to {many} "
             f"work at {100 * _PAYS:.0f} % efficiency (Zou et al. 2017)"
         )
-        rate = _network_rate(command)
+        rate = network_rate(command.network, "--network", OptionError)
         servers = parameter_servers(found.param_bytes, command.nodes, rate, best.time.compute_sec)
         lines.append(f"parameter servers on the same network that keep up (Zou et al. 2017): {math.ceil(servers)}")
     options = [f"--{name.replace('_', '-')} {value}" for name, value in best.choice.settings.items()]

@@ -123,7 +123,7 @@ def compile_programs(plan: Plan, only: Sequence[str] = ()) -> Iterator[tuple[str
     With `only` those whose names match one of these patterns; raises ConfigError if there is none.
     """
     names = list(programs_of(plan))
-    chosen = [name for name in names if not only or any(fnmatch.fnmatchcase(name, one) for one in only)]
+    chosen = [name for name in names if not only or any(fnmatch.fnmatchcase(name, pattern) for pattern in only)]
     if not chosen:
         raise ConfigError(f"--only {' '.join(only)}: there is no such program. There are: {', '.join(names)}.")
     for name in chosen:

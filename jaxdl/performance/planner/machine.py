@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxdl.core.config import ConfigError
 from jaxdl.exchange.cost import NOMINAL_SPEEDS, Link, Machine
 from jaxdl.parallel.mesh import Axis
 from jaxdl.platform.launch.netns import parse_rate
@@ -9,6 +10,14 @@ from jaxdl.platform.launch.netns import parse_rate
 NVLINK = Link(latency_sec=5e-6, bytes_per_sec=4.5e11)
 """Of an H100, one direction (NVIDIA's data sheet); the latency is an order of magnitude."""
 _LATENCY_SEC = 20e-6
+
+
+def network_rate(network: str, option: str, mistake: type[ConfigError] = ConfigError) -> float:
+    """Bytes a second of a node's network. Raises a `mistake` in the option for a rate that is none."""
+    try:
+        return parse_rate(network) / 8
+    except ConfigError as error:
+        raise mistake(f"{option}: {error}") from None
 
 
 def nominal_machine(network: str, gpus_per_node: int) -> Machine:

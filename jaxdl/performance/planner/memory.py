@@ -49,10 +49,10 @@ class Parameters:
         """What one device sees of the gradients while they are exchanged over `replica`."""
         axes = jax.tree.leaves(self.axes, is_leaf=is_names)
         names, shapes = leaf_names(self.shapes), [x.shape for x in jax.tree.leaves(self.shapes)]
-        specs = [layout.grad_spec(one, shape) for one, shape in zip(axes, shapes, strict=True)]
+        specs = [layout.grad_spec(axis, shape) for axis, shape in zip(axes, shapes, strict=True)]
         sizes = layout.mesh.shape
         local = {name: shard_shape(shape, spec, sizes) for name, shape, spec in zip(names, shapes, specs, strict=True)}
-        stacked = frozenset(name for name, one in zip(names, axes, strict=True) if STACKED in one)
+        stacked = frozenset(name for name, axis in zip(names, axes, strict=True) if STACKED in axis)
         found = GradientLayout(dict(zip(names, specs, strict=True)), inner_sizes(sizes), self.order, stacked)
         return Gradients(local, sizes[Axis.REPLICA.value], found)
 
@@ -121,7 +121,7 @@ class Fit:
         return Fit(factor * self.fixed, factor * self.divided, factor * self.of_example)
 
 
-def fitted(runs: Mapping[tuple[int, int], float]) -> Fit:
+def fit_memory(runs: Mapping[tuple[int, int], float]) -> Fit:
     """The line through measurements, by the size of `fsdp` and the examples of a device.
 
     Two different numbers of examples, at the same `fsdp`, give the part of an example; two sizes of `fsdp`, at the same

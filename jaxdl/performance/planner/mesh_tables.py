@@ -50,7 +50,7 @@ def tables_on_meshes(
         search = TableSearch(here, machine(), room, base, fixed)
 
         def others(most: int) -> list[TablesOnMesh]:
-            return [on_mesh(here, one.config(base), machine()) for one in search.plans(1 + most)[1:]]
+            return [on_mesh(here, plan.config(base), machine()) for plan in search.plans(1 + most)[1:]]
 
         return dataclasses.replace(on_mesh(here, search.plan().config(base), machine()), others=others)
 
@@ -61,18 +61,18 @@ def given_schemes(work: Workload, base: EmbeddingConfig, keep: Collection[str]) 
     """The schemes that a config gives: to tables by their names or places, or to all of them."""
     whole = base.scheme != EmbeddingConfig().scheme or TABLES in keep or base.cache != CacheConfig()
     placed = {name for name, _ in base.places}
-    named = {one.name for one in work.tables if any(selects(pattern, one.name) for pattern, _ in base.schemes)}
-    return {one.name: base.scheme_of(one.name) for one in work.tables if whole or one.name in placed | named}
+    named = {table.name for table in work.tables if any(selects(pattern, table.name) for pattern, _ in base.schemes)}
+    return {table.name: base.scheme_of(table.name) for table in work.tables if whole or table.name in placed | named}
 
 
 def with_slots(work: Workload, config: EmbeddingConfig) -> Workload:
     """The tables as devices have them: with slots for some rows where the host holds the table."""
-    slots = {one.name: config.cache.slots(one.name, one.rows) for one in work.tables}
-    tables = tuple(one.replaced({"rows": slots[one.name] or one.rows}) for one in work.tables)
+    slots = {table.name: config.cache.slots(table.name, table.rows) for table in work.tables}
+    tables = tuple(table.replaced({"rows": slots[table.name] or table.rows}) for table in work.tables)
     return dataclasses.replace(work, tables=tables, cached=frozenset(name for name, count in slots.items() if count))
 
 
 def on_mesh(work: Workload, config: EmbeddingConfig, machine: Machine) -> TablesOnMesh:
     """The tables of a workload under a config, with what a step costs for them."""
-    schemes = config.schemes_of([one.name for one in work.tables])
+    schemes = config.schemes_of([table.name for table in work.tables])
     return TablesOnMesh(config, schemes, costs_of(work, config, machine))

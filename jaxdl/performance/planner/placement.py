@@ -106,7 +106,7 @@ def _placed(costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: floa
             f"{sizes.max():,.0f}, fit on {num_devices} devices of {memory:,.0f}. Take more devices, or cut tables "
             "into smaller shards."
         )
-    found = [improved(costs, sizes, one, num_devices, memory, held) for one in starts]
+    found = [improve(costs, sizes, start, num_devices, memory, held) for start in starts]
     return min(found, key=lambda one: float((held.loads + _loads(costs, one, num_devices)).max(axis=0).sum()))
 
 
@@ -225,8 +225,8 @@ def largest_differencing(costs: np.ndarray, num_devices: int) -> np.ndarray:
         _, _, loads, groups = heapq.heappop(heap)
         _, _, others, theirs = heapq.heappop(heap)
         joined = [(a + b, x + y) for a, b, x, y in zip(loads, others[::-1], groups, theirs[::-1], strict=True)]
-        joined.sort(key=lambda one: one[0])
-        loads, groups = [one[0] for one in joined], [one[1] for one in joined]
+        joined.sort(key=lambda pair: pair[0])
+        loads, groups = [pair[0] for pair in joined], [pair[1] for pair in joined]
         heapq.heappush(heap, (loads[0] - loads[-1], next(count), loads, groups))
     found = np.zeros(len(costs), np.int64)
     for device, group in enumerate(heap[0][3] if heap else []):
@@ -234,7 +234,7 @@ def largest_differencing(costs: np.ndarray, num_devices: int) -> np.ndarray:
     return found
 
 
-def improved(
+def improve(
     costs: np.ndarray, sizes: np.ndarray, device: np.ndarray, num_devices: int, memory: float, held: Held
 ) -> np.ndarray:
     """The placement after moves and swaps, each the best one off a device that decides a phase, while they help.
@@ -261,12 +261,12 @@ def improved(
         if change is None:
             break
         for shards, to in ((change.given, change.target), (change.taken, change.source)):
-            for one in shards:
-                loads[device[one]] -= costs[one]
-                used[device[one]] -= sizes[one]
-                device[one] = to
-                loads[to] += costs[one]
-                used[to] += sizes[one]
+            for shard in shards:
+                loads[device[shard]] -= costs[shard]
+                used[device[shard]] -= sizes[shard]
+                device[shard] = to
+                loads[to] += costs[shard]
+                used[to] += sizes[shard]
     return device
 
 
@@ -293,14 +293,17 @@ class _Bundles(NamedTuple):
 def _bundles(costs: np.ndarray, sizes: np.ndarray, groups: Mapping[int, np.ndarray], counts: Sequence[int]) -> _Bundles:
     """All sets of so many shards of each device's."""
     shards = [
-        one for group in groups.values() for count in counts for one in itertools.combinations(group.tolist(), count)
+        combination
+        for group in groups.values()
+        for count in counts
+        for combination in itertools.combinations(group.tolist(), count)
     ]
     of = np.array(
         [device for device, group in groups.items() for count in counts for _ in range(math.comb(len(group), count))]
     )
     summed, size = np.zeros((len(shards), costs.shape[1])), np.zeros(len(shards))
     for count in counts:
-        rows = [i for i, one in enumerate(shards) if len(one) == count]
+        rows = [i for i, shard in enumerate(shards) if len(shard) == count]
         if count and rows:
             members = np.array([shards[i] for i in rows])
             summed[rows], size[rows] = costs[members].sum(axis=1), sizes[members].sum(axis=1)
@@ -310,7 +313,10 @@ def _bundles(costs: np.ndarray, sizes: np.ndarray, groups: Mapping[int, np.ndarr
 def _heaviest(loads: np.ndarray) -> list[int]:
     """The devices: first those with the largest load of some phase, then by their load in all."""
     deciding = np.unique(loads.argmax(axis=0)).tolist()
-    return [*deciding, *(one for one in np.argsort(-loads.sum(axis=1), kind="stable").tolist() if one not in deciding)]
+    return [
+        *deciding,
+        *(device for device in np.argsort(-loads.sum(axis=1), kind="stable").tolist() if device not in deciding),
+    ]
 
 
 def _best_change(

@@ -27,7 +27,7 @@ def lower_bound(
     rest = num_devices - int(alone.sum())
     mean = _mean_load(costs[~alone], rest) if rest > 0 else np.zeros(costs.shape[1])
     least = sizes.sum() - (num_devices - 1) * memory
-    company = [_with_company(one, sizes, least) for one in costs.T]
+    company = [_with_company(column, sizes, least) for column in costs.T]
     return float(np.maximum(mean, company).sum())
 
 

@@ -87,7 +87,7 @@ PlanTables = Callable[[Mapping[str, int], float], TablesOnMesh]
 
 
 @dataclass(frozen=True)
-class Workload:
+class RunWorkload:
     """What is planned: a model, its batch, and what a compiled step says of both."""
 
     batch_size: int
@@ -128,7 +128,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """All candidates: those that fit, the fastest first, then the others."""
 
     candidates: tuple[Candidate, ...]
@@ -142,7 +142,7 @@ class Found:
         return self.candidates[0] if self.candidates and self.candidates[0].fits else None
 
 
-def search(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> Found:
+def search(workload: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any]) -> SearchResult:
     """All layouts, costed and ordered; `fixed` are fields of the experiment, as in `LAYOUT`, that keep their values.
 
     Splitting layers over `tensor` is tried where no layout without it fits, or where it is given.
@@ -150,19 +150,23 @@ def search(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> Fo
     found: list[Candidate] = []
     every = list(choices(workload, cluster, fixed))
     for tensor in sorted({choice.tensor for choice in every}):
-        found += [costed(workload, cluster, choice) for choice in every if choice.tensor == tensor]
-        if any(one.fits for one in found):
+        found += [make_candidate(workload, cluster, choice) for choice in every if choice.tensor == tensor]
+        if any(candidate.fits for candidate in found):
             break
     whole = described_layout(workload.sharding, dict.fromkeys(AXES, 1))
     size = workload.parameters.bytes(whole)["parameters"]
-    return Found(tuple(sorted(found, key=_rank)), cluster, size)
+    return SearchResult(tuple(sorted(found, key=_rank)), cluster, size)
 
 
-def _rank(one: Candidate) -> tuple[Any, ...]:
-    return (not one.fits, one.time.total_sec if one.fits else one.memory.total, one.choice)
+def _rank(candidate: Candidate) -> tuple[Any, ...]:
+    return (
+        not candidate.fits,
+        candidate.time.total_sec if candidate.fits else candidate.memory.total,
+        candidate.choice,
+    )
 
 
-def choices(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> Iterator[Choice]:
+def choices(workload: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any]) -> Iterator[Choice]:
     """Every layout of the devices that divides the batch, with what is given kept; `replica` is the nodes by default.
 
     `fsdp` and `tensor` together stay inside a node. With tables, every batch is spread over all devices, `tensor` too.
@@ -199,35 +203,35 @@ def _kept(fixed: Mapping[str, Any], name: str, value: Any) -> bool:
 
 def divisors(number: int) -> list[int]:
     """Of a positive number, in their order."""
-    return [one for one in range(1, number + 1) if number % one == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def costed(workload: Workload, cluster: Cluster, choice: Choice) -> Candidate:
+def make_candidate(workload: RunWorkload, cluster: Cluster, choice: Choice) -> Candidate:
     """A layout with its exchange, its time and its memory; with the tables that are best on its mesh, if they fit.
 
     Raises ConfigError where tables do not fit into a device that has nothing else.
     """
     most = MOST_OF_DEVICE * cluster.device_bytes
     if workload.tables is None:
-        return _costed(workload, cluster, choice, None)
-    found = _costed(workload, cluster, choice, workload.tables(choice.sizes, most))
+        return _candidate(workload, cluster, choice, None)
+    found = _candidate(workload, cluster, choice, workload.tables(choice.sizes, most))
     left = most - (found.memory.total - found.memory.tables)
     if found.fits or left <= 0:
         return found
     try:  # Other schemes need less memory. Few amounts of it are tried, since each is a plan of its own.
-        return _costed(workload, cluster, choice, workload.tables(choice.sizes, 2 ** math.floor(math.log2(left))))
+        return _candidate(workload, cluster, choice, workload.tables(choice.sizes, 2 ** math.floor(math.log2(left))))
     except ConfigError:
         return found
 
 
-def with_other_tables(workload: Workload, cluster: Cluster, one: Candidate, most: int) -> list[Candidate]:
+def with_other_tables(workload: RunWorkload, cluster: Cluster, candidate: Candidate, most: int) -> list[Candidate]:
     """Layouts with other schemes of tables that fit, see `TablesOnMesh.others`."""
-    others = one.tables.others(most) if one.tables else ()
-    found = [_costed(workload, cluster, one.choice, tables) for tables in others]
+    others = candidate.tables.others(most) if candidate.tables else ()
+    found = [_candidate(workload, cluster, candidate.choice, tables) for tables in others]
     return [candidate for candidate in found if candidate.fits]
 
 
-def _costed(workload: Workload, cluster: Cluster, choice: Choice, tables: TablesOnMesh | None) -> Candidate:
+def _candidate(workload: RunWorkload, cluster: Cluster, choice: Choice, tables: TablesOnMesh | None) -> Candidate:
     machine, efficiency = cluster.machine, cluster.efficiency
     examples = workload.batch_size // (choice.replica * choice.fsdp * choice.microbatches)
     profile = workload.profiles(choice.tensor, choice.remat, choice.param_sharding)
@@ -248,7 +252,7 @@ def _costed(workload: Workload, cluster: Cluster, choice: Choice, tables: Tables
 
 
 def _exchange(
-    workload: Workload, gradients: Gradients, machine: Machine, own: StepTime
+    workload: RunWorkload, gradients: Gradients, machine: Machine, own: StepTime
 ) -> tuple[ExchangeConfig, tuple[str, ...]]:
     asked = workload.exchange
     if isinstance(asked, ExchangeConfig):
@@ -265,15 +269,15 @@ def _exchange(
     return found.best.replaced({"delay_steps": asked.delay_steps}), found.reasons
 
 
-def why_slower(one: Candidate, best: Candidate) -> str:
+def why_slower(candidate: Candidate, best: Candidate) -> str:
     """What made a candidate lose against the best, in a few words."""
-    if not one.fits:
-        return f"needs {one.memory.total / 1e9:.1f} GB"
+    if not candidate.fits:
+        return f"needs {candidate.memory.total / 1e9:.1f} GB"
     losses = {
-        "more compute": one.time.compute_sec - best.time.compute_sec,
-        "more waiting between nodes": one.time.exposed_slow_sec - best.time.exposed_slow_sec,
-        "more waiting inside a node": one.time.exposed_sec
-        - one.time.exposed_slow_sec
+        "more compute": candidate.time.compute_sec - best.time.compute_sec,
+        "more waiting between nodes": candidate.time.exposed_slow_sec - best.time.exposed_slow_sec,
+        "more waiting inside a node": candidate.time.exposed_sec
+        - candidate.time.exposed_slow_sec
         - best.time.exposed_sec
         + best.time.exposed_slow_sec,
     }
@@ -281,16 +285,20 @@ def why_slower(one: Candidate, best: Candidate) -> str:
     return f"{name}: +{1e3 * most:.3g} ms" if most > 0 else "as fast, but less simple"
 
 
-def binding(found: Found) -> str:
+def binding(found: SearchResult) -> str:
     """The first constraint that keeps the best plan from being faster, in a sentence."""
     best = found.best
     if best is None:
         return "nothing fits: memory of a device"
-    refused = [one for one in found.candidates if not one.fits and one.time.total_sec < best.time.total_sec]
+    refused = [
+        candidate
+        for candidate in found.candidates
+        if not candidate.fits and candidate.time.total_sec < best.time.total_sec
+    ]
     if refused:
-        faster = min(refused, key=lambda one: one.time.total_sec)
+        faster = min(refused, key=lambda candidate: candidate.time.total_sec)
         return (
-            f"memory: {named(faster)} would take {1e3 * faster.time.total_sec:.4g} ms, but needs "
+            f"memory: {describe(faster)} would take {1e3 * faster.time.total_sec:.4g} ms, but needs "
             f"{faster.memory.total / 1e9:.1f} GB of a device's {found.cluster.device_bytes / 1e9:.1f}"
         )
     if best.time.exposed_sec > 0.5 * best.time.compute_sec:
@@ -299,8 +307,8 @@ def binding(found: Found) -> str:
     return "the arithmetic and the memory bandwidth of a device"
 
 
-def named(one: Candidate) -> str:
+def describe(candidate: Candidate) -> str:
     """A candidate in a few words."""
-    c = one.choice
+    c = candidate.choice
     parts = [f"{c.replica} x {c.fsdp} x {c.tensor}", f"{c.microbatches} micro-batches", c.remat, c.param_sharding]
     return ", ".join(part for part in parts if part)

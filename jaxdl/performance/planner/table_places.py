@@ -16,7 +16,7 @@ from jaxdl.performance.planner.placement import devices_of
 from jaxdl.performance.planner.tables import Workload, costs_of_buffers, device_bytes, with_schemes
 
 
-def placed(
+def place_tables(
     work: Workload,
     base: EmbeddingConfig,
     chosen: Mapping[str, Scheme],
@@ -35,9 +35,9 @@ def placed(
     def needed(some: Mapping[str, Buffer]) -> int:
         return costs_of_buffers(list(some.values()), work.local_batch, config, machine, work.cached).needed_bytes
 
-    buffers = {one.name: one for one in work.buffers(config)}
+    buffers = {buffer.name: buffer for buffer in work.buffers(config)}
     found, most = dict(given), needed(buffers)
-    for buffer in [one for one in buffers.values() if one.scheme.assigned and one.num_outer > 1]:
+    for buffer in [buffer for buffer in buffers.values() if buffer.scheme.assigned and buffer.num_outer > 1]:
         room = memory - (most - device_bytes(buffer))
         try:
             moved = dataclasses.replace(buffer, owner=_by_cost(buffer, work, given, room))
@@ -62,4 +62,4 @@ def _by_cost(buffer: Buffer, work: Workload, given: Mapping[str, int], room: flo
 
 
 def _sent(buffer: Buffer, work: Workload) -> int:
-    return sum(one.num_bytes for one in messages(buffer, work.local_batch))
+    return sum(message.num_bytes for message in messages(buffer, work.local_batch))

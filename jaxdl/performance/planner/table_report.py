@@ -48,10 +48,10 @@ def measured_workload(
             f"batch_size {experiment.batch_size}: with embedding tables it is spread over all {devices} devices. "
             "Choose a multiple."
         )
-    num_ids = {one.name: one.num_ids for one in features}
+    num_ids = {feature.name: feature.num_ids for feature in features}
     distinct = distinct_of(source, tables, num_ids, experiment.batch_size // sizes[Axis.REPLICA.value])
     every = {axis.value: sizes.get(axis.value, 1) for axis in Axis}
-    jagged = {one.name: one for one in features} if experiment.embedding.jagged else {}
+    jagged = {feature.name: feature for feature in features} if experiment.embedding.jagged else {}
     return Workload(tables, num_ids, distinct, experiment.batch_size, every, jagged)
 
 
@@ -93,7 +93,7 @@ def table_of(
         made.add_row(
             table.name,
             f"{table.rows:,}",
-            str(sum(work.num_ids[one] for one in table.features)),
+            str(sum(work.num_ids[feature] for feature in table.features)),
             f"{work.distinct[table.name]:,.0f}",
             chosen + (" (given)" if table.name in given else ""),
             str(plan.places.get(table.name, "")),
@@ -124,14 +124,14 @@ class Added:
         alone.
         """
         own, others = self._schemes[table.name].kind, self._given - {table.name}
-        found = {one.kind: self._more(table.name, one.kind, others) for one in possible(table, self._work)}
+        found = {scheme.kind: self._more(table.name, scheme.kind, others) for scheme in possible(table, self._work)}
         if table.name in self._given:
             found[own] = self._more(table.name, own, self._given)
         return {kind: seconds for kind, seconds in found.items() if seconds is not None}
 
     def _more(self, table: str, kind: str, given: frozenset[str]) -> float | None:
         """None if tables cannot be cut so."""
-        others = frozenset(name for name, one in self._schemes.items() if one.kind == kind and name != table)
+        others = frozenset(name for name, scheme in self._schemes.items() if scheme.kind == kind and name != table)
         before, after = self._seconds(kind, others, given), self._seconds(kind, others | {table}, given)
         return None if after is None else after - (before or 0.0)
 
@@ -152,11 +152,11 @@ class Added:
 def remarks(plan: TablePlan, memory: float, given: Collection[str] = ()) -> list[str]:
     """What a step costs under the plan and under each scheme, and what binds; `given` as in `table_of`."""
     lines = ["a step's tables (between nodes, inside, memory of rows), and the memory of a device:"]
-    for name, one in [("the plan", plan.costs), *sorted(plan.alone.items(), key=lambda item: item[1].total_sec)]:
-        times = ", ".join(f"{1e3 * x:.3f}" for x in (one.slow_sec, one.inner_sec, one.memory_sec))
-        fits = "" if one.needed_bytes <= memory else ", which does not fit"
-        lines.append(f"  {name}: {1e3 * one.total_sec:.3f} ms ({times}), {sized(one.device_bytes)}{fits}")
-    fitting = {name: one.total_sec for name, one in plan.alone.items() if one.needed_bytes <= memory}
+    for name, costs in [("the plan", plan.costs), *sorted(plan.alone.items(), key=lambda item: item[1].total_sec)]:
+        times = ", ".join(f"{1e3 * x:.3f}" for x in (costs.slow_sec, costs.inner_sec, costs.memory_sec))
+        fits = "" if costs.needed_bytes <= memory else ", which does not fit"
+        lines.append(f"  {name}: {1e3 * costs.total_sec:.3f} ms ({times}), {format_bytes(costs.device_bytes)}{fits}")
+    fitting = {name: costs.total_sec for name, costs in plan.alone.items() if costs.needed_bytes <= memory}
     fastest = min(fitting, key=lambda name: fitting[name], default=None)
     if fastest is not None and fitting[fastest] < _SLOWER * plan.costs.total_sec:
         times = f"{1e3 * fitting[fastest]:.3f} ms against {1e3 * plan.costs.total_sec:.3f}"
@@ -175,10 +175,10 @@ def remarks(plan: TablePlan, memory: float, given: Collection[str] = ()) -> list
 
 def config_lines(plan: TablePlan) -> list[str]:
     """The plan as arguments of `EmbeddingConfig` in a config file; the scheme of most tables is that of all others."""
-    texts = {name: _text(one) for name, one in plan.schemes.items()}
+    texts = {name: _text(scheme) for name, scheme in plan.schemes.items()}
     [(most, _)] = Counter(texts.values()).most_common(1)
     lines = [f"    scheme={most},"]
-    if others := [f"        ({name!r}, {one})," for name, one in texts.items() if one != most]:
+    if others := [f"        ({name!r}, {text})," for name, text in texts.items() if text != most]:
         lines += ["    schemes=(", *others, "    ),"]
     if plan.places:
         lines += ["    places=(", *(f"        ({name!r}, {place})," for name, place in plan.places.items()), "    ),"]
@@ -190,7 +190,7 @@ def _text(scheme: Scheme) -> str:
     return f"{type(scheme).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
 
-def sized(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Bytes in the unit that suits them."""
     for unit, size in (("GB", 1e9), ("MB", 1e6)):
         if num_bytes >= 0.1 * size:

@@ -26,7 +26,7 @@ from jaxdl.core.solver import milp
 from jaxdl.exchange.cost import Machine
 from jaxdl.parallel.embedding import EmbeddingConfig, Scheme, Table
 from jaxdl.parallel.mesh import INNER_AXES, ways
-from jaxdl.performance.planner.table_places import placed
+from jaxdl.performance.planner.table_places import place_tables
 from jaxdl.performance.planner.tables import Costs, TablePlan, Workload, costs_of, costs_of_buffers, with_schemes
 from jaxdl.report.explanation import readable_bytes
 
@@ -59,7 +59,7 @@ def plan_tables(
     """
     plan = TableSearch(work, machine, memory, base, fixed).plan()
     without = (base or EmbeddingConfig()).model_copy(update={"schemes": (), "places": ()})
-    found = {one.kind: _costs_under_one(work, without, one, machine) for one in _choices()}
+    found = {scheme.kind: _costs_under_one(work, without, scheme, machine) for scheme in _choices()}
     return dataclasses.replace(plan, alone={kind: costs for kind, costs in found.items() if costs is not None})
 
 
@@ -105,15 +105,15 @@ class TableSearch:
         self.work, self.machine, self.memory, self.fixed = work, machine, memory, dict(fixed or {})
         self._places, self._base = dict(base.places), base.model_copy(update={"schemes": ()})
         self._options = {table.name: self._possible(table) for table in work.tables}
-        for name in (one for one, some in self._options.items() if not some):
+        for name in (table for table, some in self._options.items() if not some):
             raise ConfigError(
                 f"--embedding.places {name!r}: place {self._places[name]} is none of the devices, or nodes, under any "
                 "scheme. Count from 0."
             )
         self._known: dict[tuple[str, ...], tuple[float, int] | None] = {}
         self._work_left = 0
-        free = (one for one in work.tables if one.name not in self.fixed)
-        self._free = [one.name for one in sorted(free, key=lambda one: (one.rows * one.columns, one.name))]
+        free = (table for table in work.tables if table.name not in self.fixed)
+        self._free = [table.name for table in sorted(free, key=lambda table: (table.rows * table.columns, table.name))]
 
     def plan(self) -> TablePlan:
         """The best plan that was found. Raises ConfigError if the tables fit in no schemes."""
@@ -134,7 +134,7 @@ class TableSearch:
                     one = self._planned(chosen)
                     known = any(one.schemes == other.schemes for other in (plan, *found, *others))
                     others += [one] if one.costs.needed_bytes <= self.memory and not known else []
-            found += sorted(others, key=lambda one: one.costs.total_sec)[:number]
+            found += sorted(others, key=lambda other: other.costs.total_sec)[:number]
         return [plan, *sorted(found, key=lambda one: one.costs.total_sec)]
 
     def _possible(self, table: Table) -> dict[str, Scheme]:
@@ -142,11 +142,11 @@ class TableSearch:
         if table.name in self.fixed:
             return {self.fixed[table.name].kind: self.fixed[table.name]}
         place = self._places.get(table.name)
-        return {one.kind: one for one in possible(table, self.work) if _can_have(one, place, self.work)}
+        return {scheme.kind: scheme for scheme in possible(table, self.work) if _can_have(scheme, place, self.work)}
 
     def _uniform(self) -> list[dict[str, str]]:
         """All tables under one scheme, but for those that are fixed, for each scheme that all may have."""
-        every = [one.kind for one in _choices() if all(one.kind in self._options[name] for name in self._free)]
+        every = [scheme.kind for scheme in _choices() if all(scheme.kind in self._options[name] for name in self._free)]
         return [
             {name: one if one in some else next(iter(some)) for name, some in self._options.items()} for one in every
         ]
@@ -160,7 +160,7 @@ class TableSearch:
         options = {name: list(some.values()) for name, some in self._options.items()}
         chosen = choose(self.work, options, self.machine, self.memory, self._base)
         starts = [{table.name: chosen[table.name].kind for table in self.work.tables}, *self._uniform()]
-        fit = [one for one in starts if self._value(one) < math.inf]
+        fit = [start for start in starts if self._value(start) < math.inf]
         if not fit:  # Raises what is wrong with all of them, such as a given place that is none.
             self._planned(starts[0])
             fit = starts[:1]
@@ -174,7 +174,7 @@ class TableSearch:
     def _planned(self, kinds: Mapping[str, str]) -> TablePlan:
         """The plan with these schemes: tables are placed, and its costs are those with their places."""
         chosen = _joined(self.work, {name: self._options[name][kind] for name, kind in kinds.items()}, self.fixed)
-        places = placed(self.work, self._base, chosen, self._places, self.memory, self.machine)
+        places = place_tables(self.work, self._base, chosen, self._places, self.memory, self.machine)
         return TablePlan(chosen, places, costs_of(self.work, with_schemes(self._base, chosen, places), self.machine))
 
     def _improved(self, current: dict[str, str]) -> dict[str, str]:
@@ -183,10 +183,10 @@ class TableSearch:
         while helps:
             helps = False
             for group in self._groups(current):
-                for kind in (one.kind for one in _choices()):
+                for kind in (scheme.kind for scheme in _choices()):
                     if self._work_left <= 0:
                         return current
-                    moved = [one for one in group if current[one] != kind and kind in self._options[one]]
+                    moved = [name for name in group if current[name] != kind and kind in self._options[name]]
                     changed = current | dict.fromkeys(moved, kind)
                     if moved and (found := self._value(changed)) < best * (1 - 1e-9):
                         current, best, helps = changed, found, True
@@ -198,8 +198,8 @@ class TableSearch:
         All up to a size, for tables that share a message: its latency is too much for the first of them alone.
         """
         free, number = self._free, len(self._free)
-        alone = [[one] for one in free]
-        of_kind = [[one for one in free if current[one] == kind.kind] for kind in _choices()]
+        alone = [[name] for name in free]
+        of_kind = [[name for name in free if current[name] == kind.kind] for kind in _choices()]
         if number <= _FEW:
             return [*alone, *of_kind, *(free[:size] for size in range(2, number))]
         smallest = [free[:size] for size in sorted({round(x) for x in np.geomspace(2, number - 1, _FEW)})]
@@ -237,8 +237,8 @@ def together(
     """Some tables alone with a scheme of one kind and their common room; those in `fixed` have theirs."""
     some = with_tables(work, names)
     changes: dict[str, Any] = {"schemes": tuple((name, fixed[name]) for name in names if name in fixed)}
-    if free := [one for one in some.tables if one.name not in fixed]:
-        [scheme] = (one for one in _choices() if one.kind == kind)
+    if free := [table for table in some.tables if table.name not in fixed]:
+        [scheme] = (scheme for scheme in _choices() if scheme.kind == kind)
         changes["scheme"] = scheme.with_room(_room(free, work))
     return some, base.model_copy(update=changes)
 
@@ -259,7 +259,7 @@ def choose(
 
     pairs = [(table, scheme) for table in work.tables for scheme in options[table.name]]
     shares = [share(work, table, scheme, machine, base) for table, scheme in pairs]
-    seconds, sizes = np.array([one[0] for one in shares]), np.array([one[1] for one in shares])
+    seconds, sizes = np.array([share[0] for share in shares]), np.array([share[1] for share in shares])
     names = [table.name for table in work.tables]
     rows = [names.index(table.name) for table, _ in pairs]
     one_each = scipy.sparse.coo_array((np.ones(len(pairs)), (rows, range(len(pairs)))), (len(names), len(pairs)))
@@ -300,14 +300,14 @@ def share(work: Workload, table: Table, scheme: Scheme, machine: Machine, base: 
 def _choices() -> list[Scheme]:
     """A scheme of each kind."""
     classes: list[Any] = list(kinds(Scheme).values())
-    return [one() for one in classes]
+    return [scheme() for scheme in classes]
 
 
 def possible(table: Table, work: Workload) -> list[Scheme]:
     """The schemes that a table can have, with room for the rows that batches touch."""
     inside = ways(work.sizes, INNER_AXES)
-    fit = [one for one in _choices() if one.spread.cut != "columns" or table.columns % inside == 0]
-    return [one.with_room(_room([table], work)) for one in fit]
+    fit = [scheme for scheme in _choices() if scheme.spread.cut != "columns" or table.columns % inside == 0]
+    return [scheme.with_room(_room([table], work)) for scheme in fit]
 
 
 def _can_have(scheme: Scheme, place: int | None, work: Workload) -> bool:
@@ -317,7 +317,7 @@ def _can_have(scheme: Scheme, place: int | None, work: Workload) -> bool:
 
 def _room(tables: Sequence[Table], work: Workload) -> float:
     """The share of their ids for which messages of these tables have room: that of distinct rows, and some more."""
-    found = sum(work.distinct[one.name] for one in tables) / sum(work.ids_of(one) for one in tables)
+    found = sum(work.distinct[table.name] for table in tables) / sum(work.ids_of(table) for table in tables)
     return min(1.0, math.ceil(found * _ROOM_SLACK * 1e4) / 1e4)
 
 
@@ -333,12 +333,12 @@ def _joined(work: Workload, chosen: Mapping[str, Scheme], fixed: Collection[str]
         if table.name not in fixed:
             of_kind.setdefault(chosen[table.name].kind, []).append(table)
     rooms = {kind: _room(tables, work) for kind, tables in of_kind.items()}
-    return {name: one if name in fixed else one.with_room(rooms[one.kind]) for name, one in chosen.items()}
+    return {name: scheme if name in fixed else scheme.with_room(rooms[scheme.kind]) for name, scheme in chosen.items()}
 
 
 def with_tables(work: Workload, tables: Collection[str]) -> Workload:
     """The workload of some of its tables alone."""
     names = frozenset(tables)
-    some = tuple(one for one in work.tables if one.name in names)
-    features = {name for one in some for name in one.features}
+    some = tuple(table for table in work.tables if table.name in names)
+    features = {name for table in some for name in table.features}
     return dataclasses.replace(work, tables=some, num_ids={k: v for k, v in work.num_ids.items() if k in features})

@@ -126,7 +126,7 @@ class TablePlan:
         return with_schemes(base, self.schemes, self.places)
 
 
-def counted(schemes: Mapping[str, Scheme]) -> str:
+def describe_schemes(schemes: Mapping[str, Scheme]) -> str:
     """How many tables have each scheme, such as `15 data_parallel, 8 table_wise`."""
     counts = collections.Counter(scheme.kind for scheme in schemes.values())
     return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
@@ -159,33 +159,33 @@ def costs_of_buffers(
     vectors = update = 0
     for buffer in buffers:
         sent = messages(buffer, local_batch, config.forward_wire, config.backward_wire)
-        vectors += sum(one.num_bytes for one in sent if one.what == "vectors")
+        vectors += sum(message.num_bytes for message in sent if message.what == "vectors")
         update += update_bytes(buffer, local_batch, sent)
-        for one in sent:
-            away, inside = message_sec(one, buffer.sizes, machine)
+        for message in sent:
+            away, inside = message_sec(message, buffer.sizes, machine)
             slow, inner = slow + away, inner + inside
-            slow_bytes += axis_bytes(one.kind, one.axes, one.num_bytes, buffer.sizes, _SLOW)
+            slow_bytes += axis_bytes(message.kind, message.axes, message.num_bytes, buffer.sizes, _SLOW)
         memory += memory_sec(buffer, local_batch, machine)
     size, copied = sum(map(device_bytes, buffers)), copied_bytes(buffers, cached)
     return Costs(inner, slow, memory, slow_bytes, size, vectors, update, copied)
 
 
-def message_sec(one: Message, sizes: Mapping[str, int], machine: Machine) -> tuple[float, float]:
+def message_sec(message: Message, sizes: Mapping[str, int], machine: Machine) -> tuple[float, float]:
     """Seconds of a message (between nodes, inside a node).
 
     An all-to-all over several axes is one collective among all of their devices. It takes what was measured of such
     ones, or without that as long as one along each axis, one after the other.
     """
-    over = machine.link_over(one.axes) if one.kind == "all-to-all" and len(one.axes) > 1 else None
+    over = machine.link_over(message.axes) if message.kind == "all-to-all" and len(message.axes) > 1 else None
     if over is not None:
-        others = math.prod(sizes[axis] for axis in one.axes) - 1
-        seconds = sum(over.of(_COLLECTIVES[one.kind]).seconds(others, one.num_bytes * others / (others + 1)))
-        return (seconds, 0.0) if _SLOW in one.axes else (0.0, seconds)
+        others = math.prod(sizes[axis] for axis in message.axes) - 1
+        seconds = sum(over.of(_COLLECTIVES[message.kind]).seconds(others, message.num_bytes * others / (others + 1)))
+        return (seconds, 0.0) if _SLOW in message.axes else (0.0, seconds)
     found = {True: 0.0, False: 0.0}
-    for axis in one.axes:
-        link = machine.link(axis).of(_COLLECTIVES[one.kind])
-        rounds = (sizes[axis] - 1) * (2 if one.kind == "all-reduce" else 1)
-        sent = axis_bytes(one.kind, one.axes, one.num_bytes, sizes, axis)
+    for axis in message.axes:
+        link = machine.link(axis).of(_COLLECTIVES[message.kind])
+        rounds = (sizes[axis] - 1) * (2 if message.kind == "all-reduce" else 1)
+        sent = axis_bytes(message.kind, message.axes, message.num_bytes, sizes, axis)
         found[axis == _SLOW] += sum(link.seconds(rounds, sent))
     return found[True], found[False]
 
@@ -204,16 +204,16 @@ def update_bytes(buffer: Buffer, local_batch: int, sent: Sequence[Message]) -> i
         found += 2 * buffer.local_rows * (columns + 1)  # 1: rows are marked.
     elif buffer.num_copies > 1:
         found += 2 * buffer.num_copies * num_ids * (columns + 1)
-    for one in sent:
-        if one.what == "numbers" or (one.kind == "all-reduce" and one.num_bytes <= _JOINED_BYTES):
-            found += one.num_bytes // 4
+    for message in sent:
+        if message.what == "numbers" or (message.kind == "all-reduce" and message.num_bytes <= _JOINED_BYTES):
+            found += message.num_bytes // 4
     return 4 * found
 
 
 def device_bytes(buffer: Buffer) -> int:
     """Memory of a device for the rows of a buffer and what its optimizer keeps of them."""
     columns = buffer.local_columns
-    kept = sum(1 if one else columns for one in buffer.optimizer.row_numbers.values())
+    kept = sum(1 if number else columns for number in buffer.optimizer.row_numbers.values())
     return buffer.local_rows * (columns + kept) * 4
 
 

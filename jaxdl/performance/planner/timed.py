@@ -55,10 +55,10 @@ class StepParts(NamedTuple):
     """c"""
 
 
-def agreed(value: float, of_all: Callable[..., float]) -> float:
+def agree(value: float, of_all: Callable[..., float]) -> float:
     """The largest or the smallest of the values of all processes, so that they decide alike."""
     wait_for_all()  # One may have compiled for longer than Gloo waits.
-    return of_all(float(one) for one in from_each_process(repr(float(value)).encode()))
+    return of_all(float(answer) for answer in from_each_process(repr(float(value)).encode()))
 
 
 def memory_of(device: Device) -> float | None:
@@ -86,28 +86,28 @@ def step_parts(
         examples = local
         while True:
             wanted = [(1, examples), (1, max(1, examples // 2)), (2, max(1, examples // 2))]
-            plans = {one: local_plan(trials, devices, remat or None, *one) for one in dict.fromkeys(wanted)}
+            plans = {fromkey: local_plan(trials, devices, remat or None, *fromkey) for fromkey in dict.fromkeys(wanted)}
             programs = {one: compile_step(plan) for one, plan in plans.items()}
-            most = agreed(max(planned_bytes(program) or 0 for program in programs.values()), max)
+            most = agree(max(planned_bytes(program) or 0 for program in programs.values()), max)
             if examples == 1 and most > device_bytes:
                 raise ConfigError(
                     f"--plan auto: a step of one example with all parameters on a device needs {most / 1e9:.3g} "
                     f"GB of {device_bytes / 1e9:.3g}, so none can be timed. Choose the layout, or take larger devices."
                 )
             if examples == 1 or most <= _MOST_OF_MEMORY * device_bytes:
-                times = timed_steps({one: (plans[one], programs[one]) for one in plans}, ROUNDS)
-                return fitted_steps({one: without(sec, tables_sec(plans[one])) for one, sec in times.items()})
+                times = time_steps({plan: (plans[plan], programs[plan]) for plan in plans}, ROUNDS)
+                return fit_steps({one: without_tables(sec, tables_sec(plans[one])) for one, sec in times.items()})
             examples = max(1, examples // 2)
 
     return found
 
 
-def without(seconds: float, tables_sec: float) -> float:
+def without_tables(seconds: float, tables_sec: float) -> float:
     """The seconds of a step without its embedding tables; a tenth is left where more than all is predicted of them."""
     return max(seconds - tables_sec, 0.1 * seconds)
 
 
-def fitted_steps(steps: Mapping[tuple[int, int], float]) -> StepParts:
+def fit_steps(steps: Mapping[tuple[int, int], float]) -> StepParts:
     """What steps take, of (micro-batches, examples of a device in one) -> seconds; no part is negative.
 
     The sum of squares of relative errors is the least.
@@ -136,30 +136,30 @@ def local_plan(trials: Trials, devices: Sequence[Device], remat: str | None, mic
     return dataclasses.replace(plan, parts=dataclasses.replace(plan.parts, exchange=NoExchange()))
 
 
-def timed_layouts(plans: Mapping[Name, Plan], device_bytes: float, num_rounds: int) -> dict[Name, list[float]]:
+def time_layouts(plans: Mapping[Name, Plan], device_bytes: float, num_rounds: int) -> dict[Name, list[float]]:
     """Seconds of the steps of whole layouts, one a round, of the slowest process.
 
     They are infinite for a layout that needs more memory by XLA's plan than a plan may, which is not run.
     """
     most = MOST_OF_DEVICE * device_bytes
     programs = {name: compile_step(plan) for name, plan in plans.items()}
-    needed = {name: agreed(planned_bytes(program) or 0, max) for name, program in programs.items()}
+    needed = {name: agree(planned_bytes(program) or 0, max) for name, program in programs.items()}
     fitting = {name: (plans[name], programs[name]) for name in plans if needed[name] <= most}
     turns = [fitting] if sum(needed[name] for name in fitting) <= most else [{name: fitting[name]} for name in fitting]
     times = {name: [math.inf] for name in plans}
     for some in turns:
-        times |= slowest(rounds_of(some, num_rounds)) if some else {}
+        times |= slowest(time_rounds(some, num_rounds)) if some else {}
     return times
 
 
 def slowest(times: Mapping[Name, Sequence[float]]) -> dict[Name, list[float]]:
     """The seconds of each round, of the slowest process, so that all decide alike."""
     wait_for_all()  # One may have compiled for longer than Gloo waits.
-    every = [json.loads(one) for one in from_each_process(json.dumps(list(times.values())).encode())]
+    every = [json.loads(answer) for answer in from_each_process(json.dumps(list(times.values())).encode())]
     return dict(zip(times, (np.max(of_each, axis=0).tolist() for of_each in zip(*every, strict=True)), strict=True))
 
 
-def as_fast(times: Sequence[float], fastest: Sequence[float]) -> bool:
+def is_as_fast(times: Sequence[float], fastest: Sequence[float]) -> bool:
     """Whether noise hides that steps are slower than the fastest: in a quarter of the rounds or more they are not.
 
     Layouts that are not timed in the same rounds, for want of memory, may have other numbers of them.
@@ -174,15 +174,15 @@ def quickest(times: Mapping[Name, Sequence[float]]) -> Name:
     if math.isinf(times[fastest][0]):
         return fastest
     fit = (name for name in times if not math.isinf(times[name][0]))
-    return next(name for name in fit if as_fast(times[name], times[fastest]))
+    return next(name for name in fit if is_as_fast(times[name], times[fastest]))
 
 
-def timed_steps(programs: Mapping[Name, tuple[Plan, jax.stages.Compiled]], num_rounds: int) -> dict[Name, float]:
+def time_steps(programs: Mapping[Name, tuple[Plan, jax.stages.Compiled]], num_rounds: int) -> dict[Name, float]:
     """Median seconds of each step, of the slowest process."""
-    return {name: agreed(statistics.median(times), max) for name, times in rounds_of(programs, num_rounds).items()}
+    return {name: agree(statistics.median(times), max) for name, times in time_rounds(programs, num_rounds).items()}
 
 
-def rounds_of(
+def time_rounds(
     programs: Mapping[Name, tuple[Plan, jax.stages.Compiled]], num_rounds: int, most_sec: float = _MOST_SEC
 ) -> dict[Name, list[float]]:
     """Seconds of the steps on one batch, one a round, in turns, after two rounds that warm up.
@@ -204,7 +204,7 @@ def rounds_of(
             if number > 1:
                 times[name].append(time.perf_counter() - start)
         timed = number - 1
-        if _LEAST_ROUNDS <= timed < num_rounds and agreed(sum(map(sum, times.values())), max) > most_sec:
+        if _LEAST_ROUNDS <= timed < num_rounds and agree(sum(map(sum, times.values())), max) > most_sec:
             break
     return times
 

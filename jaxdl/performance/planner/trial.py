@@ -20,7 +20,7 @@ from jaxdl.parallel.embedding import Buffer, Tables
 from jaxdl.parallel.embedding.traffic import Message, messages
 from jaxdl.parallel.mesh import GATHER_AXES, MODEL_AXES, Axis
 from jaxdl.performance.planner.h100 import compile_step
-from jaxdl.performance.planner.memory import Fit, fitted
+from jaxdl.performance.planner.memory import Fit, fit_memory
 from jaxdl.performance.planner.steptime import Profile
 from jaxdl.performance.planner.tables import costs_of_buffers
 from jaxdl.training.experiment import Experiment
@@ -106,9 +106,9 @@ def table_messages(plan: Plan) -> list[Message]:
         return []
     config, local = tables.config, plan.experiment.batch_size // tables.mesh.size
     return [
-        one
+        message
         for buffer in _buffers(plan, tables)
-        for one in messages(buffer, local, config.forward_wire, config.backward_wire)
+        for message in messages(buffer, local, config.forward_wire, config.backward_wire)
     ]
 
 
@@ -140,7 +140,7 @@ class Measured(NamedTuple):
     """Mesh axis -> collectives."""
 
 
-def measured(plan: Plan) -> Measured:
+def measure_step(plan: Plan) -> Measured:
     """The figures of a plan's step, which is compiled."""
     return figures(plan, compile_step(plan))
 
@@ -149,25 +149,25 @@ def figures(plan: Plan, compiled: jax.stages.Compiled) -> Measured:
     """The figures of a plan's compiled step; its kernels and what it sends are those without embedding tables."""
     analysis, module = compiled.memory_analysis(), hlo.parse(compiled.as_text() or "")
     seconds: dict[bool, float] = {False: 0.0, True: 0.0}
-    for one in roofline.kernels(module):
-        if one.part != "tables":
-            seconds[one.part == "rest"] += one.times * max(one.least_sec, _LAUNCH_SEC)
+    for kernel in roofline.kernels(module):
+        if kernel.part != "tables":
+            seconds[kernel.part == "rest"] += kernel.times * max(kernel.least_sec, _LAUNCH_SEC)
     sent: dict[str, float] = defaultdict(float)
     num_messages: dict[str, float] = defaultdict(float)
     sizes = dict(plan.parts.layout.mesh.shape)
     if math.prod(sizes.values()) > 1:
         there = overlap.play(module, sizes, overlap.Links(math.inf)).messages
-        for one in there:
-            for axis in one.axes[:1]:
-                sent[axis] += one.sent_bytes * one.times
-                num_messages[axis] += one.times
-        alone = Counter((one.kind, one.axes, one.sent_bytes) for one in there)
-        for one in table_messages(plan):
-            size = sent_bytes(one.kind, math.prod(sizes[axis] for axis in one.axes), one.num_bytes)
-            sent[one.axes[0]] -= size
-            if alone[key := (one.kind, one.axes, size)]:  # XLA joins small ones with others.
+        for message in there:
+            for axis in message.axes[:1]:
+                sent[axis] += message.sent_bytes * message.times
+                num_messages[axis] += message.times
+        alone = Counter((message.kind, message.axes, message.sent_bytes) for message in there)
+        for message in table_messages(plan):
+            size = sent_bytes(message.kind, math.prod(sizes[axis] for axis in message.axes), message.num_bytes)
+            sent[message.axes[0]] -= size
+            if alone[key := (message.kind, message.axes, size)]:  # XLA joins small ones with others.
                 alone[key] -= 1
-                num_messages[one.axes[0]] -= 1
+                num_messages[message.axes[0]] -= 1
     temporary = float(analysis.temp_size_in_bytes) if analysis else 0.0
     return Measured(temporary, seconds[False], seconds[True], dict(sent), dict(num_messages))
 
@@ -199,7 +199,7 @@ def profile(
         between = two.temporary - found[1, few].temporary
 
     def line(value: Callable[[Measured], float]) -> Fit:
-        return fitted({key: value(one) for key, one in found.items()})
+        return fit_memory({key: value(one) for key, one in found.items()})
 
     spread, inner = found[most_fsdp, few], MODEL_AXES[0]
     share = (most_fsdp - 1) / most_fsdp

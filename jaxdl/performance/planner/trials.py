@@ -73,7 +73,7 @@ class Trials:
         if self.experiment.model.modality != TabularSpec.modality:
             return None
         features = self.splits(self.experiment.data).train.spec.id_features()
-        width = sum(one.columns for one in self.experiment.model.tables(features))
+        width = sum(table.columns for table in self.experiment.model.tables(features))
         return max(_LEAST_ROWS, _TABLE_BYTES // (2 * 4 * width)) if width else None
 
 

@@ -17,10 +17,10 @@ from jaxdl.exchange.base import by_name, leaf_names
 from jaxdl.parallel.mesh import BATCH_AXES
 from jaxdl.parallel.sharding import has_names, is_names
 from jaxdl.performance.planner.memory import Fit, Parameters
-from jaxdl.performance.planner.search import PlanTables, Workload
+from jaxdl.performance.planner.search import PlanTables, RunWorkload
 from jaxdl.performance.planner.steptime import Profile
 from jaxdl.performance.planner.timed import StepParts
-from jaxdl.performance.planner.trial import Measured, Setting, measured, profile, trial_exchange
+from jaxdl.performance.planner.trial import Measured, Setting, measure_step, profile, trial_exchange
 from jaxdl.performance.planner.trials import Trials, trial_plan
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.plans import LAYOUT
@@ -45,7 +45,7 @@ def fixed_fields(experiment: Experiment, keep: Collection[str]) -> dict[str, Any
     return found
 
 
-def listed(fixed: Mapping[str, Any]) -> str:
+def list_fields(fixed: Mapping[str, Any]) -> str:
     """What is fixed, in words."""
     return ", ".join(f"{name} {value}" for name, value in fixed.items()) or "nothing"
 
@@ -55,7 +55,7 @@ def no_layout(experiment: Experiment, fixed: Mapping[str, Any], devices: str) ->
     ways = "all devices" if experiment.model.modality == TabularSpec.modality else " x ".join(BATCH_AXES)
     return ConfigError(
         f"no layout: batch_size {experiment.batch_size} (and that of the evaluation) has to be divided by {ways} "
-        f"on {devices}, with what is given ({listed(fixed)}). Give fewer options (an axis of the mesh that is -1 "
+        f"on {devices}, with what is given ({list_fields(fixed)}). Give fewer options (an axis of the mesh that is -1 "
         "is planned), or another --batch-size."
     )
 
@@ -69,7 +69,7 @@ def workload_of(
     parts: Callable[[str], StepParts] | None = None,
     *,
     replicas: bool | None = None,
-) -> Workload:
+) -> RunWorkload:
     """What is planned of an experiment; steps, those of `trials`, are compiled for `devices`, those of a node.
 
     With `replicas`, which several nodes have by default, the memory that their exchange needs is that of a compiled
@@ -88,7 +88,7 @@ def workload_of(
         raise ConfigError(f"exchange {exchange.kind}: the planner does not know what it costs. Choose another one.")
     remat = getattr(experiment.model, "remat", None)
     base = trial_plan(trials, Setting(1, 1, 1, remat, "replicated"), devices)
-    return Workload(
+    return RunWorkload(
         batch_size=experiment.batch_size,
         parameters=parameters_of(base),
         profiles=_profiles(
@@ -105,7 +105,7 @@ def workload_of(
         norm_span=span if isinstance(span := getattr(experiment.model, "norm_span", None), int) else None,
         example_bytes=example_bytes(base),
         tables=tables,
-        batch_sizes=[one.batch_size for one in experiment.phases if one.batch_size is not None],
+        batch_sizes=[phase.batch_size for phase in experiment.phases if phase.batch_size is not None],
         eval_batch_size=experiment.evaluation.batch_size,
         tensor_fits=lambda size: (
             size <= len(devices) and tensor_fits(base.parts, experiment.sharding.tensor_dims, size)
@@ -175,7 +175,7 @@ def _profiles(
 
     @functools.cache
     def measure(setting: Setting) -> Measured:
-        return measured(trial_plan(trials, setting, devices))
+        return measure_step(trial_plan(trials, setting, devices))
 
     @functools.cache
     def counted(tensor: int, remat: str, param_sharding: str) -> Profile:

@@ -27,7 +27,6 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.options import parse_options
 from jaxdl.exchange import Dense, ExchangeConfig, Machine, kinds, predict
 from jaxdl.exchange.probe import probe_link, repeated_sum
 from jaxdl.parallel.cluster import ClusterConfig, end_together, launched_cpu_devices, start_devices, wait_for_all
@@ -37,7 +36,7 @@ from jaxdl.performance.bench.balance.balance_check import Checked, check_all, or
 from jaxdl.performance.bench.balance.balance_report import (
     LOCAL,
     SUM,
-    Row,
+    KernelTimes,
     alike,
     checks_table,
     figure,
@@ -58,7 +57,7 @@ from jaxdl.performance.bench.balance.balance_run import (
 from jaxdl.performance.bench.balance.balance_thresholds import (
     Thresholds,
     check_about,
-    compared,
+    compare,
     file_bytes,
     of_rows,
     parse_thresholds,
@@ -69,13 +68,13 @@ from jaxdl.performance.bench.balance.balance_work import (
     Work,
     balanced_rate,
     block,
-    chosen,
-    planned,
+    make_work_plan,
+    with_intensity,
     work_of,
 )
-from jaxdl.performance.bench.balance.options import FAILED, PROG, BalanceBench
+from jaxdl.performance.bench.balance.options import FAILED, BalanceBench
 from jaxdl.performance.bench.cluster.cluster_variants import EXCHANGES, VARIANTS
-from jaxdl.performance.bench.shared import check_options, import_exchanges, write_json
+from jaxdl.performance.bench.shared import bench, import_exchanges, parse_bench, write_json
 from jaxdl.report import replace_file
 from jaxdl.training.run.plan.exchange import exchanged_gradients
 from jaxdl.training.run.result import exit_codes
@@ -85,9 +84,11 @@ _DEVICES = 8
 _SUMS = (1, 1000)
 
 
+@bench("balance", "all-reduces of one number, local steps and whole steps, at several ratios of compute")
 def main(args: list[str]) -> None:
     """Runs the measurement in this process, which may be one of several, and prints the page in the first one."""
-    command = parse_options(BalanceBench, args=args, prog=PROG, description=str(__doc__))
+    least = {"devices": 2, "devices_per_replica": 1, "num_rounds": 1, "most_examples": 1}
+    command = parse_bench(BalanceBench, args, __name__, **least)
     _check(command)
     with end_together(), exit_codes():
         import_exchanges(command.imports)
@@ -107,7 +108,6 @@ def _same(command: BalanceBench) -> dict[str, Any]:
 
 
 def _check(command: BalanceBench) -> None:
-    check_options(command, devices=2, devices_per_replica=1, num_rounds=1, most_examples=1)
     if command.devices is not None and launched_cpu_devices():
         raise ConfigError(f"--devices {command.devices}: the launcher sets it. Give it --devices-per-host instead.")
     for option, value in (("min-seconds", command.min_seconds), ("tolerance", command.tolerance)):
@@ -131,7 +131,7 @@ def exchanges_of(names: Sequence[str]) -> dict[str, ExchangeConfig]:
     known |= {name: VARIANTS[name].config or Dense() for name in EXCHANGES if not VARIANTS[name].is_flat}
     for name in names:
         if name not in known:
-            listed = ", ".join(f'"{one}"' for one in known)
+            listed = ", ".join(f'"{choice}"' for choice in known)
             raise ConfigError(f"--exchanges {name!r}: there is no such exchange. Choose from {listed}.")
     return {name: known[name] for name in names}
 
@@ -192,10 +192,10 @@ class Measurement:
             work = dataclasses.replace(work_of(regime, self.command.size), examples=1)
             sizes = {"replicas": self.replicas, "inner": self.inner, "precision": self.command.precision}
             some = check_all(work, self.exchanges, **sizes, clock=self.clock)
-            found += [dataclasses.replace(one, name=f"{one.name}, {name}") for one in some]
+            found += [dataclasses.replace(check, name=f"{check.name}, {name}") for check in some]
         return found
 
-    def sum(self) -> Row:
+    def sum(self) -> KernelTimes:
         """The first kernel."""
         self.say("timing the sum of one number")
         side = Side(repeated_sum(self.mesh, _REPLICA), hosts_of(self.mesh))
@@ -237,11 +237,11 @@ class Measurement:
                 work = dataclasses.replace(work, examples=earlier.examples[regime])
             elif regime in RELATIVE:
                 intensity = RELATIVE[regime] * machine["balance"]
-                work = chosen(work, intensity, machine["gradient_bytes"], self.command.most_examples)
+                work = with_intensity(work, intensity, machine["gradient_bytes"], self.command.most_examples)
             found[regime] = work
         return found
 
-    def rows(self, regime: str, work: Work, replicas: int, scaling: str = "") -> list[Row]:
+    def rows(self, regime: str, work: Work, replicas: int, scaling: str = "") -> list[KernelTimes]:
         """The second and the third kernel: the local step, and the whole step with each exchange."""
         what = f"{scaling} {regime} on {replicas} of {self.replicas} replicas".strip()
         self.say(f"compiling {what}")
@@ -261,9 +261,9 @@ class Measurement:
             "gradient_bytes": size,
             "local_sec": times[LOCAL].slowest_sec,
         }
-        return [make_row(regime, name, one, **common) for name, one in times.items()]
+        return [make_row(regime, name, time, **common) for name, time in times.items()]
 
-    def set_rows(self, work: Work, measured: Sequence[Row]) -> list[Row]:
+    def set_rows(self, work: Work, measured: Sequence[KernelTimes]) -> list[KernelTimes]:
         """The sets: the rows of their regime on all devices, which may be measured already, and on fewer replicas."""
         regime = self.command.set_regime
         found = [row for row in measured if row.regime == regime] or self.rows(regime, work, self.replicas)
@@ -276,7 +276,7 @@ class Measurement:
     def _plan(self, work: Work, config: ExchangeConfig | None, replicas: int) -> Any:
         devices = first_devices(replicas * self.inner)
         sizes = {"replicas": replicas, "inner": self.inner, "precision": self.command.precision}
-        return planned(work, config, **sizes, devices=devices)
+        return make_work_plan(work, config, **sizes, devices=devices)
 
     def _timed(self, sides: Mapping[str, Side]) -> Any:
         options = {"min_sec": self.command.min_seconds, "num_rounds": self.command.num_rounds}
@@ -285,44 +285,48 @@ class Measurement:
 
 def report(command: BalanceBench, exchanges: Mapping[str, ExchangeConfig], console: Console) -> bool:
     """Measures, prints the page and writes the files; returns whether all is right, and nothing too slow."""
-    one = Measurement(command, exchanges, console)
+    measurement = Measurement(command, exchanges, console)
     earlier = None
     if (path := command.thresholds) is not None:
         earlier = parse_thresholds(of_first_process(lambda: file_bytes(path)).decode(errors="replace"), path)
-        check_about(one.about, earlier, path)
-    checks = one.check()
+        check_about(measurement.about, earlier, path)
+    checks = measurement.check()
     console.print(checks_table(checks))
     if wrong := list(dict.fromkeys(check.name for check in checks if not check.fine)):
         console.print(f"wrong: {'; '.join(wrong)}. Nothing was timed.", markup=False, soft_wrap=True)
         return False
-    first, machine = one.sum(), one.balance()
-    works = one.works(machine, earlier)
-    rows = [row for regime in command.regimes for row in one.rows(regime, works[regime], one.replicas)]
-    of_sets = one.set_rows(works[command.set_regime], rows) if command.sets else []
+    first, machine = measurement.sum(), measurement.balance()
+    works = measurement.works(machine, earlier)
+    rows = [row for regime in command.regimes for row in measurement.rows(regime, works[regime], measurement.replicas)]
+    of_sets = measurement.set_rows(works[command.set_regime], rows) if command.sets else []
     every = list(dict.fromkeys([first, *rows, *of_sets]))
-    _print(one, machine, first, rows, of_sets)
-    drawn = f"{one.about['devices']}, {one.about['processes']} processes, regime {command.set_regime}"
+    _print(measurement, machine, first, rows, of_sets)
+    drawn = f"{measurement.about['devices']}, {measurement.about['processes']} processes, regime {command.set_regime}"
     if jax.process_index() == 0:
-        found = {"about": one.about, "machine": machine, "checks": [asdict(check) for check in checks]}
+        found = {"about": measurement.about, "machine": machine, "checks": [asdict(check) for check in checks]}
         found["rows"] = [asdict(row) | {"flops_per_sec": row.flops_per_sec} for row in every]
         write_json(command.json, found)
         if command.plot:
             replace_file(command.plot, figure(of_sets, command.sets, drawn))
         if command.write_thresholds:
             examples = {regime: work.examples for regime, work in works.items()}
-            write_json(command.write_thresholds, of_rows(one.about, every, examples, command.tolerance).to_json())
+            write_json(
+                command.write_thresholds, of_rows(measurement.about, every, examples, command.tolerance).to_json()
+            )
     return earlier is None or _compare(console, every, earlier)
 
 
 def _print(
-    one: Measurement, machine: Mapping[str, float], first: Row, rows: Sequence[Row], of_sets: Sequence[Row]
+    measurement: Measurement,
+    machine: Mapping[str, float],
+    first: KernelTimes,
+    rows: Sequence[KernelTimes],
+    of_sets: Sequence[KernelTimes],
 ) -> None:
-    console, about = one.console, one.about
+    console, about = measurement.console, measurement.about
     processes = f"{about['processes']} process{'es' * (about['processes'] > 1)}"
-    console.print(
-        f"{about['devices']} in {processes}, {one.replicas} replicas, {about['size']} networks, {about['precision']}",
-        soft_wrap=True,
-    )
+    networks = f"{about['size']} networks, {about['precision']}"
+    console.print(f"{about['devices']} in {processes}, {measurement.replicas} replicas, {networks}", soft_wrap=True)
     for line in machine_lines(machine, first):
         console.print(f"  - {line}", soft_wrap=True)
     if rows:
@@ -330,8 +334,8 @@ def _print(
         for line in alike(rows):
             console.print(line, soft_wrap=True)
     if of_sets:
-        console.print(sets_table(of_sets, one.command.sets))
-    if platform(one.mesh) == "cpu":
+        console.print(sets_table(of_sets, measurement.command.sets))
+    if platform(measurement.mesh) == "cpu":
         console.print(
             "Virtual CPU devices share the cores of a machine, so more of them do not compute more: their ideal is not "
             "to be expected in sets.",
@@ -339,9 +343,9 @@ def _print(
         )
 
 
-def _compare(console: Console, rows: Sequence[Row], earlier: Thresholds) -> bool:
+def _compare(console: Console, rows: Sequence[KernelTimes], earlier: Thresholds) -> bool:
     """Prints what has become slower or faster; returns whether nothing is too slow."""
-    found = compared(rows, earlier)
+    found = compare(rows, earlier)
     for what, lines in (
         ("slower than the thresholds allow", found.slower),
         ("faster than the thresholds by more than the tolerance", found.faster),

@@ -26,7 +26,7 @@ import numpy as np
 from jaxdl.exchange import PER_REPLICA, ExchangeConfig, by_name
 from jaxdl.parallel.mesh import Axis
 from jaxdl.performance.bench.balance.balance_run import Clock, batch_of, first_devices, first_steps
-from jaxdl.performance.bench.balance.balance_work import Work, planned
+from jaxdl.performance.bench.balance.balance_work import Work, make_work_plan
 from jaxdl.training.run.plan.build import Plan, make_initial_state
 from jaxdl.training.step import local_gradients, update_state
 
@@ -94,7 +94,7 @@ def check_all(
             found.append(Checked(name, "means and residuals", kept, _KEPT))
         if lost is not None:
             found.append(Checked(name, "means", lost, LOST))
-    return [dataclasses.replace(one, difference=max(clock.every(one.difference), key=or_inf)) for one in found]
+    return [dataclasses.replace(check, difference=max(clock.every(check.difference), key=or_inf)) for check in found]
 
 
 def or_inf(value: float) -> float:
@@ -106,7 +106,7 @@ def _plan(work: Work, config: ExchangeConfig | None, replicas: int, inner: int, 
     """A plan on the first devices of the run; of a single device, on one of this process."""
     count = replicas * inner
     devices = first_devices(count) if count > 1 else jax.local_devices()[:1]
-    return planned(work, config, replicas=replicas, inner=inner, precision=precision, devices=devices)
+    return make_work_plan(work, config, replicas=replicas, inner=inner, precision=precision, devices=devices)
 
 
 def _difference(found: Sequence[float], expected: Sequence[float]) -> float:
@@ -118,7 +118,7 @@ def _difference(found: Sequence[float], expected: Sequence[float]) -> float:
 def _distance(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
     """The norm of the difference, relative to that of what is expected."""
     squares = [np.square(a - b, dtype=np.float64).sum() for a, b in zip(found, expected, strict=True)]
-    return math.sqrt(sum(squares) / sum(np.square(one, dtype=np.float64).sum() for one in expected))
+    return math.sqrt(sum(squares) / sum(np.square(x, dtype=np.float64).sum() for x in expected))
 
 
 def rounding(config: ExchangeConfig, precision: str, num_devices: int) -> float:
@@ -184,9 +184,11 @@ def emulate(
         before = jax.tree.leaves(state.params)
         state, exchange_state, loss, errors = step(state, exchange_state, batch_of(alone, number))
         if number == 0:
-            change = [np.array(after - one) for after, one in zip(jax.tree.leaves(state.params), before, strict=True)]
+            change = [
+                np.array(after - earlier) for after, earlier in zip(jax.tree.leaves(state.params), before, strict=True)
+            ]
         found.append(float(loss))
-        far.append([float(one) for one in errors])
+        far.append([float(error) for error in errors])
     kept, lost = (max(column, key=or_inf) for column in zip(*far, strict=True))
     has_residual = bool(fresh.get(PER_REPLICA, {}).get(config.unsent_name))
     if config.momentum_factor is not None:
@@ -216,7 +218,7 @@ def _emulated_step(
 
 def _errors(grads: Any, mean: Any, before: Any, after: Any, config: ExchangeConfig) -> tuple[jax.Array, jax.Array]:
     """(largest error of means and residuals over the largest gradient, norm of the means' error over the means')."""
-    old, new = (one.get(PER_REPLICA, {}).get(config.unsent_name, {}) for one in (before, after))
+    old, new = (state.get(PER_REPLICA, {}).get(config.unsent_name, {}) for state in (before, after))
     true, sent = ({name: x.astype(jnp.float32).mean(0) for name, x in by_name(tree).items()} for tree in (grads, mean))
     zero = jnp.float32(0)
     left = {

@@ -18,7 +18,7 @@ SUM, LOCAL = "sum of one number", "no exchange"
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelTimes:
     """One kernel under one regime on some replicas."""
 
     name: str
@@ -73,10 +73,10 @@ def make_row(
     flops: float = 0.0,
     gradient_bytes: float = 0.0,
     local_sec: float = 0.0,
-) -> Row:
+) -> KernelTimes:
     """The row of a side's times."""
     parts = [" ".join(filter(None, (scaling, regime))), side, f"{replicas} replica{'s' * (replicas > 1)}"]
-    return Row(
+    return KernelTimes(
         name=", ".join(filter(None, parts)),
         regime=regime,
         side=side,
@@ -98,14 +98,18 @@ def checks_table(checks: Sequence[Checked]) -> Table:
     """What was checked before anything was timed."""
     columns = ("correctness", "against", "largest relative difference", "bound", "")
     table = make_table("Correctness: three steps", columns, left=("correctness", "against"), box=SIMPLE_HEAD)
-    for one in checks:
+    for check in checks:
         table.add_row(
-            one.name, one.reference, f"{one.difference:.2g}", f"{one.bound:.2g}", "ok" if one.fine else "WRONG"
+            check.name,
+            check.reference,
+            f"{check.difference:.2g}",
+            f"{check.bound:.2g}",
+            "ok" if check.fine else "WRONG",
         )
     return table
 
 
-def regimes_table(rows: Sequence[Row], balance: float) -> Table:
+def regimes_table(rows: Sequence[KernelTimes], balance: float) -> Table:
     """The steps on all devices; `balance` is the balance point, in operations for each byte of gradient."""
     columns = (
         "regime", "texts\na device", "FLOP per\ngradient byte", "of the balance\npoint", "step",
@@ -131,7 +135,7 @@ def regimes_table(rows: Sequence[Row], balance: float) -> Table:
     return table
 
 
-def sets_table(rows: Sequence[Row], sets: Iterable[str]) -> Table:
+def sets_table(rows: Sequence[KernelTimes], sets: Iterable[str]) -> Table:
     """Weak and strong scaling: useful operations a second, and their share of the ideal."""
     columns = ("set", "replicas", "texts", "step", "slowest host\nms", "useful\nGFLOP/s", "of the\nideal")
     table = make_table("Over numbers of replicas", columns, left=("set", "step"), box=SIMPLE_HEAD)
@@ -152,18 +156,18 @@ def sets_table(rows: Sequence[Row], sets: Iterable[str]) -> Table:
     return table
 
 
-def of_set(rows: Sequence[Row], scaling: str) -> list[Row]:
+def of_set(rows: Sequence[KernelTimes], scaling: str) -> list[KernelTimes]:
     """The rows of a set by number of replicas; those of all devices are in both."""
     return sorted((row for row in rows if row.scaling in ("", scaling)), key=lambda row: row.replicas)
 
 
-def ideal(rows: Sequence[Row]) -> float:
+def ideal(rows: Sequence[KernelTimes]) -> float:
     """Useful operations a second of one replica, by the fewest that were measured, without an exchange."""
     first = min((row for row in rows if row.side == LOCAL), key=lambda row: row.replicas)
     return first.flops_per_sec / first.replicas
 
 
-def figure(rows: Sequence[Row], sets: Sequence[str], title: str) -> bytes:
+def figure(rows: Sequence[KernelTimes], sets: Sequence[str], title: str) -> bytes:
     """A PNG: useful operations a second over the number of replicas, a panel for each set."""
     drawn = style.new_figure(6.0 * len(sets) + 1.5, 4.6 + style.legend_inches(2), title)
     panels = drawn.subplots(1, len(sets), squeeze=False)[0]
@@ -193,7 +197,7 @@ def figure(rows: Sequence[Row], sets: Sequence[str], title: str) -> bytes:
     return style.png(drawn)
 
 
-def machine_lines(machine: Mapping[str, float], sum_row: Row) -> list[str]:
+def machine_lines(machine: Mapping[str, float], sum_row: KernelTimes) -> list[str]:
     """The probe, and the reduction, in sentences."""
     return [
         f"all-reduce of one number over {sum_row.replicas} replicas: {1e6 * sum_row.median_sec:.2f} us on the median "
@@ -204,14 +208,14 @@ def machine_lines(machine: Mapping[str, float], sum_row: Row) -> list[str]:
     ]
 
 
-def alike(rows: Sequence[Row]) -> list[str]:
+def alike(rows: Sequence[KernelTimes]) -> list[str]:
     """A sentence for each group of regimes that are one and the same work, as relative ones of few texts may be."""
     found: dict[tuple[float, ...], dict[str, None]] = {}
     for row in rows:
         work = (row.flops, row.examples, row.gradient_bytes)
         found.setdefault(work, {})[row.regime] = None
     return [
-        f"{', '.join(one)}: the same work here, since a batch has whole texts; what differs is noise."
-        for one in found.values()
-        if len(one) > 1
+        f"{', '.join(regimes)}: the same work here, since a batch has whole texts; what differs is noise."
+        for regimes in found.values()
+        if len(regimes) > 1
     ]

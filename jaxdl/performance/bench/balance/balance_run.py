@@ -21,8 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxdl.exchange.probe import start_together
 from jaxdl.parallel.cluster import current, wait_for_all
 from jaxdl.parallel.cluster.agree import from_each_process
+from jaxdl.parallel.compiler.collectives import usual_collectives
 from jaxdl.parallel.mesh import Axis, batch_sharding
-from jaxdl.performance.bench.embedding.embedding import usual_collectives
 from jaxdl.training.evaluation import max_in_flight
 from jaxdl.training.run.compile import compile_train_step
 from jaxdl.training.run.plan.build import Plan, make_initial_state
@@ -92,10 +92,10 @@ class Clock:
     def every(self, seconds: float) -> list[float]:
         """The seconds of each process."""
         wait_for_all()
-        return [struct.unpack("d", one)[0] for one in from_each_process(struct.pack("d", seconds))]
+        return [struct.unpack("d", answer)[0] for answer in from_each_process(struct.pack("d", seconds))]
 
 
-def timed(side: Side, count: int, clock: Clock) -> list[float]:
+def time_side(side: Side, count: int, clock: Clock) -> list[float]:
     """Seconds of `count` iterations on each host of a side, which begin together."""
     clock.meet()
     start = clock.now()
@@ -104,10 +104,10 @@ def timed(side: Side, count: int, clock: Clock) -> list[float]:
     return [every[host] for host in side.hosts]
 
 
-def doubled(side: Side, min_sec: float, clock: Clock) -> int:
+def count_iterations(side: Side, min_sec: float, clock: Clock) -> int:
     """The number of iterations, a power of two, with which the slowest host takes `min_sec` or longer."""
     count = 1
-    while max(timed(side, count, clock)) < min_sec and count < _MOST_ITERATIONS:
+    while max(time_side(side, count, clock)) < min_sec and count < _MOST_ITERATIONS:
         count *= 2
     return count
 
@@ -117,11 +117,11 @@ def measure(sides: Mapping[str, Side], *, min_sec: float, num_rounds: int, clock
 
     The iterations of a test are doubled until it takes `min_sec`; these tests also warm up, and do not count.
     """
-    counts = {name: doubled(side, min_sec, clock) for name, side in sides.items()}
+    counts = {name: count_iterations(side, min_sec, clock) for name, side in sides.items()}
     found: dict[str, list[list[float]]] = {name: [] for name in sides}
     for number in range(num_rounds):
         for name in list(sides)[:: -1 if number % 2 else 1]:
-            found[name].append([one / counts[name] for one in timed(sides[name], counts[name], clock)])
+            found[name].append([sec / counts[name] for sec in time_side(sides[name], counts[name], clock)])
     return {name: Times(counts[name], np.array(found[name]), side.hosts) for name, side in sides.items()}
 
 
@@ -181,7 +181,7 @@ def first_steps(plan: Plan, num_steps: int) -> tuple[list[float], list[np.ndarra
     whole = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def params() -> list[np.ndarray]:
-        return [np.array(one.addressable_data(0)) for one in jax.tree.leaves(whole(state.params))]
+        return [np.array(leave.addressable_data(0)) for leave in jax.tree.leaves(whole(state.params))]
 
     state, found = make_initial_state(plan), []
     before, change = params(), []
@@ -190,7 +190,7 @@ def first_steps(plan: Plan, num_steps: int) -> tuple[list[float], list[np.ndarra
         state, metrics = jax.block_until_ready(step(state, batch_of(plan, number)))
         found.append(float(metrics["sums/loss"]) / float(metrics["sums/weight"]))
         if number == 0:
-            change = [after - one for after, one in zip(params(), before, strict=True)]
+            change = [after - earlier for after, earlier in zip(params(), before, strict=True)]
     return found, change
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdl.core.config import ConfigError
-from jaxdl.performance.bench.balance.balance_report import Row
+from jaxdl.performance.bench.balance.balance_report import KernelTimes
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Thresholds:
     examples: Mapping[str, int]
     """Regime -> texts of a device. A regime relative to the machine keeps its batch, or times would not compare."""
     seconds: Mapping[str, float]
-    """Row -> seconds of an iteration on its slowest host."""
+    """KernelTimes -> seconds of an iteration on its slowest host."""
     tolerance: Mapping[str, float]
-    """Row -> by which share it may become slower."""
+    """KernelTimes -> by which share it may become slower."""
 
     def to_json(self) -> dict[str, Any]:
         """The content of a file."""
@@ -45,7 +45,9 @@ class Comparison:
     """Rows that the file does not have."""
 
 
-def of_rows(about: Mapping[str, Any], rows: Sequence[Row], examples: Mapping[str, int], tolerance: float) -> Thresholds:
+def of_rows(
+    about: Mapping[str, Any], rows: Sequence[KernelTimes], examples: Mapping[str, int], tolerance: float
+) -> Thresholds:
     """What `--write-thresholds` writes of a measurement."""
     seconds = {row.name: row.slowest_sec for row in rows}
     return Thresholds(about, examples, seconds, dict.fromkeys(seconds, tolerance))
@@ -64,7 +66,7 @@ def parse_thresholds(text: str, path: Path) -> Thresholds:
         )
         assert rows
         assert all(sec > 0 for sec in made.seconds.values())
-        assert all(one > 0 for one in made.tolerance.values())
+        assert all(share > 0 for share in made.tolerance.values())
         assert all(count > 0 for count in made.examples.values())
     except (ValueError, LookupError, TypeError, AttributeError, AssertionError, OverflowError, RecursionError):
         raise ConfigError(
@@ -92,7 +94,7 @@ def check_about(about: Mapping[str, Any], earlier: Thresholds, path: Path) -> No
             )
 
 
-def compared(rows: Sequence[Row], earlier: Thresholds) -> Comparison:
+def compare(rows: Sequence[KernelTimes], earlier: Thresholds) -> Comparison:
     """Each row beside its earlier figure."""
     found = Comparison([], [], [], [])
     now = {row.name: row for row in rows}

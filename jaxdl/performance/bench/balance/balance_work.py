@@ -92,11 +92,11 @@ def block(size: Size) -> Work:
 
 
 def work_of(regime: str, size: Size) -> Work:
-    """The network of a regime; of a relative one with one text a device, until `chosen` knows better."""
+    """The network of a regime; of a relative one with one text a device, until `with_intensity` knows better."""
     return _WORKS[size]["block" if regime in RELATIVE else regime]
 
 
-def chosen(work: Work, wanted: float, gradient_bytes: float, most: int) -> Work:
+def with_intensity(work: Work, wanted: float, gradient_bytes: float, most: int) -> Work:
     """The work with the number of texts that has about `wanted` operations for each byte of gradient of a device.
 
     At least one text, and `most` at most.
@@ -117,14 +117,14 @@ def balanced_rate(
     work, rate = dataclasses.replace(work, examples=min(_PROBE_EXAMPLES, most)), 0.0
     for _ in range(_MOST_PROBES):
         rate = work.flops(work.examples) / seconds_of(work)
-        better = chosen(work, rate * exchange_sec / gradient_bytes, gradient_bytes, most)
+        better = with_intensity(work, rate * exchange_sec / gradient_bytes, gradient_bytes, most)
         if abs(better.examples - work.examples) <= _NEAR * work.examples:
             break
         work = better
     return rate
 
 
-def planned(
+def make_work_plan(
     work: Work,
     exchange: ExchangeConfig | None,
     *,

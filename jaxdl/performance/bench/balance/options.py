@@ -6,13 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jaxdl.performance.bench.balance.balance_work import (
-    Size,
-)
+from jaxdl.performance.bench.balance.balance_work import Size
 from jaxdl.performance.bench.shared import Imports
-
-PROG = "python -m jaxdl.bench balance"
-
 
 Regime = Literal["0.5x", "1x", "2x", "comms", "compute"]
 FAILED = 1

@@ -63,12 +63,11 @@ from jaxdl.performance.bench.cluster.cluster_variants import (
     floor_of,
     merges_of_round,
 )
-from jaxdl.performance.bench.shared import check_options, write_json
+from jaxdl.performance.bench.shared import bench, check_options, program, write_json
 from jaxdl.platform.launch.netns import Network, check_possible, parse_rate
 from jaxdl.report import replace_file
 from jaxdl.training.experiment import Experiment, load_experiment
 
-PROG = "python -m jaxdl.bench cluster"
 _PATIENCE_SEC = 600.0
 RATIOS = (0.2, 0.4, 1.0, 2.0, 4.0)
 
@@ -117,6 +116,7 @@ class ClusterBench:
     """A PNG file for a figure."""
 
 
+@bench("cluster", "every gradient exchange in the train step, on an emulated cluster with a slow network")
 def main(args: list[str]) -> None:
     """Runs the measurement and prints a table for each rate."""
     command = parse_command(args)
@@ -151,7 +151,7 @@ def parse_command(args: Sequence[str]) -> ClusterBench:
         given = load_experiment(left[left.index("--config") + 1])
     experiment, left = take_choices(given, left)
     default, description = ClusterBench(experiment=experiment), f"{__doc__}\n{choices_help(experiment)}"
-    command = parse_options(ClusterBench, args=left, default=default, prog=PROG, description=description)
+    command = parse_options(ClusterBench, args=left, default=default, prog=program(__name__), description=description)
     _check(command, given)
     return command
 
@@ -172,7 +172,7 @@ def _check(command: ClusterBench, given: Experiment) -> None:
     for option, what, known in (("exchanges", "exchange", EXCHANGES), ("agreements", "agreement", AGREEMENTS)):
         for name in getattr(command, option):
             if name not in known:
-                listed = ", ".join(f'"{one}"' for one in known)
+                listed = ", ".join(f'"{choice}"' for choice in known)
                 raise ConfigError(f"--{option} {name!r}: there is no such {what}. Choose from {listed}.")
     if command.rates and command.ratios != RATIOS:
         raise ConfigError("--rates and --ratios: the ratios follow from the rates. Give one of them.")
@@ -255,7 +255,7 @@ def _turn(workers: Workers, network: Network, name: str, num_steps: int) -> Turn
     before = _sent_bytes(network)
     seconds = [answer["seconds"] for answer in workers.ask("run", name=name, num_steps=num_steps)]
     sent = _sent_bytes(network) - before
-    steps = [max(one) for one in zip(*seconds, strict=True)]
+    steps = [max(of_hosts) for of_hosts in zip(*seconds, strict=True)]
     return Turn(statistics.mean(steps), sent / len(network.hosts) / num_steps)
 
 
@@ -266,7 +266,7 @@ def _merges(workers: Workers, network: Network, name: str, num_rounds: int) -> M
     sent = _sent_bytes(network) - before
     merges = merges_of_round(VARIANTS[name].agreement, len(network.hosts))
     return Merges(
-        seconds=sum(max(one) for one in zip(*seconds, strict=True)) / num_rounds,
+        seconds=sum(max(of_hosts) for of_hosts in zip(*seconds, strict=True)) / num_rounds,
         wire_bytes=sent / len(network.hosts) / num_rounds,
         num_merges=len(merges),
         num_steps=sum(beside for _, beside in merges),

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from jaxdl.core.config import ConfigError
@@ -28,46 +28,66 @@ class HostFailed(Exception):
     """The process of a host exited or does not answer. The message contains its last output."""
 
 
+def alone(host: Host, num_devices: int = 1) -> dict[str, str]:
+    """The environment of a process of JAX that is a run by itself."""
+    return {
+        "JAX_NUM_CPU_DEVICES": str(num_devices),
+        "JAX_PLATFORMS": "cpu",
+        # A program from JAX's cache cannot be sent to the other hosts.
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "PYTHONUNBUFFERED": "1",
+        "JAXDL_HOST": host.name,
+    }
+
+
+def joined(hosts: Sequence[Host], devices_per_host: int) -> list[dict[str, str]]:
+    """The environments of the processes of one run of JAX."""
+    shared = {
+        "JAX_COORDINATOR_ADDRESS": f"{hosts[0].address}:{_PORT}",
+        "JAX_NUM_PROCESSES": str(len(hosts)),
+        VARIABLE: make_token(),
+    }
+    return [
+        alone(host, devices_per_host) | shared | {"JAX_PROCESS_ID": str(number)} for number, host in enumerate(hosts)
+    ]
+
+
 class Workers:
-    """Context: a `cluster_worker` on every host, which answers requests until the context ends."""
+    """Context: a process on every host, which answers requests until the context ends."""
 
     def __init__(
         self,
         hosts: Sequence[Host],
         *,
-        devices_per_host: int,
+        devices_per_host: int = 1,
         answer_timeout_sec: float = 900.0,
-        module: str = "jaxdl.performance.bench.cluster.cluster_worker",
+        program: Sequence[str] = (sys.executable, "-m", "jaxdl.performance.bench.cluster.cluster_worker"),
+        environments: Sequence[Mapping[str, str]] | None = None,
     ) -> None:
-        """`module` answers on each host: see `cluster_worker.serve`."""
-        self._module = module
+        """`program` answers, by `requests.serve`.
+
+        `environments` are those of the hosts, beside this process's; by default their processes are one run of JAX,
+        with `devices_per_host` virtual devices each.
+        """
+        self._program = program
+        self._environments = environments or joined(hosts, devices_per_host)
         self._hosts, self._timeout_sec = list(hosts), answer_timeout_sec
         self._answers: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()
         self._said: list[collections.deque[str]] = [collections.deque(maxlen=_NUM_LINES) for _ in hosts]
         self._readers: list[threading.Thread] = []
         self._listeners: list[threading.Thread] = []
         self._processes: list[subprocess.Popen[str]] = []
-        self._shared = {
-            "JAX_COORDINATOR_ADDRESS": f"{hosts[0].address}:{_PORT}",
-            "JAX_NUM_PROCESSES": str(len(hosts)),
-            VARIABLE: make_token(),
-            "JAX_NUM_CPU_DEVICES": str(devices_per_host),
-            "JAX_PLATFORMS": "cpu",
-            # A program from JAX's cache cannot be sent to the other hosts.
-            "JAX_ENABLE_COMPILATION_CACHE": "false",
-            "PYTHONUNBUFFERED": "1",
-        }
 
     def __enter__(self) -> Workers:
-        for number, host in enumerate(self._hosts):
+        for number, (host, environment) in enumerate(zip(self._hosts, self._environments, strict=True)):
             process = subprocess.Popen(
-                [*host.prefix, sys.executable, "-m", self._module],
+                [*host.prefix, *self._program],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 encoding="utf-8",
                 errors="replace",
-                env=os.environ | self._shared | {"JAX_PROCESS_ID": str(number), "JAXDL_HOST": host.name},
+                env=os.environ | environment,
                 start_new_session=True,  # The parent handles Ctrl-C and ends them.
             )
             self._processes.append(process)
@@ -92,8 +112,18 @@ class Workers:
                 with contextlib.suppress(BrokenPipeError):  # A request that was not read.
                     stream.close()
 
-    def ask(self, method: str, /, *, only: Sequence[int] | None = None, **arguments: Any) -> list[Any]:
+    def ask(
+        self,
+        method: str,
+        /,
+        *,
+        only: Sequence[int] | None = None,
+        each: Sequence[Mapping[str, Any]] | None = None,
+        **arguments: Any,
+    ) -> list[Any]:
         """The answers of every worker (or only some) to a request, in their order; all process it at the same time.
+
+        `each` are further arguments of every worker.
 
         Raises ConfigError for a user error that one of them finds, HostFailed when one does not answer.
         """
@@ -102,7 +132,7 @@ class Workers:
             pipe = self._processes[number].stdin
             assert pipe is not None
             try:
-                pipe.write(json.dumps([method, arguments]) + "\n")
+                pipe.write(json.dumps([method, arguments | dict(each[number] if each else {})]) + "\n")
                 pipe.flush()
             except BrokenPipeError:
                 raise self._failed(number, method) from None

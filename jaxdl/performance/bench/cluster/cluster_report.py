@@ -49,7 +49,7 @@ class Merges:
 
 
 @dataclass(frozen=True)
-class Row:
+class VariantTimes:
     """One variant at one rate, against the exchange-free step (`floor`) and the dense exchange between hosts."""
 
     rate: int
@@ -116,7 +116,7 @@ def make_rows(
     costs: Mapping[str, Mapping[str, float]],
     *,
     devices_per_host: int,
-) -> list[Row]:
+) -> list[VariantTimes]:
     """The rows of one rate, from the turns by variant (one a round) and the costs that the workers predict.
 
     Turns are compared within their round, so that a temporary slow-down of the machine affects both sides.
@@ -132,7 +132,7 @@ def make_rows(
         floor_sent = statistics.median(turn.wire_bytes for turn in turns[floor_of(variant)])
         cost = costs.get(variant, {"total_sec": 0.0, "sent_bytes": 0.0})
         rows.append(
-            Row(
+            VariantTimes(
                 rate=rate,
                 variant=variant,
                 step_sec=statistics.median(steps),
@@ -148,13 +148,13 @@ def make_rows(
     return rows
 
 
-def dense_ratio(rows: Sequence[Row]) -> float:
+def dense_ratio(rows: Sequence[VariantTimes]) -> float:
     """Time of the dense exchange between hosts over that of the computation, at one rate."""
     [dense] = [row for row in rows if row.variant == BASELINE]
     return dense.exchange_sec / dense.floor_sec
 
 
-def best(rows: Sequence[Row]) -> Row:
+def best(rows: Sequence[VariantTimes]) -> VariantTimes:
     """The fastest compressed exchange at one rate."""
     return min((row for row in rows if is_compressed(row.variant)), key=lambda row: row.step_sec)
 
@@ -165,7 +165,7 @@ def is_compressed(variant: str) -> bool:
     return config is not None and config.compresses and variant not in AGREEMENTS
 
 
-def rate_table(rows: Sequence[Row]) -> Table:
+def rate_table(rows: Sequence[VariantTimes]) -> Table:
     """All variants at one rate."""
     title = f"{rows[0].rate / 1e6:.4g} Mbit/s each way; dense exchange / computation = {dense_ratio(rows):.2f}"
     headings = (
@@ -189,16 +189,16 @@ def rate_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def summary(rates: Sequence[Sequence[Row]]) -> list[str]:
+def summary(rates: Sequence[Sequence[VariantTimes]]) -> list[str]:
     """Sentences: the best compressed exchange and agreement at each rate, and the largest error of the predictions."""
     lines = []
     for rows in rates:
         groups = [[row for row in rows if chosen(row.variant)] for chosen in (is_compressed, AGREEMENTS.__contains__)]
         fastest = [min(group, key=lambda row: row.step_sec) for group in groups if group]
         lines += [
-            f"dense exchange / computation {dense_ratio(rows):.2f}: {one.variant} is {one.speedup:.2f}x faster than "
-            f"dense, {100 * one.overhead:+.1f} % over the floor"
-            for one in fastest
+            f"dense exchange / computation {dense_ratio(rows):.2f}: {row.variant} is {row.speedup:.2f}x faster than "
+            f"dense, {100 * row.overhead:+.1f} % over the floor"
+            for row in fastest
         ]
     worst = max((row for rows in rates for row in rows if row.variant != FLOOR), key=lambda row: abs(row.error))
     lines.append(
@@ -208,7 +208,7 @@ def summary(rates: Sequence[Sequence[Row]]) -> list[str]:
     return lines
 
 
-def curves(rates: Sequence[Sequence[Row]]) -> tuple[list[float], dict[str, Curves]]:
+def curves(rates: Sequence[Sequence[VariantTimes]]) -> tuple[list[float], dict[str, Curves]]:
     """The cost of the dense exchange relative to computation, by rate in rising order; and the curves by variant."""
     ordered = sorted(rates, key=dense_ratio)
     found = {}
@@ -225,13 +225,13 @@ def figure(at: Sequence[float], series: Mapping[str, Curves], title: str) -> byt
     drawn = style.new_figure(12.5, height, title)
     left, right = drawn.subplots(1, 2)
     chosen = style.looks(list(series))
-    for name, one in series.items():
+    for name, sery in series.items():
         color, mark = chosen[name].color, chosen[name].mark
-        left.plot(at, one.over_floor, color=color, marker=mark, lw=1.5, **style.MEASURED)
-        right.plot(at, one.times_faster, color=color, marker=mark, lw=1.5, **style.MEASURED)
-        modelled = [float("nan") if value is None else value for value in one.modelled_over_floor]
+        left.plot(at, sery.over_floor, color=color, marker=mark, lw=1.5, **style.MEASURED)
+        right.plot(at, sery.times_faster, color=color, marker=mark, lw=1.5, **style.MEASURED)
+        modelled = [float("nan") if value is None else value for value in sery.modelled_over_floor]
         left.plot(at, modelled, color=color, marker=mark, lw=1, **style.MODELLED)
-    known = [value for one in series.values() for value in (*one.over_floor, *one.modelled_over_floor) if value]
+    known = [value for sery in series.values() for value in (*sery.over_floor, *sery.modelled_over_floor) if value]
     x = "dense exchange / computation (slower link →)"
     style.dress(left, "Step time", x=x, y="step / step without exchange")
     style.dress(right, "Against the dense exchange between hosts", x=x, y="times faster than dense")
@@ -242,6 +242,6 @@ def figure(at: Sequence[float], series: Mapping[str, Curves], title: str) -> byt
         drawn,
         [style.measured_entry("measured, median of the rounds"), style.modelled_entry("modelled: floor + cost model")],
     )
-    for panel, last in ((left, lambda one: one.over_floor[-1]), (right, lambda one: one.times_faster[-1])):
-        style.label_ends(panel, [(last(one), name, chosen[name]) for name, one in series.items()])
+    for panel, last in ((left, lambda curve: curve.over_floor[-1]), (right, lambda curve: curve.times_faster[-1])):
+        style.label_ends(panel, [(last(sery), name, chosen[name]) for name, sery in series.items()])
     return style.png(drawn)

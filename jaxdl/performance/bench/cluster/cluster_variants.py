@@ -21,6 +21,11 @@ class Variant:
     """Whether every device is a replica, rather than every host."""
     agreement: Agreement = field(default_factory=EveryStep)
 
+    @property
+    def merges(self) -> bool:
+        """Whether replicas agree by merges that have programs of their own."""
+        return self.config is not None and self.agreement.keeps_replicas
+
     def label(self) -> str:
         """Of an agreement and its exchange, unless that is the dense one."""
         assert self.config is not None
@@ -52,11 +57,11 @@ _SINGLE: Mapping[str, Variant] = {
     "topk threshold": Variant(TopK(method="threshold")),
     "topk block": Variant(TopK(method="block")),
     "topk threshold, all-to-all": Variant(TopK(method="threshold", algorithm="all_to_all")),
-} | {one.label: Variant(one) for one in (kind() for kind in kinds().values() if kind not in (Dense, TopK))}
-VARIANTS: Mapping[str, Variant] = {**_SINGLE, **{one.label(): one for one in _AGREEMENTS}}
+} | {config.label: Variant(config) for config in (kind() for kind in kinds().values() if kind not in (Dense, TopK))}
+VARIANTS: Mapping[str, Variant] = {**_SINGLE, **{variant.label(): variant for variant in _AGREEMENTS}}
 """By the names of the table. Each is compared with its own floor; the flat floor and the local step have no row."""
-EXCHANGES = tuple(name for name, one in VARIANTS.items() if one.config is not None and not one.agreement.keeps_replicas)
-AGREEMENTS = tuple(name for name, one in VARIANTS.items() if one.config is not None and one.agreement.keeps_replicas)
+AGREEMENTS = tuple(name for name, variant in VARIANTS.items() if variant.merges)
+EXCHANGES = tuple(name for name, variant in VARIANTS.items() if variant.config is not None and not variant.merges)
 
 
 def floor_of(name: str) -> str:

@@ -1,18 +1,14 @@
 """One host of `python -m jaxdl.bench cluster`: compiles, probes and runs at the request of the parent process.
 
-Requests come as lines of JSON on stdin, `[method, arguments]`; each is answered by one line on stdout, which carries
-nothing else: what libraries print goes to stderr.
+`requests.serve` calls the public methods of `Worker`.
 """
 
 from __future__ import annotations
 
 import base64
 import functools
-import json
-import os
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -21,15 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-from jaxdl.core.config import ConfigError
-from jaxdl.core.errors import command_line
 from jaxdl.exchange import Dense
 from jaxdl.exchange.cost import PERMUTE, Figures, Gradients, Link, Machine, Speeds
 from jaxdl.exchange.probe import probe_link, probe_speeds, start_together
 from jaxdl.optim import keeps_average
 from jaxdl.parallel.compiler import compiled
 from jaxdl.parallel.mesh import FILLING_AXIS, Axis
-from jaxdl.performance.bench.cluster.cluster_variants import AGREEMENTS, BASELINE, FLAT, VARIANTS, merges_of_round
+from jaxdl.performance.bench.cluster.cluster_variants import BASELINE, FLAT, VARIANTS, Variant, merges_of_round
+from jaxdl.performance.bench.cluster.requests import serve
 from jaxdl.performance.planner.idle_exchange import NoExchange
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.rounds import make_merge, make_streamed
@@ -49,6 +44,8 @@ _COLLECTIVES = {False: ("all_reduce/float32", "all_gather", "all_to_all"), True:
 class Worker:
     """The requests that a host answers: its public methods."""
 
+    known: Mapping[str, Variant] = VARIANTS
+
     def __init__(self) -> None:
         self._plans: dict[bool, Plan] = {}
         self._variants: dict[str, Plan] = {}
@@ -62,7 +59,7 @@ class Worker:
     def setup(self, experiment: str, names: Sequence[str]) -> dict[str, Any]:
         """Joins the other hosts and plans every variant; returns the number of parameters."""
         base = Experiment.from_json(experiment)
-        for is_flat in sorted({VARIANTS[name].is_flat for name in names}):
+        for is_flat in sorted({self.known[name].is_flat for name in names}):
             mesh = base.mesh if not is_flat else base.mesh.replaced({_REPLICA: -1, FILLING_AXIS: 1})
             self._plans[is_flat] = make_plan(base.replaced({"mesh": mesh, "exchange": Dense()}))
         for name in names:
@@ -71,7 +68,7 @@ class Worker:
         return {"num_parameters": sum(x.size for x in shapes), "devices": f"{jax.device_count()} virtual CPU devices"}
 
     def _planned(self, name: str) -> Plan:
-        variant = VARIANTS[name]
+        variant = self.known[name]
         plan = self._plans[variant.is_flat]
         if (
             variant.config is None and not variant.agreement.keeps_replicas
@@ -90,8 +87,8 @@ class Worker:
         start = time.perf_counter()
         self._programs[name] = self._compiled_programs(name)
         found = []
-        for one in self._programs[name]:
-            program, _, out_tree = serialize(one)
+        for executable in self._programs[name]:
+            program, _, out_tree = serialize(executable)
             _, *metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
             found.append([base64.b64encode(program).decode(), metrics])
         return {"sec": time.perf_counter() - start, "programs": found}
@@ -99,7 +96,7 @@ class Worker:
     def _compiled_programs(self, name: str) -> list[Any]:
         """The train step, or the local step; of an agreement, the merges of a round."""
         plan = self._variants[name]
-        if name not in AGREEMENTS:
+        if not self.known[name].merges:
             return [compile_train_step(plan)]
         parts, state = plan.parts, plan.parts.state_spec.abstract()
         batch = plan.splits.train.batch_shapes(plan.experiment.batch_size, evaluating=False)
@@ -110,7 +107,7 @@ class Worker:
             for number, beside in self._merges(name)
         ]
         values, axes = plan.experiment.compiler.values(), parts.layout.mesh.shape
-        return [compiled(one, values, axes, ordered_for(plan), own=own_options(plan)) for one in lowered]
+        return [compiled(program, values, axes, ordered_for(plan), own=own_options(plan)) for program in lowered]
 
     def _merges(self, name: str) -> list[tuple[int, int]]:
         plan = self._variants[name]
@@ -122,7 +119,7 @@ class Worker:
         state = jax.tree.map(lambda _: 0, plan.parts.state_spec.abstract())
         batch = jax.tree.map(lambda _: 0, plan.splits.train.batch(np.zeros(1, np.int64)))
         inputs: list[Any] = [(batch,)]
-        if name in AGREEMENTS:
+        if self.known[name].merges:
             inputs = [((batch,) * beside,) if beside else () for _, beside in self._merges(name)]
         self._programs[name] = [
             deserialize_and_load(
@@ -135,26 +132,29 @@ class Worker:
 
     def start(self) -> dict[str, float]:
         """Makes the states and runs each variant twice; returns the bytes that one device sends in a step, by name."""
+        self.make_states()
+        merging = [name for name in self._variants if self.known[name].merges]
+        for name in merging:
+            self.merge(name, 2)
+        return {name: self.run(name, 2)["bytes_sent"] for name in self._variants if name not in merging}
+
+    def make_states(self) -> None:
+        """Makes the state of each variant, all with the same parameters, and a batch of each mesh."""
         states = {is_flat: make_initial_state(plan) for is_flat, plan in self._plans.items()}
         for is_flat, plan in self._plans.items():
             with plan.batches(plan.timeline.segments[0], 0, 1) as batches:
                 self._batches[is_flat] = dict(next(batches))
         for name, plan in self._variants.items():
-            own = jax.tree.map(jnp.copy, states[VARIANTS[name].is_flat])
+            own = jax.tree.map(jnp.copy, states[self.known[name].is_flat])
             if plan.parts.agreement.keeps_replicas:
                 make = functools.partial(_with_replicas, plan.parts)
                 self._states[name] = jax.jit(make, out_shardings=plan.parts.state_spec.shardings)(own)
             else:
                 self._states[name] = own.replace(exchange_state=make_exchange_state(plan))
-        del states
-        for name in self._variants:
-            if name in AGREEMENTS:
-                self.merge(name, 2)
-        return {name: self.run(name, 2)["bytes_sent"] for name in self._variants if name not in AGREEMENTS}
 
     def run(self, name: str, num_steps: int) -> dict[str, Any]:
         """Seconds of each of `num_steps` steps of a variant; the hosts start every step together."""
-        [step], batch = self._programs[name], self._batches[VARIANTS[name].is_flat]
+        [step], batch = self._programs[name], self._batches[self.known[name].is_flat]
         seconds, metrics = [], {}
         mesh = self._variants[name].parts.layout.mesh
         for _ in range(num_steps):
@@ -183,8 +183,8 @@ class Worker:
         mesh = plan.parts.layout.mesh
         gradients = self._gradients(BASELINE)
         largest = max(bucket.num_own for bucket in Dense().buckets(gradients.shapes, gradients.layout)[0])
-        configs = [VARIANTS[name].config for name in self._variants]
-        needed = Figures.of(one for one in configs if one is not None)
+        configs = [self.known[name].config for name in self._variants]
+        needed = Figures.of(config for config in configs if config is not None)
         self._speeds = probe_speeds(mesh, largest, methods=needed.methods, bits=needed.bits, num_repeats=num_repeats)
         inner = {
             axis: probe_link(mesh, axis, ("all_gather",), num_repeats=num_repeats)
@@ -206,7 +206,7 @@ class Worker:
             )
         costs = {}
         for name in self._variants:
-            variant = VARIANTS[name]
+            variant = self.known[name]
             if variant.config is not None:
                 machine = Machine(self._links[variant.is_flat], self._speeds, source="measured")
                 cost = variant.agreement.cost(variant.config, self._gradients(name), machine)
@@ -217,7 +217,7 @@ class Worker:
     @property
     def _has_messages(self) -> bool:
         """Whether replicas of a variant send to single other ones."""
-        return not all(VARIANTS[name].agreement.uses_exchange for name in self._variants)
+        return not all(self.known[name].agreement.uses_exchange for name in self._variants)
 
     def _gradients(self, name: str) -> Gradients:
         plan = self._variants[name]
@@ -242,21 +242,6 @@ def _with_replicas(parts: Parts, state: TrainState) -> TrainState:
         agreement_state=init_agreement(parts.agreement, start, parts.layout.mesh.shape[_REPLICA], sums),
     )
     return found.with_own(replace(found.own, since=jax.tree.map(jnp.ones_like, found.own.since)))
-
-
-def serve(worker: Any) -> None:
-    """Answers requests for methods of a worker until stdin closes."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    for line in sys.stdin:
-        method, arguments = json.loads(line)
-        function: Callable[..., Any] = getattr(worker, method)
-        with command_line():
-            try:
-                answer = {"value": function(**arguments)}
-            except ConfigError as error:
-                answer = {"mistake": str(error)}
-        print(json.dumps(answer), file=answers)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""ImageNet in the form of DAWNBench."""

@@ -1,0 +1,76 @@
+"""Draws the figures of docs/ from their data: `python -m benchmarks.figures.draw_docs`, or some by name.
+
+docs/data/NAME.json holds what docs/NAME.png shows; its "source" says which measurement it comes from. The JSON files of
+the measurements themselves have the same fields, so a new measurement is drawn by putting its file there, with a
+"source" added:
+
+    agreement_quality  benchmarks/studies/compare_exchanges.py writes WORKDIR/comparison.json
+    cluster            python -m jaxdl.bench cluster --json docs/data/cluster.json
+    elastic            benchmarks/studies/draw_elastic.py writes WORKDIR/elastic.json
+    time_to_accuracy   benchmarks/studies/time_to_accuracy.py writes WORKDIR/times.json; agreement_times too
+    schedule           python -m benchmarks.schedule --json FILE: the value of "found"
+    asynchrony         benchmarks/studies/measure_async.py writes OUT/async.json
+    large_batch        benchmarks/studies/large_batch.py writes WORKDIR/large_batch.json: the value of "found"
+
+`floors` and `step`, the pictures of docs/architecture.md, are drawings without data (draw_architecture.py).
+docs/idea.png is drawn by draw_idea.py; docs/curves.png is the curves.png of a run (RESULTS.md, Training), and
+docs/search.png the slices.png of a search (RESULTS.md, Search).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from benchmarks import ROOT, schedule
+from benchmarks.figures import draw_architecture
+from benchmarks.studies import compare_exchanges, draw_elastic, large_batch, measure_async, time_to_accuracy
+from jaxdl.performance.bench.cluster import cluster_report
+
+DOCS = ROOT / "docs"
+
+
+def cluster(data: dict[str, Any]) -> bytes:
+    """The figure of `python -m jaxdl.bench cluster`."""
+    series = {name: cluster_report.Curves(**one) for name, one in data["series"].items()}
+    return cluster_report.figure(data["dense_over_computation"], series, data["title"])
+
+
+FIGURES: Mapping[str, Callable[[dict[str, Any]], bytes]] = {
+    "agreement_quality": compare_exchanges.figure,
+    "agreement_times": lambda data: time_to_accuracy.figure(data["runs"], data["target"]),
+    "asynchrony": measure_async.figure,
+    "cluster": cluster,
+    "elastic": draw_elastic.figure,
+    "large_batch": lambda data: large_batch.figure(data["found"]),
+    "schedule": lambda data: schedule.figure(data["found"]),
+    "time_to_accuracy": lambda data: time_to_accuracy.figure(data["runs"], data["target"]),
+}
+DRAWINGS: Mapping[str, Callable[[], bytes]] = {"floors": draw_architecture.floors, "step": draw_architecture.step}
+"""Pictures that show no data."""
+
+
+def read(name: str) -> dict[str, Any]:
+    """The data of a figure."""
+    return json.loads((DOCS / "data" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    """Draws the figures that are named, or all."""
+    known = [*FIGURES, *DRAWINGS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(known)}; without names, all")
+    names = parser.parse_args().names or known
+    for name in names:
+        if name not in known:
+            parser.error(f"{name}: there is no figure of this name. Choose from {', '.join(known)}.")
+    for name in names:
+        content = DRAWINGS[name]() if name in DRAWINGS else FIGURES[name](read(name))
+        (DOCS / f"{name}.png").write_bytes(content)
+        print(DOCS / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A fleet of real runs on emulated nodes."""

@@ -1,0 +1,1 @@
+"""All measurements of one GPU, in one command."""
