@@ -79,14 +79,14 @@ from jax._src import xla_bridge
 jaxdl.load("ROOT/configs/digits.py").to_json()
 loaded, started = sorted(sys.modules), xla_bridge.backends_are_initialized()
 
-from jaxdl.core.moved import MOVED, SHORT, new_path
+from jaxdl.core.moved import MOVED, is_kept, new_path
 warnings.simplefilter("always")
 paths = {}
 for name in sorted(MOVED):
     with warnings.catch_warnings(record=True) as caught:
         module = importlib.import_module(f"jaxdl.{name}")
     new = importlib.import_module(new_path(f"jaxdl.{name}"))
-    paths[name] = [module is new, module.__spec__.name == new.__name__, len(caught), name in SHORT]
+    paths[name] = [module is new, module.__spec__.name == new.__name__, len(caught), is_kept(f"jaxdl.{name}")]
 print(json.dumps({"face": face, "loaded": loaded, "started": started, "paths": paths}))
 """.replace("ROOT", ROOT.as_posix())
     )
