@@ -1,7 +1,7 @@
 # Works on a machine that has only Python 3.11 or later and make.
 #   make train   the digits experiment
-#   make test    the tests without the slow ones: 12 minutes on two cores
-#   make test-all  every test: 25 minutes on two cores
+#   make test    the tests without the slow ones: a budget of 10 minutes on two idle cores
+#   make test-all  every test: a budget of 25 minutes on two idle cores
 #   make lint    format, lint and types
 #   make docs    the site of the documentation, in site/
 PYTHON ?= python3
@@ -22,7 +22,7 @@ endef
 train: $(VENV)/installed
 	$(BIN)/python -m jaxdl.train --config configs/digits.py --workdir runs/digits
 
-# The tests start hundreds of processes. Where PYTHONDONTWRITEBYTECODE is set, each would compile the 300 modules anew.
+# The tests start many processes. Where PYTHONDONTWRITEBYTECODE is set, each would compile the 300 modules anew.
 test: $(VENV)/installed-test
 	$(BIN)/python -m compileall -q jaxdl
 	$(BIN)/python -m pytest -m "not slow"

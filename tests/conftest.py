@@ -76,7 +76,7 @@ def tiny_run(tmp_path_factory):
 
 
 def pytest_configure(config):
-    config.pluginmanager.register(Budget())
+    config.pluginmanager.register(Budget(config.option.markexpr))
 
 
 @pytest.fixture

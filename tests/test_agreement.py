@@ -66,7 +66,9 @@ def losses(metrics):
     return np.array([one["sums/loss"].sum() / one["sums/weight"].sum() for one in metrics])
 
 
-@pytest.mark.parametrize("mesh", [{"replica": 8}, {"replica": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param({"replica": 8}, marks=pytest.mark.slow), {"replica": 2, "fsdp": 2, "tensor": 2}]
+)
 def test_a_merge_after_every_step_is_the_dense_exchange(mesh):
     """With plain SGD the average of the replicas' parameters is the step of the average gradient."""
     mesh = MeshConfig(**({"fsdp": 1, "tensor": 1} | mesh))
@@ -79,6 +81,7 @@ def test_a_merge_after_every_step_is_the_dense_exchange(mesh):
         np.testing.assert_allclose(one, two, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_until_the_start_step_gradients_are_averaged():
     """Then the run is that of every step, with the optimizer's state and the moving average."""
     plain = TEXT.replaced({"optimizer": AdamW(learning_rate=2e-3), "steps": 8, "step.ema_decay": 0.9})
@@ -122,7 +125,14 @@ def make_exchange_buckets(plan):
     return plan.experiment.exchange.buckets(local, plan.parts.exchange.layout)[0]
 
 
-@pytest.mark.parametrize("exchange", [Dense(), Quantized(bits=4), TopK(density=0.01)])
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        pytest.param(Dense(), marks=pytest.mark.slow),
+        pytest.param(Quantized(bits=4), marks=pytest.mark.slow),
+        TopK(density=0.01),
+    ],
+)
 def test_a_merge_sends_the_bytes_of_the_exchange(exchange):
     """As many over replica as the step in which gradients are exchanged, counted in both; none in a local step."""
     each = TEXT.replaced({"exchange": exchange})
@@ -210,7 +220,7 @@ def predicted_bytes(experiment):
     return [one.sent_bytes for one in experiment.agreement.merges(experiment.exchange, gradients, free)]
 
 
-@pytest.mark.parametrize("graph", ["ring", "exponential"])
+@pytest.mark.parametrize("graph", [pytest.param("ring", marks=pytest.mark.slow), "exponential"])
 def test_gossip_is_the_product_with_a_doubly_stochastic_matrix(graph):
     experiment = TEXT.replaced({"agreement": Gossip(graph=graph, every_steps=8)})
     before, after, metrics = merged(experiment)
@@ -221,6 +231,7 @@ def test_gossip_is_the_product_with_a_doubly_stochastic_matrix(graph):
         np.testing.assert_allclose(new, np.tensordot(matrix, own, axes=1), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_one_peer_gossip_reaches_the_mean_in_log2_n_merges():
     experiment = TEXT.replaced({"agreement": Gossip(every_steps=8)})
     plan = make_plan(experiment, jax.devices())
@@ -265,7 +276,9 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if "streaming" in name else pytest.mark.slow) for name in RESUMED]
+)
 def test_a_run_stopped_within_a_round_ends_bit_equal(name, tmp_path):
     agreement, exchange = RESUMED[name]
     mesh = MeshConfig(replica=4, fsdp=2, tensor=1)
@@ -307,6 +320,7 @@ def test_on_other_meshes_the_anchor_and_the_mean_change_are_kept(tmp_path):
             np.testing.assert_allclose(one, first, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_fragments_that_merge_together_at_the_end_equal_one_merge_of_all():
     """Of fragments that no merge has taken apart; the loss since the last merge is reported as ever."""
     one, other = (

@@ -47,6 +47,7 @@ def story(tmp_path_factory):
     return SimpleNamespace(workdir=workdir, alone=alone, seen=seen)
 
 
+@pytest.mark.slow
 @pytest.mark.long("two processes, and one, train the run that the other tests of the file read")
 def test_a_hook_that_stops_by_a_metric_ends_both_at_the_same_step(story):
     first, second = (one["steps"] for one in story.seen)
@@ -58,6 +59,7 @@ def test_a_hook_that_stops_by_a_metric_ends_both_at_the_same_step(story):
         assert one["own/loss"] != other["own/loss"], "each has replicas of its own"
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_one_process(story):
     found = [row for row in rows(story.workdir / "whole") if "event" not in row]
     alone = story.alone.history
@@ -72,6 +74,7 @@ def test_rows_are_those_of_one_process(story):
     assert story.seen[0]["history"]["tokens_seen"] == story.seen[1]["history"]["tokens_seen"]
 
 
+@pytest.mark.slow
 def test_stopped_within_a_round_it_goes_on_bit_equal(story):
     assert STOPPED_AT % ROUND
     whole, parts = (saved_state(story.workdir / name, EXPERIMENT) for name in ("whole", "parts"))

@@ -16,7 +16,7 @@ from jaxdl.optim import SGD
 from jaxdl.parallel.mesh import MeshConfig, batch_sharding
 from jaxdl.parallel.precision import Float16
 from jaxdl.report import OWN, Report
-from jaxdl.report.fetching import described
+from jaxdl.report.fetching import step_metrics
 from jaxdl.training.guard import GuardConfig
 from jaxdl.training.rounds import make_local_step, make_merge, make_settle
 from jaxdl.training.run.plan.build import make_initial_state, make_plan
@@ -151,7 +151,9 @@ def test_gossip_evaluates_the_mean_by_the_weights_of_push_sum():
     assert not any(np.any(x) for x in jax.tree.leaves(after.own.since))
 
 
-@pytest.mark.parametrize("number", [2, 3, 1])
+@pytest.mark.parametrize(
+    "number", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)]
+)
 def test_as_many_replicas_as_are_wanted_go_on_from_the_mean_that_a_merge_would_take(number):
     own = "agreement_state.replica."
     params = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
@@ -204,8 +206,8 @@ def test_metrics_of_other_processes_replicas_are_known_when_they_merge():
         "joined/sums/weight": np.float32(10),
         "agreement/distance": np.float32(5),
     }
-    assert described([local, local | bad], Task(), None) == {"own/loss": 8 / 6, "own/grad_norm": 2.0}
-    assert described([local | merge, local], Task(), None) == {
+    assert step_metrics([local, local | bad], Task(), None) == {"own/loss": 8 / 6, "own/grad_norm": 2.0}
+    assert step_metrics([local | merge, local], Task(), None) == {
         "own/loss": 1.5, "own/grad_norm": 2.0, "loss": 3.0, "agreement/loss": 3.0, "agreement/distance": 5.0,
     }  # fmt: skip
 

@@ -55,6 +55,7 @@ def run(service, words, environment, folder, **options):
     yield code
 
 
+@pytest.mark.slow
 def test_a_run_with_a_learner_that_is_killed(tmp_path, environment):
     folder = tmp_path / "syncer"
     service = Service(learners=2, every_steps=8, total_steps=1200, folder=folder, bits=8)

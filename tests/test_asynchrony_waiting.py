@@ -162,7 +162,9 @@ class Search:
         return None
 
 
-@pytest.mark.parametrize(("learners", "depth", "least"), [(2, 6, 4000), (3, 4, 4000)])
+@pytest.mark.parametrize(
+    ("learners", "depth", "least"), [(2, 6, 4000), pytest.param(3, 4, 4000, marks=pytest.mark.slow)]
+)
 def test_something_can_always_happen_next(learners, depth, least):
     """Whatever comes, goes, arrives and takes time: nobody waits for ever, and who returns has work at once."""
     num_states = 0
@@ -175,7 +177,9 @@ def test_something_can_always_happen_next(learners, depth, least):
     assert Search(rules=1, learners=learners, quorum=learners, max_ahead=0).stuck(depth) is not None
 
 
-@pytest.mark.parametrize(("learners", "depth", "quorum", "max_ahead"), [(2, 4, 2, None), (3, 6, 1, 0)])
+@pytest.mark.parametrize(
+    ("learners", "depth", "quorum", "max_ahead"), [(2, 4, 2, None), pytest.param(3, 6, 1, 0, marks=pytest.mark.slow)]
+)
 def test_nobody_waits_for_learners_that_come_and_die_again_and_again(learners, depth, quorum, max_ahead):
     """For a merge, or for them to catch up; by the rules 2 a cycle of their lives keeps the first one waiting."""
     waits = Search(rules=2, learners=learners, quorum=quorum, max_ahead=max_ahead).stuck(depth)

@@ -151,11 +151,11 @@ def test_the_kernel_gets_documents_that_both_sides_have(first):
 @pytest.mark.parametrize(
     ("manual", "heads", "kv_heads", "pattern"),
     [
-        (False, 4, 2, "causal"),
+        pytest.param(False, 4, 2, "causal", marks=pytest.mark.slow),
         (True, 4, 2, "documents, window"),
-        (True, 4, 1, "window"),
-        (False, 4, 4, "documents, both ways"),
-        (True, 3, 3, "lengths"),
+        pytest.param(True, 4, 1, "window", marks=pytest.mark.slow),
+        pytest.param(False, 4, 4, "documents, both ways", marks=pytest.mark.slow),
+        pytest.param(True, 3, 3, "lengths", marks=pytest.mark.slow),
         (False, 3, 1, "documents of others"),
     ],
 )
@@ -190,7 +190,8 @@ def test_on_a_mesh_it_is_that_of_one_device(monkeypatch, manual, heads, kv_heads
         examples = PartitionSpec("replica")
         attend = jax.shard_map(attend, mesh=mesh, in_specs=examples, out_specs=examples, axis_names={"replica"})
     operands = [*operands, jax.grad(loss)(wanted[0]), rows]
-    found, lowered = jax.jit(attend)(*operands), jax.jit(attend).lower(*operands).as_text()
+    lowered = jax.jit(attend).lower(*operands)
+    found, lowered = lowered.compile()(*operands), lowered.as_text()
     means = (SEGMENTS > 0)[:, :, None, None] if "segments" in rows else True
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(np.where(means, one, 0), np.where(means, other, 0), rtol=1e-4, atol=1e-6)
@@ -200,8 +201,15 @@ def test_on_a_mesh_it_is_that_of_one_device(monkeypatch, manual, heads, kv_heads
     )
 
 
-@pytest.mark.parametrize("remat", ["none", "block", "dots"])
-@pytest.mark.parametrize("pattern", ["documents", "lengths"])
+@pytest.mark.parametrize(
+    ("pattern", "remat"),
+    [
+        ("documents", "dots"),
+        pytest.param("documents", "none", marks=pytest.mark.slow),
+        pytest.param("lengths", "block", marks=pytest.mark.slow),
+        pytest.param("lengths", "dots", marks=pytest.mark.slow),
+    ],
+)
 def test_in_a_loop_over_layers_it_is_that_of_one_device(monkeypatch, remat, pattern):
     """Of two replicas, whose axis is manual, and whatever is kept of a layer: what is known of the rows is not kept."""
     options = dict(PATTERNS[pattern])
@@ -237,6 +245,7 @@ def test_in_a_loop_over_layers_it_is_that_of_one_device(monkeypatch, remat, patt
     np.testing.assert_allclose(np.where(means, found, 0), np.where(means, wanted, 0), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_export_from_a_gpu_runs_on_every_platform(monkeypatch, tmp_path):
     """cuDNN's kernel is for one platform, and JAX does not promise that later versions find it."""
     monkeypatch.setattr(attention, "no_flash_kernel", lambda *_: "")

@@ -56,7 +56,13 @@ def plan_of(work, exchange, replicas, inner=1):
     return planned(work, exchange, replicas=replicas, inner=inner, precision="float32", devices=devices)
 
 
-@pytest.mark.parametrize("work", [dataclasses.replace(block("tiny"), examples=64), GPT], ids=["block", "gpt"])
+@pytest.mark.parametrize(
+    "work",
+    [
+        pytest.param(dataclasses.replace(block("tiny"), examples=64), id="block"),
+        pytest.param(GPT, id="gpt", marks=pytest.mark.slow),
+    ],
+)
 def test_flops_by_formula_are_those_of_the_program(work):
     """Counted in the jaxpr of the forward pass, and by XLA in the compiled step, which has other operations besides."""
     plan = plan_of(work, Dense(), 1)
@@ -256,6 +262,7 @@ def test_mistakes(args, message, capsys):
 SMALL = ["--size", "tiny", "--devices", "8", "--min-seconds", "0.01", "--num-rounds", "1", "--exchanges", "dense"]
 
 
+@pytest.mark.slow
 def test_a_wrong_exchange_is_not_timed(tmp_path, capsys):
     file, results = tmp_path / "wrong.py", tmp_path / "results.json"
     file.write_text(
@@ -280,6 +287,7 @@ def test_a_wrong_exchange_is_not_timed(tmp_path, capsys):
     assert not results.exists()
 
 
+@pytest.mark.slow
 def test_the_whole_measurement_and_its_thresholds(tmp_path, capsys):
     results, plot, earlier = tmp_path / "results.json", tmp_path / "plot.png", tmp_path / "earlier.json"
     small = [*SMALL, "--regimes", "1x", "--counts", "1", "4", "--sets", "weak", "--tolerance", "1000"]

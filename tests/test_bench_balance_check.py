@@ -77,8 +77,6 @@ Missing = wrong(Dense, lambda one: Weighted(one, 0.0))
 """The part of one replica is missing."""
 Twice = wrong(Dense, lambda one: Weighted(one, 2.0))
 """The part of one replica counts twice."""
-OneLess = wrong(Dense, lambda one: Scaled(one, 8 / 7))
-"""The sum over 8 replicas is divided by 7."""
 MissingTopK = wrong(TopK, lambda one: OnDevices(one, Weighted(one, 0.0)))
 """On devices alone: what one replica sends is lost."""
 
@@ -89,6 +87,7 @@ def checked(exchanges, replicas=2, inner=1, precision="float32"):
     return check_all(block("tiny"), exchanges, **sizes, clock=clock)
 
 
+@pytest.mark.slow
 @pytest.mark.long("each exchange, right and wrong, is another program")
 def test_the_check_finds_wrong_exchanges_and_passes_right_ones():
     right = {"dense": Dense(), "topk": TopK(min_elements=64), "quantized": Quantized(error_feedback=False)}
@@ -111,14 +110,14 @@ def test_the_check_finds_wrong_exchanges_and_passes_right_ones():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "right", "bad"),
     [
-        ("float32", {"bf16": Dense(wire_dtype="bfloat16"), "f16": Dense(wire_dtype="float16")},
-         {"missing": Missing(wire_dtype="bfloat16"), "twice": Twice(wire_dtype="float16"), "missing32": Missing()}),
-        ("bfloat16", {"f32": Dense(), "bf16": Dense(wire_dtype="bfloat16"), "topk": TopK(min_elements=64)},
-         {"missing": Missing(), "twice": Twice(wire_dtype="bfloat16"), "less": OneLess(),
-          "lost": MissingTopK(min_elements=64)}),
+        ("float32", {"f16": Dense(wire_dtype="float16")},
+         {"missing": Missing(wire_dtype="bfloat16"), "missing32": Missing()}),
+        ("bfloat16", {"bf16": Dense(wire_dtype="bfloat16"), "topk": TopK(min_elements=64)},
+         {"missing": Missing(), "twice": Twice(wire_dtype="bfloat16"), "lost": MissingTopK(min_elements=64)}),
     ],
     ids=["computed in float32", "in bfloat16"],
 )  # fmt: skip

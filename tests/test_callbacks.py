@@ -68,7 +68,14 @@ class Mistake(Exception):
     pass
 
 
-@pytest.mark.parametrize(("hook", "step"), [("on_step", 3), ("on_evaluation", 3), ("on_checkpoint", 2)])
+@pytest.mark.parametrize(
+    ("hook", "step"),
+    [
+        pytest.param("on_step", 3, marks=pytest.mark.slow),
+        pytest.param("on_evaluation", 3, marks=pytest.mark.slow),
+        ("on_checkpoint", 2),
+    ],
+)
 def test_what_a_hook_raises_ends_the_run_which_can_go_on(tmp_path, whole, hook, step):
     def fail(info):
         if info.step == step:

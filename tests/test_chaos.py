@@ -1,4 +1,4 @@
-"""A run on two emulated hosts survives ten faults at random moments, and ends as if nothing had happened.
+"""A run on two emulated hosts survives a fault of each kind at a random moment, and ends as if nothing had happened.
 
 JAXDL_CHAOS_SEED chooses other faults and moments.
 """
@@ -15,8 +15,8 @@ from jaxdl.exchange import TopK
 from jaxdl.parallel.mesh import MeshConfig
 
 SEED = int(os.environ.get("JAXDL_CHAOS_SEED", "0"))
-NUM_FAULTS = 10
-STEPS = 660
+NUM_FAULTS = len(FAULTS)
+STEPS = 420
 EXPERIMENT = tiny_experiment(
     steps=STEPS,
     mesh=MeshConfig(replica=2, fsdp=1),
@@ -29,9 +29,9 @@ EXPERIMENT = tiny_experiment(
 
 
 @pytest.mark.slow
-@pytest.mark.long("two hosts train to the end, with ten faults and a restart after each")
+@pytest.mark.long("two hosts train to the end, with six faults and a restart after each")
 @pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
-def test_ten_faults_at_random_moments_change_nothing(tmp_path, request):
+def test_faults_at_random_moments_change_nothing(tmp_path, request):
     config = write_config(tmp_path, EXPERIMENT)
     calm = Chaos(config, tmp_path / "calm")
     calm.launch()

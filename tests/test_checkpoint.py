@@ -69,6 +69,7 @@ def test_restores_on_any_mesh_with_equal_evaluation(tmp_path, experiment):
             np.testing.assert_allclose(metrics[metric], value, rtol=1e-5, err_msg=f"{metric} on {name}")
 
 
+@pytest.mark.slow
 def test_resuming_on_another_mesh_follows_the_same_trajectory(tmp_path):
     longer = TEXT.replaced({"steps": 8, "evaluation": {"every_steps": 8}, "schedule": "constant"})
     whole = jaxdl.train(longer, quiet=True, devices=jax.devices()[:4])

@@ -129,6 +129,7 @@ def test_logistic_regression_of_two_classes_is_that_of_sklearn(mesh, cancer):
     np.testing.assert_array_equal(found.predict(x), expected.predict(x))
 
 
+@pytest.mark.slow
 def test_logistic_regression_of_ten_classes_is_that_of_sklearn(mesh, digits):
     x, y = digits[0][:500] / 16, digits[1][:500]
     expected = LogisticRegression(C=1.0, tol=1e-10, max_iter=10_000).fit(x, y)
@@ -146,7 +147,13 @@ def noisy():
     return x, (x @ [1.0, -1.0, 0.5, 0.0, 0.2] + draw.normal(size=400) > 0).astype(int)
 
 
-@pytest.mark.parametrize(("offset", "dtype"), [(1e4, np.float64), (1e5, np.float32), (1e6, np.float32), (1e6, float)])
+@pytest.mark.parametrize(
+    ("offset", "dtype"),
+    [
+        (1e6, np.float32),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in [(1e4, np.float64), (1e5, np.float32), (1e6, float)]),
+    ],
+)
 def test_an_offset_of_the_features_takes_no_digits(mesh, noisy, offset, dtype):
     """What scikit-learn finds in float64, for the numbers as they are given."""
     given = (noisy[0] + offset).astype(dtype)

@@ -66,7 +66,9 @@ def test_several_processes_need_numbers(monkeypatch):
         start_devices(MeshConfig())
 
 
-@pytest.mark.parametrize("given", ["JAX_COORDINATOR_ADDRESS=localhost:1", "JAXDL_DISTRIBUTED=1"])
+@pytest.mark.parametrize(
+    "given", ["JAX_COORDINATOR_ADDRESS=localhost:1", pytest.param("JAXDL_DISTRIBUTED=1", marks=pytest.mark.slow)]
+)
 def test_several_processes_that_are_not_described(given):
     code = """
 from jaxdl.core.config import ConfigError
@@ -200,6 +202,7 @@ def test_the_launcher_says_how_many_devices(monkeypatch, tmp_path):
             parse_command(["--config", str(config), *args])
 
 
+@pytest.mark.slow
 def test_another_experiment_is_named_on_both(tmp_path):
     config = write_config(tmp_path, EXPERIMENT)
     pair = start_pair(config, tmp_path / "run", each=[["--seed", "1"], ["--seed", "2"]])

@@ -226,6 +226,8 @@ EXCHANGES = [
     (FLAT, Sign()),
     (DEEP, PowerSGD(rank=2)),
 ]
+ALWAYS = (0, 3)
+"""One on each mesh; the others are slow tests."""
 
 
 def trial_gradients(mesh):
@@ -241,7 +243,11 @@ def trial_gradients(mesh):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "config"), EXCHANGES, ids=[f"{config.label}-{mesh.replica}" for mesh, config in EXCHANGES]
+    ("mesh", "config"),
+    [
+        pytest.param(*case, id=f"{case[1].label}-{case[0].replica}", marks=() if number in ALWAYS else pytest.mark.slow)
+        for number, case in enumerate(EXCHANGES)
+    ],
 )
 def test_predicted_bytes_are_those_that_the_exchange_counts(mesh, config):
     mesh = make_mesh(mesh)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import jax
+import pytest
 
 import jaxdl
 from jaxdl.data import CRITEO_NUM_IDS, CRITEO_ROWS
@@ -26,6 +27,7 @@ def test_made_up_clicks_have_the_tables_of_mlperf():
     assert [name for name, _ in own.embedding.schemes] == large
 
 
+@pytest.mark.slow
 def test_a_smoke_run_trains(tmp_path):
     experiment = jaxdl.load(f"{CONFIG}:smoke").replaced({"mesh.cpu_devices": None, "epochs": None, "steps": 4})
     run = jaxdl.train(experiment, tmp_path, quiet=True, devices=jax.devices()[:1])

@@ -78,8 +78,8 @@ def in_a_replica(how, mesh, *arrays):
     ("chunk_tokens", "batch_axes", "vocab_axis", "replicas", "smoothing"),
     [
         (16, (), None, 1, 0.1),
-        (9, ("fsdp",), "tensor", 1, 0.0),
-        (1000, (), "tensor", 2, 0.0),
+        pytest.param(9, ("fsdp",), "tensor", 1, 0.0, marks=pytest.mark.slow),
+        pytest.param(1000, (), "tensor", 2, 0.0, marks=pytest.mark.slow),
         (4, ("fsdp",), "tensor", 2, 0.1),
     ],
     ids=["1 device, smoothed", "fsdp x tensor", "replica x tensor, one chunk", "replica x fsdp x tensor, smoothed"],
@@ -97,7 +97,7 @@ def test_sums_and_gradients_equal_numpy(chunk_tokens, batch_axes, vocab_axis, re
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
 def test_16_bits_round_the_gradients_and_keep_the_smallest(dtype):
     """Gradients of unlikely words are below the normal numbers of float16."""
     x, kernel, target, mask = inputs()

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from jaxdl.inference.decoding.loop import Rows, row_keys, write_on
-from jaxdl.inference.decoding.sampling import kept_logits, sample
+from jaxdl.inference.decoding.sampling import mask_logits, sample
 
 ODDS = np.array([[0.05, 0.4, 0.25, 0.2, 0.1], [0.3, 0.1, 0.2, 0.15, 0.25]])
 
 
 def kept(top_k=None, top_p=None):
     """The tokens of each row that may be drawn."""
-    found = kept_logits(jnp.log(ODDS), top_k=top_k, top_p=top_p)
+    found = mask_logits(jnp.log(ODDS), top_k=top_k, top_p=top_p)
     return [set(np.flatnonzero(np.isfinite(row)).tolist()) for row in np.asarray(found)]
 
 
@@ -37,7 +37,7 @@ def kept_by_hand(odds, top_k, top_p):
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 0.613), (5, 0.907), (12, 0.503), (39, 0.807), (40, 0.807)])
 def test_top_p_of_top_k_with_tokens_that_are_equally_likely(top_k, top_p):
     counts = np.random.default_rng(4).integers(1, 9, (16, 40)).astype(np.float64)
-    found = kept_logits(jnp.log(counts), top_k=top_k, top_p=top_p)
+    found = mask_logits(jnp.log(counts), top_k=top_k, top_p=top_p)
     kept_tokens = [set(np.flatnonzero(np.isfinite(row)).tolist()) for row in np.asarray(found)]
     assert kept_tokens == [kept_by_hand(row, top_k, top_p) for row in counts]
 

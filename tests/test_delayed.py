@@ -26,7 +26,7 @@ from jaxdl.training.run.plan.build import make_initial_state, make_plan
 from jaxdl.training.tasks import LanguageModelling
 
 PLACE = "replica 4 x fsdp 2"
-CASES = ("dense", "topk block", "quantized 8", "powersgd")
+CASES = ["dense", "topk block", *(pytest.param(x, marks=pytest.mark.slow) for x in ("quantized 8", "powersgd"))]
 EXPERIMENT = tiny_experiment(
     data=SyntheticText(vocab_size=16, length=8, num_train=96, num_test=16),
     model=Transformer(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=32),
@@ -187,6 +187,7 @@ def test_resumed_bit_equal(tmp_path, exchange):
     assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_another_number_of_replicas_applies_the_same(tmp_path, capsys):
     """What is pending is shares: their sum is the gradient, on 2 replicas as on 4."""
     experiment = EXPERIMENT.replaced({"exchange": Dense(delay_steps=1)})

@@ -130,14 +130,18 @@ def workdir(written, tmp_path):
     [(ColumnWise(), (2, 2, 1)), (RowWise(), (2, 2, 2)), (TableWise(), (1, 1, 1))],
     ids=["same", "row_wise", "one device"],
 )
-@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_it_restores_what_a_whole_one_would(workdir, scheme, sizes, step):
     tables = tables_on(scheme, sizes)
     assert not (workdir / "checkpoints" / step_folder(step) / "tables").exists()
     assert_is(restored(workdir, tables, which=step), tables, step)
 
 
-@pytest.mark.parametrize("scheme", [TableRowWise(), DataParallel(), Replicated()], ids=lambda scheme: scheme.kind)
+@pytest.mark.parametrize(
+    "scheme",
+    [Replicated(), *(pytest.param(x, marks=pytest.mark.slow) for x in (TableRowWise(), DataParallel()))],
+    ids=lambda scheme: scheme.kind,
+)
 def test_copies_are_written_once(tmp_path, scheme):
     tables = tables_on(scheme, (2, 2, 2))
     _, one = save(tmp_path, [0, 3], tables)

@@ -76,7 +76,10 @@ def train(workdir, actions=None):
     return jaxdl.train(EXPERIMENT, workdir, devices=ONE, on_step=[act])
 
 
-@pytest.mark.parametrize("leave_bytes", [0, 100_000], ids=["full", "full while it is written"])
+@pytest.mark.parametrize(
+    "leave_bytes",
+    [pytest.param(0, id="full", marks=pytest.mark.slow), pytest.param(100_000, id="full while it is written")],
+)
 def test_a_full_disk_for_a_while(small_disk, plain, leave_bytes):
     seen = {}
     workdir = small_disk / "run"
@@ -116,6 +119,7 @@ def test_a_disk_that_stays_full_is_an_error_in_the_end(small_disk, plain, capsys
     assert_bit_equal(jax.tree.map(np.asarray, train(workdir).state), plain)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_when_a_run_starts_again(small_disk, plain):
     """It may have room before the end; what must be written at the start is there already."""
     workdir = small_disk / "run"
@@ -140,6 +144,7 @@ def test_a_disk_that_is_full_when_a_run_starts_again(small_disk, plain):
     ]
 
 
+@pytest.mark.slow
 def test_a_workdir_that_becomes_read_only_or_is(small_disk, tmp_path):
     workdir = small_disk / "run"
 
@@ -276,6 +281,7 @@ def test_history_goes_on_after_an_outage(tmp_path, monkeypatch):
     assert told == ["metrics.jsonl could not be written: No space left on device; tried again with every report"]
 
 
+@pytest.mark.slow
 def test_tensorboard_on_a_full_disk_holds_nothing_up(small_disk):
     told = []
     history = History(small_disk / "run", warn=told.append)
@@ -289,7 +295,7 @@ def test_tensorboard_on_a_full_disk_holds_nothing_up(small_disk):
     assert sum("metrics.jsonl" in text for text in told) == 1
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
+@pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.slow), 0.99])
 def test_a_half_written_checkpoint_is_none(tmp_path, plain, share):
     """A run that is killed during a save leaves a folder with another name."""
     train(tmp_path)

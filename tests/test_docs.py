@@ -40,7 +40,7 @@ from jaxdl.performance.bench.__main__ import BENCHES
 from jaxdl.performance.bench.__main__ import main as bench
 from jaxdl.platform.launch import __main__ as launch
 from jaxdl.platform.launch import asynchronous
-from jaxdl.platform.launch.learners import numbered
+from jaxdl.platform.launch.learners import command_of_learner
 from jaxdl.platform.search import command as searching
 from jaxdl.report.better_direction import HIGHER, LOWER
 from jaxdl.training.checkpoint.items import ITEMS
@@ -178,11 +178,11 @@ def check_module(module, args):
         searching.check_settings(given.search, given.experiment, searching.parse_settings(given.search.vary))
     elif module == "jaxdl.launch" and args[0] in launch.HERE:
         kind = {"local": launch.Local, "netns": launch.Netns}[args[0]]
-        check(launch.parse(args[0], kind, args[1:])[1])
+        check(launch.parse_command(kind, args[0], args[1:])[1])
     elif module == "jaxdl.launch" and args[0] in launch.ASYNCHRONOUS:
         _, command = asynchronous.parse(args[0], args[1:])
         if command:
-            check(numbered(command, 0))
+            check(command_of_learner(command, 0))
     elif module == "jaxdl.launch":
         run(["python", "-m", module, *args])
     elif module == "jaxdl.bench" and hasattr(inspect.getmodule(BENCHES[args[0]][1]), "parse_command"):

@@ -271,8 +271,15 @@ def test_every_scheme_is_tried():
     assert {type(one).kind for one in ALL} == set(kinds(type(ALL[0]).part))
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=lambda sizes: f"{np.prod(sizes)} devices")
-@pytest.mark.parametrize("scheme", ALL, ids=lambda x: x.kind)
+def schemes_on_meshes():
+    """Each scheme on one device and on eight; one of two and of four in turn. Those on eight stay in `make test`."""
+    for number, scheme in enumerate(ALL):
+        for sizes in (MESHES[0], MESHES[1 + number % 2], MESHES[3]):
+            marks = () if sizes == MESHES[3] else pytest.mark.slow
+            yield pytest.param(scheme, sizes, id=f"{scheme.kind}, {np.prod(sizes)} devices", marks=marks)
+
+
+@pytest.mark.parametrize(("scheme", "sizes"), [*schemes_on_meshes()])
 def test_one_step_and_twenty(scheme, sizes):
     assert_all_like_oracle(trained(scheme, RowWiseAdaGrad(), sizes), RowWiseAdaGrad())
 
@@ -292,7 +299,9 @@ def test_every_optimizer_is_tried():
     assert {type(one).kind for one in OPTIMIZERS} == set(kinds(RowOptimizer))
 
 
-@pytest.mark.parametrize("scheme", ALL, ids=lambda x: x.kind)
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(x, id=x.kind, marks=() if x.kind == "row_wise" else pytest.mark.slow) for x in ALL]
+)
 def test_one_step_and_twenty_of_every_optimizer(scheme):
     for optimizer, both, pooled in trained_together(scheme, MESHES[3]):
         assert [len(tables) for tables in both] == [len(TABLES) - 1] * 2
@@ -304,14 +313,16 @@ def test_weight_decay_counts_in_the_squares_of_all_columns():
     assert_all_like_oracle(trained(ColumnWise(), optimizer, (2, 2, 1)), optimizer)
 
 
-@pytest.mark.parametrize("sizes", MESHES[1:], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(x, id=str(x), marks=() if x == MESHES[3] else pytest.mark.slow) for x in MESHES[1:]]
+)
 @pytest.mark.parametrize("scheme", [TableWise(), RowWise()], ids=lambda x: x.kind)
 def test_bits_are_those_of_one_device(scheme, sizes):
     one, several = (trained(scheme, RowWiseAdaGrad(), each) for each in (MESHES[0], sizes))
     jax.tree.map(np.testing.assert_array_equal, one[:2], several[:2])
 
 
-@pytest.mark.parametrize("scheme", [TableWise(), RowWise()], ids=lambda x: x.kind)
+@pytest.mark.parametrize("scheme", [TableWise(), pytest.param(RowWise(), marks=pytest.mark.slow)], ids=lambda x: x.kind)
 def test_jagged_ids_have_the_bits_of_columns(scheme):
     columns = trained(scheme, RowWiseAdaGrad(), MESHES[0])
     for sizes in (MESHES[0], MESHES[2]):
@@ -319,7 +330,9 @@ def test_jagged_ids_have_the_bits_of_columns(scheme):
         jax.tree.map(np.testing.assert_array_equal, columns[:2], jagged[:2])
 
 
-@pytest.mark.parametrize("scheme", ALL[2:], ids=lambda x: x.kind)
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(x, id=x.kind, marks=() if x.kind == "replicated" else pytest.mark.slow) for x in ALL[2:]]
+)
 def test_jagged_ids_on_a_mesh(scheme):
     assert_all_like_oracle(trained(scheme, RowWiseAdaGrad(), MESHES[2], jagged=JAGGED), RowWiseAdaGrad())
 
@@ -354,7 +367,7 @@ def test_initial_rows_are_uniform_and_the_same_everywhere():
     one, _ = program(TableWise(), RowWiseAdaGrad(), (1, 1, 1))
     rows = whole(one, made(one))
     for scheme in ALL:
-        several, _ = program(scheme, RowWiseAdaGrad(), (2, 2, 1))
+        several, _ = program(scheme, RowWiseAdaGrad(), MESHES[3])
         jax.tree.map(np.testing.assert_array_equal, rows, whole(several, made(several)))
     drawn = np.sort(rows["large"]["rows"].ravel()) * np.sqrt(101)
     expected = (np.arange(drawn.size) + 0.5) / drawn.size * 2 - 1

@@ -124,7 +124,7 @@ def test_no_gradient_crosses_pairs():
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-5 * np.abs(theirs).max())
 
 
-@pytest.mark.parametrize("positions", ["sinusoidal", "rotary"])
+@pytest.mark.parametrize("positions", [pytest.param("sinusoidal", marks=pytest.mark.slow), "rotary"])
 def test_cached_decoding_equals_the_whole_target_read_at_once(positions):
     network = network_of(positions=positions, norm_position="pre")
     params, _ = random_weights(network)

@@ -142,6 +142,7 @@ def test_a_stateful_exchange_in_the_slot(mesh):
         assert np.mean(difference > 1e-6) < 0.01
 
 
+@pytest.mark.slow
 def test_the_state_of_an_exchange_is_saved_and_restored(tmp_path):
     plan, state, batches = with_exchange(MESHES["replica 2 x fsdp 2 x tensor 2"])
     sharding = batch_sharding(plan.parts.layout.mesh)
@@ -174,7 +175,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_dense_in_whole_steps_is_the_gradient_of_the_global_batch(precision):
     changes = {"precision": precision, "sharding.param_sharding": "replicated", "mesh": MeshConfig(replica=4, fsdp=2)}
     plan, step = compiled_step(TINY.replaced(changes | {"exchange": Dense()}))
@@ -202,7 +203,9 @@ def test_dense_in_whole_steps_is_the_gradient_of_the_global_batch(precision):
     assert metrics["exchange/density"] == 1
 
 
-@pytest.mark.parametrize("exchange", KINDS, ids=lambda config: config.kind)
+@pytest.mark.parametrize(
+    "exchange", [pytest.param(x, id=x.kind, marks=() if x.kind == "powersgd" else pytest.mark.slow) for x in KINDS]
+)
 def test_compressed_in_whole_steps(exchange):
     plan, step = compiled_step(TINY.replaced({"exchange": exchange, "precision": "bfloat16"}))
     state, metrics = trained(plan, step)
@@ -214,7 +217,7 @@ def test_compressed_in_whole_steps(exchange):
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(jax.device_get(state.exchange_state)))
 
 
-@pytest.mark.parametrize("sizes", [(4, 2, 1), (2, 2, 2)])
+@pytest.mark.parametrize("sizes", [pytest.param((4, 2, 1), marks=pytest.mark.slow), (2, 2, 2)])
 def test_what_travels_over_replica_is_k_sized(sizes):
     """No gradient is made whole for its exchange, and but for small ones nothing dense crosses the slow network."""
     mesh = dict(zip(("replica", "fsdp", "tensor"), sizes, strict=True))

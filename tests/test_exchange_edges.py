@@ -52,8 +52,13 @@ def normal(shapes, replicas, seed, dtype=np.float32):
     return {name: generator.standard_normal((replicas, *shape)).astype(dtype) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("config", [*FEEDBACK, Dense()], ids=lambda config: config.kind)
-@pytest.mark.parametrize("delay_steps", [0, 1])
+@pytest.mark.parametrize(
+    ("config", "delay_steps"),
+    [
+        pytest.param(config, number % 2, id=config.kind, marks=() if number in (0, 3) else pytest.mark.slow)
+        for number, config in enumerate([*FEEDBACK, Dense()])
+    ],
+)
 def test_gradients_without_elements_pass_through(config, delay_steps):
     """Alone in their bucket, for they lie otherwise than the others, and among others."""
     shapes = {"empty": (0, 4), "none": (3, 0), "kernel": (16, 20)}
@@ -80,8 +85,13 @@ def test_nothing_but_empty_gradients():
     assert float(metrics["bytes_sent/replica"]) == 0
 
 
-@pytest.mark.parametrize("config", FEEDBACK, ids=lambda config: config.kind)
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        pytest.param(config, dtype, id=config.kind, marks=() if config is FEEDBACK[0] else pytest.mark.slow)
+        for config, dtype in zip(FEEDBACK, 2 * (ml_dtypes.bfloat16, np.float16), strict=True)
+    ],
+)
 def test_rounding_of_16_bit_means_goes_into_the_residual(config, dtype):
     """The means so far and the residuals are the true means, in float32's precision; also of what cannot be factored,
     in a dense warm-up, and through one replica."""

@@ -52,6 +52,7 @@ def test_gradients_that_are_summed_already_are_refused(config):
     np.testing.assert_allclose(untyped["w"], mean["w"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_the_replicas_differ_by_does_not_pile_up_in_powersgd():
     """Each replica keeps what its own product left out: with gradients that cancel, this stays bounded."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])

@@ -18,12 +18,10 @@ EVERYWHERE = (
     "topk mstopk",
     "topk block",
     "quantized 8",
-    "sign",
     "powersgd",
+    "sign",
     "demo",
 )
-MSTOPK_PLACES = ("replica 8", "replica 2 x fsdp 2 x tensor 2")
-"""It takes long to compile, and differs from the other selections in which entries it takes alone."""
 ONCE = {
     "dense float16": ("replica 4 x fsdp 2", "float32"),
     "topk exact, all to all": ("replica 8", "float32"),
@@ -35,16 +33,26 @@ ONCE = {
     "demo plain": ("replica 4 x fsdp 2, whole", "float32"),
 }
 """A sensible part of all combinations: each way of selecting, sending and rounding at least once."""
-CASES = [(exchange, place, "mixed") for exchange in EVERYWHERE for place in PLACES]
-CASES = [case for case in CASES if case[0] != "topk mstopk" or case[1] in MSTOPK_PLACES]
+ALWAYS = ("topk threshold", "quantized 2")
+"""Of these the other ones are slow tests."""
+
+
+def place_of(exchange, turn=0):
+    """A place of an exchange: the exchanges have them in turn, and in each turn another one."""
+    return list(PLACES)[(EVERYWHERE.index(exchange) + 2 * turn) % len(PLACES)]
+
+
+CASES = [(exchange, place_of(exchange, turn), "mixed") for exchange in EVERYWHERE for turn in range(2)]
+# It has a state for each shard.
+CASES += [("powersgd", place, "mixed") for place in PLACES if ("powersgd", place, "mixed") not in CASES]
 CASES += [(exchange, *where) for exchange, where in ONCE.items()]
 
 
 def thinned(cases):
-    """Every other place of an exchange is slow, in turn: each exchange and each place stays in `make test`."""
+    """Each exchange at one place, so that each place occurs; the other cases are slow."""
     for exchange, place, dtype in cases:
-        slow = exchange in EVERYWHERE and (EVERYWHERE.index(exchange) + list(PLACES).index(place)) % 2
-        yield pytest.param(exchange, place, dtype, marks=[pytest.mark.slow] if slow else [])
+        always = place == place_of(exchange) if exchange in EVERYWHERE else exchange in ALWAYS
+        yield pytest.param(exchange, place, dtype, marks=() if always else pytest.mark.slow)
 
 
 FEEDBACK = [(e, p, d) for e, p, d in CASES if getattr(EXCHANGES[e], "error_feedback", False)]
@@ -145,7 +153,7 @@ def test_zeros_stay_zeros(exchange, place, dtype):
 )
 def test_constant_gradients(exchange):
     """Ties everywhere: as many entries as always are sent; what can say a constant exactly does."""
-    run = run_of(exchange, "replica 8", "mixed")
+    run = run_of(exchange, place_of(exchange), "mixed")
     value = np.float32(0.75)
     gradients = {name: np.full_like(x, value) for name, x in run.gradients(0).items()}
     mean, state, metrics = run(gradients, run.init(), 0)
@@ -167,12 +175,11 @@ def test_constant_gradients(exchange):
         assert 0.05 < float(metrics["density"]) < 0.13
 
 
-@pytest.mark.parametrize("exchange", [exchange for exchange in EVERYWHERE if exchange != "topk mstopk"])
-@pytest.mark.parametrize("place", ["replica 2 x fsdp 2 x tensor 2", "replica 4 x fsdp 2, whole"])
-def test_reported_bytes_are_those_of_the_collectives(exchange, place):
-    run = run_of(exchange, place, "mixed")
+@pytest.mark.parametrize(("exchange", "place", "dtype"), [*thinned(case for case in CASES if case[1] != "replica 8")])
+def test_reported_bytes_are_those_of_the_collectives(exchange, place, dtype):
+    run = run_of(exchange, place, dtype)
     _, _, metrics = run(run.gradients(0), run.init(), 0)
-    # The norms among the metrics travel over all axes at once, and are not counted.
+    # The norms among the metrics travel over all axes at once, and are not counted; on replica 8 they would be.
     found = sent_bytes(run.lowered, run.mesh)
     for axis in ("replica", *run.place.inner):
         assert float(metrics[f"bytes_sent/{axis}"]) == found[axis]

@@ -130,7 +130,7 @@ def of_clicks(tmp_path):
     return run, inputs, "a dictionary of numbers float32 [batch, 13], ids int32 [batch, 3], numbers in the order "
 
 
-@pytest.mark.parametrize("made", [of_numbers, of_clicks])
+@pytest.mark.parametrize("made", [pytest.param(of_numbers, marks=pytest.mark.slow), of_clicks])
 def test_tables(made, tmp_path):
     values, inputs, told = made(tmp_path)
     experiment = tiny_experiment(**values, steps=2, mesh=ONE_DEVICE, step=StepConfig(), checkpoint={}, evaluation={})

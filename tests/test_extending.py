@@ -69,7 +69,7 @@ def test_the_lines_that_change_are_counted_right(name):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["mine.py", "together.py"])
+@pytest.mark.parametrize("name", [pytest.param("mine.py", marks=pytest.mark.slow), "together.py"])
 def test_a_run_of_own_parts_resumes_bit_equal_and_is_restored(folder, name, tmp_path):
     changes = {"steps": 6, "epochs": None, "checkpoint.every_steps": 3, "evaluation.every_steps": 6}
     changes |= {"report.curves": False, "report.every_steps": 1}

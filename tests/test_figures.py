@@ -137,7 +137,11 @@ WORST = {
 }
 
 
-@pytest.mark.parametrize("case", WORST)
+ALWAYS = ("cluster, all lines on each other", "comparison", "elastic, stops close to each other", "exchange")
+"""The other ones are slow tests."""
+
+
+@pytest.mark.parametrize("case", [pytest.param(x, marks=() if x in ALWAYS else pytest.mark.slow) for x in WORST])
 def test_no_text_on_another_and_none_cut_off(case, monkeypatch):
     for figure in drawn_by(monkeypatch, WORST[case]):
         found = faults(figure)

@@ -207,6 +207,7 @@ def test_classes_are_counted_against_the_training_examples():
                 _data(given, None, classifies=True, quiet=True)
 
 
+@pytest.mark.slow
 def test_an_interrupted_cell_gives_the_run_so_far_and_goes_on(tmp_path, fitted, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: True))
 

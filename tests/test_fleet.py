@@ -7,19 +7,20 @@ import pytest
 
 from jaxdl.core.config import ConfigError
 from jaxdl.platform.fleet.__main__ import main
-from jaxdl.platform.fleet.engine import LOST, make_engine
+from jaxdl.platform.fleet.engine import LOST
+from jaxdl.platform.fleet.engines import make_engine
 from jaxdl.platform.fleet.journal import Journal
 from jaxdl.platform.fleet.policy import Rules
 from jaxdl.platform.fleet.simulate import (
     Costs,
     Job,
-    elastic,
-    elastic_shared,
-    made_up_jobs,
-    made_up_shared,
+    play_elastic,
+    play_elastic_shared,
+    play_static,
+    play_static_shared,
+    random_jobs,
+    random_shared_jobs,
     speed_curve,
-    static,
-    static_shared,
 )
 from jaxdl.platform.fleet.speed import last_speed, last_step
 from jaxdl.platform.fleet.store import Store
@@ -124,7 +125,7 @@ def test_a_lock_keeps_a_second_attempt_away(tmp_path):
     engine = make_engine("local", store, 2)
     assert engine.nodes() == ["node0", "node1"]
     assert engine.poll(run, 1) == LOST  # It was never started.
-    held = engine._locked(run)
+    held = engine._lock(run)
     assert held is not None
     assert engine.poll(run, 1) is None
     assert engine.start(run, 1, ["node0"]) is False
@@ -134,11 +135,11 @@ def test_a_lock_keeps_a_second_attempt_away(tmp_path):
 def test_one_run_of_the_simulation_takes_its_closed_form():
     jobs = [Job("one", 100.0, 4000.0, {1: 1.0, 2: 2.0}, 1), Job("two", 1100.0, 1000.0, {1: 1.0}, 1)]
     costs = Costs(start_sec=50.0, resize_sec=100.0, between_sec=0.0)
-    found = static(jobs, 2, costs)
+    found = play_static(jobs, 2, costs)
     assert found.completion_sec(jobs).tolist() == [4050.0, 1050.0]
     assert found.utilization == pytest.approx(0.5 * 1000 / 1100)
     # On two nodes from 150 to 1100, then resized to one until 2150 (2,950 of 4,000 are done), then on two again.
-    found = elastic(jobs, 2, Rules(resized=1.0), costs)
+    found = play_elastic(jobs, 2, Rules(resized=1.0), costs)
     left = 4000 - 2 * 950 - (2150 - 1200)
     assert found.ended_sec["one"] == pytest.approx(2150 + 100 + left / 2)
     assert found.ended_sec["two"] == pytest.approx(2150)
@@ -147,8 +148,8 @@ def test_one_run_of_the_simulation_takes_its_closed_form():
 
 
 def test_elastic_runs_end_sooner_in_a_made_up_day():
-    jobs = made_up_jobs(30, 12, 1)
-    slow, quick = static(jobs, 12, Costs()), elastic(jobs, 12, Rules(), Costs())
+    jobs = random_jobs(30, 12, 1)
+    slow, quick = play_static(jobs, 12, Costs()), play_elastic(jobs, 12, Rules(), Costs())
     assert quick.completion_sec(jobs).mean() < slow.completion_sec(jobs).mean()
     assert quick.fairness_loss < slow.fairness_loss
     assert quick.utilization > slow.utilization
@@ -163,7 +164,7 @@ def test_jobs_that_share_one_node_take_their_closed_form():
         Job("three", 100.0, 100.0, {1: 1.0}, 1, needs=needs),
     ]
     costs, rules = Costs(start_sec=50.0, resize_sec=100.0, between_sec=0.0), Rules(1.0, 1.0, 60.0)
-    for played in (static_shared(jobs, nodes, costs), elastic_shared(jobs, nodes, rules, costs)):
+    for played in (play_static_shared(jobs, nodes, costs), play_elastic_shared(jobs, nodes, rules, costs)):
         assert played.completion_sec(jobs).tolist() == [1050.0, 550.0, 550.0 - 100 + 150]
         assert played.utilization == pytest.approx((2 / 2 + 0 / 4) / 2)
         assert played.fairness_loss == pytest.approx(0.0)
@@ -171,8 +172,11 @@ def test_jobs_that_share_one_node_take_their_closed_form():
 
 
 def test_elastic_runs_that_share_nodes_end_sooner_in_a_made_up_day():
-    jobs, nodes = made_up_shared(12, 5, 1)
+    jobs, nodes = random_shared_jobs(12, 5, 1)
     assert max(job.static_nodes * job.needs.get("gpus", 0) for job in jobs) <= 32  # There is room for each alone.
-    slow, quick = static_shared(jobs, nodes, Costs()), elastic_shared(jobs, nodes, Rules(solve_sec=60.0), Costs())
+    slow, quick = (
+        play_static_shared(jobs, nodes, Costs()),
+        play_elastic_shared(jobs, nodes, Rules(solve_sec=60.0), Costs()),
+    )
     assert quick.completion_sec(jobs).mean() < slow.completion_sec(jobs).mean()
     assert quick.fairness_loss < slow.fairness_loss

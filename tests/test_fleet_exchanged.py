@@ -167,6 +167,7 @@ MEASURED_ON_EMULATED_HOSTS = {
 """Mbit/s -> seconds of a step without any exchange, and with the dense one: RESULTS.md, Clusters, Speed."""
 
 
+@pytest.mark.slow
 def test_on_emulated_hosts_the_prediction_is_nearer_than_the_guess():
     experiment = default_experiment()
     spec, mesh = read_splits(experiment.data, None).train.spec, {"replica": 4, "fsdp": 2, "tensor": 1}

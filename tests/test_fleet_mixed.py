@@ -244,7 +244,7 @@ def test_amounts_are_read_as_they_are_typed():
     for text in ("", "gpus", "gpus=0", "gpus=-1", "gpus=inf", "gpus=x", "=1", "gpus=1,,"):
         with pytest.raises(ConfigError, match=r"needs .*NAME=NUMBER above 0"):
             parse_amounts(text, "--needs")
-    with pytest.raises(ConfigError, match="gpus is there twice"):
+    with pytest.raises(ConfigError, match="gpus is given twice"):
         parse_amounts("gpus=1,gpus=2", "--needs")
     for word in ("gpus=8", "0x:gpus=8", "-1x:gpus=8", "x:gpus=8"):
         with pytest.raises(ConfigError, match="write a number of nodes and what each has"):

@@ -11,7 +11,7 @@ from fleet_engine import SETTINGS, Killed, MadeUp, dying_write, fleet, states, s
 
 from jaxdl.core.errors import ConfigError
 from jaxdl.platform.fleet.__main__ import main
-from jaxdl.platform.fleet.engine import make_engine
+from jaxdl.platform.fleet.engines import make_engine
 from jaxdl.platform.fleet.journal import Journal
 from jaxdl.platform.fleet.server import Server
 from jaxdl.platform.fleet.shared_nodes_policy import decide_mixed

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from chaos import why_no_hosts
 
-from jaxdl.platform.fleet.engine import LOST, make_engine
+from jaxdl.platform.fleet.engine import LOST
+from jaxdl.platform.fleet.engines import make_engine
 from jaxdl.platform.fleet.store import Store
 
 # It makes 150 steps, each a line of a file; the first of its hosts makes them. SIGTERM ends it between two steps.

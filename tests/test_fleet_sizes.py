@@ -10,8 +10,8 @@ from fleet_engine import MadeUp, fleet, submit
 from jaxdl.platform.fleet.__main__ import main
 from jaxdl.platform.fleet.policy import Rules, Run, decide
 from jaxdl.platform.fleet.shared_nodes_policy import decide_mixed
-from jaxdl.platform.fleet.simulate import Costs, Job, static, static_shared
-from jaxdl.platform.fleet.sizes import fitting, gpus_of_host
+from jaxdl.platform.fleet.simulate import Costs, Job, play_static, play_static_shared
+from jaxdl.platform.fleet.sizes import find_sizes, gpus_of_host
 from jaxdl.platform.fleet.store import Store
 from jaxdl.report.status import Action, Reason, Record, State, read_record, utc_now, write_record
 
@@ -44,7 +44,7 @@ ONE_CPU, UNKNOWN = [0], range(17)
     ],
 )
 def test_the_mesh_and_the_batch_say_which_sizes_there_are(options, gpus, allowed):
-    fit = fitting([*TRAIN, *options], range(1, 7), gpus)
+    fit = find_sizes([*TRAIN, *options], range(1, 7), gpus)
     assert fit.allowed == allowed
     assert sorted((*fit.allowed, *fit.left_out)) == [1, 2, 3, 4, 5, 6]
     assert not fit.note
@@ -60,7 +60,7 @@ def test_the_mesh_and_the_batch_say_which_sizes_there_are(options, gpus, allowed
     ],
 )
 def test_other_commands_keep_all_sizes(command):
-    fit = fitting(command, (1, 2, 3), ONE_CPU)
+    fit = find_sizes(command, (1, 2, 3), ONE_CPU)
     assert (fit.allowed, fit.left_out, fit.note) == ((1, 2, 3), {}, "")
 
 
@@ -68,7 +68,7 @@ def test_a_config_that_is_not_here_keeps_all_sizes(tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text("import of_the_cluster_alone")
     for config in (tmp_path / "none.py", broken):
-        fit = fitting(["jaxdl", "train", "--config", str(config)], (1, 2, 3), ONE_CPU)
+        fit = find_sizes(["jaxdl", "train", "--config", str(config)], (1, 2, 3), ONE_CPU)
         assert fit.allowed == (1, 2, 3)
         assert fit.note.startswith("its config cannot be read here, so none of its sizes is ruled out: ")
         assert str(config) in fit.note
@@ -107,7 +107,7 @@ def test_no_policy_chooses_a_size_that_is_left_out(seed):
     for decision in decisions:
         assert any(decision.nodes.values())
         assert all(decision.nodes[run.name] in {0, *run.speeds} for run in runs)
-    for played in (static(jobs, num_nodes, Costs()), static_shared(jobs, nodes, Costs())):
+    for played in (play_static(jobs, num_nodes, Costs()), play_static_shared(jobs, nodes, Costs())):
         assert all(size in {0, *jobs[int(name)].speeds} for _, now in played.history for name, size in now.items())
         assert played.num_resized == 0
 

@@ -19,7 +19,7 @@ from jaxdl.inference.decoding.text import TextStream
 from jaxdl.inference.generate.__main__ import main
 from jaxdl.inference.generate.command import Generate, read_prompts
 from jaxdl.inference.generation import Decoder, Sampling, Writing
-from jaxdl.inference.trained import parse_command, restored
+from jaxdl.inference.trained import parse_command, restore_network
 from jaxdl.inference.translate.__main__ import main as translate
 from jaxdl.models import Transformer
 from jaxdl.optim import AdamW
@@ -88,7 +88,7 @@ LONG = "so long that it does not fit: 2 fish, r"
 
 
 @pytest.mark.filterwarnings("ignore:the prompt")
-@pytest.mark.parametrize("prompt", ["1 f", LONG])
+@pytest.mark.parametrize("prompt", [pytest.param("1 f", marks=pytest.mark.slow), LONG])
 def test_temperature_0_takes_the_likeliest(text, writer, prompt):
     # Both go on beyond LENGTH.
     pieces = list(writer.generate(prompt, num_tokens=2 * LENGTH, temperature=0))
@@ -118,6 +118,7 @@ def test_a_batch_writes_what_each_prompt_alone_does(writer):
     assert together[0].text == "".join(writer.generate(PROMPTS[0], **options))
 
 
+@pytest.mark.slow
 def test_without_a_cache_and_on_a_mesh_it_writes_the_same(text, writer):
     codec, how = writer.codec, Sampling(num_tokens=LENGTH + 4, temperature=0.0)
     prompts = [codec.encode(one) or codec.separator for one in PROMPTS]
@@ -260,15 +261,15 @@ def test_mistakes_of_the_command(text, tmp_path, capsys, options, message):
 @pytest.mark.parametrize(
     ("options", "as_trained", "sizes"),
     [
-        ([], False, (1, 1, 1)),
+        pytest.param([], False, (1, 1, 1), marks=pytest.mark.slow),
         ([], True, (1, 8, 1)),  # The run had 4 devices.
-        (["--devices", "8"], False, (1, 8, 1)),
+        pytest.param(["--devices", "8"], False, (1, 8, 1), marks=pytest.mark.slow),
         (["--mesh.tensor", "2"], False, (2, 2, 2)),
     ],
 )
 def test_a_command_runs_on_the_devices_that_are_here(text, capsys, options, as_trained, sizes):
     args = ["--workdir", str(text.workdir), *options]
-    predictor = restored(parse_command(Generate, args, "generate"), args, as_trained=as_trained)
+    predictor = restore_network(parse_command(Generate, args, "generate"), args, as_trained=as_trained)
     assert tuple(predictor.parts.layout.mesh.shape.values())[:3] == sizes
     told = "note: the run's mesh replica 2 x fsdp 2 x tensor 1 = 4 devices, of 8: the others would be idle. fsdp 8 is"
     assert capsys.readouterr().err.startswith(told) == (sizes == (1, 8, 1))

@@ -40,10 +40,8 @@ def poisonous_labels(monkeypatch):
 @pytest.mark.parametrize(
     ("mesh", "num_devices", "precision"),
     [
-        (MeshConfig(), 1, "float32"),
+        pytest.param(MeshConfig(), 1, "float32", marks=pytest.mark.slow),
         (MeshConfig(replica=2, fsdp=2, tensor=2), 8, "float16"),
-        pytest.param(MeshConfig(), 1, "float16", marks=pytest.mark.slow),
-        pytest.param(MeshConfig(replica=2, fsdp=2, tensor=2), 8, "float32", marks=pytest.mark.slow),
     ],
 )
 def test_a_bad_step_changes_nothing_but_counters(mesh, num_devices, precision):
@@ -99,6 +97,7 @@ def test_an_overflow_at_the_lowest_loss_scale_is_bad():
     assert state.loss_scale["scale"] == 2.0**40
 
 
+@pytest.mark.slow
 def test_the_guard_costs_no_copy_of_the_state_and_keeps_the_donation():
     experiment = tiny_experiment(mesh=MeshConfig(replica=2, fsdp=2), exchange=TopK(density=0.05, min_elements=64))
     on, off = (
@@ -229,8 +228,8 @@ def at(condition):
     return kill
 
 
-ALWAYS = ("when it is on disk", "after a checkpoint is quarantined", "while training again")
-"""The other kills are slow tests."""
+ALWAYS = ("after a checkpoint is quarantined",)
+"""Of the second rollback, in the middle; the other kills are slow tests."""
 
 
 @pytest.mark.parametrize(
@@ -298,6 +297,7 @@ def test_without_a_workdir_the_run_stops(bad_batches):
         train(None)
 
 
+@pytest.mark.slow
 def test_before_the_first_checkpoint_a_run_rolls_back_to_the_start(tmp_path, bad_batches, shared_steps, monkeypatch):
     """Killed before it has begun again."""
     bad_batches.clear()

@@ -150,6 +150,7 @@ atexit.register(print, "an ordinary end")
 """
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_where_the_run_is_and_it_resumes_from_the_newest_checkpoint(tmp_path):
     """At an ordinary end of the interpreter threads that compile or write would crash."""
     (tmp_path / "x.csv").write_text("x,label\n" + "0.5,0\n-0.5,1\n" * 8)

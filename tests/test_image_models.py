@@ -87,8 +87,8 @@ def numpy_plain(p, s, x, config, *, train):
 
 PLAIN = [
     (AlexNet(width=0.05), 96, True),
-    (AlexNet(width=0.05, pool5_norm=False), 128, False),
-    (VGG(width=0.05), 64, False),
+    pytest.param(AlexNet(width=0.05, pool5_norm=False), 128, False, marks=pytest.mark.slow),
+    pytest.param(VGG(width=0.05), 64, False, marks=pytest.mark.slow),
     (VGG(width=0.05, batch_norm=False), 48, True),
 ]
 

@@ -73,8 +73,13 @@ def test_the_record_recipe():
     np.testing.assert_allclose(rate[top + 1 : last], straight[: last - top - 1], rtol=0.02)
 
 
+ALWAYS = ("imagenet_resnet50_dawnbench", "imagenet_vit_s16")
+
+
 @pytest.mark.skipif("TFDS_DATA_DIR" not in os.environ, reason="TFDS_DATA_DIR is not set")
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [pytest.param(x, id=x.stem, marks=() if x.stem in ALWAYS else pytest.mark.slow) for x in CONFIGS]
+)
 def test_smoke_fits_together(path):
     experiment = jaxdl.load(f"{path}:smoke")
     plan = make_plan(experiment.replaced({"mesh.cpu_devices": None}), jax.devices()[:2])

@@ -62,33 +62,44 @@ def test_config_needs_no_jax():
     assert not {"jax", "jaxlib", "flax"} & set(loaded)
 
 
-def test_importing_everything_starts_no_backend_and_nothing_heavy():
-    code = """
-import sys, json, jaxdl, jaxdl.train
-from jax._src import xla_bridge
-used = [getattr(jaxdl, name) for name in jaxdl.__all__ if name != "train"]
-jaxdl.load("configs/digits.py").to_json()
-print(json.dumps([sorted(sys.modules), xla_bridge.backends_are_initialized()]))
-""".replace('"configs', f'"{ROOT.as_posix()}/configs')
-    loaded, started = in_a_fresh_process(code)
-    assert not started
-    assert not (HEAVY - {"PIL"}) & set(loaded)  # matplotlib imports PIL.
-    assert "matplotlib.pyplot" not in loaded
-
-
-def test_the_face_of_the_package():
-    code = """
-import json, jaxdl
-found = {name: [getattr(jaxdl, name).__module__, callable(getattr(jaxdl, name))] for name in jaxdl.__all__}
+@pytest.fixture(scope="module")
+def everything():
+    """What a process finds that imports all of the package: its face, what is loaded then, and the earlier paths."""
+    return in_a_fresh_process(
+        """
+import importlib, json, sys, warnings, jaxdl
+face = {name: [getattr(jaxdl, name).__module__, callable(getattr(jaxdl, name))] for name in jaxdl.__all__}
 import jaxdl.train
-found["module"] = [jaxdl.train.__name__, callable(jaxdl.train)]
+face["module"] = [jaxdl.train.__name__, callable(jaxdl.train)]
 try:
     jaxdl.nothing
 except AttributeError as error:
-    found["nothing"] = str(error)
-print(json.dumps(found))
-"""
-    found = in_a_fresh_process(code)
+    face["nothing"] = str(error)
+from jax._src import xla_bridge
+jaxdl.load("ROOT/configs/digits.py").to_json()
+loaded, started = sorted(sys.modules), xla_bridge.backends_are_initialized()
+
+from jaxdl.core.moved import MOVED, SHORT, new_path
+warnings.simplefilter("always")
+paths = {}
+for name in sorted(MOVED):
+    with warnings.catch_warnings(record=True) as caught:
+        module = importlib.import_module(f"jaxdl.{name}")
+    new = importlib.import_module(new_path(f"jaxdl.{name}"))
+    paths[name] = [module is new, module.__spec__.name == new.__name__, len(caught), name in SHORT]
+print(json.dumps({"face": face, "loaded": loaded, "started": started, "paths": paths}))
+""".replace("ROOT", ROOT.as_posix())
+    )
+
+
+def test_importing_everything_starts_no_backend_and_nothing_heavy(everything):
+    assert not everything["started"]
+    assert not (HEAVY - {"PIL"}) & set(everything["loaded"])  # matplotlib imports PIL.
+    assert "matplotlib.pyplot" not in everything["loaded"]
+
+
+def test_the_face_of_the_package(everything):
+    found = dict(everything["face"])
     assert found.pop("nothing") == "module 'jaxdl' has no attribute 'nothing'"
     assert found["train"] == ["jaxdl.training.run.train", True]
     assert found["module"] == ["jaxdl.train", True], "after its import, jaxdl.train is a module that can be called"
@@ -100,20 +111,8 @@ print(json.dumps(found))
     }  # fmt: skip
 
 
-def test_earlier_paths_are_the_same_modules():
-    code = """
-import importlib, json, sys, warnings
-from jaxdl.core.moved import MOVED, is_kept, new_path
-warnings.simplefilter("always")
-found = {}
-for name in sorted(MOVED):
-    with warnings.catch_warnings(record=True) as caught:
-        module = importlib.import_module(f"jaxdl.{name}")
-    new = importlib.import_module(new_path(f"jaxdl.{name}"))
-    found[name] = [module is new, module.__spec__.name == new.__name__, len(caught), is_kept(f"jaxdl.{name}")]
-print(json.dumps(found))
-"""
-    found = in_a_fresh_process(code)
+def test_earlier_paths_are_the_same_modules(everything):
+    found = everything["paths"]
     assert len(found) > 100
     # A package whose name stays gives no warning; all others give one, of their own.
     assert {name: kept for name, kept in found.items() if kept[:2] != [True, True]} == {}

@@ -79,6 +79,7 @@ def test_a_new_head_is_left_and_patterns_choose(source):
         assert np.array_equal(x, fresh[name]) == (not name.startswith(f"{group}/")), name
 
 
+@pytest.mark.slow
 def test_a_run_keeps_what_it_began_with(source, tmp_path, capsys):
     workdir, experiment = tmp_path / "run", EXPERIMENT.replaced({"seed": 5})
     first = jaxdl.train(experiment, workdir, quiet=True, max_steps=1, init_from=source.workdir)

@@ -96,6 +96,7 @@ def small_buckets(monkeypatch):
     monkeypatch.setattr(jagged, "_DEVIATIONS", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_buckets")
 def test_a_run_with_all_of_it_that_is_resumed_has_the_bits_of_columns(tmp_path):
     options = EmbeddingConfig(jagged=True, ids_ahead=True, cache=CacheConfig(fraction=0.5, min_rows=100))

@@ -14,7 +14,7 @@ from job_files import CLUSTER_VARIABLES, NEEDED, job_file
 
 from jaxdl.core.config import ConfigError
 from jaxdl.platform.launch.jobs import COMMANDS
-from jaxdl.platform.launch.jobs.setup import checked_setup
+from jaxdl.platform.launch.jobs.setup import check_setup
 
 ONE_NODE = ["--nodes", "1", "--gpus-per-node", "0"]
 SRUN = """#!/bin/bash
@@ -151,11 +151,11 @@ def test_a_job_whose_command_never_began_does_not_end_with_0(cluster, setup, end
 )
 def test_setup_that_would_take_the_lines_after_it(setup, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        checked_setup(setup)
+        check_setup(setup)
 
 
 def test_setup_without_lines():
-    assert checked_setup(None) is checked_setup("") is checked_setup(" \n\t\r\n") is None
+    assert check_setup(None) is check_setup("") is check_setup(" \n\t\r\n") is None
 
 
 TEXTS = (

@@ -61,6 +61,7 @@ def test_a_single_learner_is_an_ordinary_run(tmp_path, syncer, monkeypatch):
     np.testing.assert_array_equal(again.anchor, flat)
 
 
+@pytest.mark.slow
 def test_a_learner_that_is_killed_comes_back_and_goes_on_from_the_anchor(tmp_path, syncer):
     """Stopped in mid-round, it begins a round from the anchor, with its own optimizer and its place in the data."""
     experiment = tiny_experiment(mesh=MESH, steps=10, agreement=Asynchronous(), evaluation={"every_steps": 10})

@@ -39,7 +39,7 @@ def has_merged_with(learner, tape):
 
 
 @pytest.mark.slow
-@pytest.mark.long("seven processes start JAX: three learners, one again after the kill, the syncer, and two replays")
+@pytest.mark.long("six processes start JAX: three learners, one again after the kill, the syncer, and a replay")
 def test_learners_that_are_killed_and_the_replay(tmp_path):
     experiment = tiny_experiment(
         agreement=Asynchronous(),
@@ -51,7 +51,7 @@ def test_learners_that_are_killed_and_the_replay(tmp_path):
     config, folder, pids = write_config(tmp_path, experiment), tmp_path / "syncer", tmp_path / "pids.json"
     training = ["--", "python", "-m", "jaxdl.train", "--config", config, "--seed", "{learner}"]
     line = launch(
-        "async", "--learners", 3, "--every-steps", 4, "--total-steps", 2400, "--quorum", 2, "--bits", 8,
+        "async", "--learners", 3, "--every-steps", 4, "--total-steps", 1600, "--quorum", 2, "--bits", 8,
         "--folder", folder, "--restarts", 1, "--pids", pids, *training,
     )  # fmt: skip
     try:
@@ -73,7 +73,3 @@ def test_learners_that_are_killed_and_the_replay(tmp_path):
     out, _ = again.communicate(timeout=LIMIT_SEC)
     assert again.returncode == 0, out
     assert re.search(rf"{len(records)} lines, \d+ merges: all equal, to the bit", out), out
-    other = launch("replay", "--tape", folder / TAPE_FILE, *training[:-1], "7")
-    out, _ = other.communicate(timeout=LIMIT_SEC)
-    assert other.returncode == 1
-    assert re.search(r"line \d+: the tape has `initial`, the replay `initial`; it differs in anchor", out), out

@@ -130,6 +130,7 @@ def test_processes_share_the_rows(shape, num_processes):
     assert covered == set(range(16))
 
 
+@pytest.mark.slow
 def test_two_processes_read_only_their_own_rows(tmp_path):
     program = textwrap.dedent("""
         import os, sys

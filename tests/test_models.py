@@ -53,7 +53,6 @@ def run(network, params, state, *inputs, train=True):
         (18, 11_689_512),
         (34, 21_797_672),
         (50, 25_557_032),
-        pytest.param(101, 44_549_160, marks=pytest.mark.slow),
         pytest.param(152, 60_192_808, marks=pytest.mark.slow),
     ],
 )
@@ -61,7 +60,7 @@ def test_resnet_imagenet_parameter_counts_are_the_published_ones(depth, expected
     assert num_params(ResNet(depth=depth).build(num_classes=1000, channels=3, dtype=jnp.float32)) == expected
 
 
-@pytest.mark.parametrize("depth", [8, 20, 26, 56])
+@pytest.mark.parametrize("depth", [8, 26])
 def test_resnet_cifar_parameter_count_by_hand(depth):
     n, w = (depth - 2) // 6, 16
     stem = 27 * w + 2 * w
@@ -119,7 +118,7 @@ def numpy_resnet(params, stats, x, *, depth, train):
     return x.mean((1, 2)) @ params["head"]["kernel"] + params["head"]["bias"]
 
 
-@pytest.mark.parametrize(("depth", "train"), [(8, True), (18, False), (50, False)])
+@pytest.mark.parametrize(("depth", "train"), [(8, True), pytest.param(18, False, marks=pytest.mark.slow), (50, False)])
 def test_resnet_equals_a_numpy_oracle(depth, train):
     network = Network(ResNet(depth=depth, width=4).build(num_classes=7, channels=3, dtype=jnp.float32))
     params, stats = random_weights(network)
@@ -208,9 +207,8 @@ def test_stems_reduce_the_image_by_their_stride(stem, size):
     assert seen == [(1, size, size, 4)]
 
 
-@pytest.mark.parametrize("size", [(32, 48), (62, 30)])
-def test_space_to_depth_is_the_same_function(size):
-    image = np.random.default_rng(3).normal(size=(2, *size, 3)).astype(np.float32)
+def test_space_to_depth_is_the_same_function():
+    image = np.random.default_rng(3).normal(size=(2, 62, 30, 3)).astype(np.float32)
     found = []
     for changed in (False, True):
         config = ResNet(depth=18, width=4, space_to_depth=changed)

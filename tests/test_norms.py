@@ -49,9 +49,9 @@ def test_groups_are_batches_of_their_own():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("span", "meshes"), [(2, [(2, 4, 1)]), (8, [(8, 1, 1), (1, 8, 1), (2, 2, 2)])])
+@pytest.mark.parametrize(("span", "meshes"), [(2, [(2, 4, 1)]), (8, [(8, 1, 1), (1, 8, 1)])])
 def test_groups_are_the_same_on_every_mesh(span, meshes):
-    """Of 32 examples, so a group is a part of what a device has, or all of it, or reaches over devices or replicas."""
+    """Of 32 examples, so a group is a part of what a device has, or reaches over devices or replicas."""
     experiment = IMAGES.replaced({"model.norm_span": span, "optimizer": "lars", "optimizer.learning_rate": 5.0})
     reference, params = losses_and_params(experiment.replaced({"mesh": MeshConfig(replica=1, fsdp=1)}))
     for sizes in meshes:
@@ -151,8 +151,14 @@ ESTIMATED = tiny_experiment(
 )
 
 
-def test_estimated_statistics_are_the_means_over_the_last_batches(tmp_path):
-    run = jaxdl.train(ESTIMATED, tmp_path, quiet=True, devices=FOUR)
+@pytest.fixture(scope="module")
+def estimated(tmp_path_factory):
+    """A whole run whose evaluations estimate the statistics."""
+    return jaxdl.train(ESTIMATED, tmp_path_factory.mktemp("estimated"), quiet=True, devices=FOUR)
+
+
+def test_estimated_statistics_are_the_means_over_the_last_batches(estimated):
+    run = estimated
     plan, state = run.plan, jax.device_get(run.state)
     with TrainLoader(
         plan.splits.train, batch_size=16, seed=ESTIMATED.seed, sharding=batch_sharding(plan.parts.layout.mesh),
@@ -170,21 +176,18 @@ def test_estimated_statistics_are_the_means_over_the_last_batches(tmp_path):
     wanted = jax.tree.map(lambda *each: np.mean(each, axis=0), *per_batch)
     for ours, theirs in zip(jax.tree.leaves(state.model_state), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
-    assert_bit_equal(saved_state(tmp_path, ESTIMATED).model_state, state.model_state)
+    assert_bit_equal(saved_state(run.workdir, ESTIMATED).model_state, state.model_state)
 
 
-def test_estimation_changes_the_evaluation_and_not_the_training(tmp_path):
-    plain = ESTIMATED.replaced({"evaluation.norm_batches": None})
-    ours, theirs = (jaxdl.train(one, quiet=True, devices=FOUR) for one in (ESTIMATED, plain))
-    assert_bit_equal(jax.device_get(ours.state.params), jax.device_get(theirs.state.params))
-    assert ours.history["train/loss"] == theirs.history["train/loss"]
-    assert ours.metrics["loss"] != theirs.metrics["loss"]
+def test_estimation_changes_the_evaluation_and_not_the_training(estimated):
+    plain = jaxdl.train(ESTIMATED.replaced({"evaluation.norm_batches": None}), quiet=True, devices=FOUR)
+    assert_bit_equal(jax.device_get(estimated.state.params), jax.device_get(plain.state.params))
+    np.testing.assert_array_equal(estimated.history["train/loss"], plain.history["train/loss"])
+    assert estimated.metrics["loss"] != plain.metrics["loss"]
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_with_estimation_is_bit_equal(tmp_path):
-    whole = jaxdl.train(ESTIMATED, tmp_path / "whole", quiet=True, devices=FOUR)
-
+def test_an_interrupted_run_with_estimation_is_bit_equal(tmp_path, estimated):
     def interrupt(info):
         if info.step == 9:
             raise KeyboardInterrupt
@@ -192,14 +195,13 @@ def test_an_interrupted_run_with_estimation_is_bit_equal(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         jaxdl.train(ESTIMATED, tmp_path / "cut", quiet=True, devices=FOUR, on_step=[interrupt])
     again = jaxdl.train(ESTIMATED, tmp_path / "cut", quiet=True, devices=FOUR)
-    assert_bit_equal(jax.device_get(again.state), jax.device_get(whole.state))
-    assert again.metrics == whole.metrics
+    assert_bit_equal(jax.device_get(again.state), jax.device_get(estimated.state))
+    assert again.metrics == estimated.metrics
 
 
 @pytest.mark.slow
-def test_a_signal_during_the_last_estimation_changes_nothing(tmp_path):
+def test_a_signal_during_the_last_estimation_changes_nothing(tmp_path, estimated):
     """The state is saved without the estimates; when the run resumes they are made, and saved."""
-    whole = jaxdl.train(ESTIMATED, tmp_path / "whole", quiet=True, devices=FOUR)
 
     def stop(info):
         if info.step == ESTIMATED.steps:
@@ -211,9 +213,10 @@ def test_a_signal_during_the_last_estimation_changes_nothing(tmp_path):
     assert "eval/loss" not in measured(tmp_path / "cut")[-1], "the signal came before the evaluation"
     for _ in range(2):
         jaxdl.train(ESTIMATED, tmp_path / "cut", quiet=True, devices=FOUR)
-    assert_bit_equal(saved_state(tmp_path / "cut", ESTIMATED), jax.device_get(whole.state))
+    assert_bit_equal(saved_state(tmp_path / "cut", ESTIMATED), jax.device_get(estimated.state))
 
 
+@pytest.mark.slow
 def test_micro_batches_are_estimated_one_by_one():
     parts = ESTIMATED.replaced({"step.microbatches": 2, "steps": 4})
     run = jaxdl.train(parts, quiet=True, devices=FOUR)

@@ -3,7 +3,6 @@
 import ast
 import base64
 import json
-import os
 import re
 import shutil
 import sys
@@ -40,13 +39,11 @@ def test_what_is_imported_from_jaxdl_exists(path):
             exec(ast.unparse(node))
 
 
-def execute(path, folder, monkeypatch, *, trains_long=False):
+def execute(path, folder, monkeypatch, smaller=()):
     """The notebook after a run in its folder of a copy, by the Python that runs the tests; cell id -> its outputs.
 
-    Where it trains long, XLA optimizes its programs: that takes longer, but half of it is saved when they run.
+    `smaller` has pairs of texts of its code and what stands there instead, so that it trains for less long.
     """
-    if trains_long:
-        monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace("--xla_backend_optimization_level=0", ""))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
@@ -60,6 +57,11 @@ def execute(path, folder, monkeypatch, *, trains_long=False):
     command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     (kernel / "kernel.json").write_text(json.dumps({"argv": command, "display_name": "Python 3", "language": "python"}))
     notebook = nbformat.read(folder / "notebooks" / path.name, as_version=4)
+    for text, instead in smaller:
+        cells = [cell for cell in notebook.cells if cell.cell_type == "code" and text in cell.source]
+        assert cells, f"{path.name} has no {text!r}"
+        for cell in cells:
+            cell.source = cell.source.replace(text, instead)
     NotebookClient(
         notebook, kernel_name="python3", timeout=300, resources={"metadata": {"path": str(folder / "notebooks")}}
     ).execute()
@@ -86,7 +88,11 @@ def assert_picture(outputs, min_bytes):
 @pytest.mark.slow
 @pytest.mark.long("a notebook trains two models in a process of its own")
 def test_quickstart(tmp_path, monkeypatch):
-    outputs = execute(ROOT / "notebooks" / "quickstart.ipynb", tmp_path, monkeypatch, trains_long=True)
+    smaller = [
+        ('"epochs": 8, ', '"epochs": 4, "model.width": 8, '),
+        ('"epochs": 3}', '"epochs": 2}'),
+    ]
+    outputs = execute(ROOT / "notebooks" / "quickstart.ipynb", tmp_path, monkeypatch, smaller)
     assert "there is no such field" in text_of(outputs["mistake"])
     assert "{'replica': 2, 'fsdp': 4, 'tensor': 1}" in text_of(outputs["explain"])
     assert "bytes_per_device" in outputs["explain"][-1].data["text/html"]
@@ -94,13 +100,13 @@ def test_quickstart(tmp_path, monkeypatch):
     assert_picture(outputs["plot"], 50_000)
     assert_picture(outputs["grid"], 10_000)
     [accuracy] = re.findall(r"accuracy (\S+) on 359 held-out digits", text_of(outputs["predict-code"]))
-    assert float(accuracy) > 0.9
+    assert float(accuracy) > 0.8
     assert "resumed from the checkpoint" in text_of(outputs["resume-code"])
     assert "+optimizer.momentum = 0.8" in text_of(outputs["resume-code"])
     assert "learning_rate=0.01 " in text_of(outputs["optimizer-code"])
     assert "kind='adamw'" in text_of(outputs["optimizer-code"])
     [reached] = re.findall(r"SGD, 8 epochs: (\S+)   AdamW, 3 epochs: (\S+)", text_of(outputs["optimizer-code"]))
-    assert all(float(number) > 0.9 for number in reached)
+    assert all(float(number) > 0.7 for number in reached)
     warnings = warnings_of(outputs)
     assert not warnings
 
@@ -141,7 +147,7 @@ def test_exchange(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.long("a notebook trains in a process of its own")
 def test_own_model(tmp_path, monkeypatch):
-    outputs = execute(ROOT / "notebooks" / "own_model.ipynb", tmp_path, monkeypatch)
+    outputs = execute(ROOT / "notebooks" / "own_model.ipynb", tmp_path, monkeypatch, [('"epochs": 12', '"epochs": 8')])
     assert "stopped at step 100 of " in text_of(outputs["fit-code"])
     assert "resumed from the checkpoint at step 100" in text_of(outputs["resume-code"])
     for cell in ("fit-code", "resume-code"):
@@ -158,14 +164,20 @@ def test_own_model(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.long("a notebook trains twice in a process of its own")
 def test_language_model(tmp_path, monkeypatch):
-    outputs = execute(ROOT / "notebooks" / "language_model.ipynb", tmp_path, monkeypatch, trains_long=True)
-    assert "2,000 tokens, trained on 2.0 MB" in text_of(outputs["tokenizer-code"])
+    smaller = [
+        ('"2000000"', '"500000"'),
+        ("paths=(library,)", 'paths=tuple(f"{library}/{name}" for name in ("asyncio", "json", "unittest"))'),
+        ("steps=300", "steps=100"),
+        ('"steps": 80', '"steps": 40'),
+    ]
+    outputs = execute(ROOT / "notebooks" / "language_model.ipynb", tmp_path, monkeypatch, smaller)
+    assert "2,000 tokens, trained on 0.5 MB" in text_of(outputs["tokenizer-code"])
     assert "</s>" in text_of(outputs["data-code"])
     assert text_of(outputs["generate-code"]).count("'def __init__(self") == 1
     for cell in ("train-code", "look-plot"):
         assert_picture(outputs[cell], 10_000)
     [(before, after)] = re.findall(r"before (\S+), after (\S+)", text_of(outputs["before-code"]))
-    assert float(after) < float(before) < 2.8
+    assert float(after) < float(before) < 4
     warnings = warnings_of(outputs)
     assert not warnings
 
@@ -173,7 +185,13 @@ def test_language_model(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.long("a notebook trains with every agreement in a process of its own")
 def test_agreement(tmp_path, monkeypatch):
-    outputs = execute(ROOT / "notebooks" / "agreement.ipynb", tmp_path, monkeypatch)
+    smaller = [
+        ("steps=320", "steps=160"),
+        ("max_steps=200", "max_steps=100"),
+        ("every_steps=20", "every_steps=40"),
+        ("replica=8, fsdp=1, cpu_devices=8", "replica=4, fsdp=1, cpu_devices=4"),
+    ]
+    outputs = execute(ROOT / "notebooks" / "agreement.ipynb", tmp_path, monkeypatch, smaller)
     for cell in ("curves-code", "apart-code", "async-plot"):
         assert_picture(outputs[cell], 20_000)
     found = re.findall(r"^(.+): (\d+) bytes a step, accuracy (\S+)$", text_of(outputs["bytes-code"]), re.MULTILINE)
@@ -181,7 +199,7 @@ def test_agreement(tmp_path, monkeypatch):
     accuracy = {name: float(value) for name, _, value in found}
     assert sent["local SGD"] == pytest.approx(sent["every step"] / 16, rel=0.01)
     assert sent["DiLoCo, 4 bits"] < sent["DiLoCo"] / 4
-    assert min(value for name, value in accuracy.items() if name != "emulated staleness") > 0.95
+    assert min(value for name, value in accuracy.items() if name != "emulated staleness") > 0.9
     programs = text_of(outputs["none-code"])
     assert "a local step: nothing" in programs
     assert "its merge: ['all-reduce" in programs
@@ -195,7 +213,8 @@ def test_agreement(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.long("a notebook trains three small models in a process of its own")
 def test_recommendation(tmp_path, monkeypatch):
-    outputs = execute(ROOT / "notebooks" / "recommendation.ipynb", tmp_path, monkeypatch)
+    smaller = [("200_000", "100_000")]
+    outputs = execute(ROOT / "notebooks" / "recommendation.ipynb", tmp_path, monkeypatch, smaller)
     assert_picture(outputs["curve-code"], 10_000)
     sent = re.findall(r"^(.+): (\d+) bytes predicted, (\d+) counted$", text_of(outputs["schemes-code"]), re.MULTILINE)
     assert len(sent) == 6
@@ -204,7 +223,7 @@ def test_recommendation(tmp_path, monkeypatch):
     assert found["the plan"] <= min(found.values()) * 1.01
     one, other = map(float, re.findall(r"AUC (\S+), and (\S+) with", text_of(outputs["plan-code"]))[0])
     assert one == pytest.approx(other, abs=0.003)
-    assert other > 0.62
+    assert other > 0.55
     assert "the same loss to the last bit: True" in text_of(outputs["cache-code"])
     assert "predicted: [0." in text_of(outputs["predict-code"])
     assert not warnings_of(outputs)

@@ -286,12 +286,6 @@ class LinenNan(linen.Module):
     def __call__(self, image):
         return linen.Dense(4)(image.reshape(len(image), -1)) * jnp.nan
 
-def init(key, image):
-    return {"kernel": jax.random.normal(key, (64, 4))}
-
-def apply(params, image):
-    return image.reshape(len(image), -1) @ params["kernel"] * jnp.nan
-
 class NoBuild(jaxdl.Model):
     pass
 
@@ -309,7 +303,6 @@ def made(model):
 def raises(): return made(jaxdl.FromModule(Raises))
 def nan(): return made(jaxdl.FromModule(Nan))
 def linen_nan(): return made(jaxdl.FromModule(LinenNan))
-def functions_nan(): return made(jaxdl.FromFunctions(init, apply))
 def no_build(): return made(NoBuild())
 def fails(): return made(Fails())
 """
@@ -320,10 +313,9 @@ def fails(): return made(Fails())
     [
         ("raises", r"model Raises \(.*mine.py:14\): TypeError: dot_general", 2),
         ("no_build", r"NoBuild does not define build\(\), which every model needs", 2),
-        ("fails", r"model fails \(.*mine.py:36\): RuntimeError: not today\.", 2),
+        ("fails", r"model fails \(.*mine.py:30\): RuntimeError: not today\.", 2),
         ("nan", "not finite", 3),
         pytest.param("linen_nan", "not finite", 3, marks=pytest.mark.slow),
-        pytest.param("functions_nan", "not finite", 3, marks=pytest.mark.slow),
     ],
 )
 def test_the_command_prints_it(capsys, tmp_path, function, message, code):

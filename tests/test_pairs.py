@@ -18,6 +18,8 @@ from jaxdl.core.config import ConfigError
 from jaxdl.data import Codec, Pairs, PairSpec, TFDSPairs
 from jaxdl.data.__main__ import main
 from jaxdl.data.copies import Hold
+from jaxdl.data.text import shards as shards_of_texts
+from jaxdl.data.text import tokenizing
 from jaxdl.data.text.pair_files import pair_files
 from jaxdl.data.text.pair_rows import first_fit
 from jaxdl.data.text.shards import SOURCES
@@ -236,11 +238,13 @@ def config():
 """
 
 
-def test_prepare_resumes_and_gives_the_same_shards(folder, tmp_path, capsys):
-    """Two files of 12 MB are two pieces, which two processes write where there are two cores."""
+def test_prepare_resumes_and_gives_the_same_shards(folder, tmp_path, capsys, monkeypatch):
+    """Two files of 1.2 MB are two pieces here, which two processes write where there are two cores."""
+    monkeypatch.setattr(shards_of_texts, "_PIECE_BYTES", 800_000)
+    monkeypatch.setattr(tokenizing, "_ALONE_BYTES", 400_000)
     for side, suffix in enumerate(("en", "de")):
         text = "".join(pair[side] + "\n" for pair in random_pairs(150, seed=150))
-        (folder / f"big.{suffix}").write_text(text * (6_000_000 // len(text)) + "w1\n" * side)
+        (folder / f"big.{suffix}").write_text(text * (600_000 // len(text)) + "w1\n" * side)
     with (folder / "big.en").open("a") as file:
         short = len((folder / "big.de").read_text().splitlines()) - len((folder / "big.en").read_text().splitlines())
         file.write("w2\n" * short)

@@ -83,9 +83,8 @@ def test_batches_are_of_the_right_kind(expected, folder, opened):
     assert not np.array_equal(expected[0]["image"][0], expected[2]["image"][4]), "another epoch, another crop"
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_workers_make_the_same_batches(workers, expected, folder, opened):
-    assert equal(batches(opened(images_of(folder, workers=workers)).train), expected)
+def test_a_worker_makes_the_same_batches(expected, folder, opened):
+    assert equal(batches(opened(images_of(folder, workers=1)).train), expected)
 
 
 def test_a_part_of_a_batch_is_the_same_on_another_host(expected, folder, opened):
@@ -116,8 +115,7 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize("name", CACHES)
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("name", "workers"), [*zip(CACHES, [0, 2, 0, 2], strict=True)])
 def test_a_warm_cache_gives_what_a_cold_one_gives(name, workers, folder, tmp_path, opened):
     cache = CACHES[name]
     if cache.disk:
@@ -357,6 +355,7 @@ def ours():
     return {path.name for path in memory_folder().glob(f"jaxdl-{os.getuid()}-*")}
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_killed_trainer_after_the_next_start(folder, tmp_path):
     before = ours()
     trainer = subprocess.Popen(

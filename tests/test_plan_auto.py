@@ -255,6 +255,7 @@ def test_jagged_tables_send_the_bytes_of_the_compiled_step():
     assert table_sec(plan, machine()) == pytest.approx(found.costs.total_sec)
 
 
+@pytest.mark.slow
 def test_what_a_step_needs_besides_its_tables_is_the_same_for_all_of_them(monkeypatch):
     monkeypatch.setattr(trials, "_TABLE_BYTES", 2**42)  # They are compiled alone, so they may be whole.
     setting, found = Setting(2, 2, 16, None, "replicated"), []

@@ -18,6 +18,8 @@ from jaxdl.parallel.embedding import EmbeddingConfig
 from jaxdl.training.plans import PlanAuto
 from jaxdl.training.tasks import Binary
 
+pytestmark = pytest.mark.slow
+
 MOST = 16e6
 """Bytes of a device. The first table needs more than two devices have, and fits the four of both processes."""
 ROWS = (1_000_000, *range(40, 51))

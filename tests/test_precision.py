@@ -134,7 +134,7 @@ def test_tensorfloat32_is_for_gpus():
 
 def test_float16_overflows_on_purpose_skips_and_recovers():
     precision = Float16(initial_scale=2.0**40, max_scale=2.0**40, factor=2.0**8)
-    plan = make_plan(IMAGES.replaced({"precision": precision}))
+    plan = make_plan(IMAGES.replaced({"precision": precision, "schedule.warmup_steps": 4}))
     step, state = make_train_step(plan.parts), make_initial_state(plan)
     num_steps, losses, skipped = 20, [], []
     before = jax.device_get(state)
@@ -160,6 +160,10 @@ def test_float16_overflows_on_purpose_skips_and_recovers():
             assert equal_bits(before.key, after.key)
             assert metrics["loss_scale"] == after.loss_scale["scale"]
             assert metrics["skipped_steps"] == sum(skipped)
+            assert np.isfinite(metrics["grad_norm"]) == (not overflowed), "a skipped step has no norm made up"
+            # And it leaves the schedule where it was.
+            good_steps = number - 1 - sum(skipped[:-1])
+            np.testing.assert_allclose(metrics["learning_rate"], 0.1 * min(1, (good_steps + 1) / 4), rtol=1e-6)
             before = after
     assert 1 <= sum(skipped) <= 4
     assert skipped == sorted(skipped, reverse=True), "after the overflows every step is a good one"
@@ -168,29 +172,14 @@ def test_float16_overflows_on_purpose_skips_and_recovers():
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves((before.params, before.ema_params)))
 
 
-def test_a_skipped_step_leaves_the_schedule_where_it_was():
-    changes = {"precision": Float16(initial_scale=2.0**40, max_scale=2.0**40, factor=2.0**30), "step.ema_decay": None}
-    plan = make_plan(IMAGES.replaced(changes | {"schedule.warmup_steps": 4}))
-    step, state, rates, norms = make_train_step(plan.parts), make_initial_state(plan), [], []
-    with batches(plan, 4) as loader:
-        for batch in loader:
-            state, metrics = step(state, batch)
-            rates.append(float(metrics["learning_rate"]))
-            norms.append(float(metrics["grad_norm"]))
-    assert np.isfinite(norms).tolist() == [False, True, True, True], "the first step is skipped, and no norm made up"
-    np.testing.assert_allclose(rates, [0.025, 0.025, 0.05, 0.075], rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "experiment", [pytest.param(IMAGES, id="resnet", marks=pytest.mark.slow), pytest.param(TEXT, id="transformer")]
-)
-def test_float16_follows_float32(experiment):
+@pytest.mark.slow
+def test_float16_follows_float32():
     """One step from equal parameters moves them about equally: the scale is taken out of the gradients again."""
     moved = {}
     for precision in (Float32(), Float16()):
         # Not Adam, whose first step has the size of the learning rate however large the gradient.
         changes = {"precision": precision, "mesh": MeshConfig(), "optimizer": IMAGES.optimizer}
-        plan = make_plan(experiment.replaced(changes), jax.devices()[:1])
+        plan = make_plan(TEXT.replaced(changes), jax.devices()[:1])
         state = make_initial_state(plan)
         start = jax.device_get(state.params)
         with batches(plan, 1) as loader:

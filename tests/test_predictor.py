@@ -5,16 +5,12 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from runs import tiny_experiment
 
 import jaxdl
 from jaxdl.core.config import ConfigError
 from jaxdl.core.files import step_dir, step_folder
 from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.training.step import apply_network
-
-LENGTH = 16
-MESH = MeshConfig(replica=2, fsdp=2)
 
 
 def make_oracle(run, params=None):
@@ -30,18 +26,16 @@ def make_oracle(run, params=None):
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory):
+def images(tiny_run):
     """(run, held-out images): a few steps with a moving average."""
-    experiment = tiny_experiment(steps=4, checkpoint={"every_steps": 2}, mesh=MESH)
-    run = jaxdl.train(experiment, tmp_path_factory.mktemp("images"), quiet=True, devices=jax.devices()[:4])
-    return run, run.plan.splits.test.batch(np.arange(24))["image"]
+    return tiny_run, tiny_run.plan.splits.test.batch(np.arange(24))["image"]
 
 
 def files_of(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-@pytest.mark.parametrize("mesh", [None, MeshConfig(replica=2, fsdp=2, tensor=2)])
+@pytest.mark.parametrize("mesh", [None, MeshConfig(replica=4, fsdp=2)])
 def test_predicts_what_the_run_does(images, mesh):
     run, pictures = images
     expected = make_oracle(run)({"image": pictures})

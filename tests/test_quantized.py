@@ -109,8 +109,7 @@ def oracle(x, key, bits, block_size=None):
     return total[:n], error[:, :n]
 
 
-@pytest.mark.parametrize("n", [1, 2048, 5003])
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(("bits", "n"), [*((bits, 2048) for bits in BITS), (8, 1), (4, 5003), (1, 5003)])
 def test_oracle_and_contract(bits, n):
     x, key = normal(n, 8, n), jax.random.key(bits)
     total, error = map(np.asarray, summed(bits=bits)(x, key))
@@ -122,7 +121,7 @@ def test_oracle_and_contract(bits, n):
     assert np.isclose(error, expected_error, rtol=1e-5, atol=3e-5).mean() >= (0.999 if bits > 1 else 1)
 
 
-@pytest.mark.parametrize(("bits", "check_vma"), [(8, True), (8, False), (4, True), (2, False), (1, True)])
+@pytest.mark.parametrize(("bits", "check_vma"), [(8, True), (1, False)])
 def test_total_has_the_same_bits_on_all_devices(bits, check_vma):
     mesh, x = make_mesh(replica=8), normal(1, 8, 3001)
 
@@ -151,7 +150,7 @@ def test_error_differs_between_devices_and_is_typed_so():
         jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("replica"), out_specs=P()))(normal(1, 8, 64))
 
 
-@pytest.mark.parametrize("axis", [("replica", "fsdp"), ("fsdp", "replica"), "replica", "fsdp"])
+@pytest.mark.parametrize("axis", [("fsdp", "replica"), "replica"])
 def test_tuple_axes_and_other_axes(axis):
     mesh = make_mesh(replica=4, fsdp=2)
     axes = (axis,) if isinstance(axis, str) else axis
@@ -172,8 +171,8 @@ def test_tuple_axes_and_other_axes(axis):
         assert np.isclose(total[0, 0], oracle(rows, jax.random.key(3), 8)[0], rtol=1e-5, atol=1e-6).mean() > 0.999
 
 
-@pytest.mark.parametrize("bits", [4, 1])
-def test_vmap(bits):
+def test_vmap():
+    bits = 1
     mesh, x = make_mesh(replica=4), normal(4, 4, 3, 500)
     keys = jax.random.split(jax.random.key(5), 3)
     call = functools.partial(quantized_all_reduce, bits=bits, return_error=True)
@@ -195,15 +194,14 @@ def test_vmap(bits):
             np.testing.assert_allclose(error[:, row], np.asarray(one_error), atol=1e-5)
 
     named = jax.vmap(lambda x: call(x, "i", keys[0]), axis_name="i", out_axes=(None, 0))
-    for function in (named, jax.jit(named)) if bits == 1 else (jax.jit(named),):
+    for function in (named, jax.jit(named)):
         total, error = map(np.asarray, function(x[:, 0]))
         one_total, one_error = summed(4, bits=bits)(x[:, 0], keys[0])
         np.testing.assert_allclose(total, np.asarray(one_total), rtol=1e-6)
         np.testing.assert_allclose(error, np.asarray(one_error), atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("bits", [8, 1])
+@pytest.mark.parametrize(("bits", "dtype"), [(8, jnp.bfloat16), (1, jnp.float16)])
 def test_short_floats_are_taken_as_they_are(bits, dtype):
     x = normal(6, 8, 700).astype(dtype)
     results = summed(bits=bits)(x, jax.random.key(0))
@@ -222,13 +220,13 @@ def test_one_device_sums_exactly():
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("value", [0.0, 1e-38, -0.0])
 def test_blocks_of_zeros_and_nearly_zeros_are_zeros(bits, value):
-    x = np.full((8, 600), value, F32)
+    x = np.full((8, 2048), value, F32)
     total, error = map(np.asarray, summed(bits=bits)(x, jax.random.key(0)))
     np.testing.assert_array_equal(total, 0)
     np.testing.assert_allclose(error, x, atol=1e-37)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", [8, 1])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_not_a_number_makes_its_block_one(bits, bad):
     x = normal(8, 8, 8 * 64)
@@ -251,7 +249,7 @@ def test_what_lies_on_a_level_is_kept(bits):
     np.testing.assert_allclose(error, 0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("bits", "num_keys"), [(8, 3000), (4, 3000), (2, 6000)])
+@pytest.mark.parametrize(("bits", "num_keys"), [(4, 3000), pytest.param(2, 6000, marks=pytest.mark.slow)])
 def test_unbiased_with_the_expected_variance(bits, num_keys):
     """By element over many keys: mean within 5 sigma; neighbours, devices and keys are not correlated."""
     m, n = 4, 64

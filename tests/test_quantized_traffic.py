@@ -21,9 +21,16 @@ def program_of(n, bits, mesh, block_size=None):
     return lower(jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec), x)
 
 
-@pytest.mark.parametrize("bits", [8, *(pytest.param(one, marks=pytest.mark.slow) for one in (4, 2)), 1])
 @pytest.mark.parametrize(
-    ("sizes", "n"), [((8, 1), 100_003), ((4, 2), 4096), ((2, 4), 100_003), ((3, 1), 5), ((1, 8), 4096)], ids=str
+    ("sizes", "n", "bits"),
+    [
+        *[((8, 1), 100_003, bits) for bits in (8, 4, 2, 1)],
+        ((4, 2), 4096, 8),
+        ((2, 4), 100_003, 1),
+        *[((3, 1), 5, bits) for bits in (4, 2)],
+        ((1, 8), 4096, 1),
+    ],
+    ids=str,
 )
 def test_sent_bytes_are_those_of_the_collectives(sizes, n, bits):
     mesh = AbstractMesh(sizes, ("replica", "fsdp"), axis_types=(AxisType.Auto,) * 2)

@@ -95,8 +95,8 @@ def trained(one):
 @pytest.mark.parametrize(
     ("sizes", "changes"),
     [
-        ((2, 2, 1), {}),
-        ((2, 2, 1), {"embedding": EmbeddingConfig(scheme=Replicated())}),
+        pytest.param((2, 2, 1), {}, marks=pytest.mark.slow),
+        pytest.param((2, 2, 1), {"embedding": EmbeddingConfig(scheme=Replicated())}, marks=pytest.mark.slow),
         ((2, 2, 2), {"embedding": EmbeddingConfig(scheme=RowWise(), schemes=(("item", ColumnWise()),))}),
         ((1, 2, 1), {"step": StepConfig(microbatches=4), "embedding": EmbeddingConfig(scheme=DataParallel())}),
     ],
@@ -228,9 +228,11 @@ with forgotten():
             return Splits(_Unchecked(self.wrong == "train"), _Unchecked(self.wrong == "test"))
 
 
-@pytest.mark.parametrize("changes", [{}, {"embedding.cache.fraction": 0.9, "embedding.cache.min_rows": 30}])
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_an_id_out_of_range_of_a_source_of_ones_own(changes, split, monkeypatch):
+@pytest.mark.parametrize(
+    ("split", "changes"),
+    [("train", {"embedding.cache.fraction": 0.9, "embedding.cache.min_rows": 30}), ("test", {})],
+)
+def test_an_id_out_of_range_of_a_source_of_ones_own(split, changes, monkeypatch):
     monkeypatch.setattr(Own, "wrong", split)
     with forgotten():
         one = experiment((1, 8, 1), data=Own(), steps=3, evaluation=EvaluationConfig(batch_size=32)).replaced(changes)

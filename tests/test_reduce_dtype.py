@@ -126,13 +126,10 @@ def test_the_step_sums_in_the_dtype_of_the_setting():
     assert float32_results["text", "float32"] == float32_results["text", "compute"] + 8, "a block's 7, and the table's"
 
 
-@pytest.mark.parametrize(
-    "experiment", [pytest.param(IMAGES, id="resnet", marks=pytest.mark.slow), pytest.param(TEXT, id="transformer")]
-)
-def test_the_dtype_of_sums_does_not_change_the_forward_pass(experiment):
+def test_the_dtype_of_sums_does_not_change_the_forward_pass():
     outputs = []
     for setting in ("float32", "compute"):
-        plan = make_plan(experiment.replaced({"precision": BFloat16(reduce_dtype=setting)}))
+        plan = make_plan(TEXT.replaced({"precision": BFloat16(reduce_dtype=setting)}))
         parts, state = plan.parts, make_initial_state(plan)
         rows = plan.splits.train.batch(np.arange(8))
         forward = jax.jit(

@@ -219,15 +219,14 @@ def test_a_metric_that_no_run_has_ends_the_search_and_can_be_corrected(config, t
         search(config, tmp_path / "b", *words, "--metric", "evaluation/acuracy")
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_a_population_copies_checkpoints_and_changes_rates(config, tmp_path, monkeypatch, killed):
+def test_a_population_copies_checkpoints_and_changes_rates(config, tmp_path, monkeypatch):
+    """Also where it is killed while a copy is recorded and not made."""
     words = ["--vary", "optimizer.learning_rate=log:0.001:1", "--trials", "4", "--scheduler", "pbt"]
     words += ["--scheduler.interval", "4", "--parallel", "4"]
-    if killed:  # While the copy is recorded and not made.
-        with monkeypatch.context() as patched:
-            patched.setattr("jaxdl.platform.search.driver.copy_workdir", lambda *args: os_kill())
-            with pytest.raises(KeyboardInterrupt):
-                search(config, tmp_path, *words)
+    with monkeypatch.context() as patched:
+        patched.setattr("jaxdl.platform.search.driver.copy_workdir", lambda *args: os_kill())
+        with pytest.raises(KeyboardInterrupt):
+            search(config, tmp_path, *words)
     found = search(config, tmp_path, *words)
     assert found["num_trials"] == 5, "four members, and one copy of four // 4"
     copy = found["trials"][4]
@@ -304,10 +303,11 @@ def test_a_full_disk_is_one_message(config, tmp_path, monkeypatch):
         search(config, tmp_path, "--vary", RATES, "--trials", "2")
 
 
-@pytest.mark.long("starts some ten processes that train, and kills some of them")
+@pytest.mark.slow
+@pytest.mark.long("starts some six processes that train, and kills some of them")
 def test_a_search_and_a_trial_that_are_killed_go_on(config, tmp_path):
     line = ["--config", str(config), "--workdir", str(tmp_path), "--metric", "evaluation/loss", "--vary", RATES]
-    line += ["--trials", "4", "--parallel", "2", "--scheduler.min-steps", "2", "--scheduler.reduction", "2"]
+    line += ["--trials", "2", "--parallel", "2", "--scheduler.min-steps", "4", "--scheduler.reduction", "2"]
     line += ["--sampler", "random", "--mesh.cpu-devices", "1", "--steps", "8", "--checkpoint.every-steps", "1"]
     first = Started("-m", "jaxdl.search", *line)
     deadline = time.monotonic() + 300
@@ -333,16 +333,14 @@ def test_a_search_and_a_trial_that_are_killed_go_on(config, tmp_path):
     out, err = second.communicate(timeout=400)
     assert second.returncode == 0, err
     found = json.loads(out)
-    assert [one["number"] for one in found["trials"]] == [0, 1, 2, 3]
-    assert sorted(path.name for path in (tmp_path / "trials").iterdir()) == ["0000", "0001", "0002", "0003"]
+    assert [one["number"] for one in found["trials"]] == [0, 1]
+    assert sorted(path.name for path in (tmp_path / "trials").iterdir()) == ["0000", "0001"]
     assert found["num_failed"] == 0
     assert found["best"]["step"] == 8
     for one in found["trials"]:
         steps = [row["step"] for row in measured(tmp_path / f"trials/{one['number']:04d}") if "eval/loss" in row]
         assert steps == sorted(set(steps)), "no evaluation is there twice"
         assert steps[-1] == one["step"]
-    third = Started("-m", "jaxdl.search", *line, "--json")
-    assert json.loads(third.communicate(timeout=200)[0]) == found
 
 
 def running(pid):

@@ -19,7 +19,7 @@ from jaxdl.platform.search.journal import Journal
 from jaxdl.platform.search.report import result
 from jaxdl.platform.search.samplers import Random
 from jaxdl.platform.search.schedulers import PBT, Full, Halving
-from jaxdl.platform.search.show import Shown, table
+from jaxdl.platform.search.show import SearchView, table
 from jaxdl.platform.search.trial import Trial
 from jaxdl.report.status import Reason, Record, State, utc_now, write_record
 from jaxdl.report.tracking import name_of
@@ -68,7 +68,7 @@ def test_a_trial_that_was_halted_waits_and_the_same_command_resumes_it(tmp_path)
     assert trials[1].busy
     assert trials[1].reason == "halt file: stopped at step 4 (lunch)"
     assert any("trial 1: halt file: stopped at step 4 (lunch); the same command resumes" in one for one in said.events)
-    shown = Shown(request, course(3), Full())
+    shown = SearchView(request, course(3), Full())
     assert "to be resumed: halt file: stopped at step 4 (lunch)" in table(shown, said.trials, []).columns[2]._cells
     given = SimpleNamespace(workdir=tmp_path)
     assert "waiting 1 trial, to be resumed by the same command" in command._lines(given, result(request, trials, shown))
@@ -141,16 +141,16 @@ def test_starts_of_a_trial_that_breaks_off_are_further_and_further_apart(tmp_pat
 def test_a_trial_that_trained_for_long_is_started_again_at_once():
     now = [0.0]
     attempts = Attempts(3, lambda: now[0])
-    attempts.started(0)
+    attempts.note_start(0)
     assert attempts.again(0) == 1.0
     assert not attempts.is_due(0)
     now[0] = 1.0
     assert attempts.is_due(0)
-    attempts.started(0)
+    attempts.note_start(0)
     now[0] = 1000.0
     assert attempts.again(0) == 0.0
     assert attempts.is_due(0)
-    attempts.reached(0)
+    attempts.note_stop(0)
     assert [attempts.again(0) is None for _ in range(4)] == [False, False, False, True], "counted from there"
 
 
@@ -256,7 +256,7 @@ def test_what_a_trial_has_started_ends_with_it(tmp_path, how):
     if how == "killed":
         ((process, _),) = workers._running.values()
         process.kill()
-        while not (codes := workers.ended()):
+        while not (codes := workers.poll()):
             time.sleep(0.02)
         assert codes == {0: -9}
         assert ends(child)

@@ -16,7 +16,7 @@ from jaxdl.platform.search.journal import STUDY, Journal, storage_at
 from jaxdl.platform.search.report import result, write_report
 from jaxdl.platform.search.samplers import Random
 from jaxdl.platform.search.schedulers import PBT, Full, Halving
-from jaxdl.platform.search.show import Shown
+from jaxdl.platform.search.show import SearchView
 from jaxdl.platform.search.space import Choices
 from jaxdl.platform.search.trial import Trial, best
 from jaxdl.report.divergence import divergence, losses
@@ -51,7 +51,7 @@ def test_a_trial_whose_loss_left_its_start_cannot_win(tmp_path, policy):
     assert workers.started.count(0) == 1
     assert 0 not in {one.parent for one in trials}
     assert best(trials, "minimize").number == 1
-    shown = Shown(request, course(4), Full())
+    shown = SearchView(request, course(4), Full())
     found = result(request, trials, shown)
     assert (found["num_failed"], found["num_diverged"]) == (1, 1)
     write_report(tmp_path, request, trials, found, shown)

@@ -15,7 +15,7 @@ from jaxdl.platform.search.config import SearchConfig, direction_of, metric_of
 from jaxdl.platform.search.samplers import Grid, Sampler
 from jaxdl.platform.search.schedulers import ASHA, PBT, Clone, Course, Full, Halving, New, Promote
 from jaxdl.platform.search.space import Choices, Number, parse_settings, words_of
-from jaxdl.platform.search.trial import Trial, best, best_first, compared, rank
+from jaxdl.platform.search.trial import Trial, best, best_first, comparable, rank
 from jaxdl.report.better_direction import mode_of
 from jaxdl.report.compare.curves import Curves
 from jaxdl.training.experiment import Experiment
@@ -245,11 +245,11 @@ def test_a_member_that_diverged_is_replaced_and_a_dead_population_ends():
 def test_what_is_perturbed_stays_in_its_range():
     draw = random.Random(0)
     whole = Number("x", 1, 8, whole=True)
-    assert {round(RATE.perturbed(0.1, draw), 9) for _ in range(50)} == {0.08, 0.12}
-    assert {RATE.perturbed(1.0, draw) for _ in range(50)} == {0.8, 1.0}
-    assert {whole.perturbed(2, draw) for _ in range(50)} == {1, 3}
-    assert {MOMENTUM.perturbed(0.8, draw) for _ in range(50)} == {0.8, 0.9}
-    drawn = [RATE.drawn(draw) for _ in range(400)]
+    assert {round(RATE.perturb(0.1, draw), 9) for _ in range(50)} == {0.08, 0.12}
+    assert {RATE.perturb(1.0, draw) for _ in range(50)} == {0.8, 1.0}
+    assert {whole.perturb(2, draw) for _ in range(50)} == {1, 3}
+    assert {MOMENTUM.perturb(0.8, draw) for _ in range(50)} == {0.8, 0.9}
+    drawn = [RATE.sample(draw) for _ in range(400)]
     assert 0.4 < sum(one < 10**-1.5 for one in drawn) / 400 < 0.6, "half of the logarithms are below the middle"
 
 
@@ -331,7 +331,7 @@ def test_finished_trials_are_compared_whatever_their_lengths():
     trials = [long, short, way]
     assert best(trials, "maximize") == short
     assert best(trials, "minimize") == long
-    assert compared(trials) == [long, short], "those on their way, and failed ones, are not"
+    assert comparable(trials) == [long, short], "those on their way, and failed ones, are not"
     assert [one.number for one in sorted(trials, key=lambda one: rank(one, "maximize"))] == [1, 0, 2]
     failed = replace(long, state="failed")
     assert best([failed, way, replace(way, number=3, values={30: 1.0})], "maximize") == way, "of others the furthest"

@@ -25,7 +25,7 @@ def until(workers, number):
     codes, deadline = {}, time.monotonic() + 120
     while number not in codes:
         assert time.monotonic() < deadline
-        codes |= workers.ended()
+        codes |= workers.poll()
     return codes
 
 

@@ -74,11 +74,14 @@ def check_indices(x, indices, k, method, num_per_block=1):
 
 
 # A single entry, all entries, one block of the two stages for each chosen entry, primes, a last block that is not full.
-SIZES = [(1, 1), (37, 37), (6007, 6), (4096, 600)]
+SIZES = [(1, 1), (37, 37), (4096, 600), (6007, 6)]
+# Each method at the last size, and at one or two of the others.
+METHODS_OF_SIZES = [(*SIZES[3], method) for method in METHODS] + [
+    (*SIZES[number], method) for number in range(3) for method in METHODS[number % 2 :: 2]
+]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("n", "k"), SIZES)
+@pytest.mark.parametrize(("n", "k", "method"), METHODS_OF_SIZES)
 def test_exactly_k_and_the_right_ones(n, k, method):
     x = nasty_inputs(n, jnp.float32)
     select = functools.partial(select_top_k, k=k, method=method, num_passes=FEW_PASSES.get(method, 30))
@@ -88,8 +91,7 @@ def test_exactly_k_and_the_right_ones(n, k, method):
     check_indices(x, indices, k, method)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "dtype"), [*zip(METHODS, [jnp.bfloat16, jnp.float16] * 2, strict=True)])
 def test_short_dtypes(method, dtype):
     x = nasty_inputs(3001, dtype)
     select = functools.partial(select_top_k, k=17, method=method, num_passes=FEW_PASSES.get(method, 30))
@@ -99,8 +101,7 @@ def test_short_dtypes(method, dtype):
     check_indices(x, indices, 17, method)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("n", "k"), [(6007, 6), (1030, 500)])
+@pytest.mark.parametrize(("method", "n", "k"), [*zip(METHODS, (6007, 1030) * 2, (6, 500) * 2, strict=True)])
 def test_the_ways_of_counting_agree(n, k, method):
     x = nasty_inputs(n, jnp.float32)[:, :n]
     settings = {
@@ -167,8 +168,7 @@ def oracle_mstopk(x, k, num_passes, mean, key):
     return np.sort(np.concatenate([first, second[start : start + k - len(first)]]))
 
 
-@pytest.mark.parametrize("way", [on_cpu, on_gpu])
-@pytest.mark.parametrize("num_passes", [4, 30])
+@pytest.mark.parametrize(("way", "num_passes"), [(on_cpu, 30), (on_gpu, 4)])
 def test_mstopk_is_the_papers(way, num_passes):
     n, k = 20_000, 200
     rng = np.random.default_rng(2)
@@ -265,8 +265,7 @@ def test_eager_jit_and_vmap_agree():
     np.testing.assert_array_equal(jnp.swapaxes(along, 0, 1), mapped[1])
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "check_vma"), [*zip(METHODS, [True] * 4, strict=True), (METHODS[0], False)])
 def test_in_shard_map(method, check_vma):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = jax.random.normal(jax.random.key(0), (8 * 300,))

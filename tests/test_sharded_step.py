@@ -101,10 +101,8 @@ UNTIED = {"model.tied_embeddings": False, "step.microbatches": 2}
 @pytest.mark.parametrize(
     ("replica", "fsdp", "tensor", "changes"),
     [
-        (1, 8, 1, {}),
-        (2, 4, 1, UNTIED),
+        pytest.param(2, 4, 1, UNTIED, marks=pytest.mark.slow),
         (2, 2, 2, {}),
-        pytest.param(1, 2, 4, UNTIED, marks=pytest.mark.slow),
         pytest.param(8, 1, 1, UNTIED, marks=pytest.mark.slow),
     ],
 )

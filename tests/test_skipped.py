@@ -77,7 +77,12 @@ def assert_close(tree, other):
 
 
 @pytest.mark.parametrize(
-    "changes", [TWO, {"step.microbatches": 2}, TWO | {"guard.skip_nonfinite": False}], ids=["replicas", "parts", "off"]
+    "changes",
+    [
+        pytest.param(TWO, id="replicas"),
+        pytest.param({"step.microbatches": 2}, id="parts"),
+        pytest.param(TWO | {"guard.skip_nonfinite": False}, id="off", marks=pytest.mark.slow),
+    ],
 )
 def test_the_mean_is_over_what_counts_and_without_any_there_is_no_update(changes):
     """Against one device, a batch at once: no part counts in the third step, whose state is that before it."""

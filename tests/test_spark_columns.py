@@ -76,7 +76,7 @@ def test_a_null_while_scoring_is_in_a_column_of_the_user(fitted, points):
     ("features", "changes", "columns", "problem"),
     [
         ([], {}, {}, r"featuresCol=\[\]: it names no column\. Give one"),
-        (["a", "b", "a"], {}, {}, r"featuresCol=\['a', 'b', 'a'\]: 'a' is there twice"),
+        (["a", "b", "a"], {}, {}, r"featuresCol=\['a', 'b', 'a'\]: 'a' is given twice"),
         (["v", "v[0]"], {}, {}, r"'v\[0\]' is also the name of a number of 'v'"),
         (["v", "c"], {}, {"v": "vector"}, r"column 'v': a row has null"),
         (["a"], {"overrides": {"data.label": "c"}}, {}, r"overrides: data\.label has no effect.*kind tabular"),

@@ -19,7 +19,6 @@ from jaxdl.platform.spark.fitting import (
     check_overrides,
     check_workdir,
     data_of,
-    experiment_of,
     metrics_of,
     write_experiment,
 )
@@ -34,8 +33,9 @@ from jaxdl.platform.spark.processes import (
     run_process,
 )
 from jaxdl.platform.spark.rows import LABEL, Columns, PartitionWriter, digest_of
-from jaxdl.platform.spark.scoring import lists_of, newest, scored, scorer
+from jaxdl.platform.spark.scoring import lists_of, newest, score_batches, scorer
 from jaxdl.platform.spark.stream import Ended, Stream
+from jaxdl.training.experiment import load
 
 SECRET = "0123456789abcdef"
 NAMES = Columns(("number",), "class", "mine", written=("x",))
@@ -281,10 +281,10 @@ def test_a_workdir_of_another_config_or_other_rows(tiny_run, tmp_path):
 
 
 def test_overrides_of_an_experiment():
-    found = experiment_of(f"{ROOT}/configs/digits.py", {"epochs": 2}, gpus=True)
+    found = load(f"{ROOT}/configs/digits.py", {"epochs": 2}, gpus=True)
     assert (found.epochs, found.mesh.cpu_devices) == (2, None)
     with pytest.raises(ConfigError, match="no such file"):
-        experiment_of("nowhere.py", {}, gpus=False)
+        load("nowhere.py", {}, gpus=False)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_overrides_of_an_experiment():
     ],
 )
 def test_overrides_of_data_take_effect_or_are_an_error(config, form, overrides, has_effect):
-    experiment = experiment_of(f"{ROOT}/configs/{config}.py", overrides, gpus=False)
+    experiment = load(f"{ROOT}/configs/{config}.py", overrides, gpus=False)
     data = data_of(experiment.data, form, (), (), ["one"], None)
     with (
         contextlib.nullcontext() if has_effect else pytest.raises(ConfigError, match=r"overrides: data.*has no effect")
@@ -326,7 +326,7 @@ def test_scores_are_those_of_the_predictor(tiny_run):
     column = pyarrow.array([one.tolist() for one in images])
     scorer.cache_clear()
     found = list(
-        scored(newest(tiny_run.workdir), 4, iter([[column.slice(0, 7)], [column.slice(7)], [column.slice(11)]]))
+        score_batches(newest(tiny_run.workdir), 4, iter([[column.slice(0, 7)], [column.slice(7)], [column.slice(11)]]))
     )
     assert [len(one) for one in found] == [7, 4, 0]
     predictor = jaxdl.restore(tiny_run.workdir)

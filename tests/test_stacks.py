@@ -205,8 +205,10 @@ class NnxTower(nnx.Module):
         return x
 
 
-@pytest.mark.parametrize("optimizer", [LAMB(weight_decay=0.1), Muon()])
-@pytest.mark.parametrize(("model", "axis"), [(LinenTower, 1), (NnxTower, -1), (NnxTower, -2)])
+@pytest.mark.parametrize(
+    ("model", "axis", "optimizer"),
+    [(LinenTower, 1, Muon()), (NnxTower, -1, LAMB(weight_decay=0.1)), (NnxTower, -2, Muon())],
+)
 def test_layers_along_another_axis_are_updated_as_those_along_the_first(model, axis, optimizer):
     """By the updates of the same layers along the first; and biases and scales are no weights there either."""
     networks = [FromModule(model, axis=one).network([X], **SIZES) for one in (axis, 0)]

@@ -98,8 +98,8 @@ CASES = {
     ("name", "precision", "atol"),
     # A compensation of gradients times the loss scale would be 32,768 times as large.
     [
-        ("uniform", Float32(), 2e-5),
-        ("remedies", Float32(), 2e-5),
+        pytest.param("uniform", Float32(), 2e-5, marks=pytest.mark.slow),
+        pytest.param("remedies", Float32(), 2e-5, marks=pytest.mark.slow),
         ("fixed", Float32(), 2e-5),
         ("remedies", Float16(), 5e-3),
     ],

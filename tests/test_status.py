@@ -38,7 +38,7 @@ from jaxdl.report.status import (
 )
 from jaxdl.report.status.__main__ import main
 from jaxdl.report.status.record import SILENT_SEC
-from jaxdl.report.status.table import for_terminal, note, plain, shown_metrics, sorted_rows
+from jaxdl.report.status.table import for_terminal, metric_columns, note, plain, sort_rows
 
 HERE = this_process()
 ELSEWHERE = dataclasses.replace(HERE, place="another boot", host="node7")
@@ -153,7 +153,7 @@ def test_a_killed_run_is_told_from_a_live_one(tmp_path, gone):
     starting = read_row(make_run(tmp_path / "starting", record(State.DEPLOY, process=gone, step=0, doing="compiling")))
     line = plain([starting], []).splitlines()[1]
     assert line.split()[1] == "LOST"
-    assert "last seen compiling 1 s ago: ended without a word" in line or "last seen compiling 2 s ago" in line
+    assert "last seen compiling 1 s ago: killed without a message" in line or "last seen compiling 2 s ago" in line
     assert note(starting).endswith("lost, before this start made a step; the same command begins at step 0")
     assert "last seen 11 min ago" in note(rows["silent elsewhere"])
     assert rows["complete"].reason == ""
@@ -235,11 +235,11 @@ def test_rows_are_sorted_and_those_without_the_value_come_last(tmp_path):
     rows = [read_row(path) for path in find_workdirs([str(tmp_path)])]
 
     def order(key, **how):
-        return "".join(row.workdir[-1] for row in sorted_rows(rows, key, **how))
+        return "".join(row.workdir[-1] for row in sort_rows(rows, key, **how))
 
     assert (order("workdir"), order("step"), order("state")) == ("abc", "bca", "abc")
     assert order("eval/accuracy", reverse=True) == "bac"
-    assert shown_metrics(rows) == ["eval/accuracy"]
+    assert metric_columns(rows) == ["eval/accuracy"]
 
 
 def test_the_command(tmp_path, capsys):

@@ -108,6 +108,7 @@ def test_a_refused_command_is_no_failed_run(tmp_path):
     assert refused(tmp_path, "only 96 training examples", batch_size=10**6) == complete
 
 
+@pytest.mark.slow
 @pytest.mark.long("two processes, killed, started again and halted")
 def test_two_processes_under_a_launcher(tmp_path):
     """One is killed: its launcher keeps the end of what each printed, and starts them again; then both are halted."""

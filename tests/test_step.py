@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from runs import TinyResNet, tiny_experiment
 
 from jaxdl.data import SyntheticImages, SyntheticText, TrainLoader
@@ -82,9 +81,9 @@ def assert_close(one, other, rtol=2e-5):
         np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * np.abs(y).max() + 2e-7)
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
-def test_the_optimizer_sees_the_gradient_of_the_mean_loss(microbatches):
-    plan, states, batches, metrics = one_step(TEXT.replaced({"step.microbatches": microbatches}))
+def test_the_optimizer_sees_the_gradient_of_the_mean_loss():
+    """Of four micro-batches; that of a batch at once is clipped below."""
+    plan, states, batches, metrics = one_step(TEXT.replaced({"step.microbatches": 4}))
     gradient = oracle_gradient(plan, states[0].params, batches[0])
     assert_close(change(states), gradient)
     np.testing.assert_allclose(metrics[0]["grad_norm"], optax.tree.norm(gradient), rtol=1e-5)

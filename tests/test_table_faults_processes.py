@@ -19,6 +19,8 @@ from jaxdl.parallel.embedding import EmbeddingConfig, RowWiseAdaGrad
 from jaxdl.parallel.embedding.cache import CacheConfig
 from jaxdl.parallel.embedding.places import from_json
 
+pytestmark = pytest.mark.slow
+
 EXPERIMENT = experiment(
     CacheConfig(fraction=0.15, min_rows=1000, window=3),
     data=Clicks(

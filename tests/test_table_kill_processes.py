@@ -6,6 +6,7 @@ import re
 
 import jax
 import numpy as np
+import pytest
 from runs import Started, assert_bit_equal, finish, has_step, kill, rows, start, wait_for, write_config
 from test_embedding import whole as rows_of_ids
 from test_table_cache import experiment
@@ -58,6 +59,7 @@ def losses(workdir):
     return {row["step"]: row["train/loss"] for row in rows(workdir) if "train/loss" in row}
 
 
+@pytest.mark.slow
 def test_sigkill_of_tables_with_a_cache_and_residuals(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     alone = EXPERIMENT.replaced({"mesh.cpu_devices": None})

@@ -34,13 +34,11 @@ from jaxdl.training.experiment import Experiment
 
 PASS = [
     Dense(wire_dtype="bfloat16"),
-    pytest.param(Quantized(), marks=pytest.mark.slow),
     pytest.param(TopK(momentum_correction=0.9, dense_warmup_steps=1), marks=pytest.mark.slow),
     pytest.param(Quantized(bits=4, error_feedback=True), marks=pytest.mark.slow),
     pytest.param(Sign(), marks=pytest.mark.slow),
     pytest.param(PowerSGD(), marks=pytest.mark.slow),
     pytest.param(DeMo(), marks=pytest.mark.slow),
-    pytest.param(TopK(), marks=pytest.mark.slow),
     pytest.param(TopK(algorithm="all_to_all", wire="plain", error_feedback=False), marks=pytest.mark.slow),
 ]
 

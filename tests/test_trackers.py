@@ -17,7 +17,7 @@ from jaxdl.core.options import parse
 from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.report import Event, History, sender
 from jaxdl.report.trackers import MLflow, Tracker, Trackio, Wandb, Writer
-from jaxdl.report.tracking import Kept, Trackers
+from jaxdl.report.tracking import Trackers, TrackersFile
 from jaxdl.training.experiment import Experiment
 
 ONE = jax.devices()[:1]
@@ -279,21 +279,21 @@ def test_a_rollback_is_followed(tmp_path, warnings):
 
 
 def test_a_cut_while_the_tracker_opens_is_not_lost(tmp_path):
-    kept = Kept(tmp_path)
+    kept = TrackersFile(tmp_path)
     before = kept.num_cuts
-    kept.cut()
-    kept.opened("fake", "a", before)
-    assert Kept(tmp_path).run_of("fake") == ("a", False)
-    kept.opened("fake", "a", kept.num_cuts)
-    assert Kept(tmp_path).run_of("fake") == ("a", True)
+    kept.note_cut()
+    kept.note_run("fake", "a", before)
+    assert TrackersFile(tmp_path).run_of("fake") == ("a", False)
+    kept.note_run("fake", "a", kept.num_cuts)
+    assert TrackersFile(tmp_path).run_of("fake") == ("a", True)
 
 
 def test_other_devices_are_tags_of_the_run(tmp_path):
     eight = {"platform": "cpu", "kind": "cpu", "num_devices": 8, "num_processes": 2}
-    Kept(tmp_path).on_devices(eight, 0)
-    Kept(tmp_path).on_devices(eight, 3)
-    Kept(tmp_path).on_devices(eight | {"num_devices": 4, "num_processes": 1}, 7)
-    assert Kept(tmp_path).changes == ["step 7: hosts 2 -> 1, devices 8 -> 4"]
+    TrackersFile(tmp_path).note_devices(eight, 0)
+    TrackersFile(tmp_path).note_devices(eight, 3)
+    TrackersFile(tmp_path).note_devices(eight | {"num_devices": 4, "num_processes": 1}, 7)
+    assert TrackersFile(tmp_path).changes == ["step 7: hosts 2 -> 1, devices 8 -> 4"]
 
 
 def test_a_damaged_file_of_ids_means_new_runs(tmp_path, warnings):
@@ -379,7 +379,7 @@ def test_mistakes_are_one_message(args, message):
 @pytest.mark.parametrize(
     ("trackers", "message"),
     [
-        ((Wandb(), Wandb()), "report.trackers: wandb is there twice"),
+        ((Wandb(), Wandb()), "report.trackers: wandb is given twice"),
         ((Wandb,), "Wandb is a class, not an object"),
         (("wandb",), "'wandb' is a string; give an object: Wandb"),
     ],

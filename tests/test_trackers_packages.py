@@ -18,7 +18,7 @@ from jaxdl.core.config import Config
 from jaxdl.core.files import METRICS_FILE, TRACKERS_FILE, TRACKERS_FOLDER
 from jaxdl.report import Event, History, sender
 from jaxdl.report.trackers import MLflow, TrackedRun, Trackio, Wandb
-from jaxdl.report.trackers.mlflow import allowed_name
+from jaxdl.report.trackers.mlflow import mlflow_name
 from jaxdl.report.tracking import Trackers
 
 NAN = float("nan")
@@ -125,7 +125,7 @@ def test_mlflow_in_the_workdir(tmp_path, monkeypatch):
     ],
 )
 def test_names_that_mlflow_takes(name, allowed):
-    assert allowed_name(name) == allowed
+    assert mlflow_name(name) == allowed
 
 
 ODD_NAMES = {"stem*": 0.1, "stem?": 0.2, "a/../b//c/": 1, "": 2, "long" * 100: 3, "d.é-:_ 9": 4}

@@ -20,7 +20,7 @@ from runs import tiny_experiment, write_config
 
 import jaxdl
 from jaxdl.core.files import CHECKPOINTS_FOLDER, STATUS_FILE, step_dir
-from jaxdl.data import SyntheticImages, eval_batches
+from jaxdl.data import eval_batches
 from jaxdl.optim import SGD
 from jaxdl.parallel.mesh import MeshConfig, batch_sharding
 from jaxdl.report import Diverged
@@ -186,6 +186,7 @@ def test_a_checkpoint_of_another_network_is_refused_and_kept(tmp_path):
     assert step_dir(tmp_path, 2).is_dir()
 
 
+@pytest.mark.slow
 def test_float16_that_never_takes_a_step_is_no_finished_run():
     # With the scale held so high that every gradient overflows.
     scale = {"kind": "float16", "initial_scale": 2.0**40, "min_scale": 2.0**40, "max_scale": 2.0**40}
@@ -204,7 +205,7 @@ def test_without_a_workdir_nothing_is_left_on_disk(tmp_path, monkeypatch):
         assert not thread.is_alive(), thread.name
 
 
-@pytest.mark.parametrize("num_test", [1, 37, 48])
+@pytest.mark.parametrize("num_test", [pytest.param(1, marks=pytest.mark.slow), 37])
 def test_evaluation_covers_every_example_once_on_every_mesh(num_test):
     experiment = TINY.replaced({"data.num_test": num_test, "evaluation.batch_size": 16})
     found = []
@@ -287,6 +288,7 @@ def test_a_profile_on_request(tmp_path):
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
 
 
+@pytest.mark.slow
 def test_a_profile_that_is_due_inside_a_merge_beside_steps(tmp_path):
     """Steps 5 and 6 are one program, so the profile begins after them."""
     changes = {
@@ -298,6 +300,7 @@ def test_a_profile_that_is_due_inside_a_merge_beside_steps(tmp_path):
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
 
 
+@pytest.mark.slow
 def test_the_command_line_ends_with_3_when_training_diverges(tmp_path, capsys):
     bad = TINY.replaced({"optimizer": SGD(learning_rate=1e30), "mesh": MeshConfig(fsdp=8), "guard.rollback_after": 3})
     path = write_config(tmp_path, bad)
@@ -312,6 +315,5 @@ def test_the_public_face():
     with pytest.raises(AttributeError, match="nothing_like_it"):
         jaxdl.nothing_like_it  # noqa: B018
     assert set(jaxdl.__all__) <= set(dir(jaxdl))
-    data = SyntheticImages(num_train=32, num_test=8, height=8, width=8, channels=1, num_classes=3)
-    run = jaxdl.train(TINY.replaced({"data": data, "steps": 2}), quiet=True, devices=FOUR)
+    run = jaxdl.train(TINY.replaced({"steps": 2}), quiet=True, devices=FOUR)
     assert run.workdir is None

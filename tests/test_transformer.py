@@ -185,6 +185,7 @@ def test_transformer_errors():
         Transformer(num_heads=4, num_kv_heads=3)
 
 
+@pytest.mark.slow
 def test_gradients_do_not_depend_on_the_mesh():
     """Inside a shard_map that is manual over `replica` alone, where XLA once aborted on the embedding lookup."""
     network = small_network(num_layers=2)

@@ -9,7 +9,7 @@ from runs import assert_bit_equal, saved_state, tiny_experiment
 from test_parity import IMAGES, OPTIMIZERS, losses_and_params
 
 import jaxdl
-from jaxdl.exchange import PowerSGD, Quantized, TopK
+from jaxdl.exchange import Quantized, TopK
 from jaxdl.models import ResNet
 from jaxdl.optim import LAMB, LARS
 from jaxdl.parallel.mesh import MeshConfig
@@ -29,7 +29,8 @@ MESHES = {
 def test_split_update_has_the_losses_of_one_device():
     experiment = IMAGES.replaced({"optimizer": OPTIMIZERS["lars"], "step.ema_decay": 0.9})
     reference, params = losses_and_params(experiment.replaced({"mesh": MeshConfig(replica=1, fsdp=1)}))
-    for name, mesh in MESHES.items():
+    for name in ("fsdp 8", "replica 2 x fsdp 2 x tensor 2"):
+        mesh = MESHES[name]
         losses, others = losses_and_params(experiment.replaced({"mesh": mesh, "sharding": SPLIT}))
         np.testing.assert_allclose(losses, reference, rtol=1e-5, err_msg=name)
         for ours, theirs in zip(jax.tree.leaves(others), jax.tree.leaves(params), strict=True):
@@ -40,7 +41,6 @@ def test_split_update_has_the_losses_of_one_device():
     "exchange",
     [
         pytest.param(TopK(density=0.1, min_elements=64), id="topk"),
-        pytest.param(PowerSGD(rank=2), id="powersgd", marks=pytest.mark.slow),
         pytest.param(Quantized(delay_steps=1), id="quantized, delayed", marks=pytest.mark.slow),
     ],
 )
@@ -83,7 +83,6 @@ def test_a_device_keeps_its_part_of_the_optimizer_state_and_all_parameters(confi
     ("name", "sharding", "depth"),
     [
         ("fsdp 8", ShardingConfig(), 8),
-        pytest.param("replica 2 x fsdp 4", SPLIT, 20, marks=pytest.mark.slow),
         ("replica 2 x fsdp 2 x tensor 2", SPLIT, 8),
     ],
 )

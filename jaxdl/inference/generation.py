@@ -21,6 +21,7 @@ from jaxdl.core.config import ConfigError
 from jaxdl.data import TextSpec
 from jaxdl.data.spec import with_targets
 from jaxdl.inference.decoding.loop import Rows, draw_next, row_keys, write_on
+from jaxdl.inference.decoding.padding import SHORTEST, power_of_two
 from jaxdl.inference.decoding.sampling import sample
 from jaxdl.models.logits import of_tokens
 from jaxdl.parallel.mesh import batch_ways
@@ -90,11 +91,11 @@ class Decoder:
         self._state = (inference.rounded_params, inference.model_state)
         shown = replicated(parts.layout)
         options = ("top_k", "top_p")
-        self._read = jax.jit(self._reading, static_argnames=("slots", *options), out_shardings=(None, shown))
+        self._read = jax.jit(self._read_prompts, static_argnames=("slots", *options), out_shardings=(None, shown))
         each: Any = [shown for _ in Rows._fields[1:]]
         of_rows = Rows(None, *each)
         self._write = jax.jit(
-            self._writing, static_argnames=options, donate_argnames="cache", out_shardings=(None, of_rows, shown)
+            self._write_tokens, static_argnames=options, donate_argnames="cache", out_shardings=(None, of_rows, shown)
         )
         self._programs: set[Any] = set()
         self.num_written, self.num_steady, self.steady_sec = 0, 0, 0.0
@@ -126,7 +127,7 @@ class Decoder:
         self._programs.add(str(program))
         return rows, tokens
 
-    def _reading(
+    def _read_prompts(
         self, params: Any, model_state: Any, tokens: Any, lengths: Any, keys: Any, count: Any, temperature: Any, *,
         slots: int, top_k: int | None, top_p: float | None,
     ) -> tuple[Any, jax.Array]:  # fmt: skip
@@ -134,7 +135,7 @@ class Decoder:
             logits, cache = self._run(params, model_state, tokens, lengths, slots, method="prefill")
         else:
             cache = jnp.pad(tokens, ((0, 0), (0, slots - tokens.shape[1])))[None]
-            logits = self._whole(params, model_state, cache[0], lengths - 1)
+            logits = self._logits_of_texts(params, model_state, cache[0], lengths - 1)
         drawn = draw_next(
             lambda logits, keys: sample(logits, keys, temperature, top_k=top_k, top_p=top_p),
             logits[:, -1, : self.vocab_size],
@@ -143,7 +144,7 @@ class Decoder:
         )
         return cache, drawn
 
-    def _writing(
+    def _write_tokens(
         self, params: Any, model_state: Any, cache: Any, rows: Rows, num_tokens: Any, stop: Any, temperature: Any, *,
         top_k: int | None, top_p: float | None,
     ) -> tuple[Any, Rows, jax.Array]:  # fmt: skip
@@ -152,7 +153,7 @@ class Decoder:
                 logits, cache = self._run(params, model_state, tokens, cache, position, method="decode")
             else:
                 cache = cache.at[0, jnp.arange(tokens.shape[0]), position % cache.shape[2]].set(tokens)
-                logits = self._whole(params, model_state, cache[0], position % cache.shape[2])
+                logits = self._logits_of_texts(params, model_state, cache[0], position % cache.shape[2])
             return logits[:, -1, : self.vocab_size], cache
 
         def draw(logits: jax.Array, keys: jax.Array) -> jax.Array:
@@ -164,7 +165,7 @@ class Decoder:
     def _run(self, params: Any, model_state: Any, *inputs: Any, method: str) -> Any:
         return run_network(self.parts, self.parts.layout, params, model_state, *inputs, train=False, method=method)[0]
 
-    def _whole(self, params: Any, model_state: Any, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    def _logits_of_texts(self, params: Any, model_state: Any, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """The logits after the tokens at these positions, [rows, 1, vocab], from the whole texts."""
         batch = {"tokens": with_targets(tokens, jnp)}
         outputs = apply_network(
@@ -196,13 +197,13 @@ class Writing:
         self._num, self._done = len(prompts), np.arange(num_rows) >= len(prompts)
         # Arrays of the host, which every process of a mesh may give to a program.
         self._keys = np.asarray(row_keys(jax.random.key(how.seed), jnp.arange(first, first + num_rows)))
-        needed = _power_of_two(max(map(len, self._texts)) + how.num_tokens)
+        needed = power_of_two(max(map(len, self._texts)) + how.num_tokens, SHORTEST)
         self._slots = needed if limit is None else min(limit, needed) if decoder.cached else limit
         self._rows: Rows | None = None
 
     @property
     def done(self) -> np.ndarray:
-        """See the class."""
+        """Which of the texts have ended, bool [prompts]."""
         return self._done[: self._num]
 
     def end(self, row: int) -> None:
@@ -225,9 +226,9 @@ class Writing:
             num = min(most, MOST, left, room)
             rows = self._rows._replace(done=self._done.copy())
             self._rows, written = self._decoder.write(rows, num, self._how)
-        return self._taken(written)
+        return self._append(written)
 
-    def _taken(self, written: np.ndarray) -> list[list[int]]:
+    def _append(self, written: np.ndarray) -> list[list[int]]:
         """The new tokens, [rows, any], added to the texts."""
         news: list[list[int]] = []
         for row, tokens in enumerate(written.tolist()):
@@ -245,7 +246,7 @@ class Writing:
         if limit and self._rows is not None:
             self._texts = [text[-max(1, limit // 2) :] if len(text) > limit else text for text in self._texts]
         lengths = np.asarray(list(map(len, self._texts)), np.int32)
-        padded = _power_of_two(int(lengths.max()))
+        padded = power_of_two(int(lengths.max()), SHORTEST)
         tokens = np.zeros((len(lengths), min(limit, padded) if limit else padded), np.int32)
         for row, text in enumerate(self._texts):
             tokens[row, : len(text)] = text
@@ -257,8 +258,3 @@ class Writing:
         made: Any = (drawn, lengths, counts, self._done.copy(), self._keys)
         self._rows = Rows(cache, *made)
         return drawn
-
-
-def _power_of_two(number: int) -> int:
-    """The smallest power of two that is not below the number, at least 16: few programs serve all lengths."""
-    return max(16, 1 << (number - 1).bit_length())

@@ -79,7 +79,7 @@ class Predictor(Inference):
         """
         size = batch_size or self.experiment.evaluation.batch_size or self.experiment.batch_size
         with self.held_out(self.experiment.data if data is None else data) as source:
-            return self.evaluate_source(self._as_in_the_run(source), size)
+            return self.evaluate_source(self._at_run_size(source), size)
 
     @contextlib.contextmanager
     def held_out(self, data: Any) -> Iterator[Source]:
@@ -89,10 +89,10 @@ class Predictor(Inference):
         """
         if isinstance(data, Data):
             check_data(self.workdir, data)
-        with held_out(data, self.parts.data_spec, self._recorded(data)) as source:
+        with held_out(data, self.parts.data_spec, self._recorded_examples(data)) as source:
             yield source.begun_by(self._mark) if isinstance(data, Data) and self._mark is not None else source
 
-    def _recorded(self, data: Any) -> Any:
+    def _recorded_examples(self, data: Any) -> Any:
         """The content of the run's examples, if these are its data: earlier versions may have read them otherwise."""
         if isinstance(data, Data) and data == self.experiment.data:
             with contextlib.suppress(OSError, ValueError):  # Of a workdir without the file, or with a damaged one.
@@ -107,7 +107,7 @@ class Predictor(Inference):
         except ConfigError:  # The files of the tokenizer are not here, and evaluation does without.
             return None
 
-    def _as_in_the_run(self, source: Source) -> Source:
+    def _at_run_size(self, source: Source) -> Source:
         """The source with images of the size that the run's phase evaluated at this step."""
         if not self.experiment.phases:
             return source
@@ -140,7 +140,7 @@ class Predictor(Inference):
         not read text, and for options that are out of range.
         """
         how = Sampling(num_tokens, temperature, top_k, top_p, seed, tuple(stop_tokens))
-        return self._pieces(prompt, self._ending(how, stop, stop_at_end), stop)
+        return self._pieces(prompt, self._sampling(how, stop, stop_at_end), stop)
 
     def translate(
         self,
@@ -202,7 +202,7 @@ class Predictor(Inference):
         if batch_size < 1:
             raise ConfigError(f"--batch-size {batch_size}: give a whole number, 1 or more.")
         how = Sampling(num_tokens, temperature, top_k, top_p, seed, tuple(stop_tokens))
-        return self._completions(list(prompts), self._ending(how, stop, stop_at_end), stop, batch_size)
+        return self._completions(list(prompts), self._sampling(how, stop, stop_at_end), stop, batch_size)
 
     @functools.cached_property
     def decoder(self) -> Decoder:
@@ -215,7 +215,7 @@ class Predictor(Inference):
         """Between text and tokens, texts beginning as in the training. Raises ConfigError for a replaced tokenizer."""
         return codec_of_run(self.workdir, self.experiment.data)
 
-    def _ending(self, how: Sampling, stop: Sequence[str], stop_at_end: bool) -> Sampling:
+    def _sampling(self, how: Sampling, stop: Sequence[str], stop_at_end: bool) -> Sampling:
         self.check_text("generate")
         if isinstance(stop, str) or not all(stop):
             raise ConfigError(f"--stop {stop!r}: give texts that are not empty.")
@@ -261,9 +261,9 @@ class Predictor(Inference):
     ) -> Iterator[Completion]:
         for first in range(0, len(prompts), batch_size):
             batch = prompts[first : first + batch_size]
-            tokens = [self._prompt(one) for one in batch]
+            tokens = [self._prompt(text) for text in batch]
             writing = Writing(self.decoder, tokens, how, first=first, rows=min(batch_size, len(prompts)))
-            texts = [Continued(TextStream(self.codec.decode, one, stop)) for one in tokens]
+            texts = [Continued(TextStream(self.codec.decode, prompt_tokens, stop)) for prompt_tokens in tokens]
             while not writing.done.all():
                 for row, (text, news) in enumerate(zip(texts, writing.more(), strict=True)):
                     if text.add(news, how.stop_tokens):
@@ -298,8 +298,8 @@ def restore(
     spec = reading_spec(folder)
     with contextlib.suppress(ConfigError):  # JAX may run on other devices already, and those will do.
         start_devices(mesh or experiment.mesh)
-    found = make_mesh(mesh) if mesh is not None else make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
-    parts = _parts(experiment, spec, found, folder)
+    device_mesh = make_mesh(mesh) if mesh is not None else make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+    parts = _parts(experiment, spec, device_mesh, folder)
     checkpoints = Checkpoints(
         folder,
         experiment.checkpoint,
@@ -322,7 +322,7 @@ def restore(
     return Predictor(experiment, parts, state.eval_params, state.eval_state, restored.step, folder)
 
 
-def trained_on(workdir: Path) -> DataSpec:
+def data_spec_of(workdir: Path) -> DataSpec:
     """What the examples of the run in a workdir are like; no device is started to read it. Raises OSError."""
     return spec_from_json((workdir / DATA_FILE).read_text(encoding="utf-8"))
 

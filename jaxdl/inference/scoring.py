@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdl.data import Codec, TextSpec
+from jaxdl.inference.decoding.padding import SHORTEST, power_of_two
 from jaxdl.models.logits import log_likelihoods
 from jaxdl.parallel.mesh import batch_ways
 from jaxdl.training.run.inference import Inference
@@ -25,7 +26,7 @@ _MOST_ROWS, _MOST_TOKENS = 64, 2**14
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredText:
     """Tokens of which those from `start` on, at least 1, are scored."""
 
     tokens: Sequence[int]
@@ -44,38 +45,39 @@ class Scorer:
         self._score = jax.jit(self._sums, out_shardings=replicated(inference.parts.layout))
 
     def log_likelihoods(
-        self, texts: Sequence[Scored], *, advance: Callable[[int], None] = lambda _: None
+        self, texts: Sequence[ScoredText], *, advance: Callable[[int], None] = lambda _: None
     ) -> np.ndarray:
         """The sum of the natural log-probabilities of each text's scored tokens, float64 [texts].
 
         Of a text that is longer than the context (and one more) the end is read. Texts of similar lengths are scored
         side by side, in rows of few lengths; `advance` is called with the number of texts that were.
         """
-        texts = [self._end_of(one) for one in texts]
+        texts = [self._end_of(text) for text in texts]
         order = sorted(range(len(texts)), key=lambda index: len(texts[index].tokens))
-        found, ways = np.zeros(len(texts)), batch_ways(self._parts.layout.mesh)
+        sums_of_texts, ways = np.zeros(len(texts)), batch_ways(self._parts.layout.mesh)
         while order:
-            length = self._padded(len(texts[order[-1]].tokens) - 1)  # The longest first: memory does not grow later.
+            # The longest first: memory does not grow later.
+            length = self._padded_length(len(texts[order[-1]].tokens) - 1)
             rows = max(1, min(_MOST_ROWS, ways * _MOST_TOKENS // length))
             rows = -(-rows // ways) * ways
             batch, order = order[-rows:], order[:-rows]
             tokens, scored = np.zeros((rows, length + 1), np.int32), np.zeros((rows, length), bool)
             for row, index in enumerate(batch):
-                one = texts[index]
-                tokens[row, : len(one.tokens)] = one.tokens
-                scored[row, one.start - 1 : len(one.tokens) - 1] = True
+                text = texts[index]
+                tokens[row, : len(text.tokens)] = text.tokens
+                scored[row, text.start - 1 : len(text.tokens) - 1] = True
             sums = self._score(self._inference.params, self._inference.model_state, tokens, scored)
-            found[batch] = np.asarray(sums, np.float64)[: len(batch)]
+            sums_of_texts[batch] = np.asarray(sums, np.float64)[: len(batch)]
             advance(len(batch))
-        return found
+        return sums_of_texts
 
-    def _end_of(self, text: Scored) -> Scored:
+    def _end_of(self, text: ScoredText) -> ScoredText:
         cut = max(0, len(text.tokens) - self.context - 1)
-        return Scored(text.tokens[cut:], max(1, text.start - cut))
+        return ScoredText(text.tokens[cut:], max(1, text.start - cut))
 
-    def _padded(self, length: int) -> int:
-        """A power of two, so that there are few programs; at most the context."""
-        return min(self.context, max(16, 1 << (max(length, 1) - 1).bit_length()))
+    def _padded_length(self, length: int) -> int:
+        """A power of two, at most the context."""
+        return min(self.context, power_of_two(max(length, 1), SHORTEST))
 
     def _sums(self, params: Any, model_state: Any, tokens: jax.Array, scored: jax.Array) -> jax.Array:
         batch = {"tokens": tokens}
@@ -107,15 +109,15 @@ def score_documents(
     Where it is longer than the context, a window slides over it by `stride` tokens, and each token is scored with at
     least context - stride before it.
     """
-    texts: list[Scored] = []
+    texts: list[ScoredText] = []
     before = codec.beginning[-scorer.context :]
     for tokens in codec.encode_many(list(documents)):
         tokens = [*before, *tokens]
         for begin, first, end in windows(len(tokens), scorer.context, stride, len(before)):
-            texts.append(Scored(tokens[begin:end], first - begin))
+            texts.append(ScoredText(tokens[begin:end], first - begin))
     nats = -float(np.sum(scorer.log_likelihoods(texts, advance=advance)))
-    num_tokens = sum(len(one.tokens) - one.start for one in texts)
-    num_bytes = sum(len(one.encode()) for one in documents)
+    num_tokens = sum(len(text.tokens) - text.start for text in texts)
+    num_bytes = sum(len(document.encode()) for document in documents)
     loss = nats / num_tokens
     return {
         "loss": loss,
@@ -136,7 +138,7 @@ class Question:
     label: int
 
 
-def choice_tokens(codec: Codec, context: str, continuation: str) -> Scored:
+def choice_tokens(codec: Codec, context: str, continuation: str) -> ScoredText:
     """The tokens of a context and what follows; the latter are scored.
 
     As lm-evaluation-harness has it: spaces at the end of the context belong to the continuation, both are encoded as
@@ -146,7 +148,7 @@ def choice_tokens(codec: Codec, context: str, continuation: str) -> Scored:
     before = list(codec.opening) if context.rstrip() else codec.beginning
     whole = [*before, *codec.encode(context + continuation)]
     start = len(before) + len(codec.encode(context.rstrip()))
-    return Scored(whole, max(1, min(start, len(whole) - 1)))
+    return ScoredText(whole, max(1, min(start, len(whole) - 1)))
 
 
 def score_choices(
@@ -162,16 +164,19 @@ def score_choices(
     ("acc"), or the largest sum divided by the choice's characters ("acc_norm", as lm-evaluation-harness computes it) or
     its bytes of UTF-8 ("acc_bytes"); of equal ones the first. The means over the questions, from 0 to 1.
     """
-    texts = [choice_tokens(codec, one.context, delimiter + choice) for one in questions for choice in one.choices]
+    texts = [
+        choice_tokens(codec, question.context, delimiter + choice)
+        for question in questions
+        for choice in question.choices
+    ]
     scores = iter(scorer.log_likelihoods(texts, advance=advance).tolist())
-    found = [[next(scores) for _ in one.choices] for one in questions]
+    log_likelihoods = [[next(scores) for _ in question.choices] for question in questions]
 
     def accuracy(size: Callable[[str], int]) -> float:
-        right = [
-            int(np.argmax([score / max(1, size(choice)) for score, choice in zip(scores, one.choices, strict=True)]))
-            == one.label
-            for one, scores in zip(questions, found, strict=True)
-        ]
+        right = []
+        for question, scores in zip(questions, log_likelihoods, strict=True):
+            sizes = [max(1, size(choice)) for choice in question.choices]
+            right.append(int(np.argmax(np.divide(scores, sizes))) == question.label)
         return float(np.mean(right))
 
     sizes: dict[str, Callable[[str], int]] = {
@@ -179,4 +184,4 @@ def score_choices(
         "acc_norm": len,
         "acc_bytes": lambda choice: len(choice.encode()),
     }
-    return {name: accuracy(size) for name, size in sizes.items()} | {"questions": len(questions)}, found
+    return {name: accuracy(size) for name, size in sizes.items()} | {"questions": len(questions)}, log_likelihoods

@@ -25,10 +25,10 @@ from jaxdl.parallel.cluster import start_devices
 from jaxdl.parallel.mesh import AXES, FILLING_AXIS, MeshConfig, make_mesh
 from jaxdl.training.experiment import read_experiment
 
-CommandT = TypeVar("CommandT", bound="OfRun")
+CommandT = TypeVar("CommandT", bound="RunCommand")
 
 
-class Where(Config):
+class RunOptions(Config):
     """What a command takes over from the run unless options change it."""
 
     mesh: MeshConfig
@@ -36,12 +36,12 @@ class Where(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfRun:
+class RunCommand:
     """The options that these commands share."""
 
     workdir: Path
     """The folder of the run."""
-    experiment: Annotated[Where, tyro.conf.arg(name="")]
+    experiment: Annotated[RunOptions, tyro.conf.arg(name="")]
     step: Literal["newest", "best"] | int = "newest"
     """The checkpoint: the newest, the one with the best evaluation, or the one of a step."""
     average: int = 1
@@ -57,7 +57,7 @@ def parse_command(kind: type[CommandT], args: Sequence[str], prog: str, about: s
     """
     workdir = find_option(args, "--workdir", "the folder of a run")
     run = None if workdir is None or (about and asks_for_help(args)) else read_experiment(Path(workdir))
-    where: type[Where] = typing.get_type_hints(kind)["experiment"]
+    where: type[RunOptions] = typing.get_type_hints(kind)["experiment"]
     values = {name: MeshConfig() if run is None else getattr(run, name) for name in where.model_fields}
     chosen, left = take_choices(where(**values), args)
     default = kind(workdir=Path(workdir or "FOLDER"), experiment=chosen)
@@ -66,7 +66,7 @@ def parse_command(kind: type[CommandT], args: Sequence[str], prog: str, about: s
         return command
     check_positive(command, "devices")
     mesh = command.experiment.mesh
-    if _given(args, "--mesh.cpu-devices") and mesh.cpu_devices != command.devices:
+    if _is_given(args, "--mesh.cpu-devices") and mesh.cpu_devices != command.devices:
         raise ConfigError(
             f"--devices {command.devices} and --mesh.cpu-devices {mesh.cpu_devices} mean the same: give one of them."
         )
@@ -74,7 +74,7 @@ def parse_command(kind: type[CommandT], args: Sequence[str], prog: str, about: s
     return dataclasses.replace(command, experiment=changed)
 
 
-def check_positive(command: OfRun, *names: str) -> None:
+def check_positive(command: RunCommand, *names: str) -> None:
     """Raises ConfigError when one of these options has a value below 1."""
     for name in names:
         if (value := getattr(command, name)) is not None and value < 1:
@@ -93,7 +93,7 @@ def check_text(option: str, texts: Sequence[str]) -> None:
             raise ConfigError(f"{option} {text!r}: not UTF-8. Give a text in UTF-8.") from None
 
 
-def restored(command: OfRun, args: Sequence[str], *, as_trained: bool = False) -> Predictor:
+def restore_network(command: RunCommand, args: Sequence[str], *, as_trained: bool = False) -> Predictor:
     """The network of the checkpoint, on the mesh that the options ask for; without them on one device.
 
     With `as_trained` it is, without them, on the mesh of the run. Where the devices here are other than those of the
@@ -102,13 +102,13 @@ def restored(command: OfRun, args: Sequence[str], *, as_trained: bool = False) -
     run, mesh = read_experiment(command.workdir), command.experiment.mesh
     with contextlib.suppress(ConfigError):  # The folder may be one of another machine.
         run.compiler.keep_programs()
-    if not as_trained and not _given(args, "--mesh.", "--devices"):
+    if not as_trained and not _is_given(args, "--mesh.", "--devices"):
         return restore(command.workdir, step=command.step, average=command.average)
     start_devices(mesh, run.cluster, experiment=without_source(run.model_dump(mode="json")))
     try:
         make_mesh(mesh)
     except ConfigError as error:
-        if _given(args, *(f"--mesh.{axis}" for axis in AXES)):
+        if _is_given(args, *(f"--mesh.{axis}" for axis in AXES)):
             raise
         mesh = MeshConfig(cpu_devices=mesh.cpu_devices)
         if jax.process_index() == 0:
@@ -119,7 +119,7 @@ def restored(command: OfRun, args: Sequence[str], *, as_trained: bool = False) -
 
 
 @contextlib.contextmanager
-def opened(path: Path, option: str) -> Iterator[TextIO]:
+def open_output(path: Path, option: str) -> Iterator[TextIO]:
     """Context: the file that `option` names, to be written in UTF-8. Raises ConfigError when it cannot be written."""
     try:
         with path.open("w", encoding="utf-8") as file:
@@ -141,6 +141,6 @@ def progress(what: str, total: int | None = None, *, shown: bool = True) -> Iter
         yield lambda count: bar.advance(task, count)
 
 
-def _given(args: Sequence[str], *options: str) -> bool:
+def _is_given(args: Sequence[str], *options: str) -> bool:
     """Whether an option that begins with one of these was typed."""
     return any(word.replace("_", "-").startswith(options) for word in args)

@@ -13,13 +13,12 @@ from jaxdl.core.config import ConfigError
 from jaxdl.data import Codec, DataSpec, PairSpec
 from jaxdl.data.codec import import_text
 from jaxdl.inference.decoding.beam import beam_search, per_beam
+from jaxdl.inference.decoding.padding import SHORTEST, power_of_two
 from jaxdl.parallel.mesh import batch_sharding, batch_ways
 from jaxdl.training.run.inference import Inference
 from jaxdl.training.state import replicated
 from jaxdl.training.step import run_network
 
-_SHORTEST = 16
-"""Tokens of a batch of the shortest sources; the others are this times a power of 2."""
 _LONG = 128
 """Tokens of the longest sources of which a whole batch is translated at once."""
 _MORE_TOKENS = 50
@@ -51,29 +50,29 @@ class Translator:
         self._network, self._codec, self._spec, self._beams = network, codec, spec, beams
         self._length_penalty, self._batch_size = length_penalty, batch_size
         shown = replicated(parts.layout)  # Every process has the whole result.
-        self._search = jax.jit(self._searched, static_argnames="length", out_shardings=shown)
+        self._search = jax.jit(self._search_beams, static_argnames="length", out_shardings=shown)
 
     def translate(self, texts: Sequence[str], done: Callable[[int], None] = lambda _: None) -> list[str]:
         """The translation of each text; an empty text has an empty one. `done(n)` is called after n texts more."""
-        found = [""] * len(texts)
+        translations = [""] * len(texts)
         sources = [[*tokens, self._spec.end] for tokens in self._codec.encode_many(list(texts))]
         order = [number for number in range(len(texts)) if texts[number].strip()]
         done(len(texts) - len(order))
         order.sort(key=lambda number: len(sources[number]))
         place = 0
         while place < len(order):
-            length = _power_of_two(len(sources[order[place]]), _SHORTEST)
+            length = power_of_two(len(sources[order[place]]), SHORTEST)
             rows = self._rows(length, len(order))
             chosen = [n for n in order[place : place + rows] if len(sources[n]) <= length]
             for number, tokens in zip(chosen, self._best([sources[n] for n in chosen], rows, length), strict=True):
-                found[number] = self._codec.decode(tokens)
+                translations[number] = self._codec.decode(tokens)
             place += len(chosen)
             done(len(chosen))
-        return found
+        return translations
 
     def _rows(self, length: int, num_texts: int) -> int:
         """Rows of a batch of sources of `length` tokens: so many that memory does not grow with the length."""
-        rows = min(self._batch_size, max(1, self._batch_size * _LONG // length), _power_of_two(num_texts))
+        rows = min(self._batch_size, max(1, self._batch_size * _LONG // length), power_of_two(num_texts))
         ways = batch_ways(self._network.parts.layout.mesh)
         return -(-rows // ways) * ways
 
@@ -88,7 +87,9 @@ class Translator:
         cut = [row.tolist() for row in np.asarray(made)[: len(sources)]]
         return [row[: row.index(self._spec.end)] if self._spec.end in row else row for row in cut]
 
-    def _searched(self, params: Any, model_state: Any, source: jax.Array, lengths: jax.Array, length: int) -> jax.Array:
+    def _search_beams(
+        self, params: Any, model_state: Any, source: jax.Array, lengths: jax.Array, length: int
+    ) -> jax.Array:
         """The best hypotheses of sources int32 [rows, source length], int32 [rows, length]; a function to trace."""
         parts, beams = self._network.parts, self._beams
 
@@ -133,13 +134,8 @@ def quality(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, t
     if len(hypotheses) != len(references):
         raise ConfigError(f"{len(hypotheses):,} translations and {len(references):,} references: give one for each.")
     sacrebleu = import_text("sacrebleu", "BLEU and chrF")
-    found = {}
+    measures = {}
     for measure in (sacrebleu.BLEU(), sacrebleu.CHRF()):
         score = measure.corpus_score(list(hypotheses), [list(references)])
-        found[score.name] = (score.score, str(measure.get_signature()))
-    return found
-
-
-def _power_of_two(number: int, least: int = 1) -> int:
-    """The smallest power of two that is not below the number: few programs serve all."""
-    return max(least, 1 << (number - 1).bit_length())
+        measures[score.name] = (score.score, str(measure.get_signature()))
+    return measures

@@ -3,6 +3,8 @@
 Each name is loaded when it is first used: `jaxdl.report.status` works with the standard library alone.
 """
 
+
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from jaxdl.core.files import replace_file
     from jaxdl.report.events import Event, EventKind, event_of
     from jaxdl.report.explanation import explain, print_explanation
-    from jaxdl.report.fetching import JOINED, OWN, joined, metric_here, metrics_of, reasons
+    from jaxdl.report.fetching import JOINED, OWN, joint_totals, metric_here, metrics_of, reasons
     from jaxdl.report.history import History, ReportConfig, last_evaluated_step, last_step
     from jaxdl.report.lines import format_row
     from jaxdl.report.notebook import in_ipython
@@ -46,7 +48,7 @@ __all__ = [
     "explain",
     "format_row",
     "in_ipython",
-    "joined",
+    "joint_totals",
     "last_evaluated_step",
     "last_step",
     "make_summary",

@@ -9,11 +9,11 @@ import numpy as np
 
 from jaxdl.data import Source
 from jaxdl.data.phases import Timeline
-from jaxdl.report.fetching import OWN, joined, reasons
+from jaxdl.report.fetching import OWN, joint_totals, reasons
 from jaxdl.report.skips import REASON, Skip
 
 
-class Seen:
+class Consumption:
     """Counts what steps have trained on, in a unit of which an example has several, such as tokens.
 
     Args:
@@ -39,16 +39,16 @@ class Seen:
         `rows` are those of the history so far, from which counting goes on; what an earlier version did not count is
         estimated.
         """
-        found = self._source.seen(self._timeline.position(last_step), self._seed)
+        counts = self._source.seen(self._timeline.position(last_step), self._seed)
         if self._per_example == 1:
-            return found
+            return counts
         estimate = self._timeline.position(last_step - len(steps)) * self._per_example
         before = self.total(rows).get(self.name, int(estimate))
-        here = [one["sums/weight"] for one in steps if "sums/weight" in one]
+        here = [step["sums/weight"] for step in steps if "sums/weight" in step]
         if not here:  # Other processes have replicas of their own: what all have seen is known when they merge.
-            return found | {self.name: before + int(joined(steps).get("seen", 0))}
+            return counts | {self.name: before + int(joint_totals(steps).get("seen", 0))}
         counted = int(np.sum(here, dtype=np.float64))
-        return found | {f"{self._unit}_per_sec": counted / seconds, self.name: before + counted}
+        return counts | {f"{self._unit}_per_sec": counted / seconds, self.name: before + counted}
 
     @staticmethod
     def empty_steps(steps: Sequence[Mapping[str, np.ndarray]], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -56,9 +56,9 @@ class Seen:
 
         The steps of all replicas together that have parameters of their own and are seen here.
         """
-        name = f"train/{OWN if any(OWN + REASON in one for one in steps) else ''}empty_steps"
+        name = f"train/{OWN if any(OWN + REASON in step for step in steps) else ''}empty_steps"
         before = next((row[name] for row in reversed(rows) if name in row), 0)
-        number = before + sum(int(np.sum(reasons(one) & Skip.EMPTY != 0)) for one in steps)
+        number = before + sum(int(np.sum(reasons(step) & Skip.EMPTY != 0)) for step in steps)
         return {name: number} if number else {}
 
     @property

@@ -40,13 +40,13 @@ def losses(rows: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
 
     Reports without a loss, null or NaN, are left out: no step counted, and the run's own guard knows bad ones.
     """
-    found = []
+    reports = []
     for row in rows:
         if LOSS in row:
             value = row[LOSS]
             if isinstance(value, int | float) and not math.isnan(value):
-                found.append((row["step"], float(value) if math.isfinite(value) else math.inf))
-    return found
+                reports.append((row["step"], float(value) if math.isfinite(value) else math.inf))
+    return reports
 
 
 def first_loss(reports: Sequence[tuple[int, float]]) -> float:
@@ -61,16 +61,16 @@ def divergence(reports: Sequence[tuple[int, float]], others: float = math.inf) -
     counts from the least that it has had for some reports, unless some are negative, such as those of log-likelihoods:
     then nothing but the sizes of the first ones says what is much.
     """
-    found = []
+    departures = []
     for place in _places([loss for _, loss in reports], others):
         away = 0
         while away < len(reports) and reports[-1 - away][1] > place.bound:
             away += 1
         if away and away >= place.reports:
-            found.append((away, place.before))
-    if not found:
+            departures.append((away, place.before))
+    if not departures:
         return None
-    away, before = max(found)
+    away, before = max(departures)
     step, last = reports[-away][0], reports[-1][1]
     return Divergence(step, f"the training loss is {last:.3g} at step {reports[-1][0]}, and {before}")
 

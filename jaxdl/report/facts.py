@@ -34,8 +34,8 @@ def describe_config(config: Config, *always: str) -> str:
             parts.append(words)
         else:
             values = value if isinstance(value, tuple | list | dict) else (value,)
-            values = [f"{key}={_plain(one)}" for key, one in value.items()] if isinstance(value, dict) else values
-            parts.append(f"{words} {' '.join(_plain(one) for one in values)}")
+            values = [f"{key}={_plain(item)}" for key, item in value.items()] if isinstance(value, dict) else values
+            parts.append(f"{words} {' '.join(_plain(item) for item in values)}")
     return ", ".join(parts)
 
 

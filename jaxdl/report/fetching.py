@@ -22,7 +22,7 @@ Fetched = Mapping[str, np.ndarray]
 """The metrics of a step."""
 
 
-class Described(Protocol):
+class TaskMetrics(Protocol):
     """What is read of a `jaxdl.training.tasks.Task`."""
 
     def metrics(self, sums: Mapping[str, float], spec: Any) -> dict[str, float]:
@@ -35,8 +35,8 @@ def fetch(steps: Sequence[Mapping[str, jax.Array]]) -> list[Fetched]:
 
     Waits for them. Which gradients were not finite is fetched of steps that were skipped for that alone.
     """
-    found = [dict(_rows(name, x) for name, x in one.items() if name != NONFINITE) for one in steps]
-    return [one | _nonfinite(step, one) for step, one in zip(steps, jax.device_get(found), strict=True)]
+    rows = [dict(_rows(name, x) for name, x in step.items() if name != NONFINITE) for step in steps]
+    return [fetched | _nonfinite(step, fetched) for step, fetched in zip(steps, jax.device_get(rows), strict=True)]
 
 
 def _nonfinite(step: Mapping[str, jax.Array], fetched: Fetched) -> Fetched:
@@ -48,8 +48,8 @@ def _nonfinite(step: Mapping[str, jax.Array], fetched: Fetched) -> Fetched:
 def reasons(metrics: Fetched) -> np.ndarray:
     """Why a step was skipped, the bits of `jaxdl.report.skips.Skip`: int32, `[replica]` of the replicas that are seen
     here."""
-    found = metrics.get(REASON, metrics.get(OWN + REASON, 0))
-    return np.atleast_1d(np.asarray(found)).astype(np.int32)
+    bits = metrics.get(REASON, metrics.get(OWN + REASON, 0))
+    return np.atleast_1d(np.asarray(bits)).astype(np.int32)
 
 
 def _rows(name: str, x: jax.Array) -> tuple[str, Any]:
@@ -60,29 +60,29 @@ def _rows(name: str, x: jax.Array) -> tuple[str, Any]:
     return (name if len(rows) == len(x) else OWN + name), rows
 
 
-def described(steps: Sequence[Fetched], task: Described, spec: Any) -> dict[str, float]:
+def step_metrics(steps: Sequence[Fetched], task: TaskMetrics, spec: Any) -> dict[str, float]:
     """The metrics of some steps as reports name them: those of the task over all of them, others of the last one.
 
     A bad step has no part in the means, unless there is nothing else. If other processes have replicas too, those of
     the task are of all replicas up to the last merge, where one was among the steps; `own/...` those of this process's
     replicas.
     """
-    own = [_named(one, OWN) for one in steps]
-    if not any(own):
-        return _of_steps(steps, task, spec) | _agreement(joined(steps))
-    shared = [{name: x for name, x in one.items() if not name.startswith((OWN, JOINED))} for one in steps]
-    found = {OWN + name: value for name, value in _of_steps(own, task, spec).items()}
-    return found | _last(shared) | described_totals(joined(steps), task, spec)
+    own_steps = [_with_prefix(step, OWN) for step in steps]
+    if not any(own_steps):
+        return _mean_metrics(steps, task, spec) | _agreement_metrics(joint_totals(steps))
+    shared = [{name: x for name, x in step.items() if not name.startswith((OWN, JOINED))} for step in steps]
+    own_metrics = {OWN + name: value for name, value in _mean_metrics(own_steps, task, spec).items()}
+    return own_metrics | _last_metrics(shared) | total_metrics(joint_totals(steps), task, spec)
 
 
-def described_totals(totals: Mapping[str, float], task: Described, spec: Any) -> dict[str, float]:
+def total_metrics(totals: Mapping[str, float], task: TaskMetrics, spec: Any) -> dict[str, float]:
     """The metrics of what replicas have joined (`joined`) as reports name them; empty if that is nothing."""
     if not totals.get(f"{SUMS}weight"):
         return {}
-    return task.metrics(_named(totals, SUMS), spec) | _agreement(totals)
+    return task.metrics(_with_prefix(totals, SUMS), spec) | _agreement_metrics(totals)
 
 
-def metrics_of(task: Described, sums: Mapping[str, Any], spec: Any) -> dict[str, float]:
+def metrics_of(task: TaskMetrics, sums: Mapping[str, Any], spec: Any) -> dict[str, float]:
     """The task's metrics of sums; each is NaN if nothing was counted, in which case the task raises ConfigError."""
     if sums["weight"]:
         return task.metrics(sums, spec)
@@ -92,13 +92,13 @@ def metrics_of(task: Described, sums: Mapping[str, Any], spec: Any) -> dict[str,
     return dict.fromkeys(names, math.nan)
 
 
-def joined(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def joint_totals(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The totals over all replicas that merges among the steps have given: `sums/...`, `seen`; empty without one."""
-    found: dict[str, float] = {}
-    for one in steps:
-        for name, value in _named(one, JOINED).items():
-            found[name] = found.get(name, 0.0) + float(value)
-    return found
+    totals: dict[str, float] = {}
+    for step in steps:
+        for name, value in _with_prefix(step, JOINED).items():
+            totals[name] = totals.get(name, 0.0) + float(value)
+    return totals
 
 
 def metric_here(metrics: Fetched, name: str) -> Any:
@@ -106,24 +106,25 @@ def metric_here(metrics: Fetched, name: str) -> Any:
     return metrics[name] if name in metrics else metrics[OWN + name]
 
 
-def _agreement(totals: Mapping[str, float]) -> dict[str, float]:
+def _agreement_metrics(totals: Mapping[str, float]) -> dict[str, float]:
     weight = totals.get(f"{SUMS}weight")
     return {"agreement/loss": totals[f"{SUMS}loss"] / weight} if weight else {}
 
 
-def _of_steps(steps: Sequence[Fetched], task: Described, spec: Any) -> dict[str, float]:
-    good = [one for one in map(without_bad, steps) if not np.any(one.get("bad_in_row", 0))] or steps
+def _mean_metrics(steps: Sequence[Fetched], task: TaskMetrics, spec: Any) -> dict[str, float]:
+    good = [step for step in map(without_bad, steps) if not np.any(step.get("bad_in_row", 0))] or steps
     sums = {
-        name: float(sum(np.sum(one[SUMS + name], dtype=np.float64) for one in good)) for name in _named(steps[0], SUMS)
+        name: float(sum(np.sum(step[SUMS + name], dtype=np.float64) for step in good))
+        for name in _with_prefix(steps[0], SUMS)
     }
-    counted = [without_empty(one) for one in steps if not np.all(reasons(one) & Skip.EMPTY)]
-    found = metrics_of(task, sums, spec) | _last(counted or steps)
-    if any(REASON in one for one in steps):
-        found[REASON] = float(np.bitwise_or.reduce(np.concatenate([reasons(one) for one in steps])))
-    return found
+    counted = [without_empty(step) for step in steps if not np.all(reasons(step) & Skip.EMPTY)]
+    metrics = metrics_of(task, sums, spec) | _last_metrics(counted or steps)
+    if any(REASON in step for step in steps):
+        metrics[REASON] = float(np.bitwise_or.reduce(np.concatenate([reasons(step) for step in steps])))
+    return metrics
 
 
-def _last(steps: Sequence[Fetched]) -> dict[str, float]:
+def _last_metrics(steps: Sequence[Fetched]) -> dict[str, float]:
     return {
         name: float(np.mean(value))
         for step in steps
@@ -132,7 +133,7 @@ def _last(steps: Sequence[Fetched]) -> dict[str, float]:
     }
 
 
-def _named(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _with_prefix(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Those whose names begin so, by the rest of them."""
     return {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}
 

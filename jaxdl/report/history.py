@@ -40,16 +40,16 @@ class ReportConfig(Config):
 
     @pydantic.field_validator("trackers", mode="before")
     @classmethod
-    def _made(cls, value: Any) -> Any:
+    def _make_trackers(cls, value: Any) -> Any:
         return value.build(Tracker) if isinstance(value, Several) else value
 
     @pydantic.field_validator("trackers")
     @classmethod
-    def _each_once(cls, trackers: tuple[Tracker, ...]) -> tuple[Tracker, ...]:
-        kinds = [one.kind for one in trackers]
+    def _check_distinct(cls, trackers: tuple[Tracker, ...]) -> tuple[Tracker, ...]:
+        kinds = [tracker.kind for tracker in trackers]
         for kind in kinds:
             if kinds.count(kind) > 1:
-                raise ValueError(f"{kind} is there twice. Give one tracker of each kind.")
+                raise ValueError(f"{kind} is given twice. Give one tracker of each kind.")
         return trackers
 
     @pydantic.model_validator(mode="after")
@@ -89,9 +89,9 @@ class JsonLines(Writer):
                 if self._file.write(line) != len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            self.lost(error)
+            self.note_failure(error)
 
-    def lost(self, error: OSError) -> None:
+    def note_failure(self, error: OSError) -> None:
         """The file cannot be written now; the next row tries again, with all that is missing."""
         if self._file is not None:
             with contextlib.suppress(OSError):
@@ -158,7 +158,7 @@ class History:
                     before_cut()
             lines.reopen(rewrite=path.exists())
         except OSError as error:
-            lines.lost(error)
+            lines.note_failure(error)
         self._writers.append(lines)
         if tensorboard:
             self._writers.append(Scalars(path.parent / TENSORBOARD_FOLDER, resume_step, warn))
@@ -181,7 +181,7 @@ class History:
 
     def num_events(self, kind: EventKind) -> int:
         """How many events of this kind there are."""
-        return sum(found is not None and found.kind == kind for found in map(event_of, self.rows))
+        return sum(event is not None and event.kind == kind for event in map(event_of, self.rows))
 
     def columns(self) -> dict[str, list[Any]]:
         """Name -> one value per row, "step" first, ready for `pandas.DataFrame(history.columns())`.

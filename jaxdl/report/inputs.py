@@ -64,7 +64,7 @@ class InputWatch:
         if self._slow_reports < _WARN_AFTER or self._warned:
             return
         self._warned = True
-        stage = max(seconds, key=lambda one: seconds[one])
+        stage = max(seconds, key=lambda name: seconds[name])
         share = 100 * seconds[stage] / sum(seconds.values())
         self._warn(
             f"training waits for data {100 * wait_share:.0f} % of the time; the slowest stage is {stage!r}, "

@@ -31,10 +31,10 @@ def format_row(row: Mapping[str, Any], total_steps: int, *, unit: str = "example
         parts.append(f"{float(rate):,.0f} {unit}/s")
     if row.get("eta_sec") is not None:
         parts.append(f"eta {format_duration(row['eta_sec'])}")
-    return "\n".join(fitted(parts, width))
+    return "\n".join(wrap_parts(parts, width))
 
 
-def fitted(parts: Iterable[str], width: int | None) -> list[str]:
+def wrap_parts(parts: Iterable[str], width: int | None) -> list[str]:
     """The parts, separated by two spaces, in lines of at most `width` characters (None: one line).
 
     A part is never broken; one longer than `width` gets its own line.

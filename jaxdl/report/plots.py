@@ -149,14 +149,14 @@ def _speed(axes: Axes, columns: Columns, name: str) -> None:
 
 def _events(axes: Axes, columns: Columns, *, named: bool) -> None:
     """Draws a dotted line at the step of each event; if `named`, with the names of the newest, where there is space."""
-    found = [
+    events = [
         (step, text)
         for step, text in zip(columns["step"], columns.get("event", [None] * len(columns["step"])), strict=True)
         if isinstance(text, str)
     ]
     named_steps: list[int] = []
     apart = EVENT_NAME_WIDTH * max(columns["step"])
-    for step, text in reversed(found):
+    for step, text in reversed(events):
         axes.axvline(step, color=EVENT_COLOR, lw=1, ls=(0, (1, 2)), zorder=0.5)
         has_room = all(abs(step - other) > apart for other in named_steps)
         if named and has_room and len(named_steps) < MOST_NAMED_EVENTS:

@@ -18,7 +18,6 @@ from rich.text import Text
 
 from jaxdl.core.errors import as_typed
 from jaxdl.report.lines import (
-    fitted,
     format_duration,
     format_number,
     format_row,
@@ -26,6 +25,7 @@ from jaxdl.report.lines import (
     is_live,
     is_throughput,
     label,
+    wrap_parts,
 )
 
 WINDOW_SEC = 10.0
@@ -211,7 +211,7 @@ class Progress:
         line = self._bar(width)
         if not metrics:
             return line
-        values = fitted((f"{label(name)} {format_number(value)}" for name, value in metrics.items()), width)
+        values = wrap_parts((f"{label(name)} {format_number(value)}" for name, value in metrics.items()), width)
         return Group(line, Text("\n".join(values)))
 
     def _bar(self, width: int) -> RenderableType:

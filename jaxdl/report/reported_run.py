@@ -15,7 +15,7 @@ from jaxdl.data.phases import Timeline
 from jaxdl.report.progress import StepCounter
 
 
-class Scored(Protocol):
+class ReportedTask(Protocol):
     """What is read of a `jaxdl.training.tasks.Task`."""
 
     unit: ClassVar[str]
@@ -50,7 +50,7 @@ class Subject:
 
     timeline: Timeline
     counter: StepCounter
-    task: Scored
+    task: ReportedTask
     source: Source
     seed: int
     config: Config
@@ -63,7 +63,7 @@ class Report(NamedTuple):
     metrics: Sequence[Mapping[str, np.ndarray]]
 
 
-def worth_a_look(name: str, value: Any) -> bool:
+def is_displayed(name: str, value: Any) -> bool:
     """Whether a metric is for the display too. Of an exchange only its compression and its residual are, if it has any.
 
     And of the input the share of the time that the step waited for it, when that is worth a look, and of the images

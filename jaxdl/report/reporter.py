@@ -15,15 +15,15 @@ import jax
 
 from jaxdl.core.errors import as_typed
 from jaxdl.core.files import CURVES_FILE, PROFILE_FOLDER, SUMMARY_FILE
-from jaxdl.report.consumed import Seen
+from jaxdl.report.consumed import Consumption
 from jaxdl.report.events import WARNINGS, Event, EventKind
-from jaxdl.report.fetching import OWN, described, described_totals, fetch, joined
+from jaxdl.report.fetching import OWN, fetch, joint_totals, step_metrics, total_metrics
 from jaxdl.report.history import History, ReportConfig
 from jaxdl.report.inputs import InputWatch
 from jaxdl.report.notebook import LivePlot
 from jaxdl.report.plots import plot_history
 from jaxdl.report.progress import Progress
-from jaxdl.report.reported_run import Report, Subject, worth_a_look
+from jaxdl.report.reported_run import Report, Subject, is_displayed
 from jaxdl.report.start import Start
 from jaxdl.report.stopwatch import Stopwatch
 from jaxdl.report.summary import (
@@ -62,7 +62,7 @@ class Reporter:
         self._config, self._folder, self._watch, self._start, self._subject = config, folder, watch, start, subject
         self._timeline, self._counter, self._task = subject.timeline, subject.counter, subject.task
         self._units = self._task.units_per_example(subject.source.spec)
-        self._seen = Seen(self._task.unit, self._units, subject.source, subject.seed, subject.timeline)
+        self._consumption = Consumption(self._task.unit, self._units, subject.source, subject.seed, subject.timeline)
         self._stack = ExitStack()
         self._window: list[tuple[int, Mapping[str, jax.Array]]] = []
         self._own_alone = False
@@ -97,7 +97,7 @@ class Reporter:
         console = self._start.console
         if console.is_jupyter and not console.quiet and self._config.curves:
             columns = lambda: self.history.columns()  # noqa: E731  A rollback makes another history.
-            self._live_plot = LivePlot(columns, **self._looks, note=self.note)
+            self._live_plot = LivePlot(columns, **self._plot_options, note=self.note)
         if self._counter.step > 0 and self._folder is not None:
             self._earlier = read_summary(self._folder / SUMMARY_FILE)
 
@@ -122,7 +122,7 @@ class Reporter:
             before_cut=self._trackers.before_cut,
         )
 
-    def rolled_back(self, evaluated_step: int) -> None:
+    def roll_back(self, evaluated_step: int) -> None:
         """Drops what was measured after the present step, as at the start of a run that resumes."""
         rows = self.history.rows
         self.history.close()
@@ -154,14 +154,14 @@ class Reporter:
             self._begin_window()
             if self._progress is not None:
                 self._progress.pace(self._examples_per_step)
-        self.doing(word)
+        self.show_status(word)
 
-    def doing(self, word: str) -> None:
+    def show_status(self, word: str) -> None:
         """The same for the display alone: the rate in the history counts on."""
         if self._progress is not None:
             self._progress.status(word)
 
-    def counted(self, poll: Callable[[], None], total: int) -> Callable[[], None]:
+    def count_batches(self, poll: Callable[[], None], total: int) -> Callable[[], None]:
         """`poll`, which is called before each of `total` batches, and shows how many of them are done."""
         done = itertools.count()
 
@@ -203,7 +203,7 @@ class Reporter:
         self._advance()
         return report
 
-    def skipped(self) -> None:
+    def skip_step(self) -> None:
         """The present step was not computed: nothing is measured of it. What was measured before has been flushed."""
         self._begin_window()
         self._advance()
@@ -220,32 +220,35 @@ class Reporter:
         fetched, self._window = fetch([metrics for _, metrics in self._window]), []
         self._own_alone = any(name.startswith(OWN) for name in fetched[-1])
         row = {
-            f"train/{name}": value for name, value in described(fetched, self._task, self._subject.source.spec).items()
+            f"train/{name}": value
+            for name, value in step_metrics(fetched, self._task, self._subject.source.spec).items()
         }
         spent = max(self._training_sec() - self._since_sec, 1e-9)
         waited = self._watch.seconds().get("data", 0.0) - self._since_data_sec
         rate = len(fetched) * self._timeline.segment(first_step - 1).batch_size / spent
         row |= {"examples_per_sec": rate, f"{self._task.unit}_per_sec": rate * self._units}
-        row |= self._seen.report(fetched, last_step, spent, self.history.rows)
-        row |= self._seen.empty_steps(fetched, self.history.rows)
+        row |= self._consumption.report(fetched, last_step, spent, self.history.rows)
+        row |= self._consumption.empty_steps(fetched, self.history.rows)
         row |= self._input.report(min(1.0, waited / spent))
         self._begin_window()
         self._write(last_step, row)
         return Report(first_step, fetched)
 
-    def fetched(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
+    def read_metrics(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
         """The metrics of one step as reports name them. Waits for the step."""
-        return described(fetch([metrics]), self._task, self._subject.source.spec)
+        return step_metrics(fetch([metrics]), self._task, self._subject.source.spec)
 
-    def settled(self, metrics: Mapping[str, jax.Array]) -> None:
+    def report_merge(self, metrics: Mapping[str, jax.Array]) -> None:
         """Reports what replicas have joined for an evaluation or a checkpoint, if this process sees its own alone."""
-        found = fetch([metrics])
-        totals = described_totals(joined(found), self._task, self._subject.source.spec) if self._own_alone else {}
+        fetched = fetch([metrics])
+        totals = total_metrics(joint_totals(fetched), self._task, self._subject.source.spec) if self._own_alone else {}
         if totals:
             row = {f"train/{name}": value for name, value in totals.items()}
-            self._write(self._counter.step, row | self._seen.report(found, self._counter.step, 1.0, self.history.rows))
+            self._write(
+                self._counter.step, row | self._consumption.report(fetched, self._counter.step, 1.0, self.history.rows)
+            )
 
-    def evaluated(self, metrics: Mapping[str, float]) -> None:
+    def report_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Reports an evaluation, and what the run took up to its end: `seconds/train`, `seconds/compile`..."""
         row = {f"eval/{name}": value for name, value in metrics.items()}
         row |= {f"seconds/{phase}": round(spent, 3) for phase, spent in self._seconds().items()}
@@ -275,7 +278,7 @@ class Reporter:
         When nothing has `changed` since the summary of this status was written, that one stays.
         """
         if changed:
-            self._tell_empty()
+            self._note_empty_steps()
         summary = self._earlier
         if changed or summary is None or summary["status"] != status:
             summary = make_summary(
@@ -285,20 +288,20 @@ class Reporter:
                 metrics=self.history.last("eval/"),
                 seconds=self._seconds(),
                 mesh=mesh,
-                extra=self._seen.total(self.history.rows),
+                extra=self._consumption.total(self.history.rows),
                 num_restarts=self.history.num_events("restart"),
                 num_rollbacks=self.history.num_events("rollback"),
             )
             if self._folder is not None:
                 folder, columns = self._folder, self.history.columns()
                 if self._config.curves:
-                    self.doing("drawing curves")
+                    self.show_status("drawing curves")
                     self._try(CURVES_FILE, lambda: self._plot(columns, folder / CURVES_FILE))
                 self._try(SUMMARY_FILE, functools.partial(write_summary, folder / SUMMARY_FILE, summary))
         if self._trackers:
-            self.doing("writing to trackers")
+            self.show_status("writing to trackers")
             self._trackers.close(status)
-        self.doing(status)
+        self.show_status(status)
         self._show_curves(last=True)
         if self._progress is not None:
             self._progress.stop()
@@ -307,10 +310,10 @@ class Reporter:
         print_summary(summary, self._start.console, further)
         return summary
 
-    def _tell_empty(self) -> None:
+    def _note_empty_steps(self) -> None:
         """Says how many steps of the run made no update because nothing in their batches counted."""
         number, steps = (
-            int(self._seen.empty_steps((), self.history.rows).get("train/empty_steps", 0)),
+            int(self._consumption.empty_steps((), self.history.rows).get("train/empty_steps", 0)),
             self._counter.step,
         )
         if 0 < number < steps:
@@ -332,13 +335,13 @@ class Reporter:
             self.warn(f"{name} could not be written: {error.strerror}")
 
     @property
-    def _looks(self) -> dict[str, Any]:
-        """See `plot_history`."""
+    def _plot_options(self) -> dict[str, Any]:
+        """How `plot_history` names the loss and knows the best value."""
         task = self._task
         return {"objective": task.objective, "best": (task.best_metric, task.resolved_mode)}
 
     def _plot(self, columns: Mapping[str, Sequence[Any]], path: Path) -> None:
-        plot_history(columns, path, **self._looks)
+        plot_history(columns, path, **self._plot_options)
 
     def _begin_window(self) -> None:
         self._since_sec, self._since_data_sec = self._training_sec(), self._watch.seconds().get("data", 0.0)
@@ -352,7 +355,7 @@ class Reporter:
         self.history.write(whole)
         self._trackers.look()
         if self._progress is not None:
-            shown = {name: value for name, value in whole.items() if worth_a_look(name, value)}
+            shown = {name: value for name, value in whole.items() if is_displayed(name, value)}
             if self._task.objective:  # Beside "eval/loss" its name would make it look like the same quantity.
                 shown = {"train/objective" if name == "train/loss" else name: shown[name] for name in shown}
             self._progress.report(shown)

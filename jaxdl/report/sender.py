@@ -85,7 +85,7 @@ class Sender(threading.Thread):
                     self._writer.close(self._state)
                 wait_sec, failures, self._failing, self._written = PERIOD_SEC, 0, False, ending
             except BaseException as error:  # Also what would end a program: here it ends nothing.
-                self._failed(error)
+                self._note_failure(error)
                 wait_sec, failures = min(LONGEST_RETRY_SEC, RETRY_SEC * 2**failures), failures + 1
             if ending:
                 return
@@ -166,7 +166,7 @@ class Sender(threading.Thread):
             self._writer.tag({f"event.{n}": f"step {row['step']}: {row['event']}" for n, row in numbered})
             self._num_events += len(events)
 
-    def _failed(self, error: BaseException) -> None:
+    def _note_failure(self, error: BaseException) -> None:
         self._failing = True
         writer, self._writer = self._writer, None
         if writer is not None:

@@ -32,7 +32,7 @@ class Skip(enum.IntFlag):
     @property
     def words(self) -> str:
         """The reasons in words."""
-        return "; ".join(_WORDS[one] for one in Skip if one in self)
+        return "; ".join(_WORDS[reason] for reason in Skip if reason in self)
 
 
 _WORDS = {

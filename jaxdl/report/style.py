@@ -72,16 +72,16 @@ class Look:
 def looks(names: Sequence[str], colors: Mapping[str, str] = EXCHANGE_COLORS) -> dict[str, Look]:
     """A look for each name: the colour by its first word; names with the same first word differ in mark and shade."""
     kinds = {name: kind_of(name) for name in names}
-    found: dict[str, Look] = {}
+    look_of: dict[str, Look] = {}
     for name, kind in kinds.items():
-        alike = [one for one in kinds if kinds[one] == kind]
-        alike.sort(key=lambda one: one != kind)  # The plain kind first: its variants are lighter.
+        alike = [other for other in kinds if kinds[other] == kind]
+        alike.sort(key=lambda other: other != kind)  # The plain kind first: its variants are lighter.
         place = alike.index(name)
         shade = MOST_SHADE * place / (len(alike) - 1) if place else 0.0
         mark = VARIANT_MARKS[(place - 1) % len(VARIANT_MARKS)] if place else KIND_MARKS.get(kind, "o")
         color = colors.get(kind, OTHER_COLOR)
-        found[name] = Look(_lighter(color, shade), mark, GREY if kind == "no" else color)
-    return found
+        look_of[name] = Look(_lighter(color, shade), mark, GREY if kind == "no" else color)
+    return look_of
 
 
 def kind_of(name: str) -> str:
@@ -128,12 +128,12 @@ def dress(axes: Axes, title: str = "", *, x: str = "", y: str = "") -> None:
 
 def rows_of_names(axes: Axes, names: Sequence[str], width: int = 30) -> None:
     """Turns the vertical axis into rows, the first on top, each with its name."""
-    axes.set_yticks(range(len(names)), [wrapped(name, width) for name in names], fontsize=SMALL, color=INK)
+    axes.set_yticks(range(len(names)), [wrap_name(name, width) for name in names], fontsize=SMALL, color=INK)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
 
 
-def wrapped(name: str, width: int) -> str:
+def wrap_name(name: str, width: int) -> str:
     """The name in lines of at most `width` characters, broken at spaces and commas where possible."""
     return textwrap.fill(re.sub(r",(?=[^\s\d])", ", ", name), width)
 
@@ -202,7 +202,7 @@ def modelled_entry(label: str = "modelled", *, line: bool = True) -> Artist:
 
 def legend(figure: Figure, entries: Sequence[Artist], *, width: int = 44) -> None:
     """Adds a legend below the panels, in as many columns as fit."""
-    labels = [wrapped(str(entry.get_label()), width) for entry in entries]
+    labels = [wrap_name(str(entry.get_label()), width) for entry in entries]
     longest = max(len(line) for label in labels for line in label.splitlines())
     column = (0.62 * longest + 4.5) * SMALL / 72  # A character is about 0.6 em wide, and the handle 4 em.
     num_columns = max(1, min(len(entries), int(figure.get_size_inches()[0] / column)))
@@ -239,10 +239,10 @@ def spread(wanted: Sequence[float], sizes: Sequence[float], low: float, high: fl
     if least > most:
         least = most = (least + most) / 2
     moved = [min(max(mean, least), most) for mean, count in pools for _ in range(count)]
-    found = [0.0] * len(order)
+    centres = [0.0] * len(order)
     for place, index in enumerate(order):
-        found[index] = moved[place] + offsets[place]
-    return found
+        centres[index] = moved[place] + offsets[place]
+    return centres
 
 
 def label_ends(axes: Axes, ends: Iterable[tuple[float, str, Look]]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import platform
 import shlex
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -20,8 +18,10 @@ from jaxdl.core.errors import as_typed
 from jaxdl.core.files import CHECKPOINTS_FOLDER, CURVES_FILE, replace_file
 from jaxdl.report.history import json_value
 from jaxdl.report.lines import format_duration, format_number, is_live
+from jaxdl.report.status.failures import package_versions
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "jaxdl")
+"""The packages that decide a result."""
 
 
 Status = Literal["finished", "stopped", "interrupted"]
@@ -110,8 +110,8 @@ def read_summary(path: Path) -> Summary | None:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the packages that decide a result; "unknown" for one that is not installed."""
-    return {"python": platform.python_version()} | {package: _version(package) for package in PACKAGES}
+    """The versions of Python and of the packages that decide a result."""
+    return package_versions(PACKAGES)
 
 
 def describe_devices() -> Devices:
@@ -132,9 +132,9 @@ def what_next(folder: Path | None, status: Status, modality: str, reads: Sequenc
     """
     if folder is None:
         return [("kept", "nothing; give --workdir FOLDER to keep checkpoints and curves")]
-    found = [("curves", str(folder / CURVES_FILE))] if (folder / CURVES_FILE).exists() else []
+    lines = [("curves", str(folder / CURVES_FILE))] if (folder / CURVES_FILE).exists() else []
     if (folder / CHECKPOINTS_FOLDER).is_dir():
-        found.append(("checkpoints", str(folder / CHECKPOINTS_FOLDER)))
+        lines.append(("checkpoints", str(folder / CHECKPOINTS_FOLDER)))
         workdir = f"--workdir {shlex.quote(str(folder))}"
         commands = {
             "text": f"python -m jaxdl.generate {workdir} --prompt ...",
@@ -143,10 +143,10 @@ def what_next(folder: Path | None, status: Status, modality: str, reads: Sequenc
         named = ", ".join(f'"{name}": ...' for name in reads)
         arrays = f"{{{named}}}" if len(reads) > 1 else "x"
         predict = f'jaxdl.restore("{folder}").predict({"images" if modality == "images" else arrays})'
-        found.append(("use it", commands.get(modality, predict)))
+        lines.append(("use it", commands.get(modality, predict)))
     if status == "interrupted":  # Who stopped early as asked has been told how to resume.
-        found.append(("resume", "start the same command again"))
-    return found
+        lines.append(("resume", "start the same command again"))
+    return lines
 
 
 def print_summary(summary: Summary, console: Console | None = None, further: Sequence[tuple[str, str]] = ()) -> None:
@@ -190,10 +190,3 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
         ("mesh", " x ".join(f"{axis} {size}" for axis, size in summary["mesh"].items())),
         ("devices", where + ("es" if devices["num_processes"] > 1 else "")),
     ]
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

@@ -33,7 +33,7 @@ KEPT_FILES = (SUMMARY_FILE, CURVES_FILE, REPORT_FILE)
 GIT_SEC = 10.0
 
 
-class Kept:
+class TrackersFile:
     """trackers.json: by which id each tracker knows the run, whether its rows are those of the run, and the hosts."""
 
     def __init__(self, folder: Path | None) -> None:
@@ -56,7 +56,7 @@ class Kept:
         run = self._runs.get(kind, {"run": None, "whole": True})
         return run["run"], run["whole"]
 
-    def cut(self) -> None:
+    def note_cut(self) -> None:
         """Rows are going to be dropped from the history: what trackers have is no longer what they should have."""
         with self._lock:
             self.num_cuts += 1
@@ -65,7 +65,7 @@ class Kept:
             with contextlib.suppress(OSError):  # A disk that is full; this process knows.
                 self._write()
 
-    def opened(self, kind: str, run_id: str | None, num_cuts: int) -> None:
+    def note_run(self, kind: str, run_id: str | None, num_cuts: int) -> None:
         """A tracker has opened the run under this id; `num_cuts` as it was before. Raises OSError."""
         with self._lock:
             run = {"run": run_id, "whole": num_cuts == self.num_cuts}
@@ -73,7 +73,7 @@ class Kept:
                 self._runs[kind] = run
                 self._write()
 
-    def on_devices(self, devices: Devices, step: int) -> None:
+    def note_devices(self, devices: Devices, step: int) -> None:
         """Notes hosts and devices, and how they differ from those of the process before."""
         now = {"hosts": devices["num_processes"], "devices": devices["num_devices"], "kind": devices["kind"]}
         with self._lock:
@@ -108,7 +108,7 @@ class Trackers:
         self, trackers: Sequence[Tracker], folder: Path | None, config: Config, warn: Callable[[str], None]
     ) -> None:
         self._trackers, self._folder, self._config, self._warn = trackers, folder, config, warn
-        self._kept = Kept(folder)
+        self._file = TrackersFile(folder)
         self._rows: Rows = ()
         self._begun = time.strftime("%Y-%m-%d %H:%M:%S")
         self._senders: list[Sender] = []
@@ -117,20 +117,21 @@ class Trackers:
         """Starts to write these rows, and those that will be appended; the run is at this step."""
         self._rows = rows
         if self._trackers:
-            self._kept.on_devices(describe_devices(), step)
-        for one in self._trackers:
-            opening, opened = functools.partial(self._opening, one), functools.partial(self._kept.opened, one.kind)
-            sender = Sender(one, lambda: self._rows, num_measured(rows), opening, opened, self._warn)
+            self._file.note_devices(describe_devices(), step)
+        for tracker in self._trackers:
+            opening = functools.partial(self._opening, tracker)
+            note = functools.partial(self._file.note_run, tracker.kind)
+            sender = Sender(tracker, lambda: self._rows, num_measured(rows), opening, note, self._warn)
             self._senders.append(sender)
             sender.start()
 
     def before_cut(self) -> None:
         """Rows of the history are going to be dropped."""
-        self._kept.cut()
+        self._file.note_cut()
 
     def restart(self, rows: Rows) -> None:
         """The history is this list now: rows were dropped by a rollback."""
-        self._kept.cut()
+        self._file.note_cut()
         self._rows = rows
 
     def look(self) -> None:
@@ -158,8 +159,8 @@ class Trackers:
         return bool(self._senders)
 
     def _opening(self, tracker: Tracker) -> Opening:
-        num_cuts, rows, folder = self._kept.num_cuts, self._rows, self._folder  # In this order: later cuts are noticed.
-        run_id, whole = self._kept.run_of(tracker.kind)
+        num_cuts, rows, folder = self._file.num_cuts, self._rows, self._folder  # In this order: later cuts are noticed.
+        run_id, whole = self._file.run_of(tracker.kind)
         run = TrackedRun(
             name=tracker.name or (name_of(folder) if folder is not None else self._begun),
             run_id=run_id,
@@ -172,12 +173,12 @@ class Trackers:
 
     def _tags(self) -> dict[str, str]:
         devices = describe_devices()
-        found = {"hosts": devices["num_processes"], "devices": devices["num_devices"]}
-        found |= {"device_kind": devices["kind"], "platform": devices["platform"]}
-        found |= {f"version.{package}": version for package, version in versions().items()}
-        found |= {f"elastic.{number}": text for number, text in enumerate(self._kept.changes, 1)}
-        found |= {} if self._folder is None else {"workdir": self._folder.absolute()}
-        return {name: str(value) for name, value in found.items()} | git_commit()
+        tags = {"hosts": devices["num_processes"], "devices": devices["num_devices"]}
+        tags |= {"device_kind": devices["kind"], "platform": devices["platform"]}
+        tags |= {f"version.{package}": version for package, version in versions().items()}
+        tags |= {f"elastic.{number}": text for number, text in enumerate(self._file.changes, 1)}
+        tags |= {} if self._folder is None else {"workdir": self._folder.absolute()}
+        return {name: str(value) for name, value in tags.items()} | git_commit()
 
 
 def name_of(workdir: Path) -> str:

@@ -33,39 +33,41 @@ def gpt2_tokenizer(folder: Path) -> str:
     except Exception as error:  # The library raises no narrower class.
         raise ConfigError(f"{where}: not a byte-level BPE ({error}). Fetch the files again.") from None
     config = {**_read(folder / SPECIAL), **_read(folder / CONFIG)}
-    found = tokenizers.Tokenizer(model)
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space", False)))
-    found.decoder = decoders.ByteLevel()
-    found.post_processor = processors.ByteLevel(trim_offsets=False)
-    for number, token in _numbered(folder, config):
-        found.add_tokens([token])
-        if found.token_to_id(token.content) != number:
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space", False)))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    for number, token in _added_tokens(folder, config):
+        tokenizer.add_tokens([token])
+        if tokenizer.token_to_id(token.content) != number:
             raise ConfigError(
-                f"{where}: they have {found.get_vocab_size()} tokens, and {token.content!r} is said to be number "
+                f"{where}: they have {tokenizer.get_vocab_size()} tokens, and {token.content!r} is said to be number "
                 f"{number}. Fetch the files again."
             )
     named = {name: _content(config.get(name, usual)) for name, usual in _NAMED.items()}
-    others = [_content(one) for one in config.get("additional_special_tokens") or ()]
-    found.add_special_tokens([tokenizers.AddedToken(one, special=True) for one in (*named.values(), *others) if one])
+    others = [_content(token) for token in config.get("additional_special_tokens") or ()]
+    tokenizer.add_special_tokens(
+        [tokenizers.AddedToken(name, special=True) for name in (*named.values(), *others) if name]
+    )
     if config.get("add_bos_token") and (first := named["bos_token"]):
-        ends = [(first, found.token_to_id(first))]
-        found.post_processor = processors.TemplateProcessing(
+        ends = [(first, tokenizer.token_to_id(first))]
+        tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{first} $A", pair=f"{first} $A {first} $B", special_tokens=ends
         )
-    return found.to_str(pretty=True)
+    return tokenizer.to_str(pretty=True)
 
 
-def _numbered(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[int, Any]]:
+def _added_tokens(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[int, Any]]:
     """The tokens that were added with their numbers, in their order."""
     import tokenizers
 
-    numbered = {int(number): one for number, one in (config.get("added_tokens_decoder") or {}).items()}
+    numbered = {int(number): token for number, token in (config.get("added_tokens_decoder") or {}).items()}
     plain = {int(number): {"content": name} for name, number in _read(folder / ADDED).items()}
-    for number, one in sorted({**plain, **numbered}.items()):
+    for number, token in sorted({**plain, **numbered}.items()):
         options = {
-            name: one[name] for name in ("special", "lstrip", "rstrip", "single_word", "normalized") if name in one
+            name: token[name] for name in ("special", "lstrip", "rstrip", "single_word", "normalized") if name in token
         }
-        yield number, tokenizers.AddedToken(one["content"], **options)
+        yield number, tokenizers.AddedToken(token["content"], **options)
 
 
 def _content(token: Any) -> str | None:

@@ -16,7 +16,7 @@ from jaxdl.core.config import one_message
 from jaxdl.core.errors import ConfigError
 from jaxdl.inference.convert import HF_CONFIG, gpt2, llama  # noqa: F401  (these two register their layouts)
 from jaxdl.inference.convert.layouts import HFLayout, Tensor, layout_of
-from jaxdl.inference.convert.tensors import Stored, stored_tensors
+from jaxdl.inference.convert.tensors import Stored, find_tensors
 from jaxdl.models import Transformer
 
 _SHOWN = 3
@@ -53,8 +53,8 @@ class Place:
 def places(layout: HFLayout, model: Transformer, params: Mapping[str, Any]) -> Iterator[Place]:
     """Every tensor of a model, in the order of its layers; `params` are its parameters, or their shapes."""
     every = list(layout.tensors(model))
-    first = next(number for number, one in enumerate(every) if one.in_layers)
-    last = next(number for number, one in enumerate(every) if number > first and not one.in_layers)
+    first = next(number for number, tensor in enumerate(every) if tensor.in_layers)
+    last = next(number for number, tensor in enumerate(every) if number > first and not tensor.in_layers)
 
     def place(tensor: Tensor, layer: int | None) -> Place:
         stacked = layer is not None and model.scan_layers
@@ -63,10 +63,10 @@ def places(layout: HFLayout, model: Transformer, params: Mapping[str, Any]) -> I
         shapes = tuple(tuple(at(params, path).shape)[stacked:] for path in paths)
         return Place(tensor.name.format(layer), tensor, paths, layer if stacked else None, shapes)
 
-    yield from (place(one, None) for one in every[:first])
+    yield from (place(tensor, None) for tensor in every[:first])
     for layer in range(model.num_layers):
-        yield from (place(one, layer) for one in every[first:last])
-    yield from (place(one, None) for one in every[last:])
+        yield from (place(tensor, layer) for tensor in every[first:last])
+    yield from (place(tensor, None) for tensor in every[last:])
 
 
 def at(tree: Any, path: tuple[str, ...]) -> Any:
@@ -101,7 +101,7 @@ class Checkpoint:
             raise ConfigError(f"{where}: it has no {error}. Fetch the file again.") from None
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-        self._stored = stored_tensors(folder)
+        self._stored = find_tensors(folder)
 
     def grow(self, vocab_size: int) -> int:
         """Gives the network as many rows of tokens as the tokenizer has tokens; returns how many are added.
@@ -125,10 +125,10 @@ class Checkpoint:
             **shapes,
             **{name: self._as_stored(shapes[name], dim) for name, dim in _TABLES.items() if name in shapes},
         }
-        found = list(places(self.layout, self.model, there))
-        stored = _matched(self.folder, found, self._stored, self.layout)
-        params = _params(there, found, stored, progress)
-        return params | {name: _grown(params[name], shapes[name].shape[dim], dim) for name, dim in _TABLES.items()
+        wanted = list(places(self.layout, self.model, there))
+        stored = _match(self.folder, wanted, self._stored, self.layout)
+        params = _params(there, wanted, stored, progress)
+        return params | {name: _grow_table(params[name], shapes[name].shape[dim], dim) for name, dim in _TABLES.items()
                          if name in params}  # fmt: skip
 
     def _as_stored(self, shape: Any, dim: int) -> Any:
@@ -140,32 +140,32 @@ class Checkpoint:
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / HF_CONFIG
     try:
-        found = json.loads(path.read_bytes())
+        config = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}. Give the folder of a checkpoint of Hugging Face.") from None
     except ValueError:
         raise ConfigError(f"{path}: not JSON. Fetch the file again.") from None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise ConfigError(f"{path}: not the config of a checkpoint. Fetch the file again.")
-    return found
+    return config
 
 
-def _matched(folder: Path, found: list[Place], stored: Mapping[str, Stored], layout: HFLayout) -> dict[str, Stored]:
+def _match(folder: Path, wanted: list[Place], stored: Mapping[str, Stored], layout: HFLayout) -> dict[str, Stored]:
     """Name of each tensor -> where it is. Raises ConfigError, with all names, for missing, unexpected or other ones."""
     prefix = layout.prefix
     full = any(name.startswith(prefix) for name in stored)  # Older files lack it.
     there = dict(stored) if full else {name if name == _HEAD else prefix + name: x for name, x in stored.items()}
-    wanted = {one.name: one for one in found}
-    table = next(one.name for one in found if one.tensor.params == ("embedding",))
-    again = None if _HEAD in wanted else there.pop(_HEAD, None)
+    by_name = {place.name: place for place in wanted}
+    table = next(place.name for place in wanted if place.tensor.params == ("embedding",))
+    again = None if _HEAD in by_name else there.pop(_HEAD, None)
     if again is not None:
         there.setdefault(table, again)  # A shared tensor is stored once, under either name.
-    unexpected = [name for name in there if name not in wanted and not name.endswith(layout.ignored)]
-    missing = [name for name in wanted if name not in there]
+    unexpected = [name for name in there if name not in by_name and not name.endswith(layout.ignored)]
+    missing = [name for name in by_name if name not in there]
     other = [
-        f"{name} is {list(there[name].shape)}, and {list(one.shape)} by its config"
-        for name, one in wanted.items()
-        if name in there and there[name].shape != one.shape
+        f"{name} is {list(there[name].shape)}, and {list(place.shape)} by its config"
+        for name, place in by_name.items()
+        if name in there and there[name].shape != place.shape
     ]
     problems = [
         f"{what}: {', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
@@ -178,7 +178,7 @@ def _matched(folder: Path, found: list[Place], stored: Mapping[str, Stored], lay
         )
     if again is not None:
         _check_tied(folder, again, table, there[table])
-    return {name: there[name] for name in wanted}
+    return {name: there[name] for name in by_name}
 
 
 def _check_tied(folder: Path, head: Stored, name: str, table: Stored) -> None:
@@ -186,7 +186,7 @@ def _check_tied(folder: Path, head: Stored, name: str, table: Stored) -> None:
     why = f"is {list(head.shape)}, and {name} is {list(table.shape)}" if head.shape != table.shape else ""
     if not why:
         pairs = zip(_rows(head.read()), _rows(table.read()), strict=True)
-        differ = sum(int(np.any(one != other, axis=1).sum()) for one, other in pairs)
+        differ = sum(int(np.any(row != other, axis=1).sum()) for row, other in pairs)
         why = f"differs from {name} in {differ:,} of {head.shape[0]:,} rows" if differ else ""
     if why:
         raise ConfigError(
@@ -196,7 +196,7 @@ def _check_tied(folder: Path, head: Stored, name: str, table: Stored) -> None:
         )
 
 
-def _grown(table: jax.Array, size: int, dim: int) -> jax.Array:
+def _grow_table(table: jax.Array, size: int, dim: int) -> jax.Array:
     """A table with means of its vectors added, until there are `size`."""
     if table.shape[dim] == size:
         return table
@@ -210,26 +210,26 @@ def _rows(table: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _params(
-    shapes: Mapping[str, Any], found: list[Place], stored: Mapping[str, Stored], progress: Progress
+    shapes: Mapping[str, Any], wanted: list[Place], stored: Mapping[str, Stored], progress: Progress
 ) -> dict[str, Any]:
     """The parameters, float32: each array is made when its last tensor has been read."""
-    every = sum(int(np.prod(one.shape)) for one in found)
-    left = {path: sum(path in one.paths for one in found) for one in found for path in one.paths}
+    every = sum(int(np.prod(place.shape)) for place in wanted)
+    left = {path: sum(path in place.paths for place in wanted) for place in wanted for path in place.paths}
     half: dict[tuple[str, ...], np.ndarray] = {}
     params: dict[str, Any] = {}
     device, done = jax.devices()[0], 0
     # By parameter, not by layer, so that one stacked array at a time is incomplete.
-    for one in sorted(found, key=lambda one: one.paths):
-        for path, x in zip(one.paths, one.tensor.to_params(stored[one.name].read(), one.shapes), strict=True):
+    for place in sorted(wanted, key=lambda place: place.paths):
+        for path, x in zip(place.paths, place.tensor.to_params(stored[place.name].read(), place.shapes), strict=True):
             shape = at(shapes, path).shape
             array = half.setdefault(path, np.empty(shape, np.float32))
-            array[... if one.layer is None else one.layer] = x
+            array[... if place.layer is None else place.layer] = x
             left[path] -= 1
             if not left[path]:
                 inner = params
                 for name in path[:-1]:
                     inner = inner.setdefault(name, {})
                 inner[path[-1]] = jax.device_put(half.pop(path), device)
-        done += int(np.prod(one.shape))
+        done += int(np.prod(place.shape))
         progress(done, every)
     return jax.tree.map(lambda shape, x: x, shapes, params)

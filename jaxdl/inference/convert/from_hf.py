@@ -41,38 +41,39 @@ def from_hf(folder: Path, workdir: Path, *, length: int | None, progress: Progre
     Parameters become float32. `length` is how many tokens the network reads, by default all that it can. Raises
     ConfigError for what cannot be converted, and for a workdir with a run.
     """
-    found = Checkpoint(folder)
-    if length is not None and not 0 < length <= found.length:
-        raise ConfigError(f"--length {length}: the network reads 1 to {found.length} tokens.")
-    tokens = check_tokenizer(folder, found.config, byte_bpe=found.layout.byte_bpe)  # Before anything is written.
+    checkpoint = Checkpoint(folder)
+    if length is not None and not 0 < length <= checkpoint.length:
+        raise ConfigError(f"--length {length}: the network reads 1 to {checkpoint.length} tokens.")
+    # Before anything is written.
+    tokens = check_tokenizer(folder, checkpoint.config, byte_bpe=checkpoint.layout.byte_bpe)
     check_workdir(workdir)
     _check_new(workdir)
-    added = found.grow(tokens or 0)
+    added = checkpoint.grow(tokens or 0)
     with contextlib.suppress(ConfigError):  # In a program that runs on other devices these will do.
         start_devices(MeshConfig(cpu_devices=1))
-    with _whole(workdir):
-        parts = _written(found, workdir, length or found.length, progress)
+    with _all_or_nothing(workdir):
+        parts = _write_run(checkpoint, workdir, length or checkpoint.length, progress)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(parts.network.param_shapes))
-    lines = [f"{folder} is now the run {workdir}: {found.layout.model_type}, {count:,} parameters"]
-    lines += found.layout.remarks(found.config)
+    lines = [f"{folder} is now the run {workdir}: {checkpoint.layout.model_type}, {count:,} parameters"]
+    lines += checkpoint.layout.remarks(checkpoint.config)
     if added:
         lines.append(
-            f"its tokenizer has {tokens:,} tokens, and its table {found.vocab_size:,} rows: {added:,} rows are added, "
-            "each the mean of the others. Their tokens mean nothing before they are trained"
+            f"its tokenizer has {tokens:,} tokens, and its table {checkpoint.vocab_size:,} rows: {added:,} rows are "
+            "added, each the mean of the others. Their tokens mean nothing before they are trained"
         )
     return "\n".join((*lines, *(() if tokens else (_without_tokenizer(folder),))))
 
 
-def _written(found: Checkpoint, workdir: Path, length: int, progress: Progress) -> Parts:
+def _write_run(checkpoint: Checkpoint, workdir: Path, length: int, progress: Progress) -> Parts:
     """Writes the run of a checkpoint; returns what its network is made of. Raises ConfigError."""
     try:
-        tokenizer = keep_tokenizer(found.folder, found.config, workdir, byte_bpe=found.layout.byte_bpe)
-        vocab_size = found.vocab_size if tokenizer is None else Codec(str(workdir / tokenizer)).vocab_size
+        tokenizer = keep_tokenizer(checkpoint.folder, checkpoint.config, workdir, byte_bpe=checkpoint.layout.byte_bpe)
+        vocab_size = checkpoint.vocab_size if tokenizer is None else Codec(str(workdir / tokenizer)).vocab_size
         spec = TextSpec(vocab_size=vocab_size, length=length, bytes_per_token=1.0)
-        experiment = _experiment(found.model, tokenizer)
+        experiment = _experiment(checkpoint.model, tokenizer)
         mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
         parts = make_parts(experiment, spec, mesh, make_timeline(1, 1, epochs=None, steps=1))
-        params = found.params(parts.network.param_shapes, progress)
+        params = checkpoint.params(parts.network.param_shapes, progress)
         claim_workdir(workdir, experiment, identity)
         keep_spec(workdir, spec)
         keep_codec(workdir, experiment.data.within(workdir))
@@ -83,7 +84,7 @@ def _written(found: Checkpoint, workdir: Path, length: int, progress: Progress) 
 
 
 @contextlib.contextmanager
-def _whole(workdir: Path) -> Iterator[None]:
+def _all_or_nothing(workdir: Path) -> Iterator[None]:
     """Context that makes a run in a workdir, whose lease it holds.
 
     When it fails, nothing of it is left; what was there before stays. Without the lease nothing is touched: what is
@@ -96,7 +97,7 @@ def _whole(workdir: Path) -> Iterator[None]:
         take_lease(lease)
         taken = True
         _check_new(workdir)  # Another conversion may have ended just now.
-        with _removed_unless_whole(workdir, lease):
+        with _remove_unless_complete(workdir, lease):
             yield
         made = True
     finally:
@@ -108,7 +109,7 @@ def _whole(workdir: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _removed_unless_whole(workdir: Path, lease: Lease) -> Iterator[None]:
+def _remove_unless_complete(workdir: Path, lease: Lease) -> Iterator[None]:
     """Context that fills a workdir, and removes what is new in it when it fails; the lease's files are the lease's."""
     before = {path.name for path in workdir.iterdir()}
     try:
@@ -166,11 +167,11 @@ def _state(parts: Parts, params: dict[str, Any]) -> TrainState:
 
 def _save(workdir: Path, parts: Parts, state: TrainState) -> None:
     task = parts.task
-    found = Checkpoints(workdir, CheckpointConfig(), best_metric=task.best_metric, best_mode=task.resolved_mode)
-    with contextlib.closing(found):
-        found.save(state, 0, evaluated_step=-1, metrics=None)
-        found.wait()
-        notes = found.take_notes()
+    checkpoints = Checkpoints(workdir, CheckpointConfig(), best_metric=task.best_metric, best_mode=task.resolved_mode)
+    with contextlib.closing(checkpoints):
+        checkpoints.save(state, 0, evaluated_step=-1, metrics=None)
+        checkpoints.wait()
+        notes = checkpoints.take_notes()
     if notes or not has_checkpoint(workdir):
         raise ConfigError(f"{workdir}: {' '.join(notes)}. Free some space, or choose another folder.")
     Earlier(workdir).mark(0)

@@ -30,7 +30,7 @@ class GPT2(HFLayout):
     }  # fmt: skip
 
     def model(self, config: Mapping[str, Any]) -> Transformer:
-        """See `HFLayout.model`."""
+        """The model of a config.json."""
         settings = Settings(config)
         settings.must("activation_function", *_GELU, missing="gelu_new")
         settings.must("scale_attn_weights", True, missing=True)
@@ -53,7 +53,7 @@ class GPT2(HFLayout):
         )
 
     def remarks(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """See `HFLayout.remarks`: jaxdl has one dropout for the embeddings and the branches."""
+        """What has no exact equivalent: jaxdl has one dropout for the embeddings and the branches."""
         embeddings, branches = (config.get(name, _DROPOUT) for name in ("embd_pdrop", "resid_pdrop"))
         if embeddings == branches:
             return ()
@@ -63,7 +63,7 @@ class GPT2(HFLayout):
         )
 
     def config(self, model: Transformer, length: int) -> dict[str, Any]:
-        """See `HFLayout.config`."""
+        """The fields of config.json that are about the model."""
         return {
             "n_layer": model.num_layers,
             "n_embd": model.embed_dim,
@@ -79,7 +79,7 @@ class GPT2(HFLayout):
         }
 
     def tensors(self, model: Transformer) -> Iterator[Tensor]:
-        """See `HFLayout.tensors`."""
+        """All tensors of a model."""
         yield Tensor("transformer.wte.weight", ("embedding",), 1)
         yield Tensor("transformer.wpe.weight", ("position_embedding",), 1)
         yield from _norm("transformer.h.{}.ln_1", "attention_norm")
@@ -95,7 +95,7 @@ class GPT2(HFLayout):
             yield Tensor("lm_head.weight", ("head",), 1, transposed=True)
 
     def length(self, config: Mapping[str, Any]) -> int:
-        """See `HFLayout.length`."""
+        """How many tokens a model of this config reads."""
         return config.get("n_positions", 1024)
 
 

@@ -49,15 +49,15 @@ class Tensor:
     def shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """The tensor's shape, from those of the parameters."""
         num = self.num_inputs
-        columns = sum(math.prod(one[num:]) for one in shapes)
+        columns = sum(math.prod(shape[num:]) for shape in shapes)
         both = (math.prod(shapes[0][:num]), columns) if num else (columns,)
         return both[::-1] if self.transposed else both
 
     def to_params(self, x: np.ndarray, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
         """The parameters in a tensor, of these shapes."""
         x = x.T if self.transposed else x
-        ends = np.cumsum([math.prod(one[self.num_inputs :]) for one in shapes])
-        return [part.reshape(one) for part, one in zip(np.split(x, ends[:-1], axis=-1), shapes, strict=True)]
+        ends = np.cumsum([math.prod(shape[self.num_inputs :]) for shape in shapes])
+        return [part.reshape(shape) for part, shape in zip(np.split(x, ends[:-1], axis=-1), shapes, strict=True)]
 
     def to_tensor(self, params: Sequence[np.ndarray]) -> np.ndarray:
         """The inverse of `to_params`."""
@@ -120,14 +120,14 @@ class HFLayout(abc.ABC):
     def other(self, model: Transformer) -> list[str]:
         """What a model computes otherwise than any model of this layout, `norm=layer`."""
         try:
-            there = computed(self.model(self.config(model, 1)))
+            there = computation_fields(self.model(self.config(model, 1)))
         except ConfigError as error:
             return [str(error)]
-        here = computed(model)
+        here = computation_fields(model)
         return [f"{name}={here[name]}" for name in here if here[name] != there.get(name)]
 
 
-def computed(model: Transformer) -> dict[str, Any]:
+def computation_fields(model: Transformer) -> dict[str, Any]:
     """The fields that decide what a model computes, resolved."""
     fields = {name: getattr(model, name) for name in Transformer.model_fields if name not in HOW_ONLY}
     if model.positions != "rotary":
@@ -142,10 +142,10 @@ def layouts() -> tuple[str, ...]:
 
 def layout_of(config: Mapping[str, Any], where: str) -> HFLayout:
     """The layout of a config.json. Raises ConfigError for an unknown one."""
-    found = config.get("model_type")
-    if not isinstance(found, str) or found not in _layouts:
-        raise ConfigError(f"{where}: its model_type is {found}; jaxdl converts {', '.join(_layouts)}.")
-    return _layouts[found]
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in _layouts:
+        raise ConfigError(f"{where}: its model_type is {model_type}; jaxdl converts {', '.join(_layouts)}.")
+    return _layouts[model_type]
 
 
 def layout_for(model: Transformer, wanted: str | None = None) -> HFLayout:

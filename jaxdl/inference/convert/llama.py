@@ -18,7 +18,7 @@ from jaxdl.inference.convert.settings import (
     TEXTS,
     Form,
     Settings,
-    one_window,
+    common_window,
     rope_fields,
     rope_scaling,
 )
@@ -47,7 +47,7 @@ class Llama(HFLayout):
     """The values of settings that a config.json lacks, as the config class of transformers has them."""
 
     def model(self, config: Mapping[str, Any]) -> Transformer:
-        """See `HFLayout.model`."""
+        """The model of a config.json."""
         config = {**self.defaults, **config}
         settings = Settings(config)
         settings.must("hidden_act", "silu", missing="silu")
@@ -79,7 +79,7 @@ class Llama(HFLayout):
         return None
 
     def config(self, model: Transformer, length: int) -> dict[str, Any]:
-        """See `HFLayout.config`."""
+        """The fields of config.json that are about the model."""
         return {
             "num_hidden_layers": model.num_layers,
             "hidden_size": model.embed_dim,
@@ -97,7 +97,7 @@ class Llama(HFLayout):
         }
 
     def tensors(self, model: Transformer) -> Iterator[Tensor]:
-        """See `HFLayout.tensors`."""
+        """All tensors of a model."""
         block, attention = "model.layers.{}.", "model.layers.{}.self_attn."
         yield Tensor("model.embed_tokens.weight", ("embedding",), 1)
         yield Tensor(f"{block}input_layernorm.weight", ("attention_norm/scale",), 0)
@@ -117,7 +117,7 @@ class Llama(HFLayout):
             yield Tensor("lm_head.weight", ("head",), 1, transposed=True)
 
     def length(self, config: Mapping[str, Any]) -> int:
-        """See `HFLayout.length`."""
+        """How many tokens a model of this config reads."""
         return config.get("max_position_embeddings", self.defaults["max_position_embeddings"])
 
 
@@ -131,12 +131,12 @@ class Mistral(Llama):
     }  # fmt: skip
 
     def window(self, config: Mapping[str, Any]) -> int | None:
-        """See `Llama.window`: one where `sliding_window` is no null, unless `layer_types` says otherwise."""
+        """How many tokens a token sees: `sliding_window`, unless `layer_types` says otherwise; None for all."""
         window = config["sliding_window"]
-        return one_window(config, window, [FULL if window is None else SLIDING] * config["num_hidden_layers"])
+        return common_window(config, window, [FULL if window is None else SLIDING] * config["num_hidden_layers"])
 
     def config(self, model: Transformer, length: int) -> dict[str, Any]:
-        """See `HFLayout.config`."""
+        """The fields of config.json that are about the model."""
         return super().config(model, length) | {"sliding_window": model.window}
 
 
@@ -153,16 +153,16 @@ class Qwen2(Llama):
     }  # fmt: skip
 
     def window(self, config: Mapping[str, Any]) -> int | None:
-        """See `Llama.window`: without `layer_types`, `max_window_layers` is the first layer that has one."""
+        """How many tokens a token sees: without `layer_types`, `max_window_layers` is the first layer with a window."""
         window = config["sliding_window"] if config["use_sliding_window"] else None
         kinds = [
             SLIDING if window is not None and layer >= config["max_window_layers"] else FULL
             for layer in range(config["num_hidden_layers"])
         ]
-        return one_window(config, window, kinds)
+        return common_window(config, window, kinds)
 
     def config(self, model: Transformer, length: int) -> dict[str, Any]:
-        """See `HFLayout.config`. `max_window_layers` is for versions of transformers without `layer_types`."""
+        """The fields of config.json; `max_window_layers` is for versions of transformers without `layer_types`."""
         slides = model.window is not None
         return super().config(model, length) | {
             "sliding_window": model.window,

@@ -46,7 +46,7 @@ LAYERS = Form("a whole number, 0 or more", lambda x: type(x) is int and x >= 0)
 POSITIVE = Form("a number above 0", lambda x: _number(x) and x > 0)
 SHARE = Form("a number from 0 to below 1", lambda x: _number(x) and 0 <= x < 1)
 FLAG = Form("true or false", lambda x: type(x) is bool)
-TEXTS = Form("a list of texts", lambda x: isinstance(x, list) and all(isinstance(one, str) for one in x))
+TEXTS = Form("a list of texts", lambda x: isinstance(x, list) and all(isinstance(text, str) for text in x))
 OBJECT = Form("an object", lambda x: isinstance(x, dict))
 TEXT = Form("a text", lambda x: isinstance(x, str))
 _ROPE = {"rope_type": TEXT, "type": TEXT, "rope_theta": POSITIVE, "factor": POSITIVE, "low_freq_factor": POSITIVE,
@@ -76,7 +76,7 @@ class Settings:
         return Transformer(**fields, vocab_size=self.config.get("vocab_size"))
 
 
-def one_window(config: Mapping[str, Any], window: int | None, usual: Sequence[str]) -> int | None:
+def common_window(config: Mapping[str, Any], window: int | None, usual: Sequence[str]) -> int | None:
     """How many tokens a token sees in all layers, itself included; None: all before it.
 
     `window` is how many in the layers of sliding attention. Which these are, `layer_types` of the config says; without
@@ -104,24 +104,24 @@ def one_window(config: Mapping[str, Any], window: int | None, usual: Sequence[st
 def rope_scaling(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """(theta, how wavelengths are stretched) of a config.json. Raises ConfigError for what jaxdl does not compute."""
     old = config.get("rope_scaling")
-    found = config.get("rope_parameters") or old or {}
-    if several := [name for name, value in found.items() if isinstance(value, Mapping)]:
+    rope = config.get("rope_parameters") or old or {}
+    if several := [name for name, value in rope.items() if isinstance(value, Mapping)]:
         raise ConfigError(f"rope_parameters of each kind of layer, {', '.join(several)}, are not converted.")
     for name, form in _ROPE.items():
-        if name in found:
-            form.check(name, found[name])
-    theta = found.get("rope_theta") or config.get("rope_theta") or 10_000.0
-    kind = found.get("rope_type", found.get("type", "default"))
-    if found.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1):
+        if name in rope:
+            form.check(name, rope[name])
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10_000.0
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1):
         raise ConfigError("partial_rotary_factor is not converted: jaxdl rotates whole heads.")
     if kind == "default":
         return theta, None
     if kind not in _FORMS:
         raise ConfigError(f"rope_type = {kind!r} is not converted, only default, {', '.join(_FORMS)}.")
-    values: dict[str, Any] = {"form": _FORMS[kind], "factor": found["factor"]}
+    values: dict[str, Any] = {"form": _FORMS[kind], "factor": rope["factor"]}
     if kind == "llama3":
-        values |= {name: found[name] for name in ("low_freq_factor", "high_freq_factor")}
-        values["original_length"] = found["original_max_position_embeddings"]
+        values |= {name: rope[name] for name in ("low_freq_factor", "high_freq_factor")}
+        values["original_length"] = rope["original_max_position_embeddings"]
     return theta, RopeScaling(**values)
 
 
@@ -129,18 +129,18 @@ def rope_fields(model: Transformer) -> dict[str, Any]:
     """The settings of rotary positions: `rope_parameters` of transformers 5, the others of transformers 4."""
     scaling = model.rope_scaling
     if scaling is None:
-        found: dict[str, Any] = {"rope_type": "default"}
+        rope: dict[str, Any] = {"rope_type": "default"}
     else:
-        found = {"rope_type": scaling.form, "factor": scaling.factor}
+        rope = {"rope_type": scaling.form, "factor": scaling.factor}
     if scaling is not None and scaling.form == "llama3":
-        found |= {
+        rope |= {
             "low_freq_factor": scaling.low_freq_factor,
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_length,
         }
-    old = None if scaling is None else found
+    old = None if scaling is None else rope
     return {
         "rope_theta": model.rope_theta,
         "rope_scaling": old,
-        "rope_parameters": found | {"rope_theta": model.rope_theta},
+        "rope_parameters": rope | {"rope_theta": model.rope_theta},
     }

@@ -76,7 +76,7 @@ def _older_form(folder: Path, byte_bpe: bool) -> bool:
     return byte_bpe and not (folder / JSON).is_file() and all((folder / name).is_file() for name in (VOCAB, MERGES))
 
 
-def kept_numbers(folder: Path) -> dict[str, Any]:
+def special_numbers(folder: Path) -> dict[str, Any]:
     """The numbers of special tokens in the generation_config.json of a folder."""
     return {name: value for name, value in _read(folder / GENERATION).items() if name in NUMBERS}
 
@@ -96,7 +96,7 @@ def write_tokenizer(codec: Codec, folder: Path) -> dict[str, Any]:
             shutil.copyfile(path, folder / (SENTENCEPIECE if path.suffix == ".model" else JSON))
     begin = codec.opening[0] if codec.opening else codec.end if codec.end is not None else codec.start
     _write_config(codec, begin, folder)
-    numbers = {"bos_token_id": begin, "pad_token_id": codec.pad} | kept_numbers(folder)
+    numbers = {"bos_token_id": begin, "pad_token_id": codec.pad} | special_numbers(folder)
     if codec.ends:
         numbers["eos_token_id"] = codec.ends[0] if len(codec.ends) == 1 else list(codec.ends)
     numbers = {name: number for name, number in numbers.items() if number is not None}
@@ -165,10 +165,10 @@ def _copy(source: Path, folder: Path) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes()) if path.is_file() else {}
+        content = json.loads(path.read_bytes()) if path.is_file() else {}
     except ValueError:
         raise ConfigError(f"{path}: not JSON. Fetch the file again.") from None
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

@@ -62,7 +62,7 @@ class ToWrite:
     make: Callable[[], np.ndarray]
 
 
-def stored_tensors(folder: Path) -> dict[str, Stored]:
+def find_tensors(folder: Path) -> dict[str, Stored]:
     """The tensors of a checkpoint in a folder, by name; only the headers are read. Raises ConfigError."""
     try:
         if (folder / SINGLE).is_file():
@@ -72,19 +72,21 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             advice = f"It has {others[0]}: save it again with model.save_pretrained(FOLDER)." if others else ""
             raise ConfigError(f"{folder}: it has neither {SINGLE} nor {INDEX}. {advice}".rstrip())
         places = _index(folder / INDEX)
-        found = {name: one for file in sorted(set(places.values())) for name, one in _in_file(folder / file).items()}
+        tensors = {
+            name: tensor for file in sorted(set(places.values())) for name, tensor in _in_file(folder / file).items()
+        }
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}. Fetch the file again.") from None
-    if lost := sorted(places.keys() - found.keys()):
+    if lost := sorted(places.keys() - tensors.keys()):
         raise ConfigError(f"{folder / INDEX}: {lost[0]} is not in {places[lost[0]]}. Fetch the files again.")
-    return found
+    return tensors
 
 
 def _index(path: Path) -> dict[str, str]:
     """Tensor -> its file."""
     try:
         places = json.loads(path.read_bytes())["weight_map"]
-        assert all(isinstance(one, str) and Path(one).name == one for one in places.values())
+        assert all(isinstance(name, str) and Path(name).name == name for name in places.values())
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
         raise ConfigError(f"{path}: not an index of safetensors files. Fetch the file again.") from None
     return dict(places)
@@ -96,22 +98,22 @@ def _in_file(path: Path) -> dict[str, Stored]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(length) if length <= min(size - 8, _MOST_HEADER_BYTES) else b""
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     damaged: list[str] = []
     try:
-        for name, one in json.loads(header).items():
+        for name, entry in json.loads(header).items():
             if name == "__metadata__":
                 continue
-            (start, end), shape = one["data_offsets"], tuple(map(int, one["shape"]))
-            found[name] = Stored(path, str(one["dtype"]), shape, 8 + length + int(start))
-            wrong = one["dtype"] in DTYPES and end - start != DTYPES[one["dtype"]].itemsize * math.prod(shape)
+            (start, end), shape = entry["data_offsets"], tuple(map(int, entry["shape"]))
+            tensors[name] = Stored(path, str(entry["dtype"]), shape, 8 + length + int(start))
+            wrong = entry["dtype"] in DTYPES and end - start != DTYPES[entry["dtype"]].itemsize * math.prod(shape)
             if wrong or start < 0 or 8 + length + end > size:
                 damaged.append(name)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{path}: not a safetensors file, or a damaged one. Fetch the file again.") from None
     if damaged:
         raise ConfigError(f"{path}: it ends before {damaged[0]} is whole. Fetch the file again.")
-    return found
+    return tensors
 
 
 def write_tensors(folder: Path, tensors: Sequence[ToWrite], dtype: str, max_bytes: int) -> Iterable[tuple[str, int]]:
@@ -121,12 +123,12 @@ def write_tensors(folder: Path, tensors: Sequence[ToWrite], dtype: str, max_byte
     """
     files: list[list[ToWrite]] = [[]]
     room = max_bytes
-    for one in tensors:
-        size = _num_bytes(one, dtype)
+    for tensor in tensors:
+        size = _num_bytes(tensor, dtype)
         if files[-1] and size > room:
             files.append([])
             room = max_bytes
-        files[-1].append(one)
+        files[-1].append(tensor)
         room -= size
     names = [SINGLE] if len(files) == 1 else [
         f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)
@@ -134,8 +136,8 @@ def write_tensors(folder: Path, tensors: Sequence[ToWrite], dtype: str, max_byte
     for name, inside in zip(names, files, strict=True):
         yield from _write_file(folder / name, inside, dtype)
     if len(files) > 1:
-        places = {one.name: name for name, inside in zip(names, files, strict=True) for one in inside}
-        total = {"total_size": sum(_num_bytes(one, dtype) for one in tensors)}
+        places = {tensor.name: name for name, inside in zip(names, files, strict=True) for tensor in inside}
+        total = {"total_size": sum(_num_bytes(tensor, dtype) for tensor in tensors)}
         (folder / INDEX).write_text(
             json.dumps({"metadata": total, "weight_map": places}, indent=2) + "\n", encoding="utf-8"
         )
@@ -144,9 +146,9 @@ def write_tensors(folder: Path, tensors: Sequence[ToWrite], dtype: str, max_byte
 def _write_file(path: Path, tensors: Sequence[ToWrite], dtype: str) -> Iterable[tuple[str, int]]:
     header: dict[str, Mapping[str, Any]] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for one in tensors:
-        end = start + _num_bytes(one, dtype)
-        header[one.name] = {"dtype": dtype, "shape": list(one.shape), "data_offsets": [start, end]}
+    for tensor in tensors:
+        end = start + _num_bytes(tensor, dtype)
+        header[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # The tensors begin at a multiple of 8 bytes.
@@ -154,11 +156,11 @@ def _write_file(path: Path, tensors: Sequence[ToWrite], dtype: str) -> Iterable[
     try:
         with half.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for one in tensors:
-                made = one.make()
-                assert made.shape == one.shape, (one.name, made.shape, one.shape)
+            for tensor in tensors:
+                made = tensor.make()
+                assert made.shape == tensor.shape, (tensor.name, made.shape, tensor.shape)
                 file.write(np.ascontiguousarray(made.astype(DTYPES[dtype], copy=False)).reshape(-1).view(np.uint8).data)
-                yield one.name, _num_bytes(one, dtype)
+                yield tensor.name, _num_bytes(tensor, dtype)
             file.flush()
             os.fsync(file.fileno())
         os.replace(half, path)
@@ -166,5 +168,5 @@ def _write_file(path: Path, tensors: Sequence[ToWrite], dtype: str) -> Iterable[
         half.unlink(missing_ok=True)
 
 
-def _num_bytes(one: ToWrite, dtype: str) -> int:
-    return math.prod(one.shape) * DTYPES[dtype].itemsize
+def _num_bytes(tensor: ToWrite, dtype: str) -> int:
+    return math.prod(tensor.shape) * DTYPES[dtype].itemsize

@@ -17,7 +17,7 @@ from jaxdl.data import TextSpec
 from jaxdl.inference.convert import HF_CONFIG
 from jaxdl.inference.convert.checkpoint import Place, Progress, at, places
 from jaxdl.inference.convert.layouts import HFLayout, layout_for
-from jaxdl.inference.convert.special import FOLDER, kept_numbers, write_tokenizer
+from jaxdl.inference.convert.special import FOLDER, special_numbers, write_tokenizer
 from jaxdl.inference.convert.tensors import DTYPES, ToWrite, write_tensors
 from jaxdl.inference.predictor import Predictor, restore
 from jaxdl.models import Transformer
@@ -53,10 +53,10 @@ def to_hf(
             f"{workdir}: model {model.kind} has no layout of Hugging Face's. python -m jaxdl.export writes it."
         )
     check_data(predictor.workdir, predictor.experiment.data)
-    found = layout_for(model, layout)
-    _check_tokenizer(predictor, found)
-    tensors = [_to_write(predictor, one) for one in places(found, model, predictor.params)]
-    every = sum(int(np.prod(one.shape)) for one in tensors) * DTYPES[NAMES[dtype]].itemsize
+    hf_layout = layout_for(model, layout)
+    _check_tokenizer(predictor, hf_layout)
+    tensors = [_to_write(predictor, place) for place in places(hf_layout, model, predictor.params)]
+    every = sum(int(np.prod(tensor.shape)) for tensor in tensors) * DTYPES[NAMES[dtype]].itemsize
     try:
         folder.mkdir(parents=True, exist_ok=True)
         done = 0
@@ -65,9 +65,9 @@ def to_hf(
             progress(done, every)
         numbers, about_tokenizer = _tokenizer(predictor, folder)
         config = {
-            "architectures": [found.architecture],
-            "model_type": found.model_type,
-            **found.config(model, model.max_length or spec.length),
+            "architectures": [hf_layout.architecture],
+            "model_type": hf_layout.model_type,
+            **hf_layout.config(model, model.max_length or spec.length),
             "vocab_size": predictor.params["embedding"].shape[0],
             **{name: numbers.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
             "torch_dtype": dtype,
@@ -77,8 +77,8 @@ def to_hf(
         (folder / HF_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{folder}: {error.strerror}. Choose a folder with room that can be written.") from None
-    text = f"{workdir}, step {predictor.step}, is written to {folder}: {found.model_type}, {every:,} bytes, {dtype}"
-    return "\n".join((text, *_lost(model, found.model(config), found.model_type), about_tokenizer)).rstrip()
+    text = f"{workdir}, step {predictor.step}, is written to {folder}: {hf_layout.model_type}, {every:,} bytes, {dtype}"
+    return "\n".join((text, *_lost(model, hf_layout.model(config), hf_layout.model_type), about_tokenizer)).rstrip()
 
 
 def _check_tokenizer(predictor: Predictor, layout: HFLayout) -> None:
@@ -90,18 +90,18 @@ def _check_tokenizer(predictor: Predictor, layout: HFLayout) -> None:
     if kind == "sentencepiece" and not layout.reads_sentencepiece:
         raise ConfigError(
             f"{predictor.workdir}: its tokenizer is a .model of sentencepiece, and in the layout {layout.model_type} "
-            "transformers takes that for another tokenizer, without a word: it would give other tokens. Choose another "
+            "transformers reads that as another tokenizer, without a warning: other tokens come out. Choose another "
             "--layout if one fits, or write the network alone with python -m jaxdl.export."
         )
 
 
-def _to_write(predictor: Predictor, one: Place) -> ToWrite:
-    return ToWrite(one.name, one.shape, functools.partial(_tensor, predictor, one))
+def _to_write(predictor: Predictor, place: Place) -> ToWrite:
+    return ToWrite(place.name, place.shape, functools.partial(_tensor, predictor, place))
 
 
-def _tensor(predictor: Predictor, one: Place) -> np.ndarray:
-    arrays = [at(predictor.params, path) for path in one.paths]
-    return one.tensor.to_tensor([np.asarray(x if one.layer is None else x[one.layer]) for x in arrays])
+def _tensor(predictor: Predictor, place: Place) -> np.ndarray:
+    arrays = [at(predictor.params, path) for path in place.paths]
+    return place.tensor.to_tensor([np.asarray(x if place.layer is None else x[place.layer]) for x in arrays])
 
 
 def _lost(model: Transformer, there: Transformer, model_type: str) -> list[str]:
@@ -119,7 +119,7 @@ def _tokenizer(predictor: Predictor, folder: Path) -> tuple[dict[str, Any], str]
         codec = predictor.codec
     except ConfigError as error:
         why = str(error).removesuffix(".")
-        return kept_numbers(predictor.workdir / FOLDER), (
+        return special_numbers(predictor.workdir / FOLDER), (
             f"no tokenizer is written ({why}): AutoTokenizer.from_pretrained fails there, and the network takes "
             f"numbers of tokens alone, below {predictor.parts.data_spec.sizes()['vocab_size']:,}. If it has a "
             "tokenizer, put its tokenizer.json there"

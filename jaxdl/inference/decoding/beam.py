@@ -67,7 +67,7 @@ def beam_search(
         tokens = jnp.where(state.length == 0, first, last)
         logits, cache = step(tokens.reshape(-1), state.cache, state.length)
         log_probs = jax.nn.log_softmax(logits.astype(jnp.float32)).reshape(num_rows, num_beams, -1)
-        return _extended(state, log_probs, cache, end, length_penalty)
+        return _extend(state, log_probs, cache, end, length_penalty)
 
     def is_open(state: _Search) -> jax.Array:
         return (state.length < max_length) & jnp.any(_rows_open(state))
@@ -110,7 +110,7 @@ def _rows_open(state: _Search) -> jax.Array:
     return (state.num_ended < state.open_scores.shape[1]) & (state.open_scores[:, 0] > -jnp.inf)
 
 
-def _extended(state: _Search, log_probs: jax.Array, cache: Any, end: int, length_penalty: float) -> _Search:
+def _extend(state: _Search, log_probs: jax.Array, cache: Any, end: int, length_penalty: float) -> _Search:
     """The search after one more token, whose `log_probs` are [rows, beams, vocab]. Rows that are done stay."""
     rows, beams, vocab = log_probs.shape
     every = (state.open_scores[..., None] + log_probs).reshape(rows, beams * vocab)
@@ -135,11 +135,11 @@ def _extended(state: _Search, log_probs: jax.Array, cache: Any, end: int, length
         ended_tokens=ended_tokens,
         ended_scores=ended_scores,
         num_ended=state.num_ended + jnp.sum(ends, 1, dtype=jnp.int32),
-        cache=_reordered(cache, jnp.take_along_axis(parents, stay, 1)),
+        cache=_reorder_cache(cache, jnp.take_along_axis(parents, stay, 1)),
     )
 
 
-def _reordered(cache: Any, parents: jax.Array) -> Any:
+def _reorder_cache(cache: Any, parents: jax.Array) -> Any:
     """The cache whose beam j of row i is that of beam `parents[i, j]` of the same row."""
     rows, beams = parents.shape
     if beams == 1:
@@ -148,7 +148,7 @@ def _reordered(cache: Any, parents: jax.Array) -> Any:
     def one(x: jax.Array) -> jax.Array:
         split = x.reshape(x.shape[0], rows, beams, *x.shape[2:])
         # Row by row, so that nothing travels between devices that have different rows.
-        return jax.vmap(lambda row, own: row[:, own], in_axes=(1, 0), out_axes=1)(split, parents).reshape(x.shape)
+        return jax.vmap(lambda row, order: row[:, order], in_axes=(1, 0), out_axes=1)(split, parents).reshape(x.shape)
 
     return jax.tree.map(one, cache)
 

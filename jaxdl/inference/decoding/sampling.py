@@ -23,12 +23,12 @@ def sample(
     together reach p (Holtzman et al. 2020). Temperature 0 takes the likeliest token, the lowest of equal ones.
     """
     logits = logits.astype(jnp.float32)
-    scaled = kept_logits(logits / jnp.maximum(temperature, 1e-6), top_k=top_k, top_p=top_p)
+    scaled = mask_logits(logits / jnp.maximum(temperature, 1e-6), top_k=top_k, top_p=top_p)
     drawn = jax.vmap(jax.random.categorical)(keys, scaled)
     return jnp.where(jnp.asarray(temperature) > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
 
 
-def kept_logits(logits: jax.Array, *, top_k: int | None, top_p: float | None) -> jax.Array:
+def mask_logits(logits: jax.Array, *, top_k: int | None, top_p: float | None) -> jax.Array:
     """The logits with -inf for each token that `top_k` and `top_p` leave out; see `sample`."""
     vocab = logits.shape[-1]
     num = vocab if top_k is None else min(top_k, vocab)

@@ -50,13 +50,13 @@ class TextStream:
         return held
 
     def _certain(self) -> str:
-        found = [place for one in self._stop if (place := self._held.find(one)) >= 0]
-        if found:
-            certain, self._held, self.ended = self._held[: min(found)], "", True
+        stops = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
+        if stops:
+            certain, self._held, self.ended = self._held[: min(stops)], "", True
             return certain
         most = max(map(len, self._stop), default=1) - 1
         ends = (self._held[-size:] for size in range(min(most, len(self._held)), 0, -1))
-        waiting = next((end for end in ends if any(one.startswith(end) for one in self._stop)), "")
+        waiting = next((end for end in ends if any(stop.startswith(end) for stop in self._stop)), "")
         certain = self._held[: len(self._held) - len(waiting)]
         self._held = waiting
         return certain

@@ -13,13 +13,13 @@ import tyro
 from jaxdl.core.errors import print_out
 from jaxdl.data import Data
 from jaxdl.inference.predictor import Predictor
-from jaxdl.inference.trained import OfRun, Where, check_positive, parse_command, restored
+from jaxdl.inference.trained import RunCommand, RunOptions, check_positive, parse_command, restore_network
 from jaxdl.parallel.cluster import end_together
 from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.training.run.result import exit_codes
 
 
-class Measured(Where):
+class EvaluationOptions(RunOptions):
     """What is evaluated, and where; the defaults are those of the run."""
 
     mesh: MeshConfig
@@ -29,10 +29,10 @@ class Measured(Where):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(OfRun):
+class Evaluate(RunCommand):
     """The options of the command."""
 
-    experiment: Annotated[Measured, tyro.conf.arg(name="")]
+    experiment: Annotated[EvaluationOptions, tyro.conf.arg(name="")]
     batch_size: int | None = None
     """Examples in a batch, over all devices; None takes that of the run's evaluations."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -40,11 +40,11 @@ class Evaluate(OfRun):
 
 
 def run(args: list[str], prog: str) -> None:
-    """Runs the command line. For exit codes see `exit_codes`."""
+    """Runs the command line. Exits as `exit_codes` says."""
     with end_together(), exit_codes():
         command = parse_command(Evaluate, args, prog)
         check_positive(command, "batch_size")
-        predictor = restored(command, args, as_trained=True)
+        predictor = restore_network(command, args, as_trained=True)
         with predictor.held_out(command.experiment.data) as source:
             metrics, count = predictor.evaluate(source, batch_size=command.batch_size), len(source)
         if jax.process_index() == 0:
@@ -54,9 +54,9 @@ def run(args: list[str], prog: str) -> None:
 def report(command: Evaluate, predictor: Predictor, metrics: dict[str, float], num_examples: int) -> str:
     """What the command prints. Metrics that are not finite are null in JSON."""
     if command.json:
-        found = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         about = {"workdir": str(command.workdir), "step": predictor.step, "data": command.experiment.data.kind}
-        return json.dumps(about | {"examples": num_examples, "metrics": found})
+        return json.dumps(about | {"examples": num_examples, "metrics": finite})
     kind = command.experiment.data.kind
     width = max(map(len, metrics))
     lines = [f"{command.workdir}, step {predictor.step}: {num_examples:,} held-out examples of {kind}"]

@@ -49,17 +49,9 @@ def main(args: list[str] | None = None, *, prog: str = "python -m jaxdl.export")
         from jaxdl.training.run.result import exit_codes
 
         with exit_codes():
-            print(
-                export(
-                    command.workdir,
-                    command.to,
-                    formats=command.format,
-                    step=command.step,
-                    average=command.average,
-                    platforms=command.platforms,
-                    batch_size=command.batch_size,
-                )
-            )
+            names = ("step", "average", "platforms", "batch_size")
+            options = {name: getattr(command, name) for name in names}
+            print(export(command.workdir, command.to, formats=command.format, **options))
 
 
 def check(command: Export) -> None:

@@ -17,7 +17,7 @@ from jaxdl.core.runs import Which
 from jaxdl.data import TextSpec, spec_to_json
 from jaxdl.data.spec import with_targets
 from jaxdl.inference.export import FILES
-from jaxdl.inference.predictor import Predictor, restore, trained_on
+from jaxdl.inference.predictor import Predictor, data_spec_of, restore
 from jaxdl.models.attention import portable_attention
 from jaxdl.report import replace_file
 
@@ -55,21 +55,21 @@ def export(
     return "\n".join([f"{workdir}, step {predictor.step}, is written to {folder}:", *sizes])
 
 
-def named_arrays(predictor: Predictor) -> dict[str, np.ndarray]:
+def arrays_by_name(predictor: Predictor) -> dict[str, np.ndarray]:
     """The parameters that are evaluated and the batch statistics, by dotted names such as `stem.conv.kernel`.
 
     Raises ConfigError for two of one name.
     """
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for tree in (predictor.params, predictor.model_state):
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
             name = jax.tree_util.keystr(path, simple=True, separator=".")
-            if name in found:
+            if name in arrays:
                 raise ConfigError(
                     f"--format safetensors: two arrays of the network are named {name}. Rename one of them."
                 )
-            found[name] = np.ascontiguousarray(jax.device_get(x))
-    return found
+            arrays[name] = np.ascontiguousarray(jax.device_get(x))
+    return arrays
 
 
 def parameter_file(predictor: Predictor) -> bytes:
@@ -82,7 +82,7 @@ def parameter_file(predictor: Predictor) -> bytes:
         "step": str(predictor.step),
         "jaxdl": __version__,
     }
-    return save(named_arrays(predictor), metadata=metadata)
+    return save(arrays_by_name(predictor), metadata=metadata)
 
 
 def function_file(predictor: Predictor, platforms: Sequence[str], batch_size: int | None) -> bytes:
@@ -95,7 +95,7 @@ def function_file(predictor: Predictor, platforms: Sequence[str], batch_size: in
     inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), rows)
     try:
         with portable_attention():
-            found = jax.export.export(jax.jit(function), platforms=tuple(platforms))(inputs)
+            exported = jax.export.export(jax.jit(function), platforms=tuple(platforms))(inputs)
     except Exception as error:  # JAX raises errors of many types for what has no lowering, or needs a known size.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         options = f"--platforms {' '.join(platforms)}" + ("" if batch_size is None else f" --batch-size {batch_size}")
@@ -109,7 +109,7 @@ def function_file(predictor: Predictor, platforms: Sequence[str], batch_size: in
             f"{options}: the prediction of this network cannot be exported ({type(error).__name__}: {reason}). Try "
             f"again{advice} with --platforms {jax.default_backend()} alone, or give --format safetensors."
         ) from None
-    return bytes(found.serialize())
+    return bytes(exported.serialize())
 
 
 def _function(predictor: Predictor) -> tuple[Callable[[Any], jax.Array], Any]:
@@ -118,7 +118,7 @@ def _function(predictor: Predictor) -> tuple[Callable[[Any], jax.Array], Any]:
     spec = predictor.parts.data_spec
     if isinstance(spec, TextSpec):
         # As long as the rows of its own training: the program has one length, and the context may be far longer.
-        tokens = np.zeros((1, trained_on(predictor.workdir).blank()["tokens"].shape[1] - 1), np.int32)
+        tokens = np.zeros((1, data_spec_of(predictor.workdir).blank()["tokens"].shape[1] - 1), np.int32)
         return lambda tokens: predictor.probabilities(
             params, model_state, {"tokens": with_targets(tokens, jnp)}
         ), tokens

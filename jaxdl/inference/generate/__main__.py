@@ -1,21 +1,11 @@
-"""The command line: `python -m jaxdl.generate --workdir runs/python_lm --prompt "def "`.
-
-The workdir and the checkpoint are checked before JAX is imported.
-"""
+"""The command line: `python -m jaxdl.generate --workdir runs/python_lm --prompt "def "`."""
 
 from __future__ import annotations
 
-from jaxdl.core.runs import command_of_run
+from jaxdl.inference.front import front
 
 PROG = "python -m jaxdl.generate"
-
-
-def main(args: list[str] | None = None, *, prog: str = PROG) -> None:
-    """Runs the command line. Exits with 2 after a user error, 75 if the disk does not respond, 130 after Ctrl-C."""
-    with command_of_run(args, prog) as line:
-        from jaxdl.inference.generate.command import run
-
-        run(line, prog)
+main = front("jaxdl.inference.generate.command", PROG)
 
 
 if __name__ == "__main__":

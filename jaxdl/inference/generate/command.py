@@ -18,7 +18,15 @@ from jaxdl.core.errors import print_out
 from jaxdl.core.runs import check_writable, read_lines
 from jaxdl.inference.generation import Sampling
 from jaxdl.inference.predictor import Predictor
-from jaxdl.inference.trained import OfRun, check_positive, check_text, opened, parse_command, progress, restored
+from jaxdl.inference.trained import (
+    RunCommand,
+    check_positive,
+    check_text,
+    open_output,
+    parse_command,
+    progress,
+    restore_network,
+)
 from jaxdl.parallel.cluster import end_together
 from jaxdl.training.run.result import exit_codes
 
@@ -29,7 +37,7 @@ ABOUT = """Continues texts by a trained language model. One prompt is continued 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(OfRun):
+class Generate(RunCommand):
     """The options of the command."""
 
     prompt: tuple[str, ...] = ()
@@ -60,13 +68,13 @@ class Generate(OfRun):
 
 
 def run(args: list[str], prog: str) -> None:
-    """Runs the command line. For exit codes see `exit_codes`."""
+    """Runs the command line. Exits as `exit_codes` says."""
     with end_together(), exit_codes():
         command = parse_command(Generate, args, prog, ABOUT)
         many = command.prompts is not None or len(command.prompt) > 1
         check(command, many=many)
         prompts = read_prompts(command.prompts) if command.prompts is not None else command.prompt or ("",)
-        predictor = restored(command, args)
+        predictor = restore_network(command, args)
         start = time.perf_counter()
         if many:
             _write_many(command, predictor, prompts)
@@ -104,10 +112,10 @@ def read_prompts(path: Path) -> tuple[str, ...]:
 
 def _in_json(path: Path, number: int, line: str) -> str:
     try:
-        found: Any = json.loads(line)
+        value: Any = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"--prompts {path}: line {number} is not JSON ({error}).") from None
-    prompt = found.get("prompt", found.get("text")) if isinstance(found, dict) else found
+    prompt = value.get("prompt", value.get("text")) if isinstance(value, dict) else value
     if not isinstance(prompt, str):
         raise ConfigError(f'--prompts {path}: line {number} has no "prompt" that is a text: {line[:60]}')
     check_text(f"--prompts {path}: line {number}", (prompt,))
@@ -128,14 +136,19 @@ def _stream(command: Generate, predictor: Predictor, prompt: str) -> None:
 
 def _write_many(command: Generate, predictor: Predictor, prompts: Sequence[str]) -> None:
     """Writes a JSON line for each prompt."""
-    found = predictor.complete(prompts, batch_size=command.batch_size, **_options(command))
+    completions = predictor.complete(prompts, batch_size=command.batch_size, **_options(command))
     first = jax.process_index() == 0
     shown = command.to is not None or not sys.stdout.isatty()  # No lines are printed into it.
-    file_of = opened(command.to, "--to") if command.to is not None and first else contextlib.nullcontext()
+    file_of = open_output(command.to, "--to") if command.to is not None and first else contextlib.nullcontext()
     with file_of as file, progress("prompts", len(prompts), shown=shown) as advance:
-        for one in found:
+        for completion in completions:
             advance(1)
-            line = {"prompt": one.prompt, "text": one.text, "tokens": one.num_tokens, "ended": one.ended}
+            line = {
+                "prompt": completion.prompt,
+                "text": completion.text,
+                "tokens": completion.num_tokens,
+                "ended": completion.ended,
+            }
             text = json.dumps(line, ensure_ascii=False)
             if file is not None:
                 print(text, file=file, flush=True)

@@ -16,7 +16,7 @@ from jaxdl.core.runs import check_writable, read_lines
 from jaxdl.data.text.documents import EVERY_FILE, Reading, document_texts
 from jaxdl.inference.predictor import Predictor
 from jaxdl.inference.scoring import Question, Scorer, score_choices, score_documents
-from jaxdl.inference.trained import OfRun, check_text, opened, parse_command, progress, restored
+from jaxdl.inference.trained import RunCommand, check_text, open_output, parse_command, progress, restore_network
 from jaxdl.parallel.cluster import end_together
 from jaxdl.training.run.result import exit_codes
 
@@ -30,7 +30,7 @@ ABOUT = """Judges a trained language model: perplexity of texts, accuracy on mul
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score(OfRun):
+class Score(RunCommand):
     """The options of the command."""
 
     text: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class Score(OfRun):
 
 
 def run(args: list[str], prog: str) -> None:
-    """Runs the command line. For exit codes see `exit_codes`."""
+    """Runs the command line. Exits as `exit_codes` says."""
     with end_together(), exit_codes():
         command = parse_command(Score, args, prog, ABOUT)
         if not command.text and not command.choices:
@@ -64,11 +64,11 @@ def run(args: list[str], prog: str) -> None:
         if command.to is not None:
             check_writable(command.to, "--to")
         questions = {path: read_questions(path) for path in command.choices}
-        result = scores(command, restored(command, args), questions)
+        result = scores(command, restore_network(command, args), questions)
         if jax.process_index() == 0:
             print_out(report(result))
             if command.to is not None:
-                with opened(command.to, "--to") as file:
+                with open_output(command.to, "--to") as file:
                     print(json.dumps(result, indent=1), file=file)
 
 
@@ -92,7 +92,10 @@ def scores(command: Score, predictor: Predictor, questions: dict[Path, list[Ques
     for path, asked in questions.items():
         with progress(str(path)) as advance:
             accuracies, each = score_choices(scorer, codec, asked, command.delimiter, advance)
-        rows = [{"label": one.label, "scores": found} for one, found in zip(asked, each, strict=True)]
+        rows = [
+            {"label": question.label, "scores": log_likelihoods}
+            for question, log_likelihoods in zip(asked, each, strict=True)
+        ]
         result["choices"][str(path)] = accuracies | {"each": rows}
     return result
 
@@ -100,12 +103,12 @@ def scores(command: Score, predictor: Predictor, questions: dict[Path, list[Ques
 def read_questions(path: Path) -> list[Question]:
     """The questions in a file. Raises ConfigError for one that cannot be read or has none."""
     lines = read_lines(path, "--choices")
-    found = [
+    questions = [
         _question(f"--choices {path}: line {number}", line) for number, line in enumerate(lines, 1) if line.strip()
     ]
-    if not found:
+    if not questions:
         raise ConfigError(f"--choices {path}: it has no questions.")
-    return found
+    return questions
 
 
 def _question(where: str, line: str) -> Question:
@@ -123,7 +126,7 @@ def _question(where: str, line: str) -> Question:
     context, choices, label = field(CONTEXTS), field(CHOICES), field(LABELS)
     if not isinstance(context, str) or not isinstance(choices, list) or not choices:
         raise ConfigError(f"{where}: the context must be a text, and the choices a list of texts.")
-    if not all(isinstance(one, str) and one for one in choices):
+    if not all(isinstance(choice, str) and choice for choice in choices):
         raise ConfigError(f"{where}: each choice must be a text that is not empty.")
     check_text(where, (context, *choices))
     if not str(label).isdecimal() or not int(label) < len(choices):
@@ -134,12 +137,10 @@ def _question(where: str, line: str) -> Question:
 def report(result: dict[str, Any]) -> str:
     """What the command prints."""
     lines = [f"{result['workdir']}, step {result['step']}"]
-    for path, found in result["text"].items():
-        size = f"{found['documents']:,} documents, {found['tokens']:,} tokens, {found['bytes']:,} bytes"
-        lines.append(
-            f"  {path}: perplexity {found['perplexity']:.5g}, {found['bits_per_byte']:.4f} bits per byte ({size})"
-        )
-    for path, found in result["choices"].items():
-        accuracies = ", ".join(f"{name} {found[name]:.4f}" for name in ("acc", "acc_norm", "acc_bytes"))
-        lines.append(f"  {path}: {accuracies} ({found['questions']:,} questions)")
+    for path, row in result["text"].items():
+        size = f"{row['documents']:,} documents, {row['tokens']:,} tokens, {row['bytes']:,} bytes"
+        lines.append(f"  {path}: perplexity {row['perplexity']:.5g}, {row['bits_per_byte']:.4f} bits per byte ({size})")
+    for path, row in result["choices"].items():
+        accuracies = ", ".join(f"{name} {row[name]:.4f}" for name in ("acc", "acc_norm", "acc_bytes"))
+        lines.append(f"  {path}: {accuracies} ({row['questions']:,} questions)")
     return "\n".join(lines)

@@ -16,14 +16,22 @@ from jaxdl.core.config import ConfigError
 from jaxdl.core.errors import print_out
 from jaxdl.core.runs import check_writable, read_lines, split_lines
 from jaxdl.data import Data, PairData
-from jaxdl.inference.predictor import Predictor, trained_on
-from jaxdl.inference.trained import OfRun, Where, check_positive, opened, parse_command, progress, restored
+from jaxdl.inference.predictor import Predictor, data_spec_of
+from jaxdl.inference.trained import (
+    RunCommand,
+    RunOptions,
+    check_positive,
+    open_output,
+    parse_command,
+    progress,
+    restore_network,
+)
 from jaxdl.inference.translation import check_pairs, quality
 from jaxdl.parallel.cluster import end_together
 from jaxdl.training.run.result import exit_codes
 
 
-class Translated(Where):
+class TranslationOptions(RunOptions):
     """The data and the devices; the defaults of the data are those of the run."""
 
     data: Data
@@ -31,10 +39,10 @@ class Translated(Where):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Translate(OfRun):
+class Translate(RunCommand):
     """The options of the command."""
 
-    experiment: Annotated[Translated, tyro.conf.arg(name="")]
+    experiment: Annotated[TranslationOptions, tyro.conf.arg(name="")]
     split: Literal["train", "valid", "test"] | None = None
     """Translate the sources of this split of the data; its targets are the references."""
     input: Path | None = None
@@ -52,23 +60,23 @@ class Translate(OfRun):
 
 
 def run(args: list[str], prog: str) -> None:
-    """Runs the command line. For exit codes see `exit_codes`."""
+    """Runs the command line. Exits as `exit_codes` says."""
     with end_together(), exit_codes():
         command = parse_command(Translate, args, prog)
         check(command)
-        check_pairs(trained_on(command.workdir))  # Before texts are read, and the network.
+        check_pairs(data_spec_of(command.workdir))  # Before texts are read, and the network.
         texts, references = read_texts(command)
-        predictor = restored(command, args)
+        predictor = restore_network(command, args)
         predictor.experiment = predictor.experiment.replaced({"data": command.experiment.data})
-        found = translated(command, predictor, texts)
+        translations = translate(command, predictor, texts)
         if jax.process_index() == 0:
-            lines = [" ".join(text.splitlines()) for text in found]
+            lines = [" ".join(text.splitlines()) for text in translations]
             if command.output is not None:
-                with opened(command.output, "--output") as file:
+                with open_output(command.output, "--output") as file:
                     file.writelines(f"{line}\n" for line in lines)
             elif lines:
                 print_out("\n".join(lines))
-            for name, (value, signature) in (quality(found, references) if references else {}).items():
+            for name, (value, signature) in (quality(translations, references) if references else {}).items():
                 print(f"{name} {value:.2f}  ({signature})", file=sys.stderr)
 
 
@@ -90,7 +98,7 @@ def read_texts(command: Translate) -> tuple[list[str], list[str]]:
     if command.split is None:
         if command.input is None and sys.stdin.isatty():
             print("translating what you type, a text on each line; Ctrl-D after the last", file=sys.stderr)
-        texts = _typed() if command.input is None else read_lines(command.input, "--input")
+        texts = _read_stdin() if command.input is None else read_lines(command.input, "--input")
         references = [] if command.references is None else read_lines(command.references, "--references")
         if command.references is not None and len(references) != len(texts):
             raise ConfigError(
@@ -105,14 +113,14 @@ def read_texts(command: Translate) -> tuple[list[str], list[str]]:
     return [source for source, _ in pairs], [target for _, target in pairs]
 
 
-def _typed() -> list[str]:
+def _read_stdin() -> list[str]:
     try:
         return split_lines(sys.stdin.buffer.read().decode())
     except UnicodeDecodeError as error:
         raise ConfigError(f"standard input: not UTF-8 ({error.reason}). Give a text in UTF-8.") from None
 
 
-def translated(command: Translate, predictor: Predictor, texts: Sequence[str]) -> list[str]:
+def translate(command: Translate, predictor: Predictor, texts: Sequence[str]) -> list[str]:
     """The translations of the texts; a terminal shows how many are done."""
     with progress("texts", len(texts)) as advance:
         return predictor.translate(

@@ -225,7 +225,7 @@ def figure(found: Mapping[str, Mapping[str, Any]]) -> bytes:
             color = chosen[name].color if over else style.INNER_MESSAGES
             _bars(panel, len(rows) - 1 if over else 1, [(message["begin_sec"], message["end_sec"])], color)
         title = f"{name}: {1e3 * one['step_sec']:.1f} ms, {100 * one['hidden_share']:.0f} % of the bytes hidden"
-        style.dress(panel, style.wrapped(title, 110))
+        style.dress(panel, style.wrap_name(title, 110))
         style.rows_of_names(panel, rows)
     panels[-1].set_xlabel("ms since the step began", color=style.GREY, fontsize=style.SMALL)
     panels[-1].set_xlim(left=0)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -95,38 +93,10 @@ class Status(OfFleet):
     """Print JSON."""
 
 
-@dataclass(frozen=True)
-class Simulate:
-    """Plays made-up runs in simulated time, elastic and on static partitions, and draws both."""
-
-    runs: int = 50
-    """The number of runs."""
-    nodes: int = 20
-    """The number of nodes."""
-    seed: int = 0
-    """Another seed gives other runs."""
-    fairness: float = 0.2
-    """As of `serve`."""
-    resized: float = 0.1
-    """As of `serve`."""
-    resize_sec: float = 120.0
-    """What a resize takes; a start takes half of it."""
-    between_sec: float = 1200.0
-    """As of `serve`."""
-    mixed: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Runs whose hosts share nodes, as with `submit --needs`; and how long a decision takes."""
-    solve_sec: float = 0.8
-    """As of `serve`, of --mixed."""
-    plot: Path | None = None
-    """A PNG file for the picture."""
-    json: Path | None = None
-    """A file for the figures."""
-
-
 def serve(args: list[str]) -> None:
     """Serves until a signal, or until all is done."""
     from jaxdl.parallel.lease import Lease
-    from jaxdl.platform.fleet.engine import make_engine
+    from jaxdl.platform.fleet.engines import make_engine
     from jaxdl.platform.fleet.policy import Rules
     from jaxdl.platform.fleet.resources import parse_nodes
     from jaxdl.platform.fleet.server import Server, Settings
@@ -137,7 +107,7 @@ def serve(args: list[str]) -> None:
     if num_nodes < 1 or options.failures < 0 or not 0 < options.poll_sec < math.inf:
         raise OptionError("--nodes: 1 or more; --failures: 0 or more; --poll-sec: a number above 0.")
     if not 0 <= options.between_sec < math.inf or not all(
-        0 < one < math.inf for one in (options.grace_sec, options.solve_sec)
+        0 < seconds < math.inf for seconds in (options.grace_sec, options.solve_sec)
     ):
         raise OptionError("--between-sec: a number, 0 or more; --grace-sec, --solve-sec: a number above 0.")
     if not (0 <= options.fairness <= 1 and 0 <= options.resized <= 1):
@@ -168,9 +138,11 @@ def serve(args: list[str]) -> None:
     try:
         server = Server(store, engine, settings)
         nodes = engine.resources()
-        if nodes and server.sharing and not any(nodes.values()):
+        if nodes and server.sharing_runs and not any(nodes.values()):
             known = "nothing is known of what the nodes have. Say it with --have, as before"
-            raise ConfigError(f"run {', '.join(server.sharing)}: it shares nodes, and {known}; else it would stop.")
+            raise ConfigError(
+                f"run {', '.join(server.sharing_runs)}: it shares nodes, and {known}; else it would stop."
+            )
         _loop(server, options)
     finally:
         lease.release()
@@ -204,12 +176,12 @@ def _loop(server: Any, options: Serve) -> None:
 
 
 def _print_decision(server: Any) -> None:
-    from jaxdl.platform.fleet.status_view import told_speeds
+    from jaxdl.platform.fleet.status_view import format_speeds
 
     decision = server.propose()
     for name, why in decision.reasons.items():
         unit = "host" if server.members[name].submission.needs else "node"
-        print(f"run {name}: {why}\n  speed: {told_speeds(server.estimates(name), unit)}")
+        print(f"run {name}: {why}\n  speed: {format_speeds(server.estimates(name), unit)}")
     if not decision.reasons:
         print("no run is waiting or running")
 
@@ -218,10 +190,11 @@ def submit(args: list[str]) -> None:
     """Prints the number of the run."""
     from jaxdl.platform.fleet.exchanged import exchange_of
     from jaxdl.platform.fleet.resources import parse_amounts
-    from jaxdl.platform.fleet.sizes import fitting, gpus_of_host, reader, refusal, told
+    from jaxdl.platform.fleet.sizes import describe_left_out, find_sizes, gpus_of_host, reader, refusal
+    from jaxdl.platform.launch.command import split_command
 
-    own, command = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
-    options = parse(Submit, "submit", own)
+    words, command = split_command(args)
+    options = parse(Submit, "submit", words)
     if options.sizes and (options.min != 1 or options.max != 1):
         raise OptionError("--sizes: give either it or --min and --max.")
     if options.min > options.max and not options.sizes:
@@ -236,7 +209,7 @@ def submit(args: list[str]) -> None:
         view = store.view()
     gpus = gpus_of_host(needs, view)
     read = reader()
-    fit = fitting(command, sizes, gpus, read)
+    fit = find_sizes(command, sizes, gpus, read)
     if not fit.allowed:
         bounds = f"--min {options.min} --max {options.max}"
         asked = f"--sizes {' '.join(map(str, options.sizes))}" if options.sizes else bounds
@@ -252,7 +225,7 @@ def submit(args: list[str]) -> None:
         notes.append(
             f"what its exchange takes over {network} is not known on all sizes, and its speed there a guess: {unknown}"
         )
-    for line in (*told(fit.left_out, unit), *notes):
+    for line in (*describe_left_out(fit.left_out, unit), *notes):
         print(f"run {made.name}: {line}", file=sys.stderr)
 
 
@@ -264,21 +237,16 @@ def _status(args: list[str]) -> None:
 
 
 def _explain(args: list[str]) -> None:
-    from jaxdl.platform.fleet.status_view import explained
+    from jaxdl.platform.fleet.status_view import explain
 
-    print("\n".join(explained(Store(parse(OfFleet, "explain", args).state).view())))
+    print("\n".join(explain(Store(parse(OfFleet, "explain", args).state).view())))
 
 
 def simulate(args: list[str]) -> None:
     """Prints both results."""
-    from jaxdl.platform.fleet.report import report
+    from jaxdl.platform.fleet.report import Simulate, report
 
-    options = parse(Simulate, "simulate", args)
-    if options.runs < 1 or options.nodes < 1:
-        raise OptionError("--runs, --nodes: 1 or more.")
-    if not 0 < options.solve_sec < math.inf or (options.solve_sec != Simulate.solve_sec and not options.mixed):
-        raise OptionError("--solve-sec: a number above 0, with --mixed alone.")
-    report(**{one.name: getattr(options, one.name) for one in dataclasses.fields(options)})
+    report(parse(Simulate, "simulate", args))
 
 
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {

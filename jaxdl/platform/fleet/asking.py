@@ -13,11 +13,11 @@ import tyro
 
 from jaxdl.core.errors import ConfigError, OptionError
 from jaxdl.core.options import parse_options
-from jaxdl.platform.fleet.store import Asked, Store
+from jaxdl.platform.fleet.store import Order, Store
 
 PROG = "python -m jaxdl.fleet"
 OptionsT = TypeVar("OptionsT")
-_VERBS: dict[Asked, str] = {"run": "resume", "hold": "hold", "cancel": "cancel", "remove": "remove"}
+_VERBS: dict[Order, str] = {"run": "resume", "hold": "hold", "cancel": "cancel", "remove": "remove"}
 """What the commands are called."""
 
 
@@ -55,7 +55,7 @@ def parse(kind: type[OptionsT], name: str, args: list[str]) -> OptionsT:
     return parse_options(kind, args, prog=f"{PROG} {name}", description=inspect.getdoc(kind))
 
 
-def ask(what: Asked) -> Callable[[list[str]], None]:
+def ask(what: Order) -> Callable[[list[str]], None]:
     """The command that asks this of some runs."""
 
     def command(args: list[str]) -> None:
@@ -105,13 +105,13 @@ def _names(args: list[str]) -> tuple[list[str], list[str]]:
     """(the numbers of runs in a command line, the rest of it)."""
     places = [
         place
-        for place, one in enumerate(args)
-        if one.isdecimal() and not (place and args[place - 1] == "--state")  # `--state 7` is a folder.
+        for place, arg in enumerate(args)
+        if arg.isdecimal() and not (place and args[place - 1] == "--state")  # `--state 7` is a folder.
     ]
-    return [args[place] for place in places], [one for place, one in enumerate(args) if place not in places]
+    return [args[place] for place in places], [arg for place, arg in enumerate(args) if place not in places]
 
 
-def _ask(store: Store, names: Sequence[str], what: Asked) -> None:
+def _ask(store: Store, names: Sequence[str], what: Order) -> None:
     """Asks this of each; of none if one of them cannot be asked it. Raises ConfigError."""
     states: dict[str, str] = {}
     with contextlib.suppress(ConfigError):  # No server has seen anything yet.
@@ -123,7 +123,7 @@ def _ask(store: Store, names: Sequence[str], what: Asked) -> None:
         store.ask(name, what)
 
 
-def _refusal(state: str | None, what: Asked) -> str:
+def _refusal(state: str | None, what: Order) -> str:
     """Why a run in this state, None if no server has seen it, cannot be asked this; empty if it can."""
     from jaxdl.platform.fleet.member import ENDED, RESUMABLE
 

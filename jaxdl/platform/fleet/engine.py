@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import fcntl
-import importlib
 import itertools
 import json
 import os
@@ -29,7 +28,8 @@ from jaxdl.platform.launch.netns import check_possible, parse_rate
 PIDS_FILE = "pids.json"
 LOST = -1
 """In place of the exit code of an attempt that is gone without one, because it was killed with its keeper."""
-_engines: dict[str, type[Engine]] = {}
+engines: dict[str, type[Engine]] = {}
+"""Name -> kind of engine."""
 
 
 class Engine(abc.ABC):
@@ -44,7 +44,7 @@ class Engine(abc.ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _engines[cls.name] = cls
+        engines[cls.name] = cls
 
     def __init__(self, store: Store, num_nodes: int) -> None:
         self.store, self.num_nodes = store, num_nodes
@@ -75,23 +75,6 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def poll(self, run: Submission, attempt: int) -> int | None:
         """The exit code of an attempt, `LOST` without one; None while it lives."""
-
-
-def make_engine(name: str, store: Store, num_nodes: int, **given: Any) -> Engine:
-    """The engine of a name; `given` are the options of engines, None where they are not set.
-
-    Raises ConfigError if there is no such engine, or an option is for another.
-    """
-    importlib.import_module("jaxdl.platform.fleet.ray_engine")  # It registers itself.
-    if name not in _engines:
-        raise ConfigError(f"--engine {name}: there is no such engine; choose one of {', '.join(sorted(_engines))}.")
-    kind = _engines[name]
-    for option, value in given.items():
-        if value is not None and option not in kind.options:
-            owners = ", ".join(sorted(other for other, one in _engines.items() if option in one.options))
-            shown = " ".join(value) if isinstance(value, tuple) else value
-            raise ConfigError(f"--{option} {shown}: the engine {name} has no such option. It is for {owners}.")
-    return kind(store, num_nodes, **{option: given.get(option) for option in kind.options})
 
 
 def exit_code(path: Path) -> int:
@@ -142,12 +125,12 @@ class Local(Engine):
         return [name for name in (f"node{number}" for number in range(self.num_nodes)) if name not in lost]
 
     def resources(self) -> Mapping[str, Amounts]:
-        """See `Engine.resources`."""
+        """What each node in service has, by name."""
         return {name: self._have[int(name.removeprefix("node"))] if self._have else {} for name in self.nodes()}
 
     def start(self, run: Submission, attempt: int, nodes: Sequence[str]) -> bool:
-        """See `Engine.start`. A command that cannot be started ends with a code, as others do."""
-        lock = self._locked(run)
+        """Starts a run; False if something of it is still alive. A command that cannot be started ends with a code."""
+        lock = self._lock(run)
         if lock is None:
             return False
         try:
@@ -201,10 +184,10 @@ class Local(Engine):
                 os.killpg(pid, signal.SIGKILL)
 
     def poll(self, run: Submission, attempt: int) -> int | None:
-        """See `Engine.poll`."""
+        """The exit code of an attempt, `LOST` without one; None while it lives."""
         # Keepers that have ended are waited for: they would be zombies until the server ends.
-        self._keepers = [one for one in self._keepers if one.poll() is None]
-        lock = self._locked(run)
+        self._keepers = [keeper for keeper in self._keepers if keeper.poll() is None]
+        lock = self._lock(run)
         if lock is None:  # Also for a moment after the code was written.
             return None
         os.close(lock)
@@ -223,7 +206,7 @@ class Local(Engine):
         except (ValueError, TypeError, KeyError):  # It is damaged.
             return _keeper_of(folder.absolute())
 
-    def _locked(self, run: Submission) -> int | None:
+    def _lock(self, run: Submission) -> int | None:
         """The lock of a run as an open file; None if something of the run has it."""
         descriptor = os.open(self.store.path_of(run.name) / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -250,5 +233,5 @@ class Netns(Local):
         self._rate = rate
 
     def launcher_options(self) -> list[str]:
-        """See `Local.launcher_options`."""
+        """The option for the rate of the links."""
         return ["--rate", self._rate] if self._rate else []

@@ -71,23 +71,25 @@ def _slowest(
     read: ReadConfig, specs: _Specs, args: tuple[str, ...], size: int, gpus: Sequence[int], network: str
 ) -> tuple[Any, float]:
     """(The experiment, seconds of an exchange on so many hosts). Raises ConfigError where that is not known."""
-    found: list[tuple[Any, float]] = []
+    candidates: list[tuple[Any, float]] = []
     refused: ConfigError | None = None
-    for one in gpus:
-        experiment = read(args, one > 0)[0]
-        each = devices_of_host(experiment, one)
+    for num_gpus in gpus:
+        experiment = read(args, num_gpus > 0)[0]
+        each = devices_of_host(experiment, num_gpus)
         try:
             mesh = experiment.mesh.sizes(size * each)
         except ConfigError as error:  # No such host can have the run.
             refused = error
             continue
         _check(experiment)
-        seconds = exchange_seconds(experiment, specs.of(experiment), mesh, size, each, on_gpus=one > 0, network=network)
-        found.append((experiment, seconds))
-    if not found:
+        seconds = exchange_seconds(
+            experiment, specs.of(experiment), mesh, size, each, on_gpus=num_gpus > 0, network=network
+        )
+        candidates.append((experiment, seconds))
+    if not candidates:
         assert refused is not None, gpus
         raise refused
-    return max(found, key=lambda one: one[1])
+    return max(candidates, key=lambda candidate: candidate[1])
 
 
 def _check(experiment: Any) -> None:
@@ -133,8 +135,8 @@ def exchange_seconds(
     gradients, agreement = exchanged_gradients(experiment, spec, described), experiment.agreement
     exchange = experiment.exchange
     if isinstance(exchange, Auto):  # It will choose by the network that it measures.
-        found = recommend(exchange.configs(replicas), gradients, machine, agreement=agreement)
-        return next(cost for config, cost in found.rows if config == found.best).total_sec
+        choice = recommend(exchange.configs(replicas), gradients, machine, agreement=agreement)
+        return next(cost for config, cost in choice.rows if config == choice.best).total_sec
     if not isinstance(exchange, ExchangeConfig):
         raise ConfigError(f"what exchange {exchange.kind} takes is not known")
     return agreement.cost(exchange, gradients, machine).total_sec

@@ -46,7 +46,7 @@ class Member:
     killed: int = 0
     """Attempts that did not save and end in time."""
     code: int | None = None
-    num_asked: int = 0
+    order_number: int = 0
     """What the user had asked by the time it ended, see `Store.num_asked`."""
     problem: str = ""
     """What of its files is damaged, so that it does not start."""
@@ -60,23 +60,23 @@ class Member:
 
     def view(self) -> dict[str, Any]:
         """What is shown of it, as JSON."""
-        one = self.submission
+        submission = self.submission
         return {
-            "run": one.name,
+            "run": submission.name,
             "state": RESIZING if self.resizing and self.state in (STOPPING, WAITING) else self.state,
             "nodes": list(self.nodes),
-            "sizes": list(one.sizes),
-            "left_out": dict(one.left_out),
-            "needs": dict(one.needs),
-            "weight": one.weight,
-            "priority": one.priority,
+            "sizes": list(submission.sizes),
+            "left_out": dict(submission.left_out),
+            "needs": dict(submission.needs),
+            "weight": submission.weight,
+            "priority": submission.priority,
             "attempt": self.attempt,
             "resized": self.resized,
             "killed": self.killed,
-            "since": self.changed or one.submitted,
+            "since": self.changed or submission.submitted,
             "ended": self.ended,
             "code": self.code,
             "reason": self.problem or self.reason,
             "decided": self.decided,
-            "workdir": str(one.workdir or ""),
+            "workdir": str(submission.workdir or ""),
         }

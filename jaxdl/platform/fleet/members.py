@@ -10,8 +10,8 @@ from jaxdl.core.errors import ConfigError
 from jaxdl.platform.fleet.journal import JOURNAL_FILE, Journal
 from jaxdl.platform.fleet.member import ENDED, RUNNING, STOPPING, WAITING, Member
 from jaxdl.platform.fleet.roll import Roll, in_order
-from jaxdl.platform.fleet.speed import Measured
-from jaxdl.platform.fleet.store import Asked, DamagedFile, Store
+from jaxdl.platform.fleet.speed import MeasuredSpeeds
+from jaxdl.platform.fleet.store import DamagedFile, Order, Store
 
 STARTED, STOPPED, KILLED, LEFT, ENDING, RESUMED = "started", "stopping", "killed", "left", "ended", "resumed"
 """Kinds of events."""
@@ -35,9 +35,9 @@ class Members:
         """Runs that have ended, or were removed, lately; for who shows them, and empties it."""
         self.asked: set[str] = set()
         """Runs of which something may have been asked after they ended; for who obeys, and takes them out."""
-        self.measured = Measured()
+        self.measured = MeasuredSpeeds()
         self._roll = Roll(store, read_only=read_only)
-        self._wishes: dict[str, str] = {}
+        self._order_problems: dict[str, str] = {}
         """Run -> what is wrong with the file that says what was asked."""
         self._bad_lines: list[int] = []
         self._journal = Journal(store.folder, read_only=read_only)
@@ -48,15 +48,15 @@ class Members:
     @property
     def problems(self) -> list[str]:
         """What is damaged, and what was done about it."""
-        found = [one for one in (self._store.lost_problem(), *self._roll.problems.values()) if one]
-        found += [why for name, why in self._wishes.items() if name not in self._roll.problems]
+        problems = [problem for problem in (self._store.lost_problem(), *self._roll.problems.values()) if problem]
+        problems += [why for name, why in self._order_problems.items() if name not in self._roll.problems]
         if self._bad_lines:
             lines = ", ".join(map(str, self._bad_lines[:_TOLD])) + (", ..." if len(self._bad_lines) > _TOLD else "")
-            found.append(
+            problems.append(
                 f"{self._store.folder / JOURNAL_FILE}: line {lines} cannot be read, and was passed over. Runs that it "
                 "was about are as their other files say."
             )
-        return found
+        return problems
 
     def has_submission(self, member: Member) -> bool:
         """Whether it is known what was submitted."""
@@ -67,18 +67,18 @@ class Members:
         news = self._roll.read()
         for name in news.gone:
             self.drop(name)
-        for one in news.submitted:
-            if one.name in self.all:  # Its file was damaged.
-                self.all[one.name].submission = one
-                self.ended.add(one.name)
+        for submission in news.submitted:
+            if submission.name in self.all:  # Its file was damaged.
+                self.all[submission.name].submission = submission
+                self.ended.add(submission.name)
             else:
-                self._put(Member(one, not_before=one.not_before))
+                self._put(Member(submission, not_before=submission.not_before))
         self.asked |= news.asked
 
     def drop(self, name: str) -> None:
         """Knows a run no more."""
         self.active.pop(name, None)
-        self._wishes.pop(name, None)
+        self._order_problems.pop(name, None)
         if self.all.pop(name, None) is not None:
             self.ended.add(name)
             self.changed.add(name)
@@ -145,7 +145,7 @@ class Members:
             member.failures, member.not_before = event["failures"], event["not_before"]
         elif what == ENDING:
             member.state, member.nodes, member.code = event["state"], (), event.get("code", member.code)
-            member.num_asked, member.ended = event.get("num_asked", 0), at
+            member.order_number, member.ended = event.get("num_asked", 0), at
         elif what == RESUMED:
             member.state, member.failures, member.not_before = WAITING, 0, 0.0
         else:
@@ -155,16 +155,16 @@ class Members:
         if event.get("speed") is not None and member.size:
             self.measured.add(event["run"], member.size, event["speed"])
 
-    def wish(self, member: Member) -> Asked | None:
+    def order(self, member: Member) -> Order | None:
         """What was asked of a run last; None if that is not known, or its submission is not."""
-        name, asked = member.submission.name, None
+        name, order = member.submission.name, None
         try:
-            asked = self._store.asked(name)
-            self._wishes.pop(name, None)
+            order = self._store.order_of(name)
+            self._order_problems.pop(name, None)
         except DamagedFile as error:
-            self._wishes[name] = str(error)
-        member.problem = self._roll.problems.get(name) or self._wishes.get(name, "")
-        return asked
+            self._order_problems[name] = str(error)
+        member.problem = self._roll.problems.get(name) or self._order_problems.get(name, "")
+        return order
 
 
 def _check(what: str, event: dict[str, Any]) -> None:

@@ -86,31 +86,30 @@ def decide(runs: Sequence[Run], num_nodes: int, rules: Rules | None = None) -> D
 
     Runs are admitted by priority, then in the order of submission, each with its fewest nodes: one that does not fit
     keeps those behind it waiting, so that a large run is not overtaken again and again; one that needs more nodes than
-    there are keeps nobody. Where a newcomer of the lowest
-    priority would need more runs to be resized than the rules allow, it waits; for a higher priority, or when nodes
-    were lost, as few runs more are resized as necessary.
+    there are blocks no other. A newcomer of the lowest priority waits where it would need more runs to be resized than
+    the rules allow; for a higher priority, or when nodes were lost, as few runs more are resized as necessary.
     """
     rules = rules or Rules()
     ordered = sorted(runs, key=lambda run: (-run.priority, run.order))
-    admitted = _admitted(ordered, num_nodes)
+    admitted = _admit(ordered, num_nodes)
     while True:
         shares = fair_shares(admitted, num_nodes)
-        found = _allocation(admitted, num_nodes, shares, rules)
-        if found is not None:
+        allocation = _allocation(admitted, num_nodes, shares, rules)
+        if allocation is not None:
             break
-        # Only a newcomer that preempts nobody can be the reason.
+        # Only a newcomer that preempts no run can be the reason.
         admitted.remove(next(run for run in reversed(admitted) if not run.nodes))
-    nodes = {run.name: found.get(run.name, 0) for run in runs}
+    nodes = {run.name: allocation.get(run.name, 0) for run in runs}
     return Decision(
         nodes, _reasons(runs, nodes, shares, num_nodes), {run.name: shares.get(run.name, 0) for run in runs}
     )
 
 
-def _admitted(ordered: Sequence[Run], num_nodes: int) -> list[Run]:
-    """Those that may have nodes, in this order; one that needs more than there are keeps nobody waiting."""
+def _admit(ordered: Sequence[Run], num_nodes: int) -> list[Run]:
+    """Those that may have nodes, in this order; one that needs more than there are blocks no other."""
     admitted: list[Run] = []
     for run in (run for run in ordered if run.least <= num_nodes):
-        if sum(one.least for one in admitted) + run.least > num_nodes:
+        if sum(other.least for other in admitted) + run.least > num_nodes:
             break
         admitted.append(run)
     return admitted
@@ -129,7 +128,7 @@ def fair_shares(runs: Sequence[Run], num_nodes: int) -> dict[str, float]:
         return [min(max(level * run.weight, run.least), run.most) for run in runs]
 
     # Their sum is piecewise linear in the common level, with bends where a run begins or ends to grow.
-    level = float(np.interp(num_nodes, [sum(shares(float(one))) for one in levels], levels))
+    level = float(np.interp(num_nodes, [sum(shares(float(value))) for value in levels], levels))
     return {run.name: share for run, share in zip(runs, shares(level), strict=True)}
 
 
@@ -147,8 +146,8 @@ def _allocation(
     band = rules.fairness * num_nodes
     for fair in (True, False):
         options = [options_of(run, shares[run.name], band if fair else math.inf, keep=True) for run in admitted]
-        if (found := _best(admitted, options, num_nodes, shares, limit)) is not None:
-            return found
+        if (allocation := _best(admitted, options, num_nodes, shares, limit)) is not None:
+            return allocation
     newcomers = [run for run in admitted if not run.nodes]
     lowest = min((run.priority for run in running), default=0)
     if newcomers and newcomers[-1].priority <= lowest:
@@ -156,8 +155,8 @@ def _allocation(
     # A higher priority, or nodes that were lost: runs give nodes up, as few of them as necessary.
     options = [options_of(run, shares[run.name], math.inf, keep=False) for run in admitted]
     for more in range(limit, len(running) + 1):
-        if (found := _best(admitted, options, num_nodes, shares, more)) is not None:
-            return found
+        if (allocation := _best(admitted, options, num_nodes, shares, more)) is not None:
+            return allocation
     raise AssertionError("the fewest nodes of all admitted runs fit")
 
 
@@ -194,13 +193,13 @@ def _best(
         value, choices = following, [*choices, chosen]
     if not np.isfinite(value.max()):
         return None
-    at, used = (int(one) for one in np.unravel_index(int(value.argmax()), value.shape))
-    found = {}
+    at, used = (int(index) for index in np.unravel_index(int(value.argmax()), value.shape))
+    allocation = {}
     for run, chosen in zip(reversed(runs), reversed(choices), strict=True):
         size = int(chosen[at, used])
-        found[run.name] = size
+        allocation[run.name] = size
         at, used = at - int(run.nodes > 0 and size != run.nodes), used - size
-    return found
+    return allocation
 
 
 def fairness_loss(nodes: Mapping[str, int], shares: Mapping[str, float], num_nodes: int) -> float:
@@ -212,26 +211,26 @@ def _reasons(
     runs: Sequence[Run], nodes: Mapping[str, int], shares: Mapping[str, float], num_nodes: int
 ) -> dict[str, str]:
     free = num_nodes - sum(nodes.values())
-    found = {}
+    reasons = {}
     for run in runs:
         size, share = nodes[run.name], shares.get(run.name, 0.0)
         if not size:
             if run.least > num_nodes:
-                found[run.name] = f"waits: it needs {run.least} nodes, and there are {num_nodes}"
+                reasons[run.name] = f"waits: it needs {run.least} nodes, and there are {num_nodes}"
             elif run.nodes:
-                found[run.name] = f"stops, and waits: its {run.nodes} nodes are taken by runs before it, or are lost"
+                reasons[run.name] = f"stops, and waits: its {run.nodes} nodes are taken by runs before it, or are lost"
             elif run.least <= free:
-                found[run.name] = f"waits: {free} nodes are free, for a run before it that needs more"
+                reasons[run.name] = f"waits: {free} nodes are free, for a run before it that needs more"
             else:
-                found[run.name] = f"waits: it needs {run.least} nodes, and {free} are free"
+                reasons[run.name] = f"waits: it needs {run.least} nodes, and {free} are free"
             continue
         why = f"its fair share is {share:.3g}"
         if size == run.nodes:
             held = ", and it was resized lately" if run.fixed else ""
-            found[run.name] = f"keeps {size}: {why}{held}"
+            reasons[run.name] = f"keeps {size}: {why}{held}"
         elif not run.nodes:
-            found[run.name] = f"starts on {size}: {why}"
+            reasons[run.name] = f"starts on {size}: {why}"
         else:
             change = run.speeds[size] / run.speeds[run.nodes] - 1 if run.nodes in run.speeds else 0.0
-            found[run.name] = f"{run.nodes} -> {size}: {why}, speed {change:+.0%}"
-    return found
+            reasons[run.name] = f"{run.nodes} -> {size}: {why}, speed {change:+.0%}"
+    return reasons

@@ -36,7 +36,7 @@ class TimeIsUp(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class Candidate:
     """What a run may get."""
 
     run: Run
@@ -49,7 +49,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Found:
+class Solution:
     """A solution."""
 
     places: Mapping[str, Places]
@@ -69,7 +69,7 @@ class Program:
         self.nodes, self._end = nodes, end
         self._counts = counts or dict.fromkeys(nodes, 1)
 
-    def pooled(self, asked: Sequence[Asked]) -> tuple[Program, list[Asked]]:
+    def pool(self, candidates: Sequence[Candidate]) -> tuple[Program, list[Candidate]]:
         """The program, and the same runs, with one node for all that have the same.
 
         It has fewer variables, and a solution at least as good: hosts fit there that fit on no single node.
@@ -77,17 +77,17 @@ class Program:
         first: dict[tuple[tuple[str, float], ...], str] = {}
         group = {node: first.setdefault(tuple(sorted(has.items())), node) for node, has in self.nodes.items()}
         runs = []
-        for one in asked:
+        for candidate in candidates:
             places: dict[str, int] = {}
-            for node, count in one.run.places.items() if one.keeps is not None else ():
+            for node, count in candidate.run.places.items() if candidate.keeps is not None else ():
                 places[group[node]] = places.get(group[node], 0) + count
-            runs.append(replace(one, run=replace(one.run, places=places)))
+            runs.append(replace(candidate, run=replace(candidate.run, places=places)))
         nodes = {node: self.nodes[node] for node in first.values()}
         return Program(nodes, self._end, dict(Counter(group.values()))), runs
 
     def solve(
-        self, asked: Sequence[Asked], *, limit: int | None = None, part: float = 1.0, near: bool = False
-    ) -> Found | None:
+        self, candidates: Sequence[Candidate], *, limit: int | None = None, part: float = 1.0, near: bool = False
+    ) -> Solution | None:
         """The solution with the largest sum of gains; None if there is none.
 
         `limit`: how many running runs may change; None: all. `part`: of the time that is left. `near`: at last, a
@@ -98,23 +98,23 @@ class Program:
         sec = (self._end - time.monotonic()) * part
         if sec < _LEAST_SEC:
             raise TimeIsUp
-        rows = _Rows(self.nodes, self._counts, asked, limit, near)
+        rows = _Rows(self.nodes, self._counts, candidates, limit, near)
         if not rows.most:
-            return Found({}, frozenset(), True) if rows.possible() else None
+            return Solution({}, frozenset(), True) if rows.possible() else None
         most: Any = np.array(rows.most)  # SciPy's types know of numbers only.
-        largest = sum(max([one.keeps or 0.0, *one.gains.values()]) for one in asked)
-        found = milp(
+        largest = sum(max([candidate.keeps or 0.0, *candidate.gains.values()]) for candidate in candidates)
+        solution = milp(
             -np.array(rows.gain),
             constraints=rows.constraint(),
             integrality=np.ones(len(rows.gain)),
             bounds=scipy.optimize.Bounds(0, most),
             options={"time_limit": sec, "mip_rel_gap": _PRECISION / max(largest, 1.0)},
         )
-        if found.status == _INFEASIBLE:
+        if solution.status == _INFEASIBLE:
             return None
-        if found.x is None:
+        if solution.x is None:
             raise TimeIsUp
-        return rows.read(np.rint(found.x).astype(int), found.status == 0)
+        return rows.read(np.rint(solution.x).astype(int), solution.status == 0)
 
 
 @dataclass
@@ -123,7 +123,7 @@ class _Rows:
 
     nodes: Mapping[str, Amounts]
     counts: Mapping[str, int]
-    asked: Sequence[Asked]
+    candidates: Sequence[Candidate]
     limit: int | None
     near: bool
     gain: list[float] = field(default_factory=list)
@@ -144,9 +144,9 @@ class _Rows:
 
     def __post_init__(self) -> None:
         waits: list[_Entries] = []
-        for one in self.asked:
-            chosen = self._run(one)
-            if one.may_wait:
+        for candidate in self.candidates:
+            chosen = self._run(candidate)
+            if candidate.may_wait:
                 waits.append(chosen)
         for (node, resource), entries in self._used.items():
             has = self.nodes[node][resource] * self.counts[node]
@@ -156,7 +156,7 @@ class _Rows:
             self._row(entries, -np.inf, float(self.counts[node]))
         for first, second in itertools.pairwise(waits):
             self._row([*first, *((at, -value) for at, value in second)], 0.0, np.inf)
-        running = [one.run for one in self.asked if one.run.nodes]
+        running = [candidate.run for candidate in self.candidates if candidate.run.nodes]
         if self.limit is not None and self.limit < len(running):
             kept = [(self.keep[run.name], 1.0) for run in running if run.name in self.keep]
             self._row(kept, len(running) - self.limit, np.inf)
@@ -178,20 +178,20 @@ class _Rows:
         self._low.append(low)
         self._high.append(high)
 
-    def _run(self, one: Asked) -> _Entries:
+    def _run(self, candidate: Candidate) -> _Entries:
         """Adds a run; the variables of which one is 1 when it gets something."""
-        run, chosen, total = one.run, _Entries(), _Entries()
-        if one.keeps is not None:
-            self.keep[run.name] = self._variable(one.keeps, 1)
+        run, chosen, total = candidate.run, _Entries(), _Entries()
+        if candidate.keeps is not None:
+            self.keep[run.name] = self._variable(candidate.keeps, 1)
             chosen.append((self.keep[run.name], 1.0))
             for node, count in run.places.items():
                 self._use(run, node, self.keep[run.name], count)
-        largest = max(one.gains, default=0)
-        for size, gain in one.gains.items():
+        largest = max(candidate.gains, default=0)
+        for size, gain in candidate.gains.items():
             at = self._variable(gain, 1)
             chosen.append((at, 1.0))
             total.append((at, -float(size)))
-        for node, has in self.nodes.items() if one.gains else ():
+        for node, has in self.nodes.items() if candidate.gains else ():
             most = min(largest, self.counts[node] * (most_hosts(run.needs, has) if run.needs else 1))
             if most > 0:
                 at = self.hosts[run.name, node] = self._variable(0.0, most)
@@ -201,7 +201,7 @@ class _Rows:
                     self._row([(self._variable(-1.0, 1), -float(most)), (at, 1.0)], -np.inf, 0.0)
         if total:
             self._row(total, 0.0, 0.0)
-        self._row(chosen, 0.0 if one.may_wait else 1.0, 1.0)
+        self._row(chosen, 0.0 if candidate.may_wait else 1.0, 1.0)
         return chosen
 
     def _use(self, run: Run, node: str, at: int, count: int) -> None:
@@ -225,14 +225,14 @@ class _Rows:
         high: Any = np.array(self._high)
         return scipy.optimize.LinearConstraint(matrix, low, high)
 
-    def read(self, values: np.ndarray, proven: bool) -> Found:
+    def read(self, values: np.ndarray, proven: bool) -> Solution:
         """The solution that these values are."""
         kept = frozenset(name for name, at in self.keep.items() if values[at])
-        places: dict[str, dict[str, int]] = {one.run.name: {} for one in self.asked}
-        for one in self.asked:
-            if one.run.name in kept:
-                places[one.run.name] = dict(one.run.places)
+        places: dict[str, dict[str, int]] = {candidate.run.name: {} for candidate in self.candidates}
+        for candidate in self.candidates:
+            if candidate.run.name in kept:
+                places[candidate.run.name] = dict(candidate.run.places)
         for (name, node), at in self.hosts.items():
             if values[at]:
                 places[name][node] = int(values[at])
-        return Found(places, kept, proven)
+        return Solution(places, kept, proven)

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from jaxdl.platform.fleet.keeper import EXIT_FILE, OUTPUT_FILE
 from jaxdl.platform.fleet.resources import Amounts
 from jaxdl.platform.fleet.store import Store, Submission
 from jaxdl.platform.launch import die_with_parent
+from jaxdl.platform.launch.ray_cluster import connect
 from jaxdl.platform.launch.reaper import Reaper, kill_session
 
 RESERVE_SEC = 600.0
@@ -53,24 +53,13 @@ class OnRay(Engine):
     def __init__(self, store: Store, num_nodes: int, address: str | None = None) -> None:
         super().__init__(store, num_nodes)
         self._chosen: list[str] = []
-        try:
-            self._ray = importlib.import_module("ray")
-        except ImportError:
-            raise ConfigError("--engine ray: Ray is not installed. Install it: pip install 'jaxdl[ray]'.") from None
+        self._ray = connect(address or "auto", "--address")
         folder = str(store.folder.absolute())
         self._namespace = f"jaxdl-fleet-{hashlib.sha256(folder.encode()).hexdigest()[:12]}"
-        if self._ray.is_initialized():
-            return
-        try:
-            with warnings.catch_warnings():  # It starts its processes by fork, which does nothing of JAX there.
-                warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-                self._ray.init(address or "auto", log_to_driver=False)
-        except (ConnectionError, ValueError, OSError) as error:
-            raise ConfigError(f"--address {address or 'auto'}: {error}. Give that of a Ray cluster.") from None
 
     def nodes(self) -> list[str]:
         """As many of the cluster's nodes that have CPUs, but for those taken out of service."""
-        return self._in_service(set(self._known()))
+        return self._in_service(set(self._ray_nodes()))
 
     def _in_service(self, known: set[str]) -> list[str]:
         # Those that it had stay, so that a node that joins the cluster takes nobody's place.
@@ -80,16 +69,16 @@ class OnRay(Engine):
 
     def resources(self) -> Mapping[str, Amounts]:
         """What Ray says that the nodes have: cpus, gpus, memory-gb (1e9 bytes of it), and custom resources."""
-        known = self._known()
+        known = self._ray_nodes()
         return {node: _from_ray(known[node]) for node in self._in_service(set(known))}
 
     def start(self, run: Submission, attempt: int, nodes: Sequence[str]) -> bool:
-        """See `Engine.start`. An attempt whose nodes are gone by now waits for them, see `RESERVE_SEC`."""
+        """Starts a run; False if something of it is still alive. An attempt waits for lost nodes, see `RESERVE_SEC`."""
         if self._keeper(run) is not None:
             return False
         folder = self.store.path_of(run.name).absolute() / "attempts" / str(attempt)
         folder.mkdir(parents=True, exist_ok=True)
-        known, mine = self._known(), _to_ray(run.needs)
+        known, mine = self._ray_nodes(), _to_ray(run.needs)
         bundles = [(node, mine or _whole(known.get(node, {"CPU": 1.0}))) for node in nodes]
         actor = self._ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(Keeper)
         named = {"name": run.name, "namespace": self._namespace, "lifetime": "detached"}
@@ -110,7 +99,7 @@ class OnRay(Engine):
             self._ray.kill(keeper)
 
     def poll(self, run: Submission, attempt: int) -> int | None:
-        """See `Engine.poll`."""
+        """The exit code of an attempt, `LOST` without one; None while it lives."""
         if self._keeper(run) is not None:
             return None
         return exit_code(self.store.path_of(run.name) / "attempts" / str(attempt) / EXIT_FILE)
@@ -122,7 +111,7 @@ class OnRay(Engine):
         except ValueError:
             return None
 
-    def _known(self) -> dict[str, dict[str, float]]:
+    def _ray_nodes(self) -> dict[str, dict[str, float]]:
         """Node -> what Ray says that it has, of those with CPUs."""
         return {
             node["NodeID"]: node["Resources"]
@@ -133,13 +122,13 @@ class OnRay(Engine):
 
 def _from_ray(known: Amounts) -> dict[str, float]:
     """What a node has, by the names of a fleet."""
-    ours = {theirs: (name, one) for name, (theirs, one) in _OF_RAY.items()}
-    found = {}
+    ours = {theirs: (name, unit) for name, (theirs, unit) in _OF_RAY.items()}
+    amounts = {}
     for theirs, amount in known.items():
         if not theirs.startswith(_NO_RESOURCES):
-            name, one = ours.get(theirs, (theirs, 1.0))
-            found[name] = amount / one
-    return found
+            name, unit = ours.get(theirs, (theirs, 1.0))
+            amounts[name] = amount / unit
+    return amounts
 
 
 def _to_ray(needs: Amounts) -> dict[str, float]:
@@ -154,11 +143,11 @@ def _whole(known: Amounts) -> dict[str, float]:
 
 def _options(bundle: Amounts) -> dict[str, Any]:
     """What an actor asks for in this bundle."""
-    own = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    arguments = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     asked: dict[str, Any] = {"num_cpus": 0, "resources": {}}
     for name, amount in bundle.items():
-        if name in own:
-            asked[own[name]] = int(amount) if name == "memory" else amount
+        if name in arguments:
+            asked[arguments[name]] = int(amount) if name == "memory" else amount
         else:
             asked["resources"][name] = amount
     return asked
@@ -261,9 +250,9 @@ class Keeper:
         for index, (actor, node, bundle) in enumerate(zip(actors, self._nodes, self._bundles, strict=True)):
             output = OUTPUT_FILE if index == 0 else f"{index}.{OUTPUT_FILE}"
             name = node if self._nodes.count(node) == 1 else f"{node}/{index}"
-            own = {"JAX_PROCESS_ID": str(index), "JAXDL_HOST": name, **_devices(bundle)}
+            variables = {"JAX_PROCESS_ID": str(index), "JAXDL_HOST": name, **_devices(bundle)}
             starting.append(
-                actor.start.remote(self._command, self._directory, {**shared, **own}, str(self._folder / output))
+                actor.start.remote(self._command, self._directory, {**shared, **variables}, str(self._folder / output))
             )
         self._ray.get(starting, timeout=_CALL_SEC)
 
@@ -294,9 +283,9 @@ class Node:
 
     def place(self) -> tuple[str, int]:
         """The address of the node, and a port on which nothing listens."""
-        with socket.socket() as one:
-            one.bind(("", 0))
-            return importlib.import_module("ray").util.get_node_ip_address(), one.getsockname()[1]
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return importlib.import_module("ray").util.get_node_ip_address(), probe.getsockname()[1]
 
     def start(self, command: Sequence[str], directory: str, environment: Mapping[str, str], output: str) -> None:
         """Starts the command; `python` at its start is the Python of this node's workers."""

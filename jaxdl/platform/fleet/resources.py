@@ -17,7 +17,7 @@ _SLACK = 1e-9
 
 def parse_amounts(text: str, option: str) -> dict[str, float]:
     """The amounts of `gpus=1,cpus=4`. Raises ConfigError, with the option's name, for what is none."""
-    found: dict[str, float] = {}
+    amounts: dict[str, float] = {}
     for part in text.split(","):
         name, equals, amount = part.strip().partition("=")
         try:
@@ -27,24 +27,24 @@ def parse_amounts(text: str, option: str) -> dict[str, float]:
         if not equals or not _NAME.fullmatch(name) or not 1e-6 <= number <= 1e15:
             said = f"{part or 'nothing'!r} is no NAME=NUMBER above 0 (1e-6 to 1e15)"
             raise ConfigError(f"{option} {text}: {said}. Write gpus=1,cpus=4.")
-        if name in found:
-            raise ConfigError(f"{option} {text}: {name} is there twice.")
-        found[name] = number
-    return found
+        if name in amounts:
+            raise ConfigError(f"{option} {text}: {name} is given twice.")
+        amounts[name] = number
+    return amounts
 
 
 def parse_nodes(words: Iterable[str]) -> list[dict[str, float]]:
     """What each node has, of `4x:gpus=8,cpus=64 2x:cpus=128`. Raises ConfigError for what is none."""
-    found = []
+    nodes = []
     for word in words:
         count, colon, amounts = word.partition("x:")
         if not colon or not count.isdecimal() or int(count) < 1:
             raise ConfigError(f"--have {word}: write a number of nodes and what each has, such as 4x:gpus=8,cpus=64.")
-        found += [parse_amounts(amounts, "--have") for _ in range(int(count))]
-    return found
+        nodes += [parse_amounts(amounts, "--have") for _ in range(int(count))]
+    return nodes
 
 
-def spelled(amounts: Amounts) -> str:
+def format_amounts(amounts: Amounts) -> str:
     """As it is typed: gpus=1,cpus=4."""
     return ",".join(f"{name}={amount:g}" for name, amount in amounts.items())
 
@@ -93,19 +93,19 @@ class Room:
         It is a best fit: nodes that hold most of the hosts come first, then those with the least left.
         """
         fits = {node: min(self.most(needs, node), num_hosts) for node in self.left}
-        found: dict[str, int] = {}
-        for node in sorted(fits, key=lambda one: (-fits[one], self._part_left(one))):
+        places: dict[str, int] = {}
+        for node in sorted(fits, key=lambda name: (-fits[name], self._part_left(name))):
             if num_hosts and fits[node]:
-                found[node] = min(fits[node], num_hosts)
-                num_hosts -= found[node]
-        return None if num_hosts else found
+                places[node] = min(fits[node], num_hosts)
+                num_hosts -= places[node]
+        return None if num_hosts else places
 
     def place(self, needs: Amounts, num_hosts: int) -> dict[str, int] | None:
         """Puts so many hosts where `find` says; their places, None if they do not fit."""
-        found = self.find(needs, num_hosts)
-        if found is not None:
-            self.take(needs, found)
-        return found
+        places = self.find(needs, num_hosts)
+        if places is not None:
+            self.take(needs, places)
+        return places
 
     def _part_left(self, node: str) -> float:
         """What is left of a node as parts of all that there was, summed: a node without GPUs has less."""
@@ -114,11 +114,11 @@ class Room:
 
 def totals(nodes: Mapping[str, Amounts]) -> dict[str, float]:
     """The sum over the nodes of each resource."""
-    found: dict[str, float] = {}
+    amounts: dict[str, float] = {}
     for has in nodes.values():
         for name, amount in has.items():
-            found[name] = found.get(name, 0.0) + amount
-    return found
+            amounts[name] = amounts.get(name, 0.0) + amount
+    return amounts
 
 
 def why_never(needs: Amounts, num_hosts: int, nodes: Mapping[str, Amounts]) -> str:
@@ -134,8 +134,8 @@ def why_never(needs: Amounts, num_hosts: int, nodes: Mapping[str, Amounts]) -> s
         if not any(most_hosts({name: need}, has) for has in nodes.values()):
             return f"no node has {need:g} {name}"
     if not room:
-        return f"no node has {spelled(needs)} together"
-    return f"it needs {num_hosts} hosts with {spelled(needs)}, and all nodes hold {room}"
+        return f"no node has {format_amounts(needs)} together"
+    return f"it needs {num_hosts} hosts with {format_amounts(needs)}, and all nodes hold {room}"
 
 
 def hosts_of(places: Mapping[str, int], nodes: Sequence[str]) -> list[str]:

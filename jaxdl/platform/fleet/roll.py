@@ -48,7 +48,9 @@ class Roll:
         for name in gone:
             self.problems.pop(name, None)
         names |= self.problems.keys()
-        submitted = [one for name in sorted(names, key=in_order) if (one := self._submission(name)) is not None]
+        submitted = [
+            submission for name in sorted(names, key=in_order) if (submission := self._submission(name)) is not None
+        ]
         return News(submitted, gone, asked)
 
     def _submission(self, name: str) -> Submission | None:

@@ -120,7 +120,7 @@ class Server:
         return not self.active
 
     @property
-    def sharing(self) -> list[str]:
+    def sharing_runs(self) -> list[str]:
         """The runs that may be running now on parts of nodes."""
         return [name for name, member in self.active.items() if member.alive and member.submission.needs]
 
@@ -145,7 +145,7 @@ class Server:
             speed = self._look(member)
             code = self.engine.poll(member.submission, member.attempt)
             if code is not None:
-                self._over(member, code, speed)
+                self._handle_end(member, code, speed)
 
     def _look(self, member: Member) -> float | None:
         """Reads what an attempt reports: its speed, None where there is none yet, and whether it has made a step."""
@@ -162,7 +162,7 @@ class Server:
             member.begun = self._now()
         return speed
 
-    def _over(self, member: Member, code: int, speed: float | None) -> None:
+    def _handle_end(self, member: Member, code: int, speed: float | None) -> None:
         """An attempt has ended with a code; `speed` is what it reached."""
         lost = set(member.nodes).difference(self.engine.nodes())
         if code == 0:
@@ -171,7 +171,7 @@ class Server:
             self._end(member, HALTED, code, speed, "halted by the file in its workdir; `resume` lets it run again")
         elif code in exits.DELIBERATE:
             self._end(member, FAILED, code, speed, f"exit code {code}: it would fail again")
-        elif member.state == STOPPING and (code in _SAVED or self.known.wish(member) in ("hold", "cancel")):
+        elif member.state == STOPPING and (code in _SAVED or self.known.order(member) in ("hold", "cancel")):
             self._leave(member, code, speed, member.reason, failures=0 if code in _SAVED else member.failures)
         elif lost:  # That is no failure of the run.
             self._leave(member, code, speed, f"{', '.join(sorted(lost))} is out of service", failures=member.failures)
@@ -190,7 +190,7 @@ class Server:
 
     def _end(self, member: Member, state: str, code: int | None, speed: float | None, reason: str) -> None:
         try:
-            num_asked = self.store.num_asked(member.submission.name)
+            num_asked = self.store.order_number(member.submission.name)
         except DamagedFile:  # What is asked from now on counts.
             num_asked = int(time.time() * 1000)
         self.known.write(ENDING, member, state=state, code=code, speed=speed, num_asked=num_asked, reason=reason)
@@ -208,29 +208,29 @@ class Server:
     def _obey(self) -> None:
         for name in sorted(self.known.asked):
             member = self.members.get(name)
-            if member is None or member.state not in ENDED or self._obeyed_after_its_end(member):
+            if member is None or member.state not in ENDED or self._obey_after_end(member):
                 self.known.asked.discard(name)
         nodes = set(self.engine.nodes())
         for member in list(self.active.values()):
-            asked, unknown = self.known.wish(member), not self.known.has_submission(member)
-            stop = "its submission is damaged" if unknown else {"hold": "held", "cancel": "cancelled"}.get(asked or "")
+            order, unknown = self.known.order(member), not self.known.has_submission(member)
+            stop = "its submission is damaged" if unknown else {"hold": "held", "cancel": "cancelled"}.get(order or "")
             if member.state == RUNNING and stop:
                 self.known.write(STOPPED, member, reason=stop)
             elif member.state == RUNNING and not nodes.issuperset(member.nodes):
                 lost = ", ".join(sorted(set(member.nodes) - nodes))
                 self.known.write(STOPPED, member, reason=f"{lost} is out of service")
             elif not member.alive:
-                waits = asked in ("run", "remove") and not unknown
-                if asked == "cancel":
+                waits = order in ("run", "remove") and not unknown
+                if order == "cancel":
                     self._end(member, CANCELLED, member.code, None, "cancelled")
                 elif waits == (member.state == HELD):
                     member.state = WAITING if waits else HELD
                     self.known.changed.add(member.submission.name)
 
-    def _obeyed_after_its_end(self, member: Member) -> bool:
+    def _obey_after_end(self, member: Member) -> bool:
         """Does what was asked of a run that has ended; whether that is done."""
-        name, asked = member.submission.name, self.known.wish(member)
-        if asked == "remove" and not self._read_only:
+        name, order = member.submission.name, self.known.order(member)
+        if order == "remove" and not self._read_only:
             if member.attempt and self.engine.poll(member.submission, member.attempt) is None:
                 return False
             try:
@@ -240,25 +240,26 @@ class Server:
                 self.known.ended.add(name)
                 return True
             self.known.drop(name)
-        elif asked == "run" and member.state in RESUMABLE and self.store.num_asked(name) > member.num_asked:
+        elif order == "run" and member.state in RESUMABLE and self.store.order_number(name) > member.order_number:
             self.known.write(RESUMED, member, reason="resumed")
         return True
 
     def _runs(self) -> list[Run]:
         """The runs that may run now, as the policy sees them."""
-        now, found = self._now(), []
+        now, runs = self._now(), []
         for number, member in enumerate(self.active.values()):
-            one = member.submission
+            submission = member.submission
             may_start = member.state == WAITING and member.not_before <= now
             if member.state == STOPPING or not (may_start or member.state == RUNNING):
                 continue
             least = self.settings.between_sec
             lately = now - member.begun < least if member.begun else now - member.changed < max(least, _START_SEC)
             fixed = member.state == RUNNING and lately
-            known = {size: one.examples_per_sec for size, one in self.estimates(one.name).items()}
-            mine = {"needs": one.needs, "places": Counter(member.nodes)}
-            found.append(Run(one.name, known, number, one.weight, one.priority, len(member.nodes), fixed, **mine))
-        return found
+            known = {size: estimate.examples_per_sec for size, estimate in self.estimates(submission.name).items()}
+            values = {"weight": submission.weight, "priority": submission.priority, "needs": submission.needs}
+            values |= {"nodes": len(member.nodes), "fixed": fixed, "places": Counter(member.nodes)}
+            runs.append(Run(submission.name, known, number, **values))
+        return runs
 
     def _decision(self, runs: Sequence[Run], nodes: Mapping[str, Amounts], rules: Rules) -> Decision:
         """What the policy says: the one for whole nodes, unless a run shares them."""
@@ -351,8 +352,8 @@ class Server:
 
     def estimates(self, name: str) -> dict[int, Estimate]:
         """The speed of a run on each of its sizes."""
-        one = self.members[name].submission
-        return estimates(one.sizes, self.known.measured.of(name), one.exchange)
+        submission = self.members[name].submission
+        return estimates(submission.sizes, self.known.measured.of(name), submission.exchange)
 
     def _view_of(self, member: Member) -> dict[str, Any]:
         """A run as JSON."""
@@ -360,7 +361,7 @@ class Server:
         return member.view() | {
             "share": shares.get(name, 0.0),
             "speeds": {str(n): sec for n, sec in sorted(self.known.measured.of(name).items())},
-            "estimates": {str(size): list(one) for size, one in self.estimates(name).items()},
+            "estimates": {str(size): list(estimate) for size, estimate in self.estimates(name).items()},
         }
 
     def view(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from jaxdl.platform.fleet.policy import Decision, Rules, Run, at_share, options_of
-from jaxdl.platform.fleet.program import Asked, Found, Places, Program, TimeIsUp
+from jaxdl.platform.fleet.program import Candidate, Places, Program, Solution, TimeIsUp
 from jaxdl.platform.fleet.resources import Amounts, Room, hosts_of, totals, why_never
 
 EACH_CHANGE = 1e-4
@@ -41,39 +41,39 @@ def decide_mixed(runs: Sequence[Run], nodes: Mapping[str, Amounts], rules: Rules
     ordered = sorted(runs, key=lambda run: (-run.priority, run.order))
     able = [run for run in ordered if not why_never(run.needs, run.least, nodes)]
     try:
-        found, shares, proven = _decided(able, program, rules)
+        places_of, shares, proven = _allocate(able, program, rules)
     except TimeIsUp:
-        found = None
+        places_of = None
     room = Room(nodes)
     # HiGHS keeps constraints within a tolerance, which can be more than a host has.
-    if found is None or not all(room.put(run.needs, found.get(run.name, {})) for run in runs):
+    if places_of is None or not all(room.put(run.needs, places_of.get(run.name, {})) for run in runs):
         room, shares, proven = Room(nodes), fair_hosts(able, nodes), False
-        found = _first_fit(able, nodes, shares)
+        places_of = _first_fit(able, nodes, shares)
         for run in able:
-            room.take(run.needs, found[run.name])
+            room.take(run.needs, places_of[run.name])
     told = "" if proven else f" (the best found within {rules.solve_sec:g} s)"
-    places = {name: dict(one) for name, one in found.items() if one}
+    places = {name: dict(hosts) for name, hosts in places_of.items() if hosts}
     reasons = {run.name: _reason(run, places.get(run.name, {}), shares, nodes, room) + told for run in runs}
     sizes = {run.name: sum(places.get(run.name, {}).values()) for run in runs}
     return Decision(sizes, reasons, {run.name: shares.get(run.name, 0.0) for run in runs}, places, proven)
 
 
-def _decided(
+def _allocate(
     able: Sequence[Run], program: Program, rules: Rules
 ) -> tuple[Mapping[str, Places], dict[str, float], bool]:
     """(run -> places, fair shares, whether they are the best). Raises TimeIsUp."""
     nodes = program.nodes
-    admitted = _admitted(able, program)
+    admitted = _admit(able, program)
     while True:
         shares = fair_hosts(admitted, nodes)
-        found, admitted = _allocation(admitted, program, shares, rules)
-        if found is not None:
+        solution, admitted = _allocation(admitted, program, shares, rules)
+        if solution is not None:
             break
-    if not found.proven:
+    if not solution.proven:
         simple = _first_fit(admitted, nodes, shares)
-        if all(simple.values()) and value(admitted, simple, shares) > value(admitted, found.places, shares):
+        if all(simple.values()) and value(admitted, simple, shares) > value(admitted, solution.places, shares):
             return simple, shares, False
-    return _on_few_nodes(admitted, found, program), shares, found.proven
+    return _on_few_nodes(admitted, solution, program), shares, solution.proven
 
 
 def value(runs: Sequence[Run], places: Mapping[str, Places], shares: Mapping[str, float]) -> float:
@@ -95,7 +95,7 @@ def _keepable(run: Run, nodes: Mapping[str, Amounts]) -> bool:
     return run.nodes in run.speeds and Room(nodes).holds(run.needs, run.places)
 
 
-def _admitted(able: Sequence[Run], program: Program) -> list[Run]:
+def _admit(able: Sequence[Run], program: Program) -> list[Run]:
     """The longest beginning whose runs have room together for their fewest hosts, wherever they are now."""
     most, least = _sums(able, program.nodes), 0
     now = [run for run in able if run.nodes and _keepable(run, program.nodes)]
@@ -110,15 +110,15 @@ def _admitted(able: Sequence[Run], program: Program) -> list[Run]:
             count += 1
         least = max(least, count)
     if least < most:
-        asked = [
-            Asked(run, {run.least: float(number >= least)}, may_wait=number >= least)
+        candidates = [
+            Candidate(run, {run.least: float(number >= least)}, may_wait=number >= least)
             for number, run in enumerate(able[:most])
         ]
-        found = program.solve(asked, part=0.5)
-        assert found is not None, "the first of them fit"
-        if not found.proven:
+        solution = program.solve(candidates, part=0.5)
+        assert solution is not None, "the first of them fit"
+        if not solution.proven:
             raise TimeIsUp
-        most = sum(bool(found.places[one.run.name]) for one in asked)
+        most = sum(bool(solution.places[candidate.run.name]) for candidate in candidates)
     return list(able[:most])
 
 
@@ -136,143 +136,151 @@ def _sums(able: Sequence[Run], nodes: Mapping[str, Amounts]) -> int:
 
 def _allocation(
     admitted: list[Run], program: Program, shares: Mapping[str, float], rules: Rules
-) -> tuple[Found | None, list[Run]]:
+) -> tuple[Solution | None, list[Run]]:
     """(The best places within the rules, the same runs); or None and those runs that do not have to wait."""
     nodes, total = program.nodes, totals(program.nodes)
     running = [run for run in admitted if run.nodes]
     limit = math.ceil(rules.resized * len(running))
 
-    def asked(band: float, *, keep: bool) -> list[Asked]:
+    def candidates(band: float, *, keep: bool) -> list[Candidate]:
         return [
-            _asked(run, shares[run.name], band / dominant(run, total, len(nodes))[0], nodes, keep) for run in admitted
+            _candidate(run, shares[run.name], band / dominant(run, total, len(nodes))[0], nodes, keep)
+            for run in admitted
         ]
 
     for band in (rules.fairness, math.inf):
-        if (found := _best(asked(band, keep=True), program, limit)) is not None:
-            return found, admitted
+        if (solution := _best(candidates(band, keep=True), program, limit)) is not None:
+            return solution, admitted
     newcomers = [run for run in admitted if not run.nodes]
     lowest = min((run.priority for run in running), default=0)
     last = {run.name for run in newcomers if run.priority <= lowest}
     if last:  # They preempt nobody: as many of them as there is room for.
         some = [
-            Asked(
-                one.run,
-                dict.fromkeys(one.gains, float(one.run.name in last)),
-                None if one.keeps is None else 0.0,
-                one.run.name in last,
+            Candidate(
+                candidate.run,
+                dict.fromkeys(candidate.gains, float(candidate.run.name in last)),
+                None if candidate.keeps is None else 0.0,
+                candidate.run.name in last,
             )
-            for one in asked(math.inf, keep=True)
+            for candidate in candidates(math.inf, keep=True)
         ]
         fitting = program.solve(some, limit=limit, part=_FIRST_PART)
         if fitting is not None and not fitting.proven:
             raise TimeIsUp
         return None, [run for run in admitted if run.name not in last or (fitting and fitting.places[run.name])]
     # A higher priority, or nodes that were lost: runs give up what they have, as few of them as necessary.
-    free = asked(math.inf, keep=False)
-    fewest = [Asked(one.run, dict.fromkeys(one.run.speeds, 0.0), None if one.keeps is None else 1.0) for one in free]
+    free = candidates(math.inf, keep=False)
+    fewest = [
+        Candidate(candidate.run, dict.fromkeys(candidate.run.speeds, 0.0), None if candidate.keeps is None else 1.0)
+        for candidate in free
+    ]
     kept = program.solve(fewest, part=_FIRST_PART)
     assert kept is not None, "the fewest hosts of all admitted runs fit"
     if not kept.proven:
         raise TimeIsUp
     limit = max(limit, len(running) - len(kept.kept))
-    found = _best(free, program, limit)
-    assert found is not None, "so few changes are enough"
-    return found, admitted
+    solution = _best(free, program, limit)
+    assert solution is not None, "so few changes are enough"
+    return solution, admitted
 
 
-def _best(asked: Sequence[Asked], program: Program, limit: int) -> Found | None:
+def _best(candidates: Sequence[Candidate], program: Program, limit: int) -> Solution | None:
     """The solution with the largest sum of gains; None if there is none. Raises TimeIsUp.
 
     Sizes that are best where nodes are pooled are best on the nodes if they have places there, which is quick to find
     out. Only otherwise sizes and places are one problem.
     """
-    pool, runs = program.pooled(asked)
+    pool, runs = program.pool(candidates)
     bound = pool.solve(runs, limit=limit, part=0.5)
     if bound is None:
         return None
     if bound.proven:
-        sizes = {name: sum(one.values()) for name, one in bound.places.items()}
-        places = _packed(asked, sizes, bound.kept, program.nodes)
+        sizes = {name: sum(hosts.values()) for name, hosts in bound.places.items()}
+        places = _pack(candidates, sizes, bound.kept, program.nodes)
         if places is not None:
-            return Found(places, bound.kept, True)
+            return Solution(places, bound.kept, True)
         try:
-            found = program.solve(_sized(asked, sizes, bound.kept), part=0.5)
+            solution = program.solve(_fix_sizes(candidates, sizes, bound.kept), part=0.5)
         except TimeIsUp:
-            found = None
-        if found is not None:
-            return replace(found, proven=True)
-    return program.solve(asked, limit=limit, part=_FIRST_PART)
+            solution = None
+        if solution is not None:
+            return replace(solution, proven=True)
+    return program.solve(candidates, limit=limit, part=_FIRST_PART)
 
 
-def _sized(asked: Sequence[Asked], sizes: Mapping[str, int], kept: frozenset[str]) -> list[Asked]:
+def _fix_sizes(candidates: Sequence[Candidate], sizes: Mapping[str, int], kept: frozenset[str]) -> list[Candidate]:
     """What is left to choose once sizes are, and who keeps its places: the places of the others."""
     return [
-        replace(one, gains={}, keeps=0.0)
-        if one.run.name in kept
-        else replace(one, gains={sizes[one.run.name]: 0.0}, keeps=None)
-        for one in asked
+        replace(candidate, gains={}, keeps=0.0)
+        if candidate.run.name in kept
+        else replace(candidate, gains={sizes[candidate.run.name]: 0.0}, keeps=None)
+        for candidate in candidates
     ]
 
 
-def _packed(
-    asked: Sequence[Asked], sizes: Mapping[str, int], kept: frozenset[str], nodes: Mapping[str, Amounts]
+def _pack(
+    candidates: Sequence[Candidate], sizes: Mapping[str, int], kept: frozenset[str], nodes: Mapping[str, Amounts]
 ) -> dict[str, Places] | None:
     """Places for runs of these sizes by best fit, those first that need most of a node; None if that finds none."""
     room, total = Room(nodes), totals(nodes)
-    found: dict[str, Places] = {one.run.name: one.run.places for one in asked if one.run.name in kept}
-    if not all(room.put(one.run.needs, one.run.places) for one in asked if one.run.name in kept):
+    places_of: dict[str, Places] = {
+        candidate.run.name: candidate.run.places for candidate in candidates if candidate.run.name in kept
+    }
+    if not all(
+        room.put(candidate.run.needs, candidate.run.places) for candidate in candidates if candidate.run.name in kept
+    ):
         return None
-    largest = sorted((one.run for one in asked), key=lambda run: -dominant(run, total, len(nodes))[0])
+    largest = sorted((candidate.run for candidate in candidates), key=lambda run: -dominant(run, total, len(nodes))[0])
     for run in largest:
         if run.name not in kept:
             if (places := room.place(run.needs, sizes[run.name])) is None:
                 return None
-            found[run.name] = places
-    return found
+            places_of[run.name] = places
+    return places_of
 
 
-def _asked(run: Run, share: float, band: float, nodes: Mapping[str, Amounts], keep: bool) -> Asked:
+def _candidate(run: Run, share: float, band: float, nodes: Mapping[str, Amounts], keep: bool) -> Candidate:
     """What a run may get: one of its sizes near its share, and what it has if that is one of them."""
     sizes, stays = options_of(run, share, band, keep=keep), run.nodes > 0 and _keepable(run, nodes)
     gains = {size: _gain(run, size, share) - EACH_CHANGE * (run.nodes > 0) for size in sizes}
     keeps = _gain(run, run.nodes, share) if stays and run.nodes in sizes else None
     held = run.fixed and keep and keeps is not None
-    return Asked(run, {} if held else gains, keeps)
+    return Candidate(run, {} if held else gains, keeps)
 
 
-def _on_few_nodes(runs: Sequence[Run], found: Found, program: Program) -> Mapping[str, Places]:
+def _on_few_nodes(runs: Sequence[Run], solution: Solution, program: Program) -> Mapping[str, Places]:
     """The same sizes and kept places, with the other hosts on as few nodes as there is time to find."""
-    sizes = {name: sum(one.values()) for name, one in found.places.items()}
-    asked = _sized([Asked(run, {}) for run in runs], sizes, found.kept)
+    sizes = {name: sum(hosts.values()) for name, hosts in solution.places.items()}
+    candidates = _fix_sizes([Candidate(run, {}) for run in runs], sizes, solution.kept)
     try:
-        better = program.solve(asked, near=True)
+        better = program.solve(candidates, near=True)
     except TimeIsUp:
         better = None
-    if better is None or num_nodes(better.places) > num_nodes(found.places):
-        return found.places
+    if better is None or num_nodes(better.places) > num_nodes(solution.places):
+        return solution.places
     return better.places
 
 
 def num_nodes(places: Mapping[str, Places]) -> int:
     """Nodes that runs have hosts on, counted for each run and once more for all: fewer are better."""
-    return sum(map(len, places.values())) + len({node for one in places.values() for node in one})
+    return sum(map(len, places.values())) + len({node for hosts in places.values() for node in hosts})
 
 
 def _first_fit(runs: Sequence[Run], nodes: Mapping[str, Amounts], shares: Mapping[str, float]) -> dict[str, Places]:
     """Run -> places: those that run stay, those that wait begin where they fit, in their order, none overtaken."""
-    found: dict[str, Places] = {run.name: {} for run in runs}
+    places_of: dict[str, Places] = {run.name: {} for run in runs}
     room = Room(nodes)
     for run in runs:
         if run.nodes and room.put(run.needs, run.places):
-            found[run.name] = run.places
+            places_of[run.name] = run.places
     for run in runs:
-        if not found[run.name]:
+        if not places_of[run.name]:
             sizes = sorted({at_share(run, shares[run.name]), run.least}, reverse=True)
-            places = next((one for size in sizes if (one := room.place(run.needs, size))), None)
+            places = next((candidate for size in sizes if (candidate := room.place(run.needs, size))), None)
             if places is None:
                 break
-            found[run.name] = places
-    return found
+            places_of[run.name] = places
+    return places_of
 
 
 def dominant(run: Run, total: Amounts, num: int) -> tuple[float, str]:
@@ -302,11 +310,11 @@ def fair_hosts(runs: Sequence[Run], nodes: Mapping[str, Amounts], *, from_least:
         levels = np.unique(bends)
         full: dict[str, float] = {}
         for name in {name for run in growing for name in needs[run.name]}:
-            used = [sum(needs[run.name].get(name, 0.0) * hosts(run, float(one)) for run in runs) for one in levels]
+            used = [sum(needs[run.name].get(name, 0.0) * hosts(run, float(value)) for run in runs) for value in levels]
             if used[-1] > total[name] * (1 + 1e-9):
                 full[name] = float(np.interp(total[name], used, levels))
         level = min(full.values(), default=float(levels[-1]))
-        scarce = {name for name, one in full.items() if one <= level * (1 + 1e-9)}
+        scarce = {name for name, value in full.items() if value <= level * (1 + 1e-9)}
         ended |= {run.name: level for run in growing if not full or scarce & needs[run.name].keys()}
     return {run.name: hosts(run, 0.0) for run in runs}
 

@@ -115,30 +115,30 @@ def _as_runs(now: float, there: Sequence[Job], states: Mapping[str, _State]) -> 
     ]
 
 
-def elastic(jobs: Sequence[Job], num_nodes: int, rules: Rules, costs: Costs) -> Result:
+def play_elastic(jobs: Sequence[Job], num_nodes: int, rules: Rules, costs: Costs) -> Result:
     """The jobs under `jaxdl.platform.fleet.policy.decide`, at each arrival, each end, and when a run may be resized
     again."""
 
     def choose(now: float, there: Sequence[Job], states: Mapping[str, _State]) -> Decision:
         return decide(_as_runs(now, there, states), num_nodes, rules)
 
-    return _played("elastic", jobs, costs, choose, _of_whole(num_nodes))
+    return _play("elastic", jobs, costs, choose, _of_whole(num_nodes))
 
 
-def static(jobs: Sequence[Job], num_nodes: int, costs: Costs) -> Result:
+def play_static(jobs: Sequence[Job], num_nodes: int, costs: Costs) -> Result:
     """The jobs in the order of arrival, each on its `static_size` until it ends."""
 
     def choose(now: float, there: Sequence[Job], states: Mapping[str, _State]) -> Decision:
         del now
-        found = {job.name: states[job.name].nodes for job in there}
+        nodes = {job.name: states[job.name].nodes for job in there}
         for job in there:
-            if not found[job.name]:
-                if sum(found.values()) + job.static_size > num_nodes:
+            if not nodes[job.name]:
+                if sum(nodes.values()) + job.static_size > num_nodes:
                     break
-                found[job.name] = job.static_size
-        return Decision(found, {}, {})
+                nodes[job.name] = job.static_size
+        return Decision(nodes, {}, {})
 
-    return _played("static", jobs, costs, choose, _of_whole(num_nodes))
+    return _play("static", jobs, costs, choose, _of_whole(num_nodes))
 
 
 def _of_whole(num_nodes: int) -> Measure:
@@ -148,7 +148,7 @@ def _of_whole(num_nodes: int) -> Measure:
     return measure
 
 
-def elastic_shared(jobs: Sequence[Job], nodes: Mapping[str, Amounts], rules: Rules, costs: Costs) -> Result:
+def play_elastic_shared(jobs: Sequence[Job], nodes: Mapping[str, Amounts], rules: Rules, costs: Costs) -> Result:
     """As `elastic`, on nodes that jobs share, under `jaxdl.platform.fleet.shared_nodes_policy.decide_mixed`."""
     seconds: list[float] = []
     struck = 0
@@ -156,16 +156,16 @@ def elastic_shared(jobs: Sequence[Job], nodes: Mapping[str, Amounts], rules: Rul
     def choose(now: float, there: Sequence[Job], states: Mapping[str, _State]) -> Decision:
         nonlocal struck
         began = time.perf_counter()
-        found = decide_mixed(_as_runs(now, there, states), nodes, rules)
+        decision = decide_mixed(_as_runs(now, there, states), nodes, rules)
         seconds.append(time.perf_counter() - began)
-        struck += not found.proven
-        return found
+        struck += not decision.proven
+        return decision
 
-    played = _played("elastic", jobs, costs, choose, _of_shared(nodes))
+    played = _play("elastic", jobs, costs, choose, _of_shared(nodes))
     return replace(played, decide_sec=seconds, num_struck=struck)
 
 
-def static_shared(jobs: Sequence[Job], nodes: Mapping[str, Amounts], costs: Costs) -> Result:
+def play_static_shared(jobs: Sequence[Job], nodes: Mapping[str, Amounts], costs: Costs) -> Result:
     """As `static`, on nodes that jobs share: each where it fits first, until it ends."""
 
     def choose(now: float, there: Sequence[Job], states: Mapping[str, _State]) -> Decision:
@@ -176,12 +176,12 @@ def static_shared(jobs: Sequence[Job], nodes: Mapping[str, Amounts], costs: Cost
             room.take(job.needs, places[job.name])
         for job in there:
             if not places[job.name]:
-                if (found := room.place(job.needs, job.static_size)) is None:
+                if (place := room.place(job.needs, job.static_size)) is None:
                     break
-                places[job.name] = found
-        return Decision({name: sum(one.values()) for name, one in places.items()}, {}, {}, places)
+                places[job.name] = place
+        return Decision({name: sum(hosts.values()) for name, hosts in places.items()}, {}, {}, places)
 
-    return _played("static", jobs, costs, choose, _of_shared(nodes))
+    return _play("static", jobs, costs, choose, _of_shared(nodes))
 
 
 def _of_shared(nodes: Mapping[str, Amounts]) -> Measure:
@@ -197,7 +197,7 @@ def _of_shared(nodes: Mapping[str, Amounts]) -> Measure:
     return measure
 
 
-def _played(policy: str, jobs: Sequence[Job], costs: Costs, choose: Choose, measure: Measure) -> Result:
+def _play(policy: str, jobs: Sequence[Job], costs: Costs, choose: Choose, measure: Measure) -> Result:
     waiting, there = sorted(jobs, key=lambda job: job.arrival_sec), list[Job]()
     horizon = waiting[-1].arrival_sec
     states = {job.name: _State(job.examples) for job in jobs}
@@ -280,7 +280,7 @@ def speed_curve(sizes: Sequence[int], over_computation: float, examples_per_sec:
     }
 
 
-def made_up_jobs(count: int, num_nodes: int, seed: int, *, between_sec: float = 1200.0) -> list[Job]:
+def random_jobs(count: int, num_nodes: int, seed: int, *, between_sec: float = 1200.0) -> list[Job]:
     """Jobs with Poisson arrivals, log-normal work and measured cost of their exchange (`OVER_COMPUTATION`).
 
     A day of Dorm's evaluation was like that: 50 applications, 20 minutes apart on average (arXiv 1704.06738).
@@ -299,7 +299,7 @@ def made_up_jobs(count: int, num_nodes: int, seed: int, *, between_sec: float = 
     return jobs
 
 
-def made_up_shared(count: int, num_nodes: int, seed: int) -> tuple[list[Job], dict[str, Amounts]]:
+def random_shared_jobs(count: int, num_nodes: int, seed: int) -> tuple[list[Job], dict[str, Amounts]]:
     """(Jobs whose hosts take parts of nodes, nodes): as `made_up_jobs`; every fifth node has CPUs alone.
 
     Arrivals come so much faster as there are more nodes, and hosts to a node.
@@ -310,7 +310,7 @@ def made_up_shared(count: int, num_nodes: int, seed: int) -> tuple[list[Job], di
     }
     draw = np.random.default_rng(seed)
     jobs = []
-    for job in made_up_jobs(count, num_nodes, seed, between_sec=1200.0 * 20 / num_nodes / 3):
+    for job in random_jobs(count, num_nodes, seed, between_sec=1200.0 * 20 / num_nodes / 3):
         gpus, memory = float(draw.choice([0, 1, 2, 4, 8])), float(draw.choice([16, 64]))
         needs = {"gpus": gpus, "cpus": 8 * gpus, "memory-gb": 16 + 32 * gpus} if gpus else {"cpus": 16.0}
         needs = {"memory-gb": memory} | needs

@@ -62,7 +62,9 @@ def gpus_of_host(needs: Amounts, view: Mapping[str, Any] | None) -> Sequence[int
     return sorted({int(has.get("gpus", 0)) for has in view["has"].values()}) or range(_MOST_GPUS + 1)
 
 
-def fitting(command: Sequence[str], sizes: Sequence[int], gpus: Sequence[int], read: ReadConfig | None = None) -> Fit:
+def find_sizes(
+    command: Sequence[str], sizes: Sequence[int], gpus: Sequence[int], read: ReadConfig | None = None
+) -> Fit:
     """Which of these sizes the config of a training command allows on hosts with one of these numbers of GPUs.
 
     All of them for any other command, and where the config cannot be read.
@@ -77,9 +79,9 @@ def fitting(command: Sequence[str], sizes: Sequence[int], gpus: Sequence[int], r
             for size in every:
                 words = tuple(training_options(words_on(command, size)) or ())
                 # A batch that does not fit says more than a mesh that no such host has.
-                refused = [why for one in gpus if (why := _refused(read, words, size, one)) is not None]
+                refused = [why for num_gpus in gpus if (why := _why_refused(read, words, size, num_gpus)) is not None]
                 if len(refused) == len(gpus):
-                    left_out[size] = min(refused, key=lambda one: one[0])[1]
+                    left_out[size] = min(refused, key=lambda reason: reason[0])[1]
     except UnreadError as error:
         return Fit(
             every, {}, f"its config cannot be read here, so none of its sizes is ruled out: {_short(str(error))}"
@@ -112,13 +114,13 @@ def reader() -> ReadConfig:
     def read(args: tuple[str, ...], on_gpus: bool) -> tuple[Any, int | None]:
         from jaxdl.training.experiment import parse
 
-        own, others = split_options(args)
-        if "config" not in own:
+        values, others = split_options(args)
+        if "config" not in values:
             raise ConfigError("no --config. Give --config FILE.")
-        base = file(own["config"], on_gpus)
+        base = file(values["config"], on_gpus)
         experiment = parse(base, _without_words(others))
-        if "devices" in own:
-            return experiment.replaced({"mesh.cpu_devices": int(own["devices"])}), int(own["devices"])
+        if "devices" in values:
+            return experiment.replaced({"mesh.cpu_devices": int(values["devices"])}), int(values["devices"])
         given = experiment.mesh.cpu_devices
         return experiment, given if given != base.mesh.cpu_devices else None
 
@@ -132,16 +134,16 @@ def devices_of_host(experiment: Any, gpus: int) -> int:
 
 def _without_words(args: Sequence[str]) -> list[str]:
     """The options without those of `_WITH_WORDS` and their words."""
-    found, left_out = [], False
+    kept, left_out = [], False
     for word in args:
         if word.startswith("--"):
             left_out = word.partition("=")[0].replace("_", "-") in _WITH_WORDS
         if not left_out:
-            found.append(word)
-    return found
+            kept.append(word)
+    return kept
 
 
-def _refused(read: ReadConfig, args: tuple[str, ...], size: int, gpus: int) -> tuple[int, str] | None:
+def _why_refused(read: ReadConfig, args: tuple[str, ...], size: int, gpus: int) -> tuple[int, str] | None:
     """(How little it says, why the run cannot be on so many hosts with so many GPUs each); None if it can."""
     from jaxdl.parallel.mesh import BATCH_AXES, Axis, ways
     from jaxdl.training.run.plan.validate import check_batches, check_norms
@@ -169,11 +171,11 @@ def _refused(read: ReadConfig, args: tuple[str, ...], size: int, gpus: int) -> t
     return None
 
 
-def told(left_out: Mapping[int, str], unit: str) -> list[str]:
+def describe_left_out(left_out: Mapping[int, str], unit: str) -> list[str]:
     """Lines on the sizes that were left out; `unit`: node or host."""
-    lines = [f"not on {_counted([size], unit)}: {_short(why)}" for size, why in list(left_out.items())[:_TOLD]]
+    lines = [f"not on {_format_sizes([size], unit)}: {_short(why)}" for size, why in list(left_out.items())[:_TOLD]]
     if others := list(left_out)[_TOLD:]:
-        lines.append(f"nor on {_counted(others, unit)}, for such reasons")
+        lines.append(f"nor on {_format_sizes(others, unit)}, for such reasons")
     return lines
 
 
@@ -183,15 +185,15 @@ def refusal(command: Sequence[str], asked: str, fit: Fit, gpus: Sequence[int], u
     if len(reasons) == 1 and len(fit.left_out) > 1:  # The number of hosts is not what is wrong.
         return ConfigError(f"{asked}: the run can train on no number of {unit}s. {reasons[0]}")
     others = [size for size in range(1, 2 * _MOST_GPUS + 1) if size not in fit.left_out]
-    possible = fitting(command, others, gpus).allowed
+    possible = find_sizes(command, others, gpus).allowed
     advice = "Change the mesh or the batch size of the command."
     if possible:
-        advice = f"They allow {_counted(possible, unit)}: give --sizes, or change them."
-    why = "; ".join(told(fit.left_out, unit))
+        advice = f"They allow {_format_sizes(possible, unit)}: give --sizes, or change them."
+    why = "; ".join(describe_left_out(fit.left_out, unit))
     return ConfigError(f"{asked}: the mesh and the batch of the run do not allow this ({why}). {advice}")
 
 
-def _counted(sizes: Sequence[int], unit: str) -> str:
+def _format_sizes(sizes: Sequence[int], unit: str) -> str:
     """`1 node`, `1, 2 or 4 nodes`."""
     first, last = ", ".join(map(str, sizes[:-1])), str(sizes[-1])
     return f"{first} or {last} {unit}s" if first else f"{last} {unit}{'' if last == '1' else 's'}"

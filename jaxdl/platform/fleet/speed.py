@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import statistics
 from collections import defaultdict
@@ -13,11 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdl.core.files import METRICS_FILE
+from jaxdl.report.status import tail_rows
 
 GUESS = 0.9
 """n nodes are taken for n ** GUESS times as fast as one where nothing is known: half as many lose 7 %."""
 MEASURED, GUESSED = "measured", "guess"
-_TAIL_BYTES, _LAST, _LEAST = 65_536, 5, 4
+_TAIL_ROWS, _LAST, _LEAST = 200, 5, 4
 
 
 @dataclass(frozen=True)
@@ -51,23 +50,23 @@ def estimates(
     strong scaling, as the batch is fixed. Where it is not known, and where the measured step is shorter than its
     exchange is said to be, the speed is scaled by `GUESS`.
     """
-    found = {}
+    speeds = {}
     for size in sizes:
         if size in measured:
-            found[size] = Estimate(measured[size], MEASURED)
+            speeds[size] = Estimate(measured[size], MEASURED)
             continue
-        near = min(measured, key=lambda one: (max(one / size, size / one), one), default=1)
+        near = min(measured, key=lambda other: (max(other / size, size / other), other), default=1)
         predicted = None
         if exchange is not None and near in measured:
-            predicted = _predicted(size, near, measured[near], exchange)
+            predicted = _predict(size, near, measured[near], exchange)
         if exchange is not None and predicted is not None:
-            found[size] = Estimate(predicted, f"predicted from the exchange over {exchange.network}")
+            speeds[size] = Estimate(predicted, f"predicted from the exchange over {exchange.network}")
         else:
-            found[size] = Estimate(measured.get(near, 1.0) * (size / near) ** GUESS, GUESSED)
-    return found
+            speeds[size] = Estimate(measured.get(near, 1.0) * (size / near) ** GUESS, GUESSED)
+    return speeds
 
 
-def _predicted(size: int, near: int, examples_per_sec: float, exchange: Exchange) -> float | None:
+def _predict(size: int, near: int, examples_per_sec: float, exchange: Exchange) -> float | None:
     """The speed on `size` nodes of a run with this one on `near` nodes; None where the exchange does not say it."""
     seconds, batch = exchange.seconds, exchange.batch_size
     if not {size, near} <= seconds.keys():
@@ -82,8 +81,8 @@ def last_speed(workdir: Path, after_step: int = 0) -> float | None:
     A run that was resized was as fast as its earlier reports say on the nodes that it had then. Its first steps after a
     start are no measure.
     """
-    found = [row["examples_per_sec"] for row in _last_rows(workdir) if row["step"] > after_step]
-    return statistics.median(found[-_LAST:]) if len(found) >= _LEAST else None
+    speeds = [row["examples_per_sec"] for row in _last_rows(workdir) if row["step"] > after_step]
+    return statistics.median(speeds[-_LAST:]) if len(speeds) >= _LEAST else None
 
 
 def last_step(workdir: Path) -> int:
@@ -94,31 +93,23 @@ def last_step(workdir: Path) -> int:
 def _last_rows(workdir: Path) -> list[dict[str, Any]]:
     """The last rows with a speed."""
     try:
-        with (workdir / METRICS_FILE).open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
+        rows = tail_rows(workdir / METRICS_FILE, _TAIL_ROWS)
+    except (OSError, ValueError):
         return []
-    found = []
-    for line in lines:
-        with contextlib.suppress(ValueError):  # The beginning of the tail, or a line that is being written.
-            row = json.loads(line)
-            named = isinstance(row, dict) and isinstance(row.get("step"), int)
-            if named and isinstance(speed := row.get("examples_per_sec"), int | float) and 0 < speed < math.inf:
-                found.append(row)
-    return found
+    speeds = ((row, row.get("examples_per_sec")) for row in rows)
+    return [row for row, speed in speeds if isinstance(speed, int | float) and 0 < speed < math.inf]
 
 
-class Measured:
+class MeasuredSpeeds:
     """The speeds of runs as they were seen: by run and nodes, the last one counts."""
 
     def __init__(self) -> None:
-        self._found: dict[str, dict[int, float]] = defaultdict(dict)
+        self._speeds: dict[str, dict[int, float]] = defaultdict(dict)
 
     def add(self, run: str, nodes: int, examples_per_sec: float) -> None:
         """What a run reached."""
-        self._found[run][nodes] = examples_per_sec
+        self._speeds[run][nodes] = examples_per_sec
 
     def of(self, run: str) -> Mapping[int, float]:
         """Nodes -> examples a second of a run."""
-        return self._found[run]
+        return self._speeds[run]

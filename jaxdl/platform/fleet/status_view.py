@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxdl.platform.fleet.member import ENDED, RESUMABLE
-from jaxdl.platform.fleet.resources import spelled
-from jaxdl.platform.fleet.sizes import told
+from jaxdl.platform.fleet.resources import format_amounts
+from jaxdl.platform.fleet.sizes import describe_left_out
 from jaxdl.platform.fleet.speed import GUESS, GUESSED, MEASURED, Estimate
 from jaxdl.platform.fleet.store import Store
 from jaxdl.report.status import read_row
@@ -50,7 +50,7 @@ def show_status(store: Store, *, as_json: bool) -> None:
         for column in ("node", "runs", "free"):
             left.add_column(column)
         for node, free in view["free"].items():
-            left.add_row(node, view["nodes"][node], spelled(free))
+            left.add_row(node, view["nodes"][node], format_amounts(free))
         console.print(left)
     if view.get("lost"):
         console.print(f"out of service: {', '.join(view['lost'])}")
@@ -95,37 +95,37 @@ def _num_nodes(run: Mapping[str, Any]) -> str:
     return f"{hosts} hosts on {nodes}" if run.get("needs") and hosts else str(nodes)
 
 
-def explained(view: Mapping[str, Any]) -> list[str]:
+def explain(view: Mapping[str, Any]) -> list[str]:
     """Lines on what the last decision said of each run, and what is left of nodes."""
     lines: list[str] = []
     for run in view["runs"]:
         unit = "host" if run.get("needs") else "node"
         # A server of an earlier version told the measured speeds alone.
         speeds = run.get("estimates", {size: (speed, MEASURED) for size, speed in run["speeds"].items()})
-        known = told_speeds({int(size): Estimate(*one) for size, one in speeds.items()}, unit)
+        known = format_speeds({int(size): Estimate(*estimate) for size, estimate in speeds.items()}, unit)
         sizes = ", ".join(map(str, run["sizes"]))
         lines.append(f"run {run['run']}, {run['state']}: {run['reason']}")
         if run["decided"] not in ("", run["reason"]):
             lines.append(f"  the last decision: {run['decided']}")
         if run.get("killed"):
             lines.append(f"  it did not save and end in time, and was killed: {run['killed']} times")
-        each = f", each with {spelled(run['needs'])}" if run.get("needs") else ""
+        each = f", each with {format_amounts(run['needs'])}" if run.get("needs") else ""
         lines.append(
             f"  it may have {sizes} {unit}s{each}; weight {run['weight']:g}, priority {run['priority']}; speed: {known}"
         )
         left_out = {int(size): why for size, why in run.get("left_out", {}).items()}
-        lines += [f"  {line}" for line in told(left_out, unit)]
+        lines += [f"  {line}" for line in describe_left_out(left_out, unit)]
     for node, free in view.get("free", {}).items():
-        lines.append(f"{node}: {spelled(free)} are free; runs: {view['nodes'][node] or 'none'}")
+        lines.append(f"{node}: {format_amounts(free)} are free; runs: {view['nodes'][node] or 'none'}")
     return lines
 
 
-def told_speeds(found: Mapping[int, Estimate], unit: str) -> str:
+def format_speeds(speeds: Mapping[int, Estimate], unit: str) -> str:
     """The speeds of a run, and where each is from; `unit`: node or host."""
-    if all(one.source == GUESSED for one in found.values()):
+    if all(estimate.source == GUESSED for estimate in speeds.values()):
         return f"not measured; guess: n {unit}s are n^{GUESS:g} times as fast as one"
     by_size = [
-        f"{size} {unit}{'' if size == 1 else 's'} {one.examples_per_sec:,.0f}/s ({one.source})"
-        for size, one in found.items()
+        f"{size} {unit}{'' if size == 1 else 's'} {estimate.examples_per_sec:,.0f}/s ({estimate.source})"
+        for size, estimate in speeds.items()
     ]
     return ", ".join(by_size)

@@ -36,7 +36,7 @@ from jaxdl.platform.fleet.speed import Exchange
 from jaxdl.platform.fleet.submission import DamagedFile, Submission, read_submission
 from jaxdl.platform.fleet.workdirs import Workdirs
 
-Asked = Literal["run", "hold", "cancel", "remove"]
+Order = Literal["run", "hold", "cancel", "remove"]
 RUNS, SUBMISSION = "runs", "submission.json"
 _ASKED, _LAST, _NEWS, _REMOVED = "asked.json", "last.json", "news", "removed"
 _FEW = 5
@@ -105,10 +105,10 @@ class Store:
         made = dataclasses.replace(made, name=path.name, submitted=time.time())
         queue(made.command, made.workdir)  # Before a server sees the run, whose own status must be the last.
         replace_file(path / SUBMISSION, json.dumps(dataclasses.asdict(made), indent=2).encode())
-        for one in (path, parent, self.folder):
-            sync_folder(one)
+        for folder in (path, parent, self.folder):
+            sync_folder(folder)
         # It is accepted now. What is missing of the following, on a full disk, say, costs a server or `submit` a look.
-        for keep in (lambda: self._write_last(int(path.name)), lambda: self._tell(made.name)):
+        for keep in (lambda: self._write_last(int(path.name)), lambda: self._announce(made.name)):
             with contextlib.suppress(OSError):
                 keep()
         self._workdirs.note(made.name, made.workdir)
@@ -144,7 +144,9 @@ class Store:
         Submissions are read of runs with this workdir alone, and once of those that an earlier version accepted.
         """
         names = (path.name for path in (self.folder / RUNS).iterdir())
-        for name, is_noted in sorted(self._workdirs.candidates(names, workdir), key=lambda one: (len(one[0]), one)):
+        for name, is_noted in sorted(
+            self._workdirs.candidates(names, workdir), key=lambda candidate: (len(candidate[0]), candidate)
+        ):
             with contextlib.suppress(DamagedFile, FileNotFoundError, NotADirectoryError):
                 other = self.submission(name)
                 if not is_noted:
@@ -162,7 +164,7 @@ class Store:
     def _is_free(self, name: str) -> bool:
         """Whether a run's workdir may be another's: it was cancelled, or is to be removed."""
         with contextlib.suppress(DamagedFile):
-            return self.asked(name) in ("cancel", "remove")
+            return self.order_of(name) in ("cancel", "remove")
         return False
 
     def names(self) -> list[str]:
@@ -176,11 +178,11 @@ class Store:
 
     def submissions(self) -> list[Submission]:
         """All that were accepted, in their order, but those whose file is damaged."""
-        found = []
+        submissions = []
         for name in self.names():
             with contextlib.suppress(DamagedFile, FileNotFoundError):
-                found.append(self.submission(name))
-        return found
+                submissions.append(self.submission(name))
+        return submissions
 
     def run_folder(self, name: str) -> Path:
         """The folder of a run. Raises ConfigError if there is none."""
@@ -197,10 +199,10 @@ class Store:
         """The highest number of an attempt that has left files; 0 without any."""
         with contextlib.suppress(OSError):
             names = os.listdir(self.path_of(name) / "attempts")
-            return max((int(one) for one in names if one.isdecimal()), default=0)
+            return max((int(name) for name in names if name.isdecimal()), default=0)
         return 0
 
-    def ask(self, name: str, what: Asked) -> None:
+    def ask(self, name: str, what: Order) -> None:
         """Asks the server to let a run run, to hold, cancel or, once it has ended, remove it.
 
         Raises ConfigError if there is none.
@@ -209,28 +211,28 @@ class Store:
         # Larger than any before, also than one in a file that is damaged now.
         number = int(time.time() * 1000)
         with contextlib.suppress(DamagedFile):
-            number = max(number, self.num_asked(path.name) + 1)
+            number = max(number, self.order_number(path.name) + 1)
         replace_file(path / _ASKED, json.dumps({"asked": what, "number": number}).encode())
         sync_folder(path)
-        self._tell(path.name)
+        self._announce(path.name)
 
-    def asked(self, name: str) -> Asked:
+    def order_of(self, name: str) -> Order:
         """What was asked last. Raises DamagedFile."""
-        return self._asked(name)[0]
+        return self._read_order(name)[0]
 
-    def num_asked(self, name: str) -> int:
+    def order_number(self, name: str) -> int:
         """A number that grows with all that is asked: a run that has ended may be asked to run once more.
 
         Raises DamagedFile.
         """
-        return self._asked(name)[1]
+        return self._read_order(name)[1]
 
-    def _asked(self, name: str) -> tuple[Asked, int]:
+    def _read_order(self, name: str) -> tuple[Order, int]:
         path = self.folder / RUNS / name / _ASKED
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            asked, number = values["asked"], values.get("number", 0)
-            if asked not in ("run", "hold", "cancel", "remove") or type(number) is not int:
+            order, number = values["asked"], values.get("number", 0)
+            if order not in ("run", "hold", "cancel", "remove") or type(number) is not int:
                 raise ValueError
         except FileNotFoundError:
             return "run", 0
@@ -239,9 +241,9 @@ class Store:
                 f"{path}: it is damaged, so it is not known whether run {name} was held or cancelled. Ask again: hold, "
                 "resume or cancel."
             ) from None
-        return asked, number
+        return order, number
 
-    def _tell(self, name: str) -> None:
+    def _announce(self, name: str) -> None:
         """Says to the server that there is something new of a run."""
         (self.folder / _NEWS).mkdir(exist_ok=True)
         (self.folder / _NEWS / name).touch()

@@ -67,7 +67,7 @@ def read_submission(path: Path) -> Submission:
             and all(isinstance(word, str) for word in (*made.command, made.folder))
             and made.sizes
             and all(type(size) is int and size > 0 for size in made.sizes)
-            and all(isinstance(one, int | float) for one in (made.weight, made.priority, made.not_before))
+            and all(isinstance(number, int | float) for number in (made.weight, made.priority, made.not_before))
             and 0 < made.weight < math.inf
         )
         if not right:

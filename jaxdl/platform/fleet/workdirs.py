@@ -35,7 +35,7 @@ class Workdirs:
             for path in self._folder.glob(f"{name}-*"):
                 path.unlink(missing_ok=True)
 
-    def noted(self) -> dict[str, str]:
+    def read_notes(self) -> dict[str, str]:
         """Run -> hash of its workdir, empty without one; runs that an earlier version accepted are not there."""
         with contextlib.suppress(OSError):
             parts = [name.partition("-") for name in os.listdir(self._folder)]
@@ -44,7 +44,7 @@ class Workdirs:
 
     def candidates(self, names: Iterable[str], workdir: Path) -> list[tuple[str, bool]]:
         """(run, whether it is noted) of those that may have this workdir."""
-        noted, wanted = self.noted(), _hash_of(workdir)
+        noted, wanted = self.read_notes(), _hash_of(workdir)
         return [(name, name in noted) for name in names if noted.get(name, wanted) == wanted]
 
     def _path(self, name: str, workdir: Path | None) -> Path:

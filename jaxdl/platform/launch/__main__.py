@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import tyro
 
 from jaxdl.core.errors import command_line, fail
-from jaxdl.core.options import parse_options
+from jaxdl.platform.launch.command import PROG, parse_command
 from jaxdl.platform.launch.netns import Network
-from jaxdl.platform.launch.processes import Host, Launch, local_hosts, own_and_command, resolved, signals_forwarded
-
-_PROG = "python -m jaxdl.launch"
+from jaxdl.platform.launch.processes import Host, Launch, forward_signals, local_hosts, resolve_command
 
 
 @dataclass(frozen=True)
@@ -66,18 +63,16 @@ ASYNCHRONOUS = {
 }
 """Commands of `jaxdl.platform.launch.asynchronous`, likewise."""
 
-OptionsT = TypeVar("OptionsT", bound=Local)
-
 
 def local(args: list[str]) -> int:
     """Runs `local` and returns the exit code."""
-    options, command = parse("local", Local, args)
+    options, command = parse_command(Local, "local", args)
     return _run(options, command, contextlib.nullcontext(local_hosts(options.hosts)))
 
 
 def netns(args: list[str]) -> int:
     """Runs `netns` and returns the exit code."""
-    options, command = parse("netns", Netns, args)
+    options, command = parse_command(Netns, "netns", args)
     return _run(options, command, Network(options.hosts, options.rate, options.cores))
 
 
@@ -87,17 +82,10 @@ HERE: dict[str, tuple[str, Callable[[list[str]], int]]] = {
 }
 
 
-def parse(name: str, kind: type[OptionsT], args: list[str]) -> tuple[OptionsT, list[str]]:
-    """(the options before `--`, the command after it). Raises ConfigError."""
-    own, command = own_and_command(args)
-    options = parse_options(kind, own, prog=f"{_PROG} {name}", description=inspect.getdoc(kind))
-    return options, command
-
-
 def _run(options: Local, command: list[str], network: Network | contextlib.nullcontext[list[Host]]) -> int:
     """Runs the command on all hosts of a network; returns the exit code."""
-    command = resolved(command)
-    with signals_forwarded() as forward_to, network as inside:
+    command = resolve_command(command)
+    with forward_signals() as forward_to, network as inside:
         hosts = inside.hosts if isinstance(inside, Network) else inside
         launch = Launch(
             command,
@@ -114,7 +102,7 @@ def _run(options: Local, command: list[str], network: Network | contextlib.nullc
 def main(args: list[str]) -> None:
     """Runs one command; exits with code 2 after a user error."""
     if not args or args[0] in ("-h", "--help"):
-        print(f"usage: {_PROG} NAME [OPTIONS] -- COMMAND...\n")
+        print(f"usage: {PROG} NAME [OPTIONS] -- COMMAND...\n")
         for name, (what, _) in HERE.items():
             print(f"  {name:10} {what}")
         for name, what in ASYNCHRONOUS.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,14 +10,12 @@ from pydantic import Field
 
 from jaxdl.core.config import Config, ConfigError
 from jaxdl.core.errors import fail
-from jaxdl.core.options import parse_options
 from jaxdl.parallel.asynchrony.service import Service, serve
 from jaxdl.parallel.cluster.address import find_cluster_spec
 from jaxdl.parallel.cluster.token import VARIABLE, run_token
-from jaxdl.platform.launch.learners import Learners, Place, numbered
-from jaxdl.platform.launch.processes import own_and_command, signals_forwarded
-
-_PROG = "python -m jaxdl.launch"
+from jaxdl.platform.launch.command import PROG, parse_command
+from jaxdl.platform.launch.learners import Learners, Place, command_of_learner
+from jaxdl.platform.launch.processes import forward_signals
 
 
 class Asynchronous(Service):
@@ -72,11 +69,7 @@ _MEET_SEC = 300.0
 
 def parse(name: str, args: list[str], **given: Any) -> tuple[Any, list[str]]:
     """(the options before `--`, the command after it); `given` are other defaults. Raises ConfigError."""
-    own, command = own_and_command(args)
-    kind = KINDS[name]
-    return parse_options(
-        kind, own, default=kind(**given), prog=f"{_PROG} {name}", description=inspect.getdoc(kind)
-    ), command
+    return parse_command(KINDS[name], name, args, KINDS[name](**given))
 
 
 def learners(args: list[str]) -> int:
@@ -92,7 +85,7 @@ def learner(args: list[str]) -> int:
     if spec is None:
         raise ConfigError(
             "the nodes of the job are not known: set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, as "
-            f"job files do, or start learners on this machine: {_PROG} async."
+            f"job files do, or start learners on this machine: {PROG} async."
         )
     if token is None:
         raise ConfigError(f"{VARIABLE} is not set. Set it to the same random text on all nodes, as job files do.")
@@ -108,7 +101,7 @@ def learner(args: list[str]) -> int:
 
 
 def _run(command: list[str], options: Any, **how: Any) -> int:
-    with signals_forwarded() as forward_to:
+    with forward_signals() as forward_to:
         service = Service(**{name: getattr(options, name) for name in Service.model_fields})
         started = Learners(command, service, restarts=options.restarts, **how)
         forward_to(started)
@@ -119,35 +112,35 @@ def syncer(args: list[str]) -> int:
     """Runs `syncer` and returns the exit code."""
     options, command = parse("syncer", args)
     if command:
-        fail(f"{command[0]}: a syncer runs no command. `{_PROG} async` starts one with its learners.")
+        fail(f"{command[0]}: a syncer runs no command. `{PROG} async` starts one with its learners.")
     return serve(options)
 
 
 def replay(args: list[str]) -> int:
     """Runs `replay` and returns the exit code."""
     options, command = parse("replay", args)
-    from jaxdl.core.startup import PROG, first_look, split_options, training_options
+    from jaxdl.core import startup
     from jaxdl.parallel.asynchrony.replay import Difference
     from jaxdl.training.experiment import Experiment, load
     from jaxdl.training.run.learners.replay import replay_runs
 
     def experiment_of(learner: int) -> Experiment:
-        words = training_options(numbered(command, learner))
+        words = startup.training_options(command_of_learner(command, learner))
         if words is None:
             raise ConfigError(
                 f"{' '.join(command) or 'no command'}: not a training command. Give that of the learners after --, as "
                 "in: -- python -m jaxdl.train --config FILE --agreement async --seed {learner}."
             )
-        own = first_look(words, PROG)
-        experiment = load(own["config"], split_options(words)[1], gpus=False)
+        options_of_run = startup.first_look(words, startup.PROG)
+        experiment = load(options_of_run["config"], startup.split_options(words)[1], gpus=False)
         return experiment.replaced({"mesh.cpu_devices": options.devices})
 
     try:
-        found = replay_runs(options.tape, experiment_of)
+        replayed = replay_runs(options.tape, experiment_of)
     except Difference as difference:
         print(f"{options.tape}: {difference}")
         return 1
-    print(f"{options.tape}: {found.num_events} lines, {found.num_merges} merges: all equal, to the bit")
+    print(f"{options.tape}: {replayed.num_events} lines, {replayed.num_merges} merges: all equal, to the bit")
     return 0
 
 

@@ -25,7 +25,7 @@ class Reader:
     def __init__(self) -> None:
         self._gone_sec = -math.inf
 
-    def meant(self, signum: int, has_stopped: bool, say: Callable[[str], None]) -> int | None:
+    def signal_for(self, signum: int, has_stopped: bool, say: Callable[[str], None]) -> int | None:
         """The signal to forward for this number, which may be `UNREAD`; None for none."""
         now_sec = time.monotonic()
         if signum == UNREAD:
@@ -110,7 +110,7 @@ class Attempt:
                 self._say(f"{self._describe(process)}; the others have {format_sec(self._grace_sec)} to exit")
 
     def _forward(self, signum: int) -> None:
-        meant = self._reader.meant(signum, self.stopped is not None, self._say)
+        meant = self._reader.signal_for(signum, self.stopped is not None, self._say)
         if meant is None:
             return
         signum = meant

@@ -61,7 +61,7 @@ def keep_ends(
             reason = dataclasses.replace(record.reason, text=f"{record.reason.text} ({attempt.reason})")
         else:
             reason = record.reason
-        write_record(workdir, _ended(record, reason, attempt.code, restart))
+        write_record(workdir, _failed_record(record, reason, attempt.code, restart))
         facts = {"time": reason.time, "reason": reason.text, "exit_code": attempt.code, "step": record.step}
         facts |= {"hosts": list(record.hosts), "restart": record.restart}
         keep_failure(workdir, record.failure, facts)
@@ -72,10 +72,10 @@ def keep_ends(
 def workdir_of(command: Sequence[str]) -> Path | None:
     """The workdir that a command is given with `--workdir`; None without one."""
     try:
-        found = find_option(command, "--workdir", "a folder")
+        workdir = find_option(command, "--workdir", "a folder")
     except ConfigError:
         return None
-    return None if found is None else Path(found)
+    return None if workdir is None else Path(workdir)
 
 
 def _is_about(record: Record, pids: Collection[int]) -> bool:
@@ -84,7 +84,7 @@ def _is_about(record: Record, pids: Collection[int]) -> bool:
     return process is not None and process.host == socket.gethostname() and process.pid in pids
 
 
-def _ended(record: Record, reason: Reason, code: int, restart: str | None) -> Record:
+def _failed_record(record: Record, reason: Reason, code: int, restart: str | None) -> Record:
     """The status of a run that has failed, with what happens next."""
     if restart is not None:
         action, text = Action.RESTART, restart

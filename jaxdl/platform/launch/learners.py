@@ -21,7 +21,7 @@ from jaxdl.parallel.cluster.token import VARIABLE, make_token
 from jaxdl.platform.launch.attempt import UNREAD, Events, Reader, format_sec
 from jaxdl.platform.launch.host import Host, HostProcess, describe_code, exit_code
 from jaxdl.platform.launch.output import LAUNCHER, Printer
-from jaxdl.platform.launch.processes import NOT_RESTARTED, free_port, resolved, write_pids
+from jaxdl.platform.launch.processes import NOT_RESTARTED, free_port, resolve_command, write_pids
 from jaxdl.platform.launch.reaper import Reaper
 
 SYNCER = "syncer"
@@ -67,7 +67,7 @@ class Learners:
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
     ) -> None:
-        self._command = resolved(command)
+        self._command = resolve_command(command)
         self._service = service.replaced({"port": service.port or free_port()})
         numbers = range(service.learners) if place is None else [place.number]
         self._numbers = {f"learner{number}": number for number in numbers}
@@ -114,7 +114,7 @@ class Learners:
                 if isinstance(event, int):
                     self._forward(event)
                 else:
-                    self._ended(event)
+                    self._handle_end(event)
         finally:
             for process in self._running.values():
                 process.kill()
@@ -123,7 +123,7 @@ class Learners:
 
     def _start(self, name: str, reaper: Reaper) -> None:
         number = self._numbers.get(name)
-        command = self._service.command() if number is None else numbered(self._command, number)
+        command = self._service.command() if number is None else command_of_learner(self._command, number)
         restart = self._starts.get(name, 0)
         self._starts[name] = restart + 1
         environment = {key: value for key, value in self._environment.items() if key not in _ALONE}
@@ -137,7 +137,7 @@ class Learners:
                 write_pids(self._pids_file, {"launcher": os.getpid(), "processes": pids})
 
     def _variables(self, name: str, number: int | None, restart: int) -> dict[str, str]:
-        own = {
+        variables = {
             VARIABLE: self._token,
             "PYTHONUNBUFFERED": "1",
             "JAXDL_HOST": name,
@@ -145,17 +145,17 @@ class Learners:
             "JAXDL_RESTART": str(restart),
         }
         if number is None:
-            return own
-        own |= {
+            return variables
+        variables |= {
             SYNCER_VARIABLE: self._address,
             LEARNER_VARIABLE: str(number),
             LEARNERS_VARIABLE: str(self._service.learners),
         }
         if self._devices is None:
-            return own
-        return own | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(self._devices)}
+            return variables
+        return variables | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(self._devices)}
 
-    def _ended(self, process: HostProcess) -> None:
+    def _handle_end(self, process: HostProcess) -> None:
         name = process.host.name
         del self._running[name]
         process.clean_up(time.monotonic() + KILL_SEC)
@@ -170,12 +170,12 @@ class Learners:
         elif self._deadline is not None:
             pass
         elif code == 0:
-            self._finished(name)
+            self._handle_finish(name)
         elif code in NOT_RESTARTED and not (name != SYNCER and code != 2 and self._others(name)):
             self._say(f"{what}: {NOT_RESTARTED[code]}")
             self._end_all(code)
         elif code in NOT_RESTARTED:
-            self._lose(name, f"{what}: {NOT_RESTARTED[code]}", code)
+            self._give_up(name, f"{what}: {NOT_RESTARTED[code]}", code)
         elif self._starts[name] <= self._restarts:
             self._say(f"restart {self._starts[name]} of {self._restarts}: {what}")
             self._due[name] = time.monotonic() + _PAUSE_SEC
@@ -183,16 +183,16 @@ class Learners:
             self._say(what)
             self._end_all(code)
         else:
-            self._lose(name, what, code)
+            self._give_up(name, what, code)
 
-    def _lose(self, name: str, what: str, code: int) -> None:
+    def _give_up(self, name: str, what: str, code: int) -> None:
         """Notes that a learner will not come back; its node of a cluster then ends with its code."""
         self._lost.append(name)
         self._say(f"{what}; the others go on")
         if self._elsewhere:
             self._code = self._code or code
 
-    def _finished(self, name: str) -> None:
+    def _handle_finish(self, name: str) -> None:
         """A learner has finished: if it was the last one, the syncer need not wait for those that were lost."""
         if self._lost and not self._others(name):
             self._say(f"the others have finished, and {', '.join(self._lost)} will not come back: the syncer ends")
@@ -223,7 +223,7 @@ class Learners:
             process.signal(signal.SIGTERM)
 
     def _forward(self, signum: int) -> None:
-        meant = self._reader.meant(signum, self._stopped is not None, self._say)
+        meant = self._reader.signal_for(signum, self._stopped is not None, self._say)
         if meant is None:
             return
         signum = meant
@@ -250,6 +250,6 @@ class Learners:
         self._printer.print(LAUNCHER, text, error=True)
 
 
-def numbered(command: Sequence[str], number: int) -> list[str]:
+def command_of_learner(command: Sequence[str], number: int) -> list[str]:
     """The command of a learner."""
     return [word.replace(PLACEHOLDER, str(number)) for word in command]

@@ -67,7 +67,7 @@ class Launch:
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
     ) -> None:
-        self.command = resolved(command)
+        self.command = resolve_command(command)
         self.hosts = list(hosts)
         if not self.hosts:
             raise ConfigError("0 hosts: at least 1 is needed.")
@@ -134,7 +134,7 @@ class Launch:
         reaper, pause_sec = Reaper(), 0.0
         self._result = 0
         try:
-            while not self._stopped_within(0.0):
+            while not self._wait_for_stop(0.0):
                 began_sec = time.monotonic()
                 attempt = self._run_once(reaper)
                 self._result, took_sec = attempt.code, time.monotonic() - began_sec
@@ -146,7 +146,7 @@ class Launch:
                 pause_sec = pause_after(took_sec, pause_sec)
                 soon = f" (in {format_sec(pause_sec)})" if pause_sec else ""
                 self._say(f"restart {self.num_restarts + 1} of {self.restarts}: {self._reason}{soon}")
-                if self._stopped_within(pause_sec):
+                if self._wait_for_stop(pause_sec):
                     break
                 self.num_restarts += 1
         finally:
@@ -195,7 +195,7 @@ class Launch:
             return True
         return False
 
-    def _stopped_within(self, pause_sec: float) -> bool:
+    def _wait_for_stop(self, pause_sec: float) -> bool:
         """Waits for `pause_sec` between attempts; returns true at once when `stop` is called."""
         with contextlib.suppress(queue.Empty):
             signum = self._events.get(timeout=pause_sec)
@@ -272,18 +272,18 @@ class Stoppable(Protocol):
 
 
 @contextlib.contextmanager
-def signals_forwarded() -> Iterator[Callable[[Stoppable], None]]:
+def forward_signals() -> Iterator[Callable[[Stoppable], None]]:
     """Context in which signals, as in `signals_to`, go to what its function is given; what came before, then."""
     early: list[int] = []
-    found: list[Stoppable] = []
+    receivers: list[Stoppable] = []
 
     def stop(signum: int) -> None:
-        found[0].stop(signum) if found else early.append(signum)
+        receivers[0].stop(signum) if receivers else early.append(signum)
 
-    def forward_to(one: Stoppable) -> None:
-        found.append(one)
+    def forward_to(receiver: Stoppable) -> None:
+        receivers.append(receiver)
         for signum in early:
-            one.stop(signum)
+            receiver.stop(signum)
 
     with signals_to(stop):
         yield forward_to
@@ -329,13 +329,7 @@ def free_port() -> int:
     raise ConfigError(f"found no free TCP port between {_PORTS.start} and {_PORTS.stop}.")
 
 
-def own_and_command(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(the words before `--`, the command after it)."""
-    where = args.index("--") if "--" in args else len(args)
-    return [*args[:where]], [*args[where + 1 :]]
-
-
-def resolved(command: Sequence[str]) -> list[str]:
+def resolve_command(command: Sequence[str]) -> list[str]:
     """The command with `python` replaced by the Python of the launcher. Raises ConfigError for an unknown program."""
     if not command:
         raise ConfigError("no command to run. Write it after --, as in: -- python -m jaxdl.train ...")

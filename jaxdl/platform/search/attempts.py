@@ -19,16 +19,16 @@ class Attempts:
         self._due: dict[int, float] = {}
         self._halted: set[int] = set()
 
-    def started(self, number: int) -> None:
+    def note_start(self, number: int) -> None:
         """A trial has been started."""
         self._begun[number] = self._clock()
 
-    def reached(self, number: int) -> None:
+    def note_stop(self, number: int) -> None:
         """A trial has come to where it was to stop: what broke off before counts no more."""
-        for one in (self._tries, self._pauses, self._due):
-            one.pop(number, None)
+        for counts in (self._tries, self._pauses, self._due):
+            counts.pop(number, None)
 
-    def halted(self, number: int) -> None:
+    def note_halt(self, number: int) -> None:
         """A user has halted a trial: this process does not start it again."""
         self._halted.add(number)
 

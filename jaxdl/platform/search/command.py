@@ -32,7 +32,7 @@ from jaxdl.platform.search.driver import Request, Search, check_any
 from jaxdl.platform.search.journal import Journal, check_optuna, has_values
 from jaxdl.platform.search.report import result, write_report
 from jaxdl.platform.search.schedulers import Course
-from jaxdl.platform.search.show import RESUMABLE, Display, Lines, Shown
+from jaxdl.platform.search.show import RESUMABLE, Display, Lines, SearchView
 from jaxdl.platform.search.space import Setting, parse_settings
 from jaxdl.report import replace_file
 from jaxdl.report.status.rows import MARKS
@@ -68,7 +68,9 @@ def run(args: list[str], prog: str) -> int | None:
     if {"--help", "-h"} & set(args):
         print(f"{ABOUT}\n\nThe options of a search; all others are those of python -m jaxdl.train:\n")
         parse(
-            SearchConfig(), [*_own(split([one for one in args if one not in ("--help", "-h")])[0]), "--help"], prog=prog
+            SearchConfig(),
+            [*_search_words(split([arg for arg in args if arg not in ("--help", "-h")])[0]), "--help"],
+            prog=prog,
         )
     given = parse_command(args, prog)
     check_optuna()
@@ -77,14 +79,14 @@ def run(args: list[str], prog: str) -> int | None:
     metric, direction = metric_of(given.search, given.experiment), direction_of(given.search, given.experiment)
     _check_no_run(given.workdir)
     with_lease = Lease(given.workdir, _lost, lambda text: Console(stderr=True).print(text, highlight=False))
-    request, course = _prepared(given, settings, metric, direction)
+    request, course = _prepare(given, settings, metric, direction)
     policy = given.search.scheduler.policy(course)
     try:
         with_lease.acquire()
         _claim(given)
         journal = Journal(given.workdir / JOURNAL_FILE, settings, direction)
         workers = given.search.engine.open(given.search.parallel, given.search.devices_per_trial)
-        shown = Shown(request, course, given.search.scheduler)
+        shown = SearchView(request, course, given.search.scheduler)
         with Lines(as_json=given.as_json) if given.as_json or not Console().is_terminal else Display(shown) as shows:
             search = Search(request, journal, given.search.sampler, policy, workers, shows)
             signum = search.run()
@@ -103,13 +105,13 @@ def run(args: list[str], prog: str) -> int | None:
 
 def parse_command(args: Sequence[str], prog: str) -> Given:
     """The parsed command line. Raises ConfigError."""
-    own, words = split(args)
-    values, as_json = _plain(own)
+    groups, words = split(args)
+    values, as_json = _plain(groups)
     if "config" not in values:
         raise ConfigError(no_config(prog))
     if not values.get("workdir", "").strip():
         raise ConfigError(f"no --workdir. Give --workdir FOLDER, where the search keeps its trials. See {prog} --help.")
-    search = parse(SearchConfig(), _own(own))
+    search = parse(SearchConfig(), _search_words(groups))
     path, function = find_config(values["config"])
     config = str(path.absolute()) + (f":{function}" if function != "config" else "")
     experiment = parse(load_experiment(values["config"]), words)
@@ -122,7 +124,7 @@ def parse_command(args: Sequence[str], prog: str) -> Given:
 def _check_staged(folder: str, search: SearchConfig, experiment: Experiment) -> None:
     """Raises ConfigError for no folder, and for data without files, which each trial would refuse."""
     stage = Stage(folder)
-    varies = any(one.partition("=")[0] == "data" for one in search.vary)
+    varies = any(text.partition("=")[0] == "data" for text in search.vary)
     if not varies and type(experiment.data).staged is Data.staged:
         experiment.data.staged(stage)
 
@@ -146,20 +148,20 @@ def split(args: Sequence[str]) -> tuple[list[list[str]], list[str]]:
             raise ConfigError(f"{word}: not an option. Options begin with --, such as --config {example_config()}.")
         else:
             groups[-1].append(word)
-    own, words = [], []
+    groups_of_search, words = [], []
     for group in groups:
         name = group[0].partition("=")[0]
         if name in _REFUSED:
             raise ConfigError(f"{name}: a search does not take it: {_REFUSED[name]}.")
         field = name.removeprefix("--").partition(".")[0].replace("-", "_").removeprefix("no_")
         if name in _PLAIN or field in SearchConfig.model_fields:
-            own.append(group)
+            groups_of_search.append(group)
         else:
             words += group
-    return own, words
+    return groups_of_search, words
 
 
-def _own(groups: Sequence[Sequence[str]]) -> list[str]:
+def _search_words(groups: Sequence[Sequence[str]]) -> list[str]:
     """The words that set fields of `SearchConfig`."""
     return [word for group in groups if group[0].partition("=")[0] not in _PLAIN for word in group]
 
@@ -180,7 +182,7 @@ def _plain(groups: Sequence[Sequence[str]]) -> tuple[dict[str, str], bool]:
     return values, as_json
 
 
-def _prepared(given: Given, settings: list[Setting], metric: str, direction: Any) -> tuple[Request, Course]:
+def _prepare(given: Given, settings: list[Setting], metric: str, direction: Any) -> tuple[Request, Course]:
     """What the loop and the policy are made of. Raises ConfigError."""
     search, lengths = given.search, Lengths(given.experiment, settings)
     lengths.check(combinations(settings))
@@ -205,7 +207,7 @@ def _prepared(given: Given, settings: list[Setting], metric: str, direction: Any
         stage_data=given.stage_data,
     )
     total = None if lengths.differ else lengths.timeline.total_steps
-    course = Course(trials, total, lengths.aligned, direction, settings, search.sampler_seed)
+    course = Course(trials, total, lengths.align, direction, settings, search.sampler_seed)
     return request, course
 
 
@@ -229,7 +231,7 @@ def _claim(given: Given) -> None:
             ) from None
         free = {name: getattr(before, name) for name in (*FREE, *_not_yet_fixed(given, before))}
         changes = differences(before, given.search.replaced(free))
-        if _fixed(experiment) != _fixed(json.loads(given.experiment.to_json())):
+        if _fixed_fields(experiment) != _fixed_fields(json.loads(given.experiment.to_json())):
             changes = [*changes, "the experiment is another one"]
         if before.trials and given.search.trials and given.search.trials < before.trials:
             changes = [*changes, f"trials: {before.trials} -> {given.search.trials}: only more are possible"]
@@ -254,37 +256,37 @@ def _not_yet_fixed(given: Given, before: SearchConfig) -> tuple[str, ...]:
     """The settings that may be others as long as no trial has a value: a metric that no run has is corrected so."""
     if has_values(given.workdir / JOURNAL_FILE):
         return ()
-    directions = {direction_of(one, given.experiment) for one in (before, given.search)}
+    directions = {direction_of(config, given.experiment) for config in (before, given.search)}
     return ("metric", "direction") if len(directions) == 1 else ()
 
 
-def _fixed(experiment: Mapping[str, Any]) -> dict[str, Any]:
+def _fixed_fields(experiment: Mapping[str, Any]) -> dict[str, Any]:
     """What must stay of a dumped experiment: all that a run's workdir fixes, and the length, on which rungs depend."""
     return identity(experiment) | {name: experiment.get(name) for name in LENGTH}
 
 
-def _finish(given: Given, request: Request, journal: Journal, shown: Shown) -> None:
+def _finish(given: Given, request: Request, journal: Journal, shown: SearchView) -> None:
     """Writes the report and prints the result."""
     trials = journal.trials()
-    found = result(request, trials, shown)
-    write_report(given.workdir, request, trials, found, shown)
+    outcome = result(request, trials, shown)
+    write_report(given.workdir, request, trials, outcome, shown)
     if given.as_json:
-        print_out(json.dumps(found, indent=2, allow_nan=False))
+        print_out(json.dumps(outcome, indent=2, allow_nan=False))
         return
-    print_out("\n".join(_lines(given, found)))
+    print_out("\n".join(_lines(given, outcome)))
 
 
-def _lines(given: Given, found: Mapping[str, Any]) -> list[str]:
+def _lines(given: Given, outcome: Mapping[str, Any]) -> list[str]:
     """The result in a few lines."""
-    diverged = f", {found['num_diverged']} of them diverged" if found["num_diverged"] else ""
-    failed, steps = f"{found['num_failed']} failed{diverged}", f"{found['trained_steps']:,} steps in all"
-    lines = [f"trials  {found['num_trials']} ({failed}), {steps}"]
-    if waiting := sum(one["state"] == RESUMABLE for one in found["trials"]):
+    diverged = f", {outcome['num_diverged']} of them diverged" if outcome["num_diverged"] else ""
+    failed, steps = f"{outcome['num_failed']} failed{diverged}", f"{outcome['trained_steps']:,} steps in all"
+    lines = [f"trials  {outcome['num_trials']} ({failed}), {steps}"]
+    if waiting := sum(trial["state"] == RESUMABLE for trial in outcome["trials"]):
         lines.append(f"waiting {waiting} trial{'s' * (waiting > 1)}, to be resumed by the same command")
-    if found["best"] is not None:
-        best = found["best"]
+    if outcome["best"] is not None:
+        best = outcome["best"]
         lines += [
-            f"best    trial {best['number']}: {found['metric']} {best['value']:.6g} at step {best['step']}",
+            f"best    trial {best['number']}: {outcome['metric']} {best['value']:.6g} at step {best['step']}",
             f"        in {best['workdir']}",
             f"train   {best['command']}",
         ]

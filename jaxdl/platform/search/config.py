@@ -88,7 +88,7 @@ class Lengths:
         self._experiment = experiment
         self._splits: dict[str, Splits] = {}
         self.timeline = self._timeline(experiment)
-        self.differ = [one.name for one in settings if one.name.partition(".")[0] in LENGTH_FIELDS]
+        self.differ = [setting.name for setting in settings if setting.name.partition(".")[0] in LENGTH_FIELDS]
 
     def of(self, settings: dict[str, Any]) -> int:
         """The length of a run with these settings."""
@@ -96,7 +96,7 @@ class Lengths:
             return self.timeline.total_steps
         return self._timeline(with_settings(self._experiment, settings)).total_steps
 
-    def aligned(self, step: int) -> int:
+    def align(self, step: int) -> int:
         """The first step from `step` on at which a run evaluates, or its end."""
         total, period = self.timeline.total_steps, self._experiment.evaluation
         while step < total and not self.timeline.due(step, period):
@@ -135,24 +135,24 @@ def with_settings(experiment: Experiment, settings: dict[str, Any]) -> Experimen
 
 def combinations(settings: Sequence[Setting]) -> Iterator[dict[str, Any]]:
     """The ends of each setting, with the first end of all others."""
-    first = {one.name: one.ends()[0] for one in settings}
-    for one in settings:
-        for value in one.ends():
-            yield first | {one.name: value}
+    first = {setting.name: setting.ends()[0] for setting in settings}
+    for setting in settings:
+        for value in setting.ends():
+            yield first | {setting.name: value}
 
 
 def check_settings(config: SearchConfig, experiment: Experiment, settings: list[Setting]) -> None:
     """Raises ConfigError for a range whose ends the experiment does not take, or that the scheduler cannot vary."""
     if not settings:
         raise ConfigError("nothing varies. Give --vary NAME=VALUES, such as --vary optimizer.learning-rate=log:1e-3:1.")
-    for one in combinations(settings):
-        with_settings(experiment, one)
-    for one in settings:
-        part = one.name.partition(".")[0]
+    for values in combinations(settings):
+        with_settings(experiment, values)
+    for setting in settings:
+        part = setting.name.partition(".")[0]
         if config.scheduler.one_length and part in LENGTH_FIELDS:
             raise ConfigError(
-                f"--vary {one.name}: it changes how many steps a run has, and --scheduler {config.scheduler.kind} "
+                f"--vary {setting.name}: it changes how many steps a run has, and --scheduler {config.scheduler.kind} "
                 "compares trials at the same steps. Give --scheduler none, or do not vary it."
             )
     if config.scheduler.changes_settings:
-        check_may_change([one.name for one in settings], experiment, "--vary")
+        check_may_change([setting.name for setting in settings], experiment, "--vary")

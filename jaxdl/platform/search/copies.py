@@ -20,7 +20,7 @@ OPTUNA_FILE = "optuna.log"
 
 def first_stop(trials: Sequence[Trial]) -> int:
     """The first step at which a trial has stopped: where most trials can be compared; 0 without any."""
-    return min((min(one.values) for one in trials if one.values), default=0)
+    return min((min(trial.values) for trial in trials if trial.values), default=0)
 
 
 def write_copies(path: Path, trials: Sequence[Trial], settings: Sequence[Setting], direction: Direction) -> None:
@@ -37,23 +37,25 @@ def write_copies(path: Path, trials: Sequence[Trial], settings: Sequence[Setting
     unfinished = partial_path(path)
     try:
         storage = storage_at(unfinished)
-        kinds = [_state(one) for one in trials]
-        studies = {STUDY: [(one, state, one.value) for one, state in zip(trials, kinds, strict=True)]}
+        kinds = [_state(trial) for trial in trials]
+        studies = {STUDY: [(trial, state, trial.value) for trial, state in zip(trials, kinds, strict=True)]}
         if "PRUNED" in kinds:
             studies[f"{STUDY} at step {step}"] = [
-                (one, "COMPLETE", one.values[step]) for one in trials if step in one.values and one.parent is None
+                (trial, "COMPLETE", trial.values[step])
+                for trial in trials
+                if step in trial.values and trial.parent is None
             ]
         for name, copies in studies.items():
             study = optuna.create_study(storage=storage, study_name=name, direction=direction)
-            for one, state, value in copies:
+            for trial, state, value in copies:
                 study.add_trial(
                     optuna.trial.create_trial(
                         state=optuna.trial.TrialState[state],
                         value=value if state == "COMPLETE" else None,
-                        params=dict(one.settings),
+                        params=dict(trial.settings),
                         distributions={setting.name: setting.distribution() for setting in settings},
-                        intermediate_values=dict(one.values),
-                        user_attrs={"number": one.number, "target": one.target, "reason": one.reason},
+                        intermediate_values=dict(trial.values),
+                        user_attrs={"number": trial.number, "target": trial.target, "reason": trial.reason},
                     )
                 )
         unfinished.replace(path)

@@ -26,7 +26,7 @@ from jaxdl.platform.search.engines import Job, Workers
 from jaxdl.platform.search.journal import Journal
 from jaxdl.platform.search.samplers import Proposal, Sampler
 from jaxdl.platform.search.schedulers import Action, Clone, New, Policy, Promote
-from jaxdl.platform.search.space import Setting, shown, words_of
+from jaxdl.platform.search.space import Setting, format_settings, words_of
 from jaxdl.platform.search.trial import Direction, Trial
 from jaxdl.platform.search.workdirs import copy_workdir, is_free, metrics_of, rows, value_at, why_failed, why_halted
 from jaxdl.report.divergence import divergence, first_loss, losses
@@ -105,7 +105,7 @@ class Request:
         if self.stage_data is not None:
             words += ["--stage-data", self.stage_data]
         if self.changing:
-            words += ["--may-change", *(one.name for one in self.settings)]
+            words += ["--may-change", *(setting.name for setting in self.settings)]
         return words
 
     def again(self, trial: Trial) -> str:
@@ -132,7 +132,7 @@ class Search:
     def run(self) -> int | None:
         """Runs until nothing is left to do; the number of the signal that stopped it, or None."""
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {one: signal.signal(one, self._note) for one in stop_signals()}
+            self._handlers = {signum: signal.signal(signum, self._note) for signum in stop_signals()}
         try:
             for trial in self.journal.trials():
                 self.journal.rest(trial.number)  # It did not if the search was killed.
@@ -165,7 +165,7 @@ class Search:
             self.journal.finish(trial.number, value)
         self._copy(trial)
         if self.journal.trials()[trial.number].given_up:
-            if any(one.replaces == trial.number for one in self.journal.trials()):
+            if any(other.replaces == trial.number for other in self.journal.trials()):
                 self.journal.fail(trial.number, trial.reason)
             else:
                 self.journal.reopen(trial.number)
@@ -191,7 +191,7 @@ class Search:
             if (trial := self._act(action)).busy:
                 self._start(trial)
         return bool(self.running) or any(
-            one.busy and not self._attempts.is_halted(one.number) for one in self.journal.trials()
+            trial.busy and not self._attempts.is_halted(trial.number) for trial in self.journal.trials()
         )
 
     def _has_place(self) -> bool:
@@ -211,13 +211,13 @@ class Search:
     def _new(self, action: New) -> Trial:
         """The next trial; one whose settings no run can have is recorded as failed when it runs."""
         trials = self.journal.trials()
-        found: Proposal = self.sampler.propose(
+        proposal: Proposal = self.sampler.propose(
             self.request.settings, trials, self.request.direction, self.request.seed, self.journal.study_attributes()
         )
-        self.journal.keep_study_attributes(found.study_attributes)
-        target = action.target or self.request.length(found.settings)
-        number = self.journal.add(found.settings, target, attributes=found.attributes)
-        self.shows.event(f"trial {number}: {shown(found.settings)}")
+        self.journal.keep_study_attributes(proposal.study_attributes)
+        target = action.target or self.request.length(proposal.settings)
+        number = self.journal.add(proposal.settings, target, attributes=proposal.attributes)
+        self.shows.event(f"trial {number}: {format_settings(proposal.settings)}")
         return self.journal.trials()[number]
 
     def _clone(self, action: Clone) -> Trial:
@@ -230,8 +230,8 @@ class Search:
         if lost.state == "open":
             self.journal.replace(lost.number)
         self.shows.event(
-            f"trial {number}: {shown(action.settings)}, from trial {parent.number} at step {action.from_step}, in the "
-            f"place of trial {lost.number}"
+            f"trial {number}: {format_settings(action.settings)}, from trial {parent.number} at step "
+            f"{action.from_step}, in the place of trial {lost.number}"
         )
         self._copy(self.journal.trials()[number])
         return self.journal.trials()[number]
@@ -260,27 +260,27 @@ class Search:
             self.journal.note(number, "")
         self.journal.start(number)
         self.workers.start(Job(number, request.train(trial), request.log(number), request.environment()))
-        self._attempts.started(number)
+        self._attempts.note_start(number)
         self.running.add(number)
 
     def _collect(self, *, stopping: bool = False) -> None:
         """Records what the trials that have ended have reached."""
         trials = self.journal.trials()
-        for number, code in self.workers.ended().items():
+        for number, code in self.workers.poll().items():
             self.running.discard(number)
             if code == 0:
-                self._reached(trials[number])
+                self._record_stop(trials[number])
             elif not stopping:
-                self._broke_off(trials[number], code)
+                self._handle_failure(trials[number], code)
             self.journal.rest(number)
 
-    def _reached(self, trial: Trial) -> None:
+    def _record_stop(self, trial: Trial) -> None:
         workdir, metric = self.request.workdir(trial.number), self.request.metric
         value, reason = value_at(workdir, metric, trial.target)
         if value is None:
             known = metrics_of(workdir)
             has_it = any(metric in row for row in rows(workdir))
-            if known and not has_it and not any(one.values for one in self.journal.trials()):
+            if known and not has_it and not any(trial.values for trial in self.journal.trials()):
                 raise ConfigError(
                     f"--metric {metric}: trial {trial.number}, the first to end, has no such metric, so no run has. "
                     f"Give one of its metrics, and the search goes on with its trials: {', '.join(known)}."
@@ -290,7 +290,7 @@ class Search:
         if why := self._divergence(trial):
             self._fail(trial, f"{DIVERGED_REASON}{why}; {metric} was {value:.6g} by chance")
             return
-        self._attempts.reached(trial.number)
+        self._attempts.note_stop(trial.number)
         self.journal.report(trial.number, trial.target, value)
         self.shows.event(f"trial {trial.number} at step {trial.target}: {self.request.metric} {value:.6g}")
         if trial.target >= self.request.length(dict(trial.settings)):
@@ -298,18 +298,18 @@ class Search:
 
     def _divergence(self, trial: Trial) -> str:
         """How the loss of a trial left the point at which it, or the best of the others, has started; empty if not."""
-        for one in self.journal.trials():
-            if self._first_losses.get(one.number, math.inf) == math.inf:
-                self._first_losses[one.number] = first_loss(losses(rows(self.request.workdir(one.number))))
+        for other in self.journal.trials():
+            if self._first_losses.get(other.number, math.inf) == math.inf:
+                self._first_losses[other.number] = first_loss(losses(rows(self.request.workdir(other.number))))
         upto = [report for report in losses(rows(self.request.workdir(trial.number))) if report[0] <= trial.target]
-        found = divergence(upto, min(self._first_losses.values(), default=math.inf))
-        return "" if found is None else found.why
+        diverged = divergence(upto, min(self._first_losses.values(), default=math.inf))
+        return "" if diverged is None else diverged.why
 
-    def _broke_off(self, trial: Trial, code: int) -> None:
+    def _handle_failure(self, trial: Trial, code: int) -> None:
         """Fails a trial that diverged or cannot be run, lets one rest that was halted; any other end is tried again."""
         number, reason = trial.number, why_failed(self.request.log(trial.number))
         if code == HALTED:
-            self._attempts.halted(number)
+            self._attempts.note_halt(number)
             self.journal.note(number, why_halted(self.request.workdir(number)))
             self.shows.event(f"trial {number}: {self.journal.trials()[number].reason}; the same command resumes it")
             return
@@ -338,11 +338,11 @@ def _is_passing(reason: str) -> bool:
 
 def check_any(trials: Sequence[Trial]) -> None:
     """Raises ConfigError when every trial has failed."""
-    if trials and all(one.state == "failed" for one in trials):
+    if trials and all(trial.state == "failed" for trial in trials):
         last = trials[-1].reason.rstrip(".")
         advice = "The folder logs has what the trials printed"
-        if any(one.given_up for one in trials):
+        if any(trial.given_up for trial in trials):
             advice += "; the same command tries those again that may yet train"
-        elif all(one.reason.startswith(DIVERGED_REASON) for one in trials):
+        elif all(trial.reason.startswith(DIVERGED_REASON) for trial in trials):
             advice = "Change the ranges of --vary; the folder logs has what the trials printed"
         raise ConfigError(f"all {len(trials)} trials failed, the last one: {last}. {advice}.")

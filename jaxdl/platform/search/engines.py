@@ -45,7 +45,7 @@ class Workers(Protocol):
         """Starts a job."""
         ...
 
-    def ended(self) -> Mapping[int, int]:
+    def poll(self) -> Mapping[int, int]:
         """Number -> exit code of the jobs that have ended since the last call; negative after a signal."""
         ...
 
@@ -70,7 +70,7 @@ class Local(Engine, kind="local"):
     """Processes on this machine, each with GPUs of its own if there are some."""
 
     def open(self, parallel: int, devices_per_trial: int | None) -> Workers:
-        """See `Engine`."""
+        """Workers for so many trials at a time. Raises ConfigError for too few GPUs."""
         return Processes(shares(visible_gpus(), parallel, devices_per_trial))
 
 
@@ -107,12 +107,12 @@ class Processes:
         self._reaper: Reaper | None = None
 
     def start(self, job: Job) -> None:
-        """See `Workers`. Called from the main thread alone: with the thread that started it a process ends too."""
+        """Starts a job. Called from the main thread alone: with the thread that started it a process ends too."""
         self._reaper, environment = self._reaper or Reaper(), self._free.pop()
         self._running[job.number] = (start_process(job, environment, self._reaper), environment)
 
-    def ended(self) -> Mapping[int, int]:
-        """See `Workers`."""
+    def poll(self) -> Mapping[int, int]:
+        """Number -> exit code of the jobs that have ended since the last call."""
         codes = {}
         for number, (process, environment) in list(self._running.items()):
             if (code := process.poll()) is not None:
@@ -122,7 +122,7 @@ class Processes:
         return codes
 
     def stop(self) -> None:
-        """See `Workers`."""
+        """Sends SIGTERM to all that run and waits until they have ended."""
         end_processes([process for process, _ in self._running.values()])
 
     def close(self) -> None:

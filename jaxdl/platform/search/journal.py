@@ -65,7 +65,7 @@ class Journal:
         import optuna
 
         _cut_torn_line(path)
-        self._distributions = {one.name: one.distribution() for one in settings}
+        self._distributions = {setting.name: setting.distribution() for setting in settings}
         try:
             self._storage = storage_at(path)
             study = optuna.create_study(
@@ -79,7 +79,7 @@ class Journal:
 
     def trials(self) -> list[Trial]:
         """All trials in order of their numbers."""
-        return [_trial(one) for one in self._storage.get_all_trials(self._id, deepcopy=False)]
+        return [_trial(trial) for trial in self._storage.get_all_trials(self._id, deepcopy=False)]
 
     def add(
         self,
@@ -190,20 +190,20 @@ def has_values(path: Path) -> bool:
         trials = storage.get_all_trials(storage.get_study_id_from_name(STUDY), deepcopy=False)
     except (ValueError, KeyError, TypeError):
         return False
-    return any(one.intermediate_values for one in trials)
+    return any(trial.intermediate_values for trial in trials)
 
 
-def _trial(found: FrozenTrial) -> Trial:
+def _trial(trial: FrozenTrial) -> Trial:
     states: dict[str, State] = {"COMPLETE": "finished", "FAIL": "failed", "PRUNED": "replaced"}
-    own = {name: found.user_attrs[name] for name in _OWN if name in found.user_attrs}
-    state = states.get(found.state.name, "failed" if own.get("given_up") else "open")
+    attributes = {name: trial.user_attrs[name] for name in _OWN if name in trial.user_attrs}
+    state = states.get(trial.state.name, "failed" if attributes.get("given_up") else "open")
     return Trial(
-        number=found.number,
-        settings=dict(found.params),
-        values=dict(found.intermediate_values),
+        number=trial.number,
+        settings=dict(trial.params),
+        values=dict(trial.intermediate_values),
         state=state,
-        attributes=found.system_attrs,
-        **{"target": 0, **own, "given_up": state == "failed" and found.state.name != "FAIL"},
+        attributes=trial.system_attrs,
+        **{"target": 0, **attributes, "given_up": state == "failed" and trial.state.name != "FAIL"},
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxdl.platform.search.driver import Request
 from jaxdl.platform.search.space import Number, Setting, short
-from jaxdl.platform.search.trial import Trial, compared, rank
+from jaxdl.platform.search.trial import Trial, comparable, rank
 from jaxdl.report import style
 
 if TYPE_CHECKING:
@@ -21,23 +21,23 @@ _GOOD, _POOR = "#0072b2", "#d7dbe2"
 
 def history(trials: Sequence[Trial], request: Request) -> bytes | None:
     """The last value of each trial over its number, larger where it trained longer; the best value so far."""
-    seen = [one for one in trials if one.value is not None]
+    seen = [trial for trial in trials if trial.value is not None]
     if not seen:
         return None
     figure = style.new_figure(8, 4, "Trials of the search")
     axes = figure.subplots()
-    most = max(one.step for one in seen)
-    limits = _limits([_value(one) for one in seen], request)
-    sizes = [15 + 65 * one.step / most for one in seen]
-    heights = [min(max(_value(one), limits[0]), limits[1]) for one in seen]
-    axes.scatter([one.number for one in seen], heights, s=sizes, color=_GOOD, alpha=0.75)
-    alike = compared(trials)
-    values = itertools.accumulate((_value(one) for one in alike), max if request.direction == "maximize" else min)
-    axes.step([one.number for one in alike], list(values), where="post", color=style.INK, lw=1)
+    most = max(trial.step for trial in seen)
+    limits = _limits([_value(trial) for trial in seen], request)
+    sizes = [15 + 65 * trial.step / most for trial in seen]
+    heights = [min(max(_value(trial), limits[0]), limits[1]) for trial in seen]
+    axes.scatter([trial.number for trial in seen], heights, s=sizes, color=_GOOD, alpha=0.75)
+    alike = comparable(trials)
+    values = itertools.accumulate((_value(trial) for trial in alike), max if request.direction == "maximize" else min)
+    axes.step([trial.number for trial in alike], list(values), where="post", color=style.INK, lw=1)
     worst = limits[0 if request.direction == "maximize" else 1]
-    for one in trials:
-        if one.state == "failed":
-            axes.plot(one.number, worst, "x", color="#d55e00", ms=6)
+    for trial in trials:
+        if trial.state == "failed":
+            axes.plot(trial.number, worst, "x", color="#d55e00", ms=6)
     style.dress(axes, x="trial", y=request.metric)
     axes.locator_params(axis="x", integer=True)
     style.legend(figure, [
@@ -50,26 +50,26 @@ def history(trials: Sequence[Trial], request: Request) -> bytes | None:
 
 def curves(
     trials: Sequence[Trial],
-    found: Mapping[int, Sequence[tuple[int, float]]],
+    points_of: Mapping[int, Sequence[tuple[int, float]]],
     request: Request,
     stops: Sequence[int],
 ) -> bytes | None:
     """The metric of all trials over steps; lines at the steps where trials are compared."""
-    if not any(found.values()):
+    if not any(points_of.values()):
         return None
     figure = style.new_figure(9, 4.6, "Curves of all trials")
     axes, shades = figure.subplots(), _shades(trials, request)
-    for trial in sorted(trials, key=lambda one: one.step):
-        points = [(step, value) for step, value in found[trial.number] if step >= trial.from_step]
+    for trial in sorted(trials, key=lambda trial: trial.step):
+        points = [(step, value) for step, value in points_of[trial.number] if step >= trial.from_step]
         if points:
             axes.plot(*zip(*points, strict=True), color=shades[trial.number], lw=1.2)
             axes.plot(*points[-1], "o", color=shades[trial.number], ms=3.5)
-    axes.set_ylim(*_with_margin(_limits([value for one in found.values() for _, value in one], request)))
+    axes.set_ylim(*_with_margin(_limits([value for points in points_of.values() for _, value in points], request)))
     for step in stops:
         axes.axvline(step, color=style.SPINE, lw=0.8, ls=":")
     style.dress(axes, x="step", y=request.metric)
     if stops:
-        style.log_axis(axes, "x", [max(1, min(step for one in found.values() for step, _ in one)), stops[-1]])
+        style.log_axis(axes, "x", [max(1, min(step for points in points_of.values() for step, _ in points)), stops[-1]])
     style.legend(figure, [
         style.line_entry("best", _GOOD), style.line_entry("worst", _POOR),
         style.line_entry("a stop where trials are compared", style.SPINE, ls=":"),
@@ -79,17 +79,17 @@ def curves(
 
 def slices(trials: Sequence[Trial], request: Request) -> bytes | None:
     """The last value of each trial over each setting."""
-    seen = [one for one in trials if one.value is not None]
+    seen = [trial for trial in trials if trial.value is not None]
     if not seen:
         return None
     num = len(request.settings)
     figure = style.new_figure(max(5, 3.6 * num), 3.8, "Settings and values")
-    shades, (low, high) = _shades(seen, request), _limits([_value(one) for one in seen], request)
+    shades, (low, high) = _shades(seen, request), _limits([_value(trial) for trial in seen], request)
     panels = figure.subplots(1, num, squeeze=False, sharey=True)[0]
     for axes, setting in zip(panels, request.settings, strict=True):
-        colors = [shades[one.number] for one in seen]
-        at = [place_of(setting, one.settings[setting.name]) for one in seen]
-        heights = [min(max(_value(one), low), high) for one in seen]
+        colors = [shades[trial.number] for trial in seen]
+        at = [place_of(setting, trial.settings[setting.name]) for trial in seen]
+        heights = [min(max(_value(trial), low), high) for trial in seen]
         axes.scatter(at, heights, c=colors, s=28, edgecolors=style.GREY, linewidths=0.3)
         style.dress(axes, x=short(setting.name), y=request.metric if axes is panels[0] else "")
         _ticks(axes, setting, "x")
@@ -98,36 +98,36 @@ def slices(trials: Sequence[Trial], request: Request) -> bytes | None:
 
 def parallel(trials: Sequence[Trial], request: Request) -> bytes | None:
     """Parallel coordinates: an axis for each setting and one for the metric, a line for each trial."""
-    seen = [one for one in trials if one.value is not None]
+    seen = [trial for trial in trials if trial.value is not None]
     if len(seen) < 2:
         return None
     figure = style.new_figure(max(6, 2.2 * (len(request.settings) + 1)), 4.2, "Parallel coordinates")
     axes, shades = figure.subplots(), _shades(seen, request)
-    low, high = _limits([_value(one) for one in seen], request)
-    for trial in sorted(seen, key=lambda one: rank(one, request.direction), reverse=True):
-        heights = [_share(one, trial.settings[one.name]) for one in request.settings]
+    low, high = _limits([_value(trial) for trial in seen], request)
+    for trial in sorted(seen, key=lambda trial: rank(trial, request.direction), reverse=True):
+        heights = [_share(setting, trial.settings[setting.name]) for setting in request.settings]
         heights.append((min(max(_value(trial), low), high) - low) / (high - low) if high > low else 0.5)
         axes.plot(range(len(heights)), heights, color=shades[trial.number], lw=1.3)
-    names = [*(short(one.name) for one in request.settings), request.metric]
+    names = [*(short(setting.name) for setting in request.settings), request.metric]
     style.dress(axes)
     axes.set_xticks(range(len(names)), names)
     axes.set_yticks([])
-    for place, one in enumerate([*map(_ends, request.settings), (f"{low:.4g}", f"{high:.4g}")]):
-        for height, text in zip((0, 1), one, strict=True):
+    for place, ends in enumerate([*map(_ends, request.settings), (f"{low:.4g}", f"{high:.4g}")]):
+        for height, text in zip((0, 1), ends, strict=True):
             axes.annotate(text, (place, height), (4, 0), textcoords="offset points", fontsize=style.SMALL)
         axes.axvline(place, color=style.SPINE, lw=0.8)
     return style.png(figure)
 
 
-def importances(found: Mapping[str, float]) -> bytes | None:
+def importances(shares: Mapping[str, float]) -> bytes | None:
     """Bars of the importances."""
-    if not found:
+    if not shares:
         return None
-    figure = style.new_figure(7, 1.3 + 0.4 * len(found), "Importance of the settings")
+    figure = style.new_figure(7, 1.3 + 0.4 * len(shares), "Importance of the settings")
     axes = figure.subplots()
-    axes.barh(range(len(found)), list(found.values()), color=_GOOD, height=0.6)
+    axes.barh(range(len(shares)), list(shares.values()), color=_GOOD, height=0.6)
     style.dress(axes, x="share of the explained variance")
-    style.rows_of_names(axes, [short(name) for name in found])
+    style.rows_of_names(axes, [short(name) for name in shares])
     return style.png(figure)
 
 
@@ -140,7 +140,7 @@ def place_of(setting: Setting, value: Any) -> float:
 
 def _share(setting: Setting, value: Any) -> float:
     """The same as a share of the range."""
-    places = [place_of(setting, one) for one in setting.ends()]
+    places = [place_of(setting, end) for end in setting.ends()]
     low, high = min(places), max(places)
     return (place_of(setting, value) - low) / (high - low) if high > low else 0.5
 
@@ -157,7 +157,7 @@ def _ticks(axes: Axes, setting: Setting, name: str) -> None:
             axes.xaxis.set_major_formatter(lambda value, _: style.plain(10**value))
         return
     values = list(setting.ends())
-    getattr(axes, f"set_{name}ticks")(range(len(values)), [str(one) for one in values])
+    getattr(axes, f"set_{name}ticks")(range(len(values)), [str(value) for value in values])
     axes.set_xlim(-0.5, len(values) - 0.5)
 
 
@@ -165,12 +165,12 @@ def _shades(trials: Sequence[Trial], request: Request) -> dict[int, str]:
     """Trial -> its colour: from grey to blue by rank."""
     from matplotlib.colors import to_hex, to_rgb
 
-    ranked = sorted(trials, key=lambda one: rank(one, request.direction), reverse=True)
+    ranked = sorted(trials, key=lambda trial: rank(trial, request.direction), reverse=True)
     poor, good = to_rgb(_POOR), to_rgb(_GOOD)
     shares = [place / max(1, len(ranked) - 1) for place in range(len(ranked))]
     return {
-        one.number: to_hex(tuple(a + share**2 * (b - a) for a, b in zip(poor, good, strict=True)))  # pyright: ignore
-        for one, share in zip(ranked, shares, strict=True)
+        trial.number: to_hex(tuple(a + share**2 * (b - a) for a, b in zip(poor, good, strict=True)))  # pyright: ignore
+        for trial, share in zip(ranked, shares, strict=True)
     }
 
 

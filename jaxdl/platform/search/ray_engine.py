@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from jaxdl.core.errors import ConfigError
+from jaxdl.platform.launch.ray_cluster import connect
 from jaxdl.platform.launch.reaper import Reaper
 from jaxdl.platform.search.engines import Engine, Job, Workers, end_processes, end_session, start_process
 
@@ -25,18 +24,8 @@ class OnRay(Engine, kind="ray"):
     """CPUs that Ray keeps for a trial."""
 
     def open(self, parallel: int, devices_per_trial: int | None) -> Workers:
-        """See `Engine`."""
-        try:
-            ray = importlib.import_module("ray")
-        except ImportError:
-            raise ConfigError("--engine ray: Ray is not installed. Install it: pip install 'jaxdl[ray]'.") from None
-        if not ray.is_initialized():
-            try:
-                with warnings.catch_warnings():  # It starts its processes by fork, which does nothing of JAX there.
-                    warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-                    ray.init(self.address, log_to_driver=False, include_dashboard=False)
-            except (ConnectionError, ValueError, OSError) as error:
-                raise ConfigError(f"--engine.address {self.address}: {error}. Give that of a Ray cluster.") from None
+        """Workers for so many trials at a time. Raises ConfigError when the cluster is too small."""
+        ray = connect(self.address, "--engine.address", include_dashboard=False)
         total = ray.cluster_resources()
         for name, each in (("CPU", self.cpus_per_trial), ("GPU", devices_per_trial or 0)):
             if each * parallel > total.get(name, 0):
@@ -75,11 +64,11 @@ class RayActors:
         self._class = ray.remote(max_restarts=0, **resources)(_Actor)
 
     def start(self, job: Job) -> None:
-        """See `Workers`."""
+        """Starts a job as an actor."""
         self._actors[job.number] = self._class.remote(job, os.getcwd(), os.environ.get("PYTHONPATH", ""))
 
-    def ended(self) -> Mapping[int, int]:
-        """See `Workers`."""
+    def poll(self) -> Mapping[int, int]:
+        """Number -> exit code of the jobs that have ended since the last call."""
         asked = {actor.code.remote(): number for number, actor in self._actors.items()}
         if not asked:
             return {}
@@ -96,7 +85,7 @@ class RayActors:
         return codes
 
     def stop(self) -> None:
-        """See `Workers`."""
+        """Sends SIGTERM to all that run and waits until they have ended."""
         stopping = [actor.stop.remote() for actor in self._actors.values()]
         self._ray.wait(stopping, num_returns=len(stopping)) if stopping else None
 

@@ -11,7 +11,7 @@ from jaxdl.platform.search import plots
 from jaxdl.platform.search.copies import OPTUNA_FILE, first_stop, write_copies
 from jaxdl.platform.search.driver import DIVERGED_REASON, Request
 from jaxdl.platform.search.samplers import as_study
-from jaxdl.platform.search.show import Shown, state_of
+from jaxdl.platform.search.show import SearchView, state_of
 from jaxdl.platform.search.space import short
 from jaxdl.platform.search.trial import Trial, best, rank
 from jaxdl.platform.search.workdirs import curve, last_step
@@ -28,7 +28,7 @@ PLOTS = {
 _MIN_FOR_IMPORTANCES = 6
 
 
-def result(request: Request, trials: Sequence[Trial], shown: Shown) -> dict[str, Any]:
+def result(request: Request, trials: Sequence[Trial], shown: SearchView) -> dict[str, Any]:
     """The result as JSON: the best trial with a command that trains it, all trials, the steps trained in all."""
     top = best(trials, request.direction)
     return {
@@ -37,9 +37,9 @@ def result(request: Request, trials: Sequence[Trial], shown: Shown) -> dict[str,
         "scheduler": shown.scheduler.kind,
         "stops": shown.stops,
         "num_trials": len(trials),
-        "num_failed": sum(one.state == "failed" for one in trials),
-        "num_diverged": sum(one.state == "failed" and one.reason.startswith(DIVERGED_REASON) for one in trials),
-        "trained_steps": sum(max(0, _trained(request, one) - one.from_step) for one in trials),
+        "num_failed": sum(trial.state == "failed" for trial in trials),
+        "num_diverged": sum(trial.state == "failed" and trial.reason.startswith(DIVERGED_REASON) for trial in trials),
+        "trained_steps": sum(max(0, _trained_steps(request, trial) - trial.from_step) for trial in trials),
         "best": None if top is None else {
             "number": top.number,
             "settings": dict(top.settings),
@@ -51,37 +51,37 @@ def result(request: Request, trials: Sequence[Trial], shown: Shown) -> dict[str,
         },
         "trials": [
             {
-                "number": one.number,
-                "settings": dict(one.settings),
-                "state": state_of(one, []),
-                "reason": one.reason,
-                "step": one.step,
-                "value": one.value,
-                "values": {str(step): value for step, value in sorted(one.values.items())},
-                "parent": one.parent,
-                "from_step": one.from_step,
+                "number": trial.number,
+                "settings": dict(trial.settings),
+                "state": state_of(trial, []),
+                "reason": trial.reason,
+                "step": trial.step,
+                "value": trial.value,
+                "values": {str(step): value for step, value in sorted(trial.values.items())},
+                "parent": trial.parent,
+                "from_step": trial.from_step,
             }
-            for one in trials
+            for trial in trials
         ],
     }  # fmt: skip
 
 
 def lineage(trials: Sequence[Trial], trial: Trial) -> list[dict[str, Any]]:
     """The settings of a trial and of those whose checkpoints it began with, from step 0 on: a schedule of settings."""
-    found = [{"number": trial.number, "from_step": trial.from_step, "settings": dict(trial.settings)}]
+    ancestors = [{"number": trial.number, "from_step": trial.from_step, "settings": dict(trial.settings)}]
     while trial.parent is not None:
         trial = trials[trial.parent]
-        found.append({"number": trial.number, "from_step": trial.from_step, "settings": dict(trial.settings)})
-    return found[::-1]
+        ancestors.append({"number": trial.number, "from_step": trial.from_step, "settings": dict(trial.settings)})
+    return ancestors[::-1]
 
 
 def write_report(
-    folder: Path, request: Request, trials: Sequence[Trial], found: Mapping[str, Any], shown: Shown
+    folder: Path, request: Request, trials: Sequence[Trial], outcome: Mapping[str, Any], shown: SearchView
 ) -> None:
     """Writes result.json, report.md with its plots, and the trials as Optuna's tools understand them."""
     write_copies(folder / OPTUNA_FILE, trials, request.settings, request.direction)
-    replace_file(folder / RESULT_FILE, (json.dumps(found, indent=2, allow_nan=False) + "\n").encode())
-    curves = {one.number: curve(request.workdir(one.number), request.metric) for one in trials}
+    replace_file(folder / RESULT_FILE, (json.dumps(outcome, indent=2, allow_nan=False) + "\n").encode())
+    curves = {trial.number: curve(request.workdir(trial.number), request.metric) for trial in trials}
     pictures = {
         "history.png": plots.history(trials, request),
         "curves.png": plots.curves(trials, curves, request, shown.stops),
@@ -94,7 +94,7 @@ def write_report(
             (folder / name).unlink(missing_ok=True)
         else:
             replace_file(folder / name, picture)
-    page = _page(request, trials, found, [name for name, picture in pictures.items() if picture])
+    page = _page(request, trials, outcome, [name for name, picture in pictures.items() if picture])
     replace_file(folder / REPORT_FILE, page.encode(errors="surrogateescape"))  # A path may be no UTF-8.
 
 
@@ -108,11 +108,12 @@ def importances(trials: Sequence[Trial], request: Request) -> dict[str, float]:
     import optuna
 
     first = first_stop(trials)
-    reached = [one for one in trials if first in one.values and one.parent is None]
-    if len(reached) < _MIN_FOR_IMPORTANCES or len({one.values[first] for one in reached}) < 2:
+    reached = [trial for trial in trials if first in trial.values and trial.parent is None]
+    if len(reached) < _MIN_FOR_IMPORTANCES or len({trial.values[first] for trial in reached}) < 2:
         return {}
     alike = [
-        Trial(one.number, one.settings, first, {first: one.values[first]}, "finished", attributes={}) for one in reached
+        Trial(trial.number, trial.settings, first, {first: trial.values[first]}, "finished", attributes={})
+        for trial in reached
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -121,23 +122,23 @@ def importances(trials: Sequence[Trial], request: Request) -> dict[str, float]:
         return optuna.importance.get_param_importances(study, evaluator=evaluator)
 
 
-def _trained(request: Request, trial: Trial) -> int:
+def _trained_steps(request: Request, trial: Trial) -> int:
     return max(trial.step, last_step(request.workdir(trial.number)))
 
 
-def _page(request: Request, trials: Sequence[Trial], found: Mapping[str, Any], pictures: Sequence[str]) -> str:
+def _page(request: Request, trials: Sequence[Trial], outcome: Mapping[str, Any], pictures: Sequence[str]) -> str:
     """The text of report.md."""
-    names = [one.name for one in request.settings]
-    diverged = f", {found['num_diverged']} of them diverged" if found["num_diverged"] else ""
+    names = [setting.name for setting in request.settings]
+    diverged = f", {outcome['num_diverged']} of them diverged" if outcome["num_diverged"] else ""
     lines = [
         f"# Search over {', '.join(map(short, names))}",
         "",
-        f"{found['num_trials']} trials, {found['num_failed']} failed{diverged}; "
-        f"{found['trained_steps']:,} steps trained in all. "
-        f"Compared by `{request.metric}` ({request.direction}); scheduler `{found['scheduler']}`"
-        + (f", stops at steps {', '.join(map(str, found['stops']))}." if found["stops"] else "."),
+        f"{outcome['num_trials']} trials, {outcome['num_failed']} failed{diverged}; "
+        f"{outcome['trained_steps']:,} steps trained in all. "
+        f"Compared by `{request.metric}` ({request.direction}); scheduler `{outcome['scheduler']}`"
+        + (f", stops at steps {', '.join(map(str, outcome['stops']))}." if outcome["stops"] else "."),
     ]
-    if (top := found["best"]) is not None:
+    if (top := outcome["best"]) is not None:
         lines += [
             "",
             f"Best: trial {top['number']}, {top['value']:.6g} at step {top['step']}, in `{top['workdir']}`.",
@@ -154,14 +155,17 @@ def _page(request: Request, trials: Sequence[Trial], found: Mapping[str, Any], p
                 "| from step | trial | settings |",
             ]
             lines += ["|---|---|---|"]
-            lines += [f"| {one['from_step']} | {one['number']} | {_words(one['settings'])} |" for one in top["lineage"]]
+            lines += [
+                f"| {ancestor['from_step']} | {ancestor['number']} | {_words(ancestor['settings'])} |"
+                for ancestor in top["lineage"]
+            ]
     for name in pictures:
         lines += ["", f"![{PLOTS[name]}]({name})", "", f"*{PLOTS[name]}.*"]
     lines += ["", f"| trial | {' | '.join(names)} | state | step | {request.metric} |", "|---" * (len(names) + 4) + "|"]
-    for one in sorted(trials, key=lambda one: rank(one, request.direction)):
-        value = "" if one.value is None else f"{one.value:.6g}"
-        state = state_of(one, []) + (f": {one.reason}" if one.reason else "")
-        cells = [str(one.number), *(_cell(one.settings[name]) for name in names), state, str(one.step), value]
+    for trial in sorted(trials, key=lambda trial: rank(trial, request.direction)):
+        value = "" if trial.value is None else f"{trial.value:.6g}"
+        state = state_of(trial, []) + (f": {trial.reason}" if trial.reason else "")
+        cells = [str(trial.number), *(_cell(trial.settings[name]) for name in names), state, str(trial.step), value]
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     return "\n".join(lines) + "\n"
 

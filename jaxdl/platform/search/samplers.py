@@ -74,19 +74,23 @@ class Sampler(Choice):
             storage = study._storage
             for name, value in study_attributes.items():
                 storage.set_study_system_attr(study._study_id, name, value)
-            asked = study.ask({one.name: one.distribution() for one in settings})
+            asked = study.ask({setting.name: setting.distribution() for setting in settings})
             kept = storage.get_trial(asked._trial_id).system_attrs
             return Proposal(dict(asked.params), kept, storage.get_study_system_attrs(study._study_id))
+
+
+def _of_optuna(name: str, **options: Any) -> BaseSampler:
+    import optuna
+
+    return getattr(optuna.samplers, name)(**options)
 
 
 class Random(Sampler, kind="random"):
     """Independent draws."""
 
     def make(self, seed: int) -> BaseSampler:
-        """See `Sampler`."""
-        from optuna.samplers import RandomSampler
-
-        return RandomSampler(seed=seed)
+        """Optuna's sampler."""
+        return _of_optuna("RandomSampler", seed=seed)
 
 
 class TPE(Sampler, kind="tpe"):
@@ -98,10 +102,8 @@ class TPE(Sampler, kind="tpe"):
     """Trials before it begins to model."""
 
     def make(self, seed: int) -> BaseSampler:
-        """See `Sampler`."""
-        from optuna.samplers import TPESampler
-
-        return TPESampler(seed=seed, n_startup_trials=self.startup, constant_liar=True)
+        """Optuna's sampler."""
+        return _of_optuna("TPESampler", seed=seed, n_startup_trials=self.startup, constant_liar=True)
 
 
 class GP(Sampler, kind="gp"):
@@ -110,10 +112,8 @@ class GP(Sampler, kind="gp"):
     needs: ClassVar[str] = "torch"
 
     def make(self, seed: int) -> BaseSampler:
-        """See `Sampler`."""
-        from optuna.samplers import GPSampler
-
-        return GPSampler(seed=seed, warn_independent_sampling=False)
+        """Optuna's sampler."""
+        return _of_optuna("GPSampler", seed=seed, warn_independent_sampling=False)
 
 
 class CMAES(Sampler, kind="cmaes"):
@@ -122,23 +122,18 @@ class CMAES(Sampler, kind="cmaes"):
     needs: ClassVar[str] = "cmaes"
 
     def make(self, seed: int) -> BaseSampler:
-        """See `Sampler`."""
-        from optuna.samplers import CmaEsSampler
-
-        return CmaEsSampler(seed=seed, warn_independent_sampling=False)
+        """Optuna's sampler."""
+        return _of_optuna("CmaEsSampler", seed=seed, warn_independent_sampling=False)
 
 
 class QMC(Sampler, kind="qmc"):
     """A Sobol sequence, scrambled; lists of values are drawn at random."""
 
     def make(self, seed: int) -> BaseSampler:
-        """See `Sampler`."""
-        from optuna.samplers import QMCSampler, RandomSampler
-
-        return QMCSampler(
-            scramble=True, seed=self.sequence, independent_sampler=RandomSampler(seed=seed),
-            warn_independent_sampling=False, warn_asynchronous_seeding=False,
-        )  # fmt: skip
+        """Optuna's sampler."""
+        independent = _of_optuna("RandomSampler", seed=seed)
+        quiet = {"warn_independent_sampling": False, "warn_asynchronous_seeding": False}
+        return _of_optuna("QMCSampler", scramble=True, seed=self.sequence, independent_sampler=independent, **quiet)
 
     sequence: int = 0
     """Which scrambling; the trials of one search are points of one sequence."""
@@ -147,22 +142,22 @@ class QMC(Sampler, kind="qmc"):
 class Grid(Sampler, kind="grid"):
     """Every combination of lists of values and whole numbers, the last setting changing first."""
 
+    def make(self, seed: int) -> BaseSampler:
+        """Raises NotImplementedError: a grid needs no sampler of Optuna."""
+        raise NotImplementedError
+
     def check(self, settings: Sequence[Setting]) -> int | None:
-        """See `Sampler`."""
-        for one in settings:
-            if one.grid is None:
+        """The number of combinations. Raises ConfigError for a setting without a list of values."""
+        for setting in settings:
+            if setting.grid is None:
                 raise ConfigError(
-                    f"--sampler grid: {one.option.removeprefix('--')} has no list of values. Give one: "
-                    f"--vary {one.option.removeprefix('--')}=A,B,C."
+                    f"--sampler grid: {setting.option.removeprefix('--')} has no list of values. Give one: "
+                    f"--vary {setting.option.removeprefix('--')}=A,B,C."
                 )
         total = 1
-        for one in settings:
-            total *= len(one.grid or ())
+        for setting in settings:
+            total *= len(setting.grid or ())
         return total
-
-    def make(self, seed: int) -> BaseSampler:
-        """None is needed."""
-        raise NotImplementedError
 
     def propose(
         self,
@@ -174,10 +169,10 @@ class Grid(Sampler, kind="grid"):
     ) -> Proposal:
         """The combination of this number."""
         del direction, seed, study_attributes
-        every = itertools.product(*(one.grid or () for one in settings))
-        place = sum(one.parent is None for one in trials)  # Copies of a population are no places of the grid.
+        every = itertools.product(*(setting.grid or () for setting in settings))
+        place = sum(trial.parent is None for trial in trials)  # Copies of a population are no places of the grid.
         values = next(itertools.islice(every, place, None))
-        return Proposal({one.name: value for one, value in zip(settings, values, strict=True)})
+        return Proposal({setting.name: value for setting, value in zip(settings, values, strict=True)})
 
 
 def as_study(
@@ -192,9 +187,9 @@ def as_study(
     import optuna
 
     study = optuna.create_study(direction=direction, sampler=sampler)
-    distributions = {one.name: one.distribution() for one in settings}
-    for one in trials:
-        study.add_trial(_as_seen(one, distributions, ranks_pruned=ranks_pruned))
+    distributions = {setting.name: setting.distribution() for setting in settings}
+    for trial in trials:
+        study.add_trial(_as_seen(trial, distributions, ranks_pruned=ranks_pruned))
     return study
 
 

@@ -63,7 +63,7 @@ class Course:
     """The trials to start; of a population its size."""
     total_steps: int | None
     """The full length; None if it differs between trials."""
-    aligned: Callable[[int], int]
+    align: Callable[[int], int]
     """The first step from a step on at which a run evaluates anyway: a stop there changes nothing in its history."""
     direction: Direction
     settings: Sequence[Setting]
@@ -89,7 +89,7 @@ class Full(Scheduler, kind="none"):
     one_length: ClassVar[bool] = False
 
     def policy(self, course: Course) -> Policy:
-        """See `Scheduler`."""
+        """The decisions for a course."""
         return _AllToTheEnd(course)
 
 
@@ -116,7 +116,7 @@ class ASHA(Scheduler, kind="asha"):
     """The steps of all rungs, instead of `min_steps`; the full length is always the last."""
 
     def policy(self, course: Course) -> Policy:
-        """See `Scheduler`."""
+        """The decisions for a course."""
         return Halving(self.steps(course), self.reduction, course.trials, course.direction)
 
     def steps(self, course: Course) -> list[int]:
@@ -125,18 +125,18 @@ class ASHA(Scheduler, kind="asha"):
         assert total is not None
         if self.rungs and self.min_steps is not None:
             raise ConfigError("--scheduler.rungs and --scheduler.min-steps: give one of them.")
-        for one in (*self.rungs, self.min_steps or 1):
-            if not 1 <= one < max(total, 2):
+        for step in (*self.rungs, self.min_steps or 1):
+            if not 1 <= step < max(total, 2):
                 raise ConfigError(
-                    f"--scheduler {self.kind}: a rung at step {one}, but a run has {total} steps. Give rungs from 1 to "
-                    f"{total - 1}."
+                    f"--scheduler {self.kind}: a rung at step {step}, but a run has {total} steps. Give rungs from 1 "
+                    f"to {total - 1}."
                 )
         wanted = list(self.rungs)
         if not wanted:
             wanted = [self.min_steps or max(1, total // self.reduction**3)]
             while wanted[-1] * self.reduction < total:
                 wanted.append(wanted[-1] * self.reduction)
-        return sorted({course.aligned(one) for one in wanted} | {total})
+        return sorted({course.align(step) for step in wanted} | {total})
 
 
 @dataclass(frozen=True)
@@ -151,13 +151,13 @@ class Halving:
     def next(self, trials: Sequence[Trial]) -> Action | None:
         """Promotes from the highest rung that can, else starts a trial; at the end completes the best one."""
         for place in reversed(range(len(self.rungs) - 1)):
-            if (found := self._promotable(trials, place)) is not None:
-                return Promote(found, self.rungs[place + 1])
+            if (number := self._promotable(trials, place)) is not None:
+                return Promote(number, self.rungs[place + 1])
         if len(trials) < self.trials:
             return New(self.rungs[0])
-        if any(one.busy for one in trials) or any(one.state == "finished" for one in trials):
+        if any(trial.busy for trial in trials) or any(trial.state == "finished" for trial in trials):
             return None
-        return self._completed(trials)
+        return self._complete(trials)
 
     def _promotable(self, trials: Sequence[Trial], place: int) -> int | None:
         """The best trial of a rung that is among its best 1/reduction and was not promoted; None without one.
@@ -166,17 +166,17 @@ class Halving:
         """
         step = self.rungs[place]
         ranked = best_first([*trials], step, self.direction)
-        fell = sum(one.state == "failed" and one.target == step and step not in one.values for one in trials)
-        for one in ranked[: (len(ranked) + fell) // self.reduction]:
-            if one.state == "open" and one.target == step:
-                return one.number
+        fell = sum(trial.state == "failed" and trial.target == step and step not in trial.values for trial in trials)
+        for trial in ranked[: (len(ranked) + fell) // self.reduction]:
+            if trial.state == "open" and trial.target == step:
+                return trial.number
         return None
 
-    def _completed(self, trials: Sequence[Trial]) -> Action | None:
+    def _complete(self, trials: Sequence[Trial]) -> Action | None:
         """Promotes the best of the highest rung when no rung has enough trials any more."""
         for place in reversed(range(len(self.rungs) - 1)):
             step = self.rungs[place]
-            waiting = [one for one in trials if one.state == "open" and one.target == step]
+            waiting = [trial for trial in trials if trial.state == "open" and trial.target == step]
             if ranked := best_first(waiting, step, self.direction):
                 return Promote(ranked[0].number, self.rungs[place + 1])
         return None
@@ -199,7 +199,7 @@ class PBT(Scheduler, kind="pbt"):
     """How often a setting is drawn from its whole range instead of moved a little."""
 
     def policy(self, course: Course) -> Policy:
-        """See `Scheduler`."""
+        """The decisions for a course."""
         total = course.total_steps
         assert total is not None
         if course.trials < 2:
@@ -207,7 +207,7 @@ class PBT(Scheduler, kind="pbt"):
         interval = self.interval or max(1, total // 10)
         if interval >= total:
             raise ConfigError(f"--scheduler.interval {interval}: a run has {total} steps. Give fewer.")
-        steps = sorted({course.aligned(one) for one in range(interval, total, interval)} | {total})
+        steps = sorted({course.align(step) for step in range(interval, total, interval)} | {total})
         return Population(steps, self.quantile, self.resample, course)
 
 
@@ -222,25 +222,27 @@ class Population:
 
     def next(self, trials: Sequence[Trial]) -> Action | None:
         """Fills the population, then replaces the worst of a generation, then lets all train on."""
-        if sum(one.parent is None for one in trials) < self.course.trials:  # Copies take the places of others.
+        if sum(trial.parent is None for trial in trials) < self.course.trials:  # Copies take the places of others.
             return New(self.steps[0])
-        members = [one for one in trials if one.state != "replaced"]
-        step = min((one.target for one in members if one.state == "open"), default=None)
-        if step is None or step == self.steps[-1] or any(one.busy and one.target == step for one in members):
+        members = [trial for trial in trials if trial.state != "replaced"]
+        step = min((member.target for member in members if member.state == "open"), default=None)
+        if step is None or step == self.steps[-1] or any(member.busy and member.target == step for member in members):
             return None
-        if all(one.target <= step for one in members):
+        if all(member.target <= step for member in members):
             for clone in self.replacements(trials, step):
-                if not any(one.replaces == clone.replaces and one.from_step == step for one in trials):
+                if not any(trial.replaces == clone.replaces and trial.from_step == step for trial in trials):
                     return clone
         following = self.steps[self.steps.index(step) + 1]
-        return next((Promote(one.number, following) for one in members if one.state == "open" and one.target == step),
-                    None)  # fmt: skip
+        waiting = (member for member in members if member.state == "open" and member.target == step)
+        return next((Promote(member.number, following) for member in waiting), None)
 
     def replacements(self, trials: Sequence[Trial], step: int) -> list[Clone]:
         """What replaces the worst of the generation that trained up to a step; failed members are the worst."""
-        own = [one for one in trials if not (one.parent is not None and one.from_step == step)]
-        ranked = best_first([one for one in own if one.state != "failed"], step, self.course.direction)
-        failed = [one for one in own if one.state == "failed" and not _was_replaced(one, trials, before=step)]
+        generation = [trial for trial in trials if not (trial.parent is not None and trial.from_step == step)]
+        ranked = best_first([trial for trial in generation if trial.state != "failed"], step, self.course.direction)
+        failed = [
+            trial for trial in generation if trial.state == "failed" and not _was_replaced(trial, trials, before=step)
+        ]
         num = min(max(len(failed), int(self.quantile * self.course.trials) or 1), len(ranked) + len(failed) - 1)
         if not ranked:
             return []
@@ -250,17 +252,19 @@ class Population:
         for loser in losers:
             draw = random.Random(f"{self.course.seed} {step} {loser.number}")
             parent = draw.choice(winners)
-            clones.append(Clone(parent.number, step, loser.number, self.explored(parent.settings, draw)))
+            clones.append(Clone(parent.number, step, loser.number, self.explore(parent.settings, draw)))
         return clones
 
-    def explored(self, settings: Mapping[str, Any], draw: random.Random) -> dict[str, Any]:
+    def explore(self, settings: Mapping[str, Any], draw: random.Random) -> dict[str, Any]:
         """Settings near these, or some of them drawn again."""
         return {
-            one.name: one.drawn(draw) if draw.random() < self.resample else one.perturbed(settings[one.name], draw)
-            for one in self.course.settings
+            setting.name: setting.sample(draw)
+            if draw.random() < self.resample
+            else setting.perturb(settings[setting.name], draw)
+            for setting in self.course.settings
         }
 
 
 def _was_replaced(trial: Trial, trials: Sequence[Trial], *, before: int) -> bool:
     """Whether a trial was replaced in an earlier generation."""
-    return any(one.replaces == trial.number and one.from_step < before for one in trials)
+    return any(other.replaces == trial.number and other.from_step < before for other in trials)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -27,7 +27,7 @@ _MOST_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
-class Shown:
+class SearchView:
     """What tables and plots need besides the trials."""
 
     request: Request
@@ -56,64 +56,63 @@ def _with_reason(trial: Trial, running: Sequence[int]) -> str:
     return f"{state}: {trial.reason[:_MOST_CHARACTERS]}" if trial.busy and trial.reason else state
 
 
-def table(shown: Shown, trials: Sequence[Trial], running: Sequence[int]) -> Table:
+def table(shown: SearchView, trials: Sequence[Trial], running: Sequence[int]) -> Table:
     """The trials: those that train, then the best. Reads the histories of those that train."""
     request = shown.request
-    names = [one.name for one in request.settings]
-    title = f"{sum(not one.busy for one in trials)} of {len(trials)} trials at rest, {shown.course.trials} asked for"
-    found = Table(title=title, title_justify="left", border_style="dim")
+    names = [setting.name for setting in request.settings]
+    title = (
+        f"{sum(not trial.busy for trial in trials)} of {len(trials)} trials at rest, {shown.course.trials} asked for"
+    )
+    grid = Table(title=title, title_justify="left", border_style="dim")
     for name in ("trial", *map(short, names), "state", "step", "to", request.metric):
-        found.add_column(name, justify="left" if name == "state" else "right", no_wrap=True)
+        grid.add_column(name, justify="left" if name == "state" else "right", no_wrap=True)
     top = best(trials, request.direction)
-    order = sorted(trials, key=lambda one: (one.number not in running, rank(one, request.direction)))
+    order = sorted(trials, key=lambda trial: (trial.number not in running, rank(trial, request.direction)))
     for trial in order[:_MOST_ROWS]:
         values = [trial.settings[name] for name in names]
         step = last_step(request.workdir(trial.number)) if trial.number in running else trial.step
         value = "" if trial.value is None else f"{trial.value:.5g}"
-        found.add_row(
+        grid.add_row(
             str(trial.number),
-            *(f"{one:.4g}" if isinstance(one, float) else str(one) for one in values),
+            *(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values),
             _with_reason(trial, running), str(step), str(trial.target), value,
             style="bold green" if top is not None and trial.number == top.number else None,
         )  # fmt: skip
     if len(order) > _MOST_ROWS:
-        found.caption = f"and {len(order) - _MOST_ROWS} more"
-    return found
+        grid.caption = f"and {len(order) - _MOST_ROWS} more"
+    return grid
 
 
-class Lines:
+class Lines(contextlib.AbstractContextManager):
     """A line for each event: on stdout, or on stderr when the result there is JSON."""
 
     def __init__(self, *, as_json: bool = False) -> None:
         self._file = sys.stderr if as_json else sys.stdout
 
     def event(self, text: str) -> None:
-        """See `Shows`."""
+        """Prints something that happened."""
         print(text, file=self._file, flush=True)
 
     def refresh(self, trials: Sequence[Trial], running: Sequence[int]) -> None:
         """Nothing: the events say it."""
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *error: object) -> None:
         del error
 
 
-class Display:
+class Display(contextlib.AbstractContextManager):
     """A live table, with the last events below it."""
 
-    def __init__(self, shown: Shown) -> None:
+    def __init__(self, shown: SearchView) -> None:
         self._shown, self._at = shown, 0.0
         self._live = Live(console=Console(), auto_refresh=False, transient=False)
 
     def event(self, text: str) -> None:
-        """See `Shows`."""
+        """Prints something that happened, above the table."""
         self._live.console.print(text, style="dim", highlight=False)
 
     def refresh(self, trials: Sequence[Trial], running: Sequence[int]) -> None:
-        """See `Shows`; draws once a second."""
+        """Draws the trials as they are now, once a second."""
         if not running or time.monotonic() - self._at > REFRESH_SEC:
             self._at = time.monotonic()
             self._live.update(table(self._shown, trials, running), refresh=True)
@@ -122,7 +121,5 @@ class Display:
         self._live.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._live.__exit__(*error)

@@ -45,11 +45,11 @@ class Setting(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def perturbed(self, value: Any, draw: random.Random) -> Any:
+    def perturb(self, value: Any, draw: random.Random) -> Any:
         """A value near this one."""
 
     @abc.abstractmethod
-    def drawn(self, draw: random.Random) -> Any:
+    def sample(self, draw: random.Random) -> Any:
         """Any value."""
 
 
@@ -60,7 +60,7 @@ class Choices(Setting):
     values: tuple[Any, ...]
 
     def distribution(self) -> BaseDistribution:
-        """See `Setting`."""
+        """The values as Optuna describes them."""
         from optuna.distributions import CategoricalDistribution
 
         return CategoricalDistribution(self.values)
@@ -74,13 +74,13 @@ class Choices(Setting):
         """All of them."""
         return self.values
 
-    def perturbed(self, value: Any, draw: random.Random) -> Any:
+    def perturb(self, value: Any, draw: random.Random) -> Any:
         """The next or the one before in the list."""
         place = self.values.index(value) + draw.choice((-1, 1))
         return self.values[min(max(place, 0), len(self.values) - 1)]
 
-    def drawn(self, draw: random.Random) -> Any:
-        """See `Setting`."""
+    def sample(self, draw: random.Random) -> Any:
+        """Any value."""
         return draw.choice(self.values)
 
 
@@ -94,7 +94,7 @@ class Number(Setting):
     whole: bool = False
 
     def distribution(self) -> BaseDistribution:
-        """See `Setting`."""
+        """The values as Optuna describes them."""
         from optuna.distributions import FloatDistribution, IntDistribution
 
         if self.whole:
@@ -110,7 +110,7 @@ class Number(Setting):
         """All whole numbers of an `int`."""
         return range(int(self.low), int(self.high) + 1) if self.whole and not self.log else None
 
-    def perturbed(self, value: Any, draw: random.Random) -> Any:
+    def perturb(self, value: Any, draw: random.Random) -> Any:
         """The value times one of `FACTORS`, within the range; a whole number moves by at least one."""
         factor = draw.choice(FACTORS)
         moved = value * factor
@@ -120,8 +120,8 @@ class Number(Setting):
                 moved += 1 if factor > 1 else -1
         return min(max(moved, self.low), self.high)
 
-    def drawn(self, draw: random.Random) -> Any:
-        """See `Setting`."""
+    def sample(self, draw: random.Random) -> Any:
+        """Any value."""
         if self.log:
             value = math.exp(draw.uniform(math.log(self.low), math.log(self.high)))
         else:
@@ -131,12 +131,12 @@ class Number(Setting):
 
 def parse_settings(texts: Sequence[str]) -> list[Setting]:
     """The settings that `--vary` names. Raises OptionError for what cannot be read."""
-    found = [_parse(text) for text in texts]
-    names = [one.name for one in found]
+    settings = [_parse(text) for text in texts]
+    names = [setting.name for setting in settings]
     for name in names:
         if names.count(name) > 1:
             raise OptionError(f"--vary {name}: given twice. Give one range or list of values for it.")
-    return found
+    return settings
 
 
 def _parse(text: str) -> Setting:
@@ -148,7 +148,7 @@ def _parse(text: str) -> Setting:
     if not colon or kind not in ("log", "uniform", "int", "logint"):
         return _choices(name, text, values)
     try:
-        low, high = (float(one) for one in rest.split(":"))
+        low, high = (float(number) for number in rest.split(":"))
     except ValueError:
         raise OptionError(f"--vary {text}: {rest!r} is not LOW:HIGH, two numbers. Give {FORMS}.") from None
     log, whole = "log" in kind, "int" in kind
@@ -162,10 +162,10 @@ def _parse(text: str) -> Setting:
 
 
 def _choices(name: str, text: str, values: str) -> Setting:
-    found = tuple(_literal(word.strip()) for word in values.split(","))
-    if "" in found or len(set(map(repr, found))) < len(found):
-        raise OptionError(f"--vary {text}: an empty value, or one that is there twice. Give {FORMS}.")
-    return Choices(name, found)
+    choices = tuple(_literal(word.strip()) for word in values.split(","))
+    if "" in choices or len(set(map(repr, choices))) < len(choices):
+        raise OptionError(f"--vary {text}: an empty value, or one that is given twice. Give {FORMS}.")
+    return Choices(name, choices)
 
 
 def _literal(word: str) -> Any:
@@ -190,7 +190,7 @@ def words_of(settings: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def shown(settings: Mapping[str, Any]) -> str:
+def format_settings(settings: Mapping[str, Any]) -> str:
     """Settings in a few words, `learning-rate 0.0123, density 0.1`."""
     return ", ".join(f"{short(name)} {_number(value)}" for name, value in settings.items())
 

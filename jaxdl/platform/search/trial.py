@@ -56,23 +56,23 @@ def key(value: float, direction: Direction) -> float:
 
 def best_first(trials: list[Trial], step: int, direction: Direction) -> list[Trial]:
     """The trials with a value at a step, the best first; the lower number first where they are equal."""
-    return sorted((one for one in trials if step in one.values),
-                  key=lambda one: (key(one.values[step], direction), one.number))  # fmt: skip
+    return sorted((trial for trial in trials if step in trial.values),
+                  key=lambda trial: (key(trial.values[step], direction), trial.number))  # fmt: skip
 
 
-def compared(trials: Sequence[Trial]) -> list[Trial]:
+def comparable(trials: Sequence[Trial]) -> list[Trial]:
     """The trials that may be the best: those that finished, whatever their length.
 
     When none has, those that came furthest: a run on its way is not compared with one at another step.
     """
-    able = [one for one in trials if one.values and one.state != "failed"]
-    furthest = max((one.step for one in able), default=0)
-    return [one for one in able if one.state == "finished"] or [one for one in able if one.step == furthest]
+    able = [trial for trial in trials if trial.values and trial.state != "failed"]
+    furthest = max((trial.step for trial in able), default=0)
+    return [trial for trial in able if trial.state == "finished"] or [trial for trial in able if trial.step == furthest]
 
 
 def best(trials: Sequence[Trial], direction: Direction) -> Trial | None:
     """The best of the trials that are compared, the first of equal ones. None without values."""
-    return min(compared(trials), key=lambda one: rank(one, direction), default=None)
+    return min(comparable(trials), key=lambda trial: rank(trial, direction), default=None)
 
 
 def rank(trial: Trial, direction: Direction) -> tuple[float, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -28,7 +27,8 @@ from jaxdl.core.files import (
     step_dir,
 )
 from jaxdl.parallel.lease import Holder, is_alive
-from jaxdl.report.status import State, read_record
+from jaxdl.report.status import State, read_record, tail_rows
+from jaxdl.report.status.rows import parse_row
 
 _COPIED = (
     CONFIG_FILE, DATA_FILE, EXAMPLES_FILE, CODEC_FILE, CHOICE_FILE, PLAN_FILE, INIT_FILE, METRICS_FILE, SKIPPED_FILE,
@@ -37,16 +37,10 @@ _COPIED = (
 _TAIL_BYTES = 64 * 1024
 
 
-def rows(workdir: Path, num_bytes: int | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of a workdir's metrics.jsonl, of its last `num_bytes` if given; a line that is being written is left."""
+def rows(workdir: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a workdir's metrics.jsonl, without a line that is being written."""
     with contextlib.suppress(OSError), (workdir / METRICS_FILE).open("rb") as file:
-        if num_bytes is not None:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
-        for line in file:
-            with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                if isinstance(row, dict) and isinstance(row.get("step"), int):
-                    yield row
+        yield from (row for row in map(parse_row, file) if row is not None)
 
 
 def curve(workdir: Path, metric: str) -> list[tuple[int, float]]:
@@ -59,12 +53,12 @@ def value_at(workdir: Path, metric: str, step: int) -> tuple[float | None, str]:
 
     A run whose replicas merge beside local steps may stop some steps later than asked.
     """
-    found = [(row["step"], row[metric]) for row in rows(workdir) if metric in row and row["step"] >= step]
-    if not found:
+    values = [(row["step"], row[metric]) for row in rows(workdir) if metric in row and row["step"] >= step]
+    if not values:
         known = metrics_of(workdir)
         there = f"its metrics are {', '.join(known)}" if known else "it has measured nothing"
         return None, f"no {metric} at step {step}: {there}"
-    value = found[0][1]
+    value = values[0][1]
     return (float(value), "") if isinstance(value, int | float) else (None, f"{metric} at step {step} is not finite")
 
 
@@ -74,8 +68,10 @@ def metrics_of(workdir: Path) -> list[str]:
 
 
 def last_step(workdir: Path) -> int:
-    """The last step that the history has."""
-    return max((row["step"] for row in rows(workdir, _TAIL_BYTES)), default=0)
+    """The last step that the history has; 0 while it has none."""
+    with contextlib.suppress(OSError, ValueError):
+        return max((row["step"] for row in tail_rows(workdir / METRICS_FILE)), default=0)
+    return 0
 
 
 def copy_workdir(source: Path, target: Path, step: int) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pyspark import keyword_only
 from pyspark.ml import Estimator, Model
@@ -20,16 +20,15 @@ from jaxdl.core.config import ConfigError
 from jaxdl.core.errors import without_frames
 from jaxdl.core.files import SPARK_FOLDER
 from jaxdl.core.runs import check_run
-from jaxdl.inference.predictor import trained_on
+from jaxdl.inference.predictor import data_spec_of
 from jaxdl.platform.spark.distributor import JaxDistributor
 from jaxdl.platform.spark.fitting import (
-    alone_in,
     check_overrides,
     check_workdir,
     data_of,
-    experiment_of,
+    hold_workdir,
     metrics_of,
-    own_workdir,
+    workdir_of_fit,
     write_experiment,
 )
 from jaxdl.platform.spark.frames import (
@@ -44,7 +43,8 @@ from jaxdl.platform.spark.frames import (
 )
 from jaxdl.platform.spark.params import ClassifierParams, ScoringParams
 from jaxdl.platform.spark.rows import SPLITS
-from jaxdl.platform.spark.udf import checked_batch_size, score_udf
+from jaxdl.platform.spark.udf import check_batch_size, score_udf
+from jaxdl.training.experiment import load
 
 _SCORES = "_jaxdl_scores"
 """The column of all that is scored, while it is taken apart."""
@@ -104,11 +104,6 @@ class JaxdlClassifier(Estimator, ClassifierParams, DefaultParamsReadable, Defaul
         self._setDefault(workdirPerFit=False)
         self._set(**self._input_kwargs)
 
-    @keyword_only
-    def setParams(self, **params: Any) -> Self:
-        """Sets parameters by name; itself."""
-        return self._set(**self._input_kwargs)
-
     @without_frames
     def fit(self, dataset: DataFrame, params: Any = None) -> Any:
         """The Model; a list of them for a list of `params`. See the class.
@@ -121,17 +116,21 @@ class JaxdlClassifier(Estimator, ClassifierParams, DefaultParamsReadable, Defaul
     def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """(place of a parameter map, Model) of each, trained in a folder of its own; see `Estimator.fitMultiple`."""
         return super().fitMultiple(
-            dataset, [one if self.workdir in one else {self.workdirPerFit: True, **one} for one in paramMaps]
+            dataset,
+            [
+                param_map if self.workdir in param_map else {self.workdirPerFit: True, **param_map}
+                for param_map in paramMaps
+            ],
         )
 
     def _fit(self, dataset: DataFrame) -> JaxdlClassifierModel:
         config, workdir = self.getConfig(), Path(self.getWorkdir())
         processes, gpus = self.getNumProcesses(), self.getGpusPerProcess()
         group_rows, features = self.getRowGroupRows(), self.features
-        checked_batch_size(self.getBatchSize())
+        check_batch_size(self.getBatchSize())
         form = form_of(dataset, features)
         check_columns(dataset, [self.getLabelCol()], "labelCol")
-        experiment = experiment_of(config, self.getOverrides(), gpus=gpus > 0)
+        experiment = load(config, self.getOverrides(), gpus=gpus > 0)
         names = [IMAGE] if form == "images" else features
         check_overrides(self.getOverrides(), experiment, data_of(experiment.data, form, (), (), names, None))
         distributor = JaxDistributor(processes, local_mode=False, use_gpu=gpus > 0)
@@ -142,17 +141,17 @@ class JaxdlClassifier(Estimator, ClassifierParams, DefaultParamsReadable, Defaul
         folder, written = write_rows(
             dataset, features, self.getLabelCol(), held_out, workdir / SPARK_FOLDER, group_rows or None
         )
-        if held_out and not any(one.split == SPLITS[1] for one in written):
+        if held_out and not any(file.split == SPLITS[1] for file in written):
             raise ConfigError(
                 f"validationIndicatorCol={held_out!r}: it is true in no row, so none would be held out. Choose some "
                 "rows, or leave it out: then a fifth of each class is."
             )
         train, test = (sorted(map(str, folder.glob(f"{split}-*.parquet"))) for split in ("train", "test"))
-        num_classes = max(2, *(one.num_classes for one in written))
+        num_classes = max(2, *(file.num_classes for file in written))
         data = data_of(experiment.data, form, train, test, names, num_classes)
         experiment = experiment.replaced({"data": data})
-        workdir = own_workdir(workdir, experiment) if self.getWorkdirPerFit() else workdir
-        with alone_in(workdir):
+        workdir = workdir_of_fit(workdir, experiment) if self.getWorkdirPerFit() else workdir
+        with hold_workdir(workdir):
             check_workdir(workdir, experiment, with_data=True)
             distributor.run("jaxdl.train", "--config", write_experiment(workdir, experiment), "--workdir", workdir)
         model = JaxdlClassifierModel()
@@ -189,18 +188,13 @@ class JaxdlClassifierModel(Model, ScoringParams, DefaultParamsReadable, DefaultP
         self._setDefault(**_DEFAULTS)
         self._set(**self._input_kwargs)
 
-    @keyword_only
-    def setParams(self, **params: Any) -> Self:
-        """Sets parameters by name; itself."""
-        return self._set(**self._input_kwargs)
-
     @property
     def numClasses(self) -> int:
         """The number of classes. Raises ConfigError for a workdir without a run, and for a network of another task."""
-        found = trained_on(check_run(self.getWorkdir())).sizes().get("num_classes")
-        if found is None:
+        num_classes = data_spec_of(check_run(self.getWorkdir())).sizes().get("num_classes")
+        if num_classes is None:
             raise ConfigError(f"workdir {self.getWorkdir()}: its network has no classes. Give that of a classifier.")
-        return found
+        return num_classes
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -216,7 +210,7 @@ class JaxdlClassifierModel(Model, ScoringParams, DefaultParamsReadable, DefaultP
         made = {name: self.getOrDefault(name) for name in ("rawPredictionCol", "probabilityCol", "predictionCol")}
         check_new(dataset, made)
         features = as_trained(dataset, self.features, self.getWorkdir())
-        handling, batch_size = self.getHandleInvalid(), checked_batch_size(self.getBatchSize())
+        handling, batch_size = self.getHandleInvalid(), check_batch_size(self.getBatchSize())
         dataset = dataset.filter(are_valid(dataset, features)) if handling == "skip" else dataset
         score = score_udf(self.getWorkdir(), features, batch_size, handling)
         scored = dataset.withColumn(_SCORES, score(*feature_columns(dataset, features)))

@@ -127,12 +127,12 @@ def _run_here(job: Job, stream: Stream) -> list[Outcome]:
         except BaseException:
             stream.stop()
             raise
-    return _checked(outcomes, stream, job)
+    return _check_outcomes(outcomes, stream, job)
 
 
 def _shares(job: Job) -> list[tuple[str, ...] | None]:
     """The GPUs of each process on this machine; None leaves all to each of them."""
-    visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+    visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     if not job.use_gpu or job.num_processes == 1:
         return [None] * job.num_processes
     if not visible:
@@ -178,30 +178,30 @@ def _run_on(session: SparkSession, job: Job, stream: Stream) -> list[Outcome]:
     """Runs a barrier job. Raises ProcessFailed, or what Spark raises when no process failed."""
     rows = session.range(0, job.num_processes, 1, job.num_processes)
     try:
-        found = rows.mapInArrow(functools.partial(_task, job), "outcome binary", barrier=True).collect()
+        rows_of_outcomes = rows.mapInArrow(functools.partial(_task, job), "outcome binary", barrier=True).collect()
     except Exception as error:
         stream.wait_until_ended(job.grace_sec)
         if (failed := stream.failure) is not None:
             raise ProcessFailed(
                 Outcome(failed.process, failed.code, failed.told, failed.end), job.num_processes
             ) from None
-        killed = [f"process {one.process} ended with exit code {one.code}" for one in stream.stopped]
+        killed = [f"process {ended.process} ended with exit code {ended.code}" for ended in stream.stopped]
         if killed:
             raise RuntimeError(
                 f"Spark ended the job: {reason_of(str(error))}. Its processes were told to save: {', '.join(killed)}."
             ) from None
         raise
-    outcomes = [pickle.loads(row.outcome) for row in found]
-    return _checked(sorted(outcomes, key=lambda one: one.process), stream, job)
+    outcomes = [pickle.loads(row.outcome) for row in rows_of_outcomes]
+    return _check_outcomes(sorted(outcomes, key=lambda outcome: outcome.process), stream, job)
 
 
-def _checked(outcomes: list[Outcome], stream: Stream, job: Job) -> list[Outcome]:
+def _check_outcomes(outcomes: list[Outcome], stream: Stream, job: Job) -> list[Outcome]:
     failed = stream.failure
-    if failed is not None and any(one.code for one in outcomes):
+    if failed is not None and any(outcome.code for outcome in outcomes):
         raise ProcessFailed(Outcome(failed.process, failed.code, failed.told, failed.end), job.num_processes)
-    for one in sorted(outcomes, key=lambda one: one.told):
-        if one.code:
-            raise ProcessFailed(one, job.num_processes)
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.told):
+        if outcome.code:
+            raise ProcessFailed(outcome, job.num_processes)
     return outcomes
 
 

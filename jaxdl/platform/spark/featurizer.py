@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 from pyspark import keyword_only
 from pyspark.ml import Transformer
@@ -17,8 +17,8 @@ from pyspark.sql import DataFrame
 from jaxdl.core.config import ConfigError
 from jaxdl.core.errors import without_frames
 from jaxdl.platform.spark.frames import are_valid, as_trained, check_new, feature_columns
-from jaxdl.platform.spark.params import HasFeatures, HasOutputCol, HasWorkdir
-from jaxdl.platform.spark.udf import checked_batch_size, feature_udf
+from jaxdl.platform.spark.params import HasFeatures, HasOutputCol, HasWorkdir, setter
+from jaxdl.platform.spark.udf import check_batch_size, feature_udf
 
 
 class JaxdlFeaturizer(Transformer, HasFeatures, HasWorkdir, HasOutputCol, DefaultParamsReadable, DefaultParamsWritable):
@@ -55,28 +55,15 @@ class JaxdlFeaturizer(Transformer, HasFeatures, HasWorkdir, HasOutputCol, Defaul
         self._setDefault(featuresCol="image", outputCol="features", batchSize=256, pool=True, handleInvalid="error")
         self._set(**self._input_kwargs)
 
-    @keyword_only
-    def setParams(self, **params: Any) -> Self:
-        """Sets parameters by name; itself."""
-        return self._set(**self._input_kwargs)
-
-    def setOutputCol(self, value: str) -> Self:
-        """Sets `outputCol`; itself."""
-        return self._set(outputCol=value)
-
-    def setLayer(self, value: str) -> Self:
-        """Sets `layer`; itself."""
-        return self._set(layer=value)
+    setOutputCol = setter("outputCol")
+    setLayer = setter("layer")
+    setPool = setter("pool")
 
     def getLayer(self) -> str:
         """The name of the layer. Raises ConfigError when it is not set."""
         if not self.isSet(self.layer):
             raise ConfigError("layer is not set. Name a layer of the network, such as stage4.")
         return self.getOrDefault(self.layer)
-
-    def setPool(self, value: bool) -> Self:
-        """Sets `pool`; itself."""
-        return self._set(pool=value)
 
     def getPool(self) -> bool:
         """Whether it averages over the places of an image."""
@@ -90,7 +77,7 @@ class JaxdlFeaturizer(Transformer, HasFeatures, HasWorkdir, HasOutputCol, Defaul
     def _transform(self, dataset: DataFrame) -> DataFrame:
         check_new(dataset, {"outputCol": self.getOutputCol()})
         layer, features = self.getLayer(), as_trained(dataset, self.features, self.getWorkdir())
-        handling, batch_size = self.getHandleInvalid(), checked_batch_size(self.getBatchSize())
+        handling, batch_size = self.getHandleInvalid(), check_batch_size(self.getBatchSize())
         dataset = dataset.filter(are_valid(dataset, features)) if handling == "skip" else dataset
         feature = feature_udf(self.getWorkdir(), features, layer, batch_size, handling, pool=self.getPool())
         return dataset.withColumn(self.getOutputCol(), array_to_vector(feature(*feature_columns(dataset, features))))

@@ -15,7 +15,7 @@ from jaxdl.core.files import CONFIG_FILE, SPARK_FOLDER, SUMMARY_FILE
 from jaxdl.data import Data, ParquetImages, ParquetPhotos, Photos, Tabular
 from jaxdl.parallel.cluster.consistency import flat
 from jaxdl.report import replace_file
-from jaxdl.training.experiment import Experiment, identity, load
+from jaxdl.training.experiment import Experiment, identity
 
 EXPERIMENT_FILE = "experiment.json"
 FITS_FOLDER = "fits"
@@ -25,11 +25,6 @@ _SHOWN = 3
 _LOCKS: dict[Path, threading.Lock] = {}
 """Of the workdirs in which fits of this process train."""
 _LOCKS_LOCK = threading.Lock()
-
-
-def experiment_of(config: str, overrides: Mapping[str, Any], *, gpus: bool) -> Experiment:
-    """The experiment of a config file, changed by `overrides`. Raises ConfigError."""
-    return load(config, overrides, gpus=gpus)
 
 
 def data_of(
@@ -55,9 +50,11 @@ def data_of(
 
 def check_overrides(overrides: Mapping[str, Any], experiment: Experiment, data: Data) -> None:
     """Raises ConfigError for an override of the experiment's data that `data`, made of the rows, does not have."""
-    given, made = (flat(json.loads(one.to_json())) for one in (experiment, experiment.replaced({"data": data})))
+    given, made = (flat(json.loads(config.to_json())) for config in (experiment, experiment.replaced({"data": data})))
     for path in overrides:
-        there, here = ({name: one[name] for name in one if f"{name}.".startswith(f"{path}.")} for one in (given, made))
+        there, here = (
+            {name: fields[name] for name in fields if f"{name}.".startswith(f"{path}.")} for fields in (given, made)
+        )
         if path.startswith("data.") and there != here:
             raise ConfigError(
                 f"overrides: {path} has no effect, since rows of a DataFrame are data of the kind {data.kind}, with "
@@ -66,13 +63,13 @@ def check_overrides(overrides: Mapping[str, Any], experiment: Experiment, data: 
             )
 
 
-def own_workdir(workdir: Path, experiment: Experiment) -> Path:
+def workdir_of_fit(workdir: Path, experiment: Experiment) -> Path:
     """The folder below a workdir for one of several fits: its settings and rows name it, so the same fit resumes."""
     return workdir / FITS_FOLDER / hashlib.blake2b(experiment.to_json().encode(), digest_size=8).hexdigest()
 
 
 @contextlib.contextmanager
-def alone_in(workdir: Path) -> Iterator[None]:
+def hold_workdir(workdir: Path) -> Iterator[None]:
     """Lets one fit at a time train in a workdir: those of a tuning call run in threads, and may have equal settings."""
     with _LOCKS_LOCK:
         lock = _LOCKS.setdefault(workdir, threading.Lock())

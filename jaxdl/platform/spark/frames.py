@@ -33,9 +33,9 @@ from pyspark.sql.types import (
 from jaxdl.core.config import ConfigError
 from jaxdl.core.runs import check_run
 from jaxdl.data import NumbersSpec
-from jaxdl.inference.predictor import trained_on
+from jaxdl.inference.predictor import data_spec_of
 from jaxdl.platform.spark.rows import LABEL, SPLITS, Columns, PartitionWriter, Written
-from jaxdl.platform.spark.scoring import plain, trained_columns
+from jaxdl.platform.spark.scoring import plain, training_columns
 
 IMAGE = "image"
 IMAGE_GROUP_ROWS, TABLE_GROUP_ROWS = 16, 4096
@@ -69,17 +69,17 @@ def form_of(frame: DataFrame, names: Sequence[str], param: str = "featuresCol") 
     """Whether feature columns hold images or numbers. Raises ConfigError for anything else."""
     check_columns(frame, names, param)
     _check_distinct(frame, names, param)
-    found = [_form(frame.schema[name].dataType) for name in names]
-    for name, form in zip(names, found, strict=True):
+    forms = [_form(frame.schema[name].dataType) for name in names]
+    for name, form in zip(names, forms, strict=True):
         if form is None:
             raise ConfigError(
                 f"{param}={name!r}: its type is {frame.schema[name].dataType.simpleString()}. Give images (files as "
                 "binary, Spark's image rows, arrays of arrays of grey levels) or numbers (numeric columns, a vector, "
                 "an array)."
             )
-    if "images" in found and len(found) > 1:
+    if "images" in forms and len(forms) > 1:
         raise ConfigError(f"{param}={list(names)}: images are one column alone. Give that.")
-    return "images" if found == ["images"] else "numbers"
+    return "images" if forms == ["images"] else "numbers"
 
 
 def _check_distinct(frame: DataFrame, names: Sequence[str], param: str) -> None:
@@ -87,7 +87,7 @@ def _check_distinct(frame: DataFrame, names: Sequence[str], param: str) -> None:
     if not names:
         raise ConfigError(f"{param}=[]: it names no column. Give one, or several.")
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"{param}={list(names)}: {twice[0]!r} is there twice. Give each column once.")
+        raise ConfigError(f"{param}={list(names)}: {twice[0]!r} is given twice. Give each column once.")
     lists = [name for name in names if _is_list(frame, name)]
     for name in names:
         if (vector := plain(name)) != name and vector in lists:
@@ -110,14 +110,14 @@ def as_trained(frame: DataFrame, names: Sequence[str], workdir: str) -> list[str
 
     Raises ConfigError for columns that are missing, and for others than the network was trained on.
     """
-    form, spec = form_of(frame, names), trained_on(check_run(workdir))
+    form, spec = form_of(frame, names), data_spec_of(check_run(workdir))
     if (form == "numbers") != (spec.modality == NumbersSpec.modality):
         raise ConfigError(
             f"featuresCol={list(names)}: they hold {form}; the network of {workdir} reads {spec.modality}."
         )
     if form == "images" or (len(names) == 1 and _is_list(frame, names[0])):
         return list(names)  # A vector alone has all numbers in their order, whatever its name.
-    columns = trained_columns(getattr(spec, "columns", names), names)
+    columns = training_columns(getattr(spec, "columns", names), names)
     if sorted(names) != sorted(columns):
         raise ConfigError(
             f"featuresCol={list(names)}: the network of {workdir} was trained on {', '.join(columns)}. Give these."
@@ -131,8 +131,8 @@ def _is_list(frame: DataFrame, name: str) -> bool:
 
 def feature_columns(frame: DataFrame, names: Sequence[str]) -> list[Column]:
     """The feature columns as Arrow can hold them: vectors as arrays."""
-    found = [(_named(frame, name), frame.schema[name].dataType) for name in names]
-    return [_array_of(column) if isinstance(kind, VectorUDT) else column for column, kind in found]
+    typed = [(_column(frame, name), frame.schema[name].dataType) for name in names]
+    return [_array_of(column) if isinstance(kind, VectorUDT) else column for column, kind in typed]
 
 
 def are_valid(frame: DataFrame, names: Sequence[str]) -> Column:
@@ -142,13 +142,13 @@ def are_valid(frame: DataFrame, names: Sequence[str]) -> Column:
         kind = frame.schema[name].dataType
         inner = DoubleType() if isinstance(kind, VectorUDT) else getattr(kind, "elementType", kind)
         valid &= column.isNotNull()
-        missing = _missing(inner)
+        missing = _missing_test(inner)
         has_numbers = isinstance(kind, ArrayType | VectorUDT) and not isinstance(inner, ArrayType)
         valid &= ~(F.exists(column, missing) if has_numbers else missing(column))
     return valid
 
 
-def _missing(kind: DataType) -> Callable[[Column], Column]:
+def _missing_test(kind: DataType) -> Callable[[Column], Column]:
     """A function of a value of this type: whether it is null, NaN or infinity."""
 
     def is_missing(value: Column) -> Column:  # Spark counts the parameters, so there is one.
@@ -164,7 +164,7 @@ def _array_of(vector: Column) -> Column:
     return F.when(vector.isNotNull(), vector_to_array(vector))
 
 
-def _named(frame: DataFrame, name: str) -> Column:
+def _column(frame: DataFrame, name: str) -> Column:
     """A column by its whole name, which may have dots."""
     return frame["`" + name.replace("`", "``") + "`"]
 
@@ -193,8 +193,8 @@ def write_rows(
     if taken and form == "numbers":
         raise ConfigError(f"featuresCol={taken[0]!r}: that name is for another column of the rows. Rename the feature.")
     names = [IMAGE] if form == "images" else list(features)
-    given = [*feature_columns(frame, features), _named(frame, label)]
-    given.append(_named(frame, held_out) if held_out else F.lit(False))
+    given = [*feature_columns(frame, features), _column(frame, label)]
+    given.append(_column(frame, held_out) if held_out else F.lit(False))
     # Spark looks for the names once more, and would take a dot in one for a field: the executors do not need them.
     numbered = [column.alias(f"c{place}") for place, column in enumerate(given)]
     columns = Columns(tuple(features), label, held_out, tuple(names))
@@ -206,15 +206,15 @@ def write_rows(
     try:
         rows = group_rows or (IMAGE_GROUP_ROWS if form == "images" else TABLE_GROUP_ROWS)
         write = functools.partial(_write, str(partial), rows, columns)
-        found = frame.select(*numbered).mapInArrow(write, _OUTCOME).collect()
-        if problem := next((row.problem for row in found if row.problem), None):
+        outcomes = frame.select(*numbered).mapInArrow(write, _OUTCOME).collect()
+        if problem := next((row.problem for row in outcomes if row.problem), None):
             raise ConfigError(problem)
-        written = [Written(row.split, row.file, row.num_rows, row.num_classes, int(row.digest)) for row in found]
-        written.sort(key=lambda one: one.file)
-        if not any(one.split == SPLITS[0] for one in written):
+        written = [Written(row.split, row.file, row.num_rows, row.num_classes, int(row.digest)) for row in outcomes]
+        written.sort(key=lambda file: file.file)
+        if not any(file.split == SPLITS[0] for file in written):
             raise ConfigError("fit: the DataFrame has no rows to train on.")
         _check_there(partial, written)
-        return _kept(partial, folder, written, names, rows), written
+        return _keep_rows(partial, folder, written, names, rows), written
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -230,32 +230,32 @@ def _write(folder: str, group_rows: int, columns: Columns, batches: Iterator[Any
         rows = PartitionWriter(Path(folder), context.partitionId(), group_rows, columns).write(batches)
     except ConfigError as error:
         problem = " ".join(str(error).split())
-    found = [{**vars(one), "digest": str(one.digest), "problem": None} for one in rows]
+    outcomes = [{**vars(file), "digest": str(file.digest), "problem": None} for file in rows]
     if problem is not None:
         empty = {"split": "", "file": "", "num_rows": 0, "num_classes": 0, "digest": "0"}
-        found = [{**empty, "problem": problem}]
-    if found:
+        outcomes = [{**empty, "problem": problem}]
+    if outcomes:
         schema = pyarrow.schema([("split", pyarrow.string()), ("file", pyarrow.string()), ("num_rows", pyarrow.int64()),
                                  ("num_classes", pyarrow.int64()), ("digest", pyarrow.string()),
                                  ("problem", pyarrow.string())])  # fmt: skip
-        yield pyarrow.RecordBatch.from_pylist(found, schema=schema)
+        yield pyarrow.RecordBatch.from_pylist(outcomes, schema=schema)
 
 
 def _check_there(folder: Path, written: Sequence[Written]) -> None:
     deadline = time.monotonic() + _APPEAR_SEC
-    for one in written:
-        while not (folder / one.file).is_file():
+    for file in written:
+        while not (folder / file.file).is_file():
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"workdir {folder.parent.parent}: the executors wrote {one.file} there, and the driver does not "
+                    f"workdir {folder.parent.parent}: the executors wrote {file.file} there, and the driver does not "
                     "see it. Give a folder on a file system that the driver and all executors share."
                 )
             time.sleep(0.2)
 
 
-def _kept(partial: Path, folder: Path, written: Sequence[Written], names: Sequence[str], group_rows: int) -> Path:
+def _keep_rows(partial: Path, folder: Path, written: Sequence[Written], names: Sequence[str], group_rows: int) -> Path:
     """The folder with the name of these rows; what was written becomes it, if it is not there yet."""
-    digests = [sum(one.digest for one in written if one.split == split) % 2**64 for split in SPLITS]
+    digests = [sum(file.digest for file in written if file.split == split) % 2**64 for split in SPLITS]
     known = hashlib.blake2b(repr((list(names), digests, group_rows)).encode(), digest_size=8)
     target = folder / f"rows-{known.hexdigest()}"
     try:

@@ -15,7 +15,7 @@ _VECTOR = {"type", "size", "indices", "values"}
 """The fields of a vector of `pyspark.ml` in Arrow; type 1 is dense, and 0 sparse."""
 
 
-def checked_handling(handling: Any) -> str:
+def check_handling(handling: Any) -> str:
     """One of `HANDLING`. Raises ConfigError for another value."""
     if handling not in HANDLING:
         raise ConfigError(f"handleInvalid={handling!r}: give one of {', '.join(map(repr, HANDLING))}.")
@@ -37,9 +37,9 @@ def of_valid_rows(
     if handling == "error":
         return function(columns), np.zeros(len(columns[0]), bool)
     invalid = invalid_rows(columns)
-    found = function([column.filter(_mask(~invalid)) for column in columns]) if invalid.any() else function(columns)
-    whole = np.full((len(invalid), *found.shape[1:]), np.nan, np.float32)
-    whole[~invalid] = found
+    values = function([column.filter(_mask(~invalid)) for column in columns]) if invalid.any() else function(columns)
+    whole = np.full((len(invalid), *values.shape[1:]), np.nan, np.float32)
+    whole[~invalid] = values
     return whole, invalid
 
 

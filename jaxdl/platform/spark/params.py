@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Self
 
+from pyspark import keyword_only
 from pyspark.ml.param import Param, Params, TypeConverters
 from pyspark.ml.param.shared import (
     HasLabelCol,
@@ -19,7 +21,7 @@ from pyspark.ml.param.shared import (
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.paths import expand_home
-from jaxdl.platform.spark.invalid import checked_handling
+from jaxdl.platform.spark.invalid import check_handling
 
 __all__ = [
     "ClassifierParams",
@@ -40,6 +42,17 @@ def _one_or_several(value: Any) -> Any:
     return value if isinstance(value, str) else TypeConverters.toListString(value)
 
 
+def setter(name: str) -> Callable[..., Any]:
+    """The method that sets a parameter, as `pyspark.ml` has one for each, and returns its object."""
+
+    def set_value(self: Params, value: Any) -> Params:
+        return self._set(**{name: value})
+
+    set_value.__name__ = f"set{name[0].upper()}{name[1:]}"
+    set_value.__doc__ = f"Sets `{name}`; itself."
+    return set_value
+
+
 def _overrides(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise TypeError(f"overrides={value!r}: give a dictionary of dotted fields, {{'optimizer.learning_rate': 0.1}}.")
@@ -47,7 +60,7 @@ def _overrides(value: Any) -> dict[str, Any]:
 
 
 class HasFeatures(Params):
-    """The parameter `featuresCol`."""
+    """The parameter `featuresCol`, and what sets several parameters."""
 
     featuresCol: Param[Any] = Param(
         Params._dummy(),
@@ -57,9 +70,12 @@ class HasFeatures(Params):
         typeConverter=_one_or_several,
     )
 
-    def setFeaturesCol(self, value: str | list[str]) -> Self:
-        """Sets `featuresCol`; itself."""
-        return self._set(featuresCol=value)
+    setFeaturesCol = setter("featuresCol")
+
+    @keyword_only
+    def setParams(self, **params: Any) -> Self:
+        """Sets parameters by name; itself."""
+        return self._set(**self._input_kwargs)
 
     def getFeaturesCol(self) -> Any:
         """The name, or the list of names."""
@@ -93,21 +109,13 @@ class HasWorkdir(Params):
         Params._dummy(), "batchSize", "rows that the network gets at a time", typeConverter=TypeConverters.toInt
     )
 
-    def setWorkdir(self, value: str) -> Self:
-        """Sets `workdir`; itself."""
-        return self._set(workdir=value)
-
-    def setHandleInvalid(self, value: str) -> Self:
-        """Sets `handleInvalid`; itself."""
-        return self._set(handleInvalid=value)
+    setWorkdir = setter("workdir")
+    setHandleInvalid = setter("handleInvalid")
+    setBatchSize = setter("batchSize")
 
     def getHandleInvalid(self) -> str:
         """What is done with invalid rows. Raises ConfigError for what is none of error, skip and keep."""
-        return checked_handling(self.getOrDefault(self.handleInvalid))
-
-    def setBatchSize(self, value: int) -> Self:
-        """Sets `batchSize`; itself."""
-        return self._set(batchSize=value)
+        return check_handling(self.getOrDefault(self.handleInvalid))
 
     def getWorkdir(self) -> str:
         """The folder of the run, absolute: executors have another working directory. Raises ConfigError without one."""
@@ -123,17 +131,9 @@ class HasWorkdir(Params):
 class ScoringParams(HasFeatures, HasWorkdir, HasPredictionCol, HasProbabilityCol, HasRawPredictionCol):
     """What the Estimator and its Model share."""
 
-    def setPredictionCol(self, value: str) -> Self:
-        """Sets `predictionCol`; itself."""
-        return self._set(predictionCol=value)
-
-    def setProbabilityCol(self, value: str) -> Self:
-        """Sets `probabilityCol`; itself."""
-        return self._set(probabilityCol=value)
-
-    def setRawPredictionCol(self, value: str) -> Self:
-        """Sets `rawPredictionCol`; itself."""
-        return self._set(rawPredictionCol=value)
+    setPredictionCol = setter("predictionCol")
+    setProbabilityCol = setter("probabilityCol")
+    setRawPredictionCol = setter("rawPredictionCol")
 
 
 class ClassifierParams(ScoringParams, HasLabelCol, HasValidationIndicatorCol):
@@ -168,17 +168,14 @@ class ClassifierParams(ScoringParams, HasLabelCol, HasValidationIndicatorCol):
         typeConverter=TypeConverters.toBoolean,
     )
 
-    def setLabelCol(self, value: str) -> Self:
-        """Sets `labelCol`; itself."""
-        return self._set(labelCol=value)
-
-    def setValidationIndicatorCol(self, value: str) -> Self:
-        """Sets `validationIndicatorCol`; itself."""
-        return self._set(validationIndicatorCol=value)
-
-    def setConfig(self, value: str) -> Self:
-        """Sets `config`; itself."""
-        return self._set(config=value)
+    setLabelCol = setter("labelCol")
+    setValidationIndicatorCol = setter("validationIndicatorCol")
+    setConfig = setter("config")
+    setOverrides = setter("overrides")
+    setNumProcesses = setter("numProcesses")
+    setGpusPerProcess = setter("gpusPerProcess")
+    setRowGroupRows = setter("rowGroupRows")
+    setWorkdirPerFit = setter("workdirPerFit")
 
     def getConfig(self) -> str:
         """The config file. Raises ConfigError when it is not set."""
@@ -186,47 +183,27 @@ class ClassifierParams(ScoringParams, HasLabelCol, HasValidationIndicatorCol):
             raise ConfigError("config is not set. Give a config file, or the name of one that comes with jaxdl.")
         return self.getOrDefault(self.config)
 
-    def setOverrides(self, value: dict[str, Any]) -> Self:
-        """Sets `overrides`; itself."""
-        return self._set(overrides=value)
-
     def getOverrides(self) -> dict[str, Any]:
         """Dotted fields of the experiment with other values."""
         return self.getOrDefault(self.overrides)
 
-    def setNumProcesses(self, value: int) -> Self:
-        """Sets `numProcesses`; itself."""
-        return self._set(numProcesses=value)
-
     def getNumProcesses(self) -> int:
         """Processes that train. Raises ConfigError when they are fewer than 1."""
-        return self._checked("numProcesses", 1)
-
-    def setGpusPerProcess(self, value: int) -> Self:
-        """Sets `gpusPerProcess`; itself."""
-        return self._set(gpusPerProcess=value)
+        return self._at_least("numProcesses", 1)
 
     def getGpusPerProcess(self) -> int:
         """GPUs of each process. Raises ConfigError when they are fewer than 0."""
-        return self._checked("gpusPerProcess", 0)
-
-    def setRowGroupRows(self, value: int) -> Self:
-        """Sets `rowGroupRows`; itself."""
-        return self._set(rowGroupRows=value)
+        return self._at_least("gpusPerProcess", 0)
 
     def getRowGroupRows(self) -> int:
         """Rows of a row group, 0 for the default. Raises ConfigError when they are fewer than 0."""
-        return self._checked("rowGroupRows", 0)
-
-    def setWorkdirPerFit(self, value: bool) -> Self:
-        """Sets `workdirPerFit`; itself."""
-        return self._set(workdirPerFit=value)
+        return self._at_least("rowGroupRows", 0)
 
     def getWorkdirPerFit(self) -> bool:
         """Whether each fit has a folder of its own."""
         return self.getOrDefault(self.workdirPerFit)
 
-    def _checked(self, name: str, least: int) -> int:
+    def _at_least(self, name: str, least: int) -> int:
         """The whole number of a parameter. Raises ConfigError when it is too small."""
         value = self.getOrDefault(self.getParam(name))
         if value < least:

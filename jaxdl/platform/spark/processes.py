@@ -93,10 +93,10 @@ def environment_of(job: Job, place: Place, given: Mapping[str, str]) -> dict[str
 
     A job of one process gets no address: it is a run by itself.
     """
-    found = {name: value for name, value in given.items() if name not in _NOT_PASSED_ON}
-    found |= {"PYTHONUNBUFFERED": "1", SECRET: job.secret}
+    environment = {name: value for name, value in given.items() if name not in _NOT_PASSED_ON}
+    environment |= {"PYTHONUNBUFFERED": "1", SECRET: job.secret}
     if job.num_processes > 1:
-        found |= {
+        environment |= {
             "JAX_COORDINATOR_ADDRESS": place.coordinator,
             "JAX_NUM_PROCESSES": str(job.num_processes),
             "JAX_PROCESS_ID": str(place.process),
@@ -105,10 +105,10 @@ def environment_of(job: Job, place: Place, given: Mapping[str, str]) -> dict[str
             "JAXDL_PROCESSES_OF_HOST": str(place.num_here),
         }
     if not job.use_gpu:
-        found["JAX_PLATFORMS"] = "cpu"
+        environment["JAX_PLATFORMS"] = "cpu"
     elif place.gpus is not None:
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
-    return found
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
+    return environment
 
 
 def run_process(job: Job, place: Place) -> Outcome:
@@ -127,12 +127,12 @@ def run_process(job: Job, place: Place) -> Outcome:
         subprocess.run(command, env=environment_of(job, place, os.environ), stdin=subprocess.DEVNULL,
                        start_new_session=True, check=False)  # fmt: skip
         try:
-            found = json.loads((folder / _REPORT_FILE).read_text(encoding="utf-8"))
+            report = json.loads((folder / _REPORT_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return Outcome(place.process, 1, False, ("its supervisor ended before it",))
         result = folder / RESULT_FILE
         content = result.read_bytes() if place.process == 0 and result.exists() else b""
-        return Outcome(place.process, found["code"], found["told"], tuple(found["end"]), content)
+        return Outcome(place.process, report["code"], report["told"], tuple(report["end"]), content)
 
 
 def failure_message(outcome: Outcome, num_processes: int, lines: int = 10) -> str:

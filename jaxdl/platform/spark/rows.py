@@ -62,7 +62,7 @@ class PartitionWriter:
         self._partial = {split: folder / f".{split}-{partition}-{secrets.token_hex(4)}" for split in SPLITS}
         self._writers: dict[str, Any] = {}
         self._waiting: dict[str, list[Any]] = {split: [] for split in SPLITS}
-        self._found = {split: [0, 0, 0] for split in SPLITS}
+        self._totals = {split: [0, 0, 0] for split in SPLITS}
 
     def write(self, batches: Iterator[Any]) -> list[Written]:
         """Writes batches of `pyarrow.RecordBatch`: features, label (numbers), held out (booleans).
@@ -73,7 +73,7 @@ class PartitionWriter:
         try:
             for batch in batches:
                 self._take(batch)
-            return self._finished()
+            return self._finish()
         except OSError as error:
             host = socket.gethostname()
             raise ConfigError(
@@ -105,10 +105,10 @@ class PartitionWriter:
         for split, chosen in ((SPLITS[0], ~held), (SPLITS[1], held)):
             rows = kept.filter(pyarrow.array(chosen))
             if len(rows):
-                found = self._found[split]
-                found[0] += len(rows)
-                found[1] = max(found[1], int(labels[chosen].max()) + 1)
-                found[2] = (found[2] + digest_of(rows)) % _DIGITS
+                totals = self._totals[split]
+                totals[0] += len(rows)
+                totals[1] = max(totals[1], int(labels[chosen].max()) + 1)
+                totals[2] = (totals[2] + digest_of(rows)) % _DIGITS
                 self._waiting[split].append(rows)
                 self._write_groups(split, rest=False)
 
@@ -128,7 +128,7 @@ class PartitionWriter:
         self._writers[split].write_table(table.slice(0, full), row_group_size=self._group_rows)
         self._waiting[split] = table.slice(full).to_batches()
 
-    def _finished(self) -> list[Written]:
+    def _finish(self) -> list[Written]:
         written = []
         for split in SPLITS:
             self._write_groups(split, rest=True)
@@ -137,7 +137,7 @@ class PartitionWriter:
             self._writers.pop(split).close()
             name = f"{split}-{self._partition:05d}.parquet"
             os.replace(self._partial[split], self._folder / name)
-            written.append(Written(split, name, *self._found[split]))
+            written.append(Written(split, name, *self._totals[split]))
         return written
 
 

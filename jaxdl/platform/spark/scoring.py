@@ -28,7 +28,7 @@ _PLACE = re.compile(r"\[\d+\]$")
 """Which number of a vector it is, at the end of the name that `Tabular` gives it."""
 
 
-class Trained(NamedTuple):
+class CheckpointId(NamedTuple):
     """A checkpoint of a run; another one, of a new run in the same folder, is not equal to it."""
 
     workdir: str
@@ -37,17 +37,17 @@ class Trained(NamedTuple):
     """When it was written, as the file system says."""
 
 
-def newest(workdir: str | Path) -> Trained:
+def newest(workdir: str | Path) -> CheckpointId:
     """The newest checkpoint of the run in a workdir. Raises ConfigError when there is none."""
     if str(workdir).strip():  # Executors have another working directory, and may have another home.
         workdir = expand_home(workdir).absolute()
     folder = check_run(workdir)
     step = max(check_checkpoint(folder, "newest"))
-    return Trained(str(folder), step, (folder / CHECKPOINTS_FOLDER / step_folder(step)).stat().st_mtime_ns)
+    return CheckpointId(str(folder), step, (folder / CHECKPOINTS_FOLDER / step_folder(step)).stat().st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=2)
-def scorer(trained: Trained, batch_size: int) -> Scorer:
+def scorer(trained: CheckpointId, batch_size: int) -> Scorer:
     """The network of a checkpoint. A Python worker that Spark uses again has it already, with its compiled programs."""
     return Scorer(trained.workdir, trained.step, batch_size)
 
@@ -70,11 +70,11 @@ class Scorer:
 
         `names` is what messages call the columns; by default the names of training.
         """
-        return self._batched(self.predictor.logits, columns, names)
+        return self._run_batches(self.predictor.logits, columns, names)
 
     def predictions(self, columns: Sequence[Any]) -> np.ndarray:
         """The predictions of the task, float32 [row, ...]; of a classifier the probabilities."""
-        return self._batched(self.predictor.predict, columns)
+        return self._run_batches(self.predictor.predict, columns)
 
     def probabilities_of(self, logits: np.ndarray) -> np.ndarray:
         """The predictions of the task from outputs of the network."""
@@ -82,16 +82,16 @@ class Scorer:
 
     def features(self, columns: Sequence[Any], layer: str, names: Sequence[str] = (), *, pool: bool) -> np.ndarray:
         """The output of a layer, float32 [row, feature]; `names` as for `logits`."""
-        found = self._batched(functools.partial(self.predictor.features, layer=layer, pool=pool), columns, names)
-        return found.reshape(len(found), -1)
+        outputs = self._run_batches(functools.partial(self.predictor.features, layer=layer, pool=pool), columns, names)
+        return outputs.reshape(len(outputs), -1)
 
-    def _batched(self, function: Any, columns: Sequence[Any], names: Sequence[str] = ()) -> np.ndarray:
-        values, found = self.inputs(columns, names), []
+    def _run_batches(self, function: Any, columns: Sequence[Any], names: Sequence[str] = ()) -> np.ndarray:
+        values, outputs = self.inputs(columns, names), []
         for start in range(0, max(len(values), 1), self.batch_size):
             batch = values[start : start + self.batch_size]
             padding = np.zeros((self.batch_size - len(batch), *batch.shape[1:]), batch.dtype)
-            found.append(np.asarray(function(np.concatenate([batch, padding])))[: len(batch)])
-        return np.concatenate(found)
+            outputs.append(np.asarray(function(np.concatenate([batch, padding])))[: len(batch)])
+        return np.concatenate(outputs)
 
     def inputs(self, columns: Sequence[Any], names: Sequence[str] = ()) -> np.ndarray:
         """What the network reads of columns: images uint8 [row, height, width, channel], or numbers [row, column].
@@ -103,30 +103,30 @@ class Scorer:
                 raise ConfigError("featuresCol: a row has null. Fill it, or drop such rows: df.na.drop().")
             return self._images(columns[0].to_pylist(), self._spec)
         trained = getattr(self._spec, "columns", ())
-        names = names or trained_columns(trained)
+        names = names or training_columns(trained)
         names = names if len(names) == len(columns) else ["features"] * len(columns)
         if not len(columns[0]):
             return np.zeros((0, len(trained)), np.float32)
         wheres = [Where("featuresCol", name, ROW) for name in names]
-        found = [feature_numbers(column, where) for column, where in zip(columns, wheres, strict=True)]
-        return np.concatenate([one.reshape(len(one), -1) for one in found], axis=1)
+        numbers = [feature_numbers(column, where) for column, where in zip(columns, wheres, strict=True)]
+        return np.concatenate([array.reshape(len(array), -1) for array in numbers], axis=1)
 
     def _images(self, values: list[Any], spec: ImageSpec) -> np.ndarray:
-        shape, found = (spec.height, spec.width, spec.channels), []
+        shape, images = (spec.height, spec.width, spec.channels), []
         for value in values:
             try:
                 if self._photos is not None:
-                    found.append(eval_pixels(value, self._photos))
+                    images.append(eval_pixels(value, self._photos))
                     continue
-                found.append(pixels_of(value, spec.channels))
+                images.append(pixels_of(value, spec.channels))
             except BadImage as error:
                 raise ConfigError(f"featuresCol: an image: {error}. Make it again, or drop such rows.") from None
-            if found[-1].shape != shape:
+            if images[-1].shape != shape:
                 raise ConfigError(
-                    f"featuresCol: an image is {' x '.join(map(str, found[-1].shape))}; the network was trained on "
+                    f"featuresCol: an image is {' x '.join(map(str, images[-1].shape))}; the network was trained on "
                     f"{' x '.join(map(str, shape))}. Resize it."
                 )
-        return np.stack(found) if found else np.zeros((0, *shape), np.uint8)
+        return np.stack(images) if images else np.zeros((0, *shape), np.uint8)
 
 
 def plain(name: str) -> str:
@@ -134,7 +134,7 @@ def plain(name: str) -> str:
     return _PLACE.sub("", name)
 
 
-def trained_columns(columns: Sequence[str], names: Sequence[str] = ()) -> list[str]:
+def training_columns(columns: Sequence[str], names: Sequence[str] = ()) -> list[str]:
     """The columns whose numbers are `columns` of a `NumbersSpec`, in their order; those of `names` are no vectors."""
     return list(dict.fromkeys(name if name in names else plain(name) for name in columns))
 
@@ -149,8 +149,8 @@ def lists_of(values: np.ndarray, null: np.ndarray | None = None) -> Any:
     return pyarrow.ListArray.from_arrays(pyarrow.array(ends), pyarrow.array(flat.ravel()), mask=mask)
 
 
-def scored(
-    trained: Trained,
+def score_batches(
+    trained: CheckpointId,
     batch_size: int,
     batches: Iterator[Sequence[Any]],
     names: Sequence[str] = (),

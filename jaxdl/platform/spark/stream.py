@@ -48,7 +48,7 @@ class Stream:
         """Of the processes that have not ended -> the start that each belongs to."""
         self._lock = threading.Lock()
         self._gone = threading.Condition(self._lock)
-        self._server = socket.create_server((_own(host), 0))
+        self._server = socket.create_server((_listen_address(host), 0))
         self.address = f"{host}:{self._server.getsockname()[1]}"
 
     def __enter__(self) -> Self:
@@ -59,32 +59,32 @@ class Stream:
         self._server.close()
         with self._lock:
             connections = list(self._connections)
-        for one in connections:
+        for connection in connections:
             with contextlib.suppress(OSError):
-                one.close()
+                connection.close()
 
     @property
     def failure(self) -> Ended | None:
         """The first process of the newest start that failed by itself; None if none did."""
-        return next((one for one in self._newest if one.code and one not in self.stopped), None)
+        return next((ended for ended in self._newest if ended.code and ended not in self.stopped), None)
 
     @property
     def stopped(self) -> list[Ended]:
         """The processes that were told to save, and those that ended with them: a run stops as a whole."""
-        told = [one for one in self._newest if one.told]
-        return [one for one in self._newest if one.told or (told and one.code == _TERMINATED)]
+        told = [ended for ended in self._newest if ended.told]
+        return [ended for ended in self._newest if ended.told or (told and ended.code == _TERMINATED)]
 
     @property
     def _newest(self) -> list[Ended]:
-        return [one for one in self.ended if one.start == self.ended[-1].start]
+        return [ended for ended in self.ended if ended.start == self.ended[-1].start]
 
     def stop(self) -> None:
         """Tells all processes to save and end."""
         with self._lock:
             connections = list(self._connections)
-        for one in connections:
+        for connection in connections:
             with contextlib.suppress(OSError):
-                one.sendall(STOP)
+                connection.sendall(STOP)
 
     def wait_until_ended(self, timeout_sec: float) -> None:
         """Returns when no process is left, or none ends any more: those of a killed task may still be saving."""
@@ -130,7 +130,7 @@ class Stream:
             self.stop()
 
 
-def _own(host: str) -> str:
+def _listen_address(host: str) -> str:
     """The address to listen on: that of the host name if it is one of this machine, else all."""
     try:
         with socket.create_server((host, 0)):

@@ -15,8 +15,8 @@ from pyspark.sql import Column
 from pyspark.sql.functions import arrow_udf
 
 from jaxdl.core.errors import ConfigError, without_frames
-from jaxdl.platform.spark.invalid import checked_handling, of_valid_rows, plain_columns
-from jaxdl.platform.spark.scoring import lists_of, newest, scored, scorer
+from jaxdl.platform.spark.invalid import check_handling, of_valid_rows, plain_columns
+from jaxdl.platform.spark.scoring import lists_of, newest, score_batches, scorer
 
 SCORED = "rawPrediction array<float>, probability array<float>, prediction double"
 
@@ -32,16 +32,16 @@ def predictor_udf(workdir: str | Path, batch_size: int = 256, *, handleInvalid: 
     `handleInvalid` is skip (null for such a row, since a function cannot leave it out) or keep (an array of NaN). The
     network is that of the newest checkpoint now. Raises ConfigError for a workdir without one.
     """
-    trained, size, handling = newest(workdir), checked_batch_size(batch_size), checked_handling(handleInvalid)
+    trained, size, handling = newest(workdir), check_batch_size(batch_size), check_handling(handleInvalid)
 
     def predictions(batches: Iterator[Any]) -> Iterator[Any]:
         use_own_gpus()
         network = scorer(trained, size)
         for batch in batches:
-            found, invalid = of_valid_rows(network.predictions, columns_of(batch), handling)
-            yield lists_of(found, invalid if handling == "skip" else None)
+            values, invalid = of_valid_rows(network.predictions, columns_of(batch), handling)
+            yield lists_of(values, invalid if handling == "skip" else None)
 
-    return _iterating(predictions, "array<float>")
+    return _iterator_udf(predictions, "array<float>")
 
 
 def score_udf(workdir: str, names: Sequence[str], batch_size: int, handling: str = "error") -> Callable[..., Column]:
@@ -53,9 +53,9 @@ def score_udf(workdir: str, names: Sequence[str], batch_size: int, handling: str
 
     def scores(batches: Iterator[Any]) -> Iterator[Any]:
         use_own_gpus()
-        yield from scored(trained, batch_size, map(columns_of, batches), names, handling)
+        yield from score_batches(trained, batch_size, map(columns_of, batches), names, handling)
 
-    return _iterating(scores, SCORED)
+    return _iterator_udf(scores, SCORED)
 
 
 def feature_udf(
@@ -71,10 +71,10 @@ def feature_udf(
             of_layer = functools.partial(network.features, layer=layer, names=names, pool=pool)
             yield lists_of(of_valid_rows(of_layer, columns_of(batch), handling)[0])
 
-    return _iterating(features, "array<float>")
+    return _iterator_udf(features, "array<float>")
 
 
-def checked_batch_size(batch_size: Any) -> int:
+def check_batch_size(batch_size: Any) -> int:
     """The batch size. Raises ConfigError when it is none."""
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigError(f"batch_size={batch_size!r}: give a whole number, 1 or more.")
@@ -96,7 +96,7 @@ def use_own_gpus() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.addresses)
 
 
-def _iterating(function: Callable[[Iterator[Any]], Iterator[Any]], result: str) -> Callable[..., Column]:
+def _iterator_udf(function: Callable[[Iterator[Any]], Iterator[Any]], result: str) -> Callable[..., Column]:
     """An Arrow UDF of one or more columns that reads its batches one after the other.
 
     Spark tells a function that iterates over one column from one of several by its type hints, so there is one each.
@@ -111,9 +111,9 @@ def _iterating(function: Callable[[Iterator[Any]], Iterator[Any]], result: str) 
 
     of_one.__annotations__ = {"batches": Iterator[pyarrow.Array], "return": Iterator[pyarrow.Array]}
     of_several.__annotations__ = {"batches": Iterator[tuple[pyarrow.Array, ...]], "return": Iterator[pyarrow.Array]}
-    one, several = arrow_udf(of_one, result), arrow_udf(of_several, result)
+    of_column, several = arrow_udf(of_one, result), arrow_udf(of_several, result)
 
     def called(*columns: Any) -> Column:
-        return (one if len(columns) == 1 else several)(*columns)
+        return (of_column if len(columns) == 1 else several)(*columns)
 
     return called

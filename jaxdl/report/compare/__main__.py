@@ -16,7 +16,8 @@ from jaxdl.core.runs import check_writable
 from jaxdl.report.compare.curves import By, Curves, config_differences, metrics_of, read_curves, short_names
 from jaxdl.report.compare.figure import plot_runs
 from jaxdl.report.status import find_workdirs
-from jaxdl.report.status.arguments import Parser, no_workdir
+from jaxdl.report.status.parsing import Parser, no_workdir
+from jaxdl.report.status.table import align
 from jaxdl.report.style import png
 
 PROG = "python -m jaxdl.compare"
@@ -25,8 +26,10 @@ DEFAULT_OUT = Path("compare.png")
 
 def parser() -> Parser:
     """The options of the command."""
-    found = Parser(PROG, "Compares runs: a figure of their curves, last and best values, and how their configs differ.")
-    add = found.add_argument
+    options = Parser(
+        PROG, "Compares runs: a figure of their curves, last and best values, and how their configs differ."
+    )
+    add = options.add_argument
     add("workdirs", nargs="*", metavar="WORKDIR", help="workdirs, folders of workdirs, or patterns; two runs or more")
     add("--metric", nargs="+", default=[], metavar="NAME",
         help="metrics, such as eval/accuracy; by default train/loss and those of evaluations")  # fmt: skip
@@ -35,7 +38,7 @@ def parser() -> Parser:
     add("--out", type=Path, metavar="FILE",
         help=f"file for the figure, a PNG; by default {DEFAULT_OUT}, and none with --json")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object")
-    return found
+    return options
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -114,10 +117,7 @@ def _text(value: Any) -> str:
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    return "\n".join(align(lines, left=lines[0]))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from jaxdl.report.better_direction import Best, is_higher_better
 from jaxdl.report.divergence import Divergence, divergence, losses
 from jaxdl.report.status import read_record
 from jaxdl.report.status.parsing import parse_json
+from jaxdl.report.status.rows import parse_row
 
 By = Literal["step", "examples", "time"]
 """What curves are drawn over: steps; training examples seen; seconds of training, without compiling and evaluating."""
@@ -45,9 +46,9 @@ class Curves:
 
         Raises ConfigError when the workdir does not say how many examples the run has seen, or how fast it was.
         """
-        found = [(number, float(row[metric])) for number, row in enumerate(self.rows) if _is_number(row.get(metric))]
+        numbered = [(number, float(row[metric])) for number, row in enumerate(self.rows) if _is_number(row.get(metric))]
         places = self._places(by)
-        return np.asarray([places[number] for number, _ in found]), np.asarray([value for _, value in found])
+        return np.asarray([places[number] for number, _ in numbered]), np.asarray([value for _, value in numbered])
 
     def _places(self, by: By) -> np.ndarray:
         if by == "step":
@@ -101,7 +102,7 @@ def read_curves(workdir: Path) -> Curves:
     except (OSError, ValueError) as error:
         reason = error.strerror or error if isinstance(error, OSError) else error
         raise ConfigError(f"{workdir}: its {METRICS_FILE} and {CONFIG_FILE} cannot be read: {reason}.") from None
-    rows = [row for row in map(_row, lines) if row is not None]
+    rows = [row for row in map(parse_row, lines) if row is not None and "event" not in row]
     if not rows:
         raise ConfigError(f"{workdir}: there is no measurement in its {METRICS_FILE} yet.")
     try:
@@ -127,14 +128,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = parse_json(line)
-    except ValueError:
-        return None  # One that is being written.
-    return row if isinstance(row, dict) and type(row.get("step")) is int and "event" not in row else None
-
-
 def metrics_of(runs: Sequence[Curves], asked: Sequence[str] = ()) -> list[str]:
     """The metrics that are compared: those `asked` for, or else the training loss and those of evaluations.
 
@@ -152,8 +145,8 @@ def metrics_of(runs: Sequence[Curves], asked: Sequence[str] = ()) -> list[str]:
 def config_differences(runs: Sequence[Curves]) -> dict[str, list[Any]]:
     """Dotted field -> its value in each run, of the fields that are not alike in all; None where a run has none."""
     names = sorted({name for run in runs for name in run.config})
-    found = {name: [run.config.get(name) for run in runs] for name in names}
-    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+    values_of = {name: [run.config.get(name) for run in runs] for name in names}
+    return {name: values for name, values in values_of.items() if any(value != values[0] for value in values)}
 
 
 def short_names(workdirs: Sequence[Path]) -> list[str]:

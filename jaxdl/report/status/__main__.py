@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxdl.core.errors import ConfigError, command_line, print_out
-from jaxdl.report.status.arguments import Parser, no_workdir
+from jaxdl.report.status.parsing import Parser, no_workdir
 from jaxdl.report.status.rows import find_workdirs, read_row
-from jaxdl.report.status.table import SORT_KEYS, as_json, for_terminal, plain, shown_metrics, sorted_rows
+from jaxdl.report.status.table import SORT_KEYS, as_json, for_terminal, metric_columns, plain, sort_rows
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -24,17 +24,17 @@ MOST_SEC = 86_400
 
 def parser() -> Parser:
     """The options of the command."""
-    found = Parser(PROG, "Prints a table of runs: state, step, metrics, why they ended, what is next.")
-    found.add_argument("workdirs", nargs="*", metavar="WORKDIR", help="workdirs, folders of workdirs, or patterns")
-    found.add_argument("--sort", default="workdir", metavar="KEY", help=f"{', '.join(SORT_KEYS)}, or a metric")
-    found.add_argument("--reverse", action="store_true", help="sort the other way round")
-    found.add_argument("--metric", nargs="+", default=[], metavar="NAME",
+    options = Parser(PROG, "Prints a table of runs: state, step, metrics, why they ended, what is next.")
+    options.add_argument("workdirs", nargs="*", metavar="WORKDIR", help="workdirs, folders of workdirs, or patterns")
+    options.add_argument("--sort", default="workdir", metavar="KEY", help=f"{', '.join(SORT_KEYS)}, or a metric")
+    options.add_argument("--reverse", action="store_true", help="sort the other way round")
+    options.add_argument("--metric", nargs="+", default=[], metavar="NAME",
                        help="metrics that get a column, such as eval/accuracy")  # fmt: skip
-    found.add_argument("--json", action="store_true", help="print a JSON list with an object for each run")
-    found.add_argument("--watch", action="store_true", help="show the table until Ctrl-C, and keep it up to date")
-    found.add_argument("--every-sec", type=float, default=None, metavar="SEC",
+    options.add_argument("--json", action="store_true", help="print a JSON list with an object for each run")
+    options.add_argument("--watch", action="store_true", help="show the table until Ctrl-C, and keep it up to date")
+    options.add_argument("--every-sec", type=float, default=None, metavar="SEC",
                        help="with --watch: seconds between two looks at the runs, 2 by default")  # fmt: skip
-    return found
+    return options
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -62,15 +62,15 @@ def main(args: Sequence[str] | None = None) -> None:
             from rich.console import Console
 
             console = Console()
-            for lines in for_terminal(rows, shown_metrics(rows, options.metric), console.width):
+            for lines in for_terminal(rows, metric_columns(rows, options.metric), console.width):
                 console.print(*lines, sep="\n")
         else:
-            print_out(plain(rows, shown_metrics(rows, options.metric)))
+            print_out(plain(rows, metric_columns(rows, options.metric)))
 
 
 def _rows(options: argparse.Namespace) -> list:
     rows = [read_row(workdir) for workdir in find_workdirs(options.workdirs)]
-    return sorted_rows(rows, options.sort, reverse=options.reverse)
+    return sort_rows(rows, options.sort, reverse=options.reverse)
 
 
 def watch(options: argparse.Namespace) -> None:
@@ -91,7 +91,7 @@ def _screen(options: argparse.Namespace, console: Console) -> Group:
     from rich.text import Text
 
     rows = _rows(options)
-    head, *runs = for_terminal(rows, shown_metrics(rows, options.metric), console.width)
+    head, *runs = for_terminal(rows, metric_columns(rows, options.metric), console.width)
     room = console.height - 2  # Below the title and the head.
     shown = [run for run, end in zip(runs, itertools.accumulate(map(len, runs)), strict=True) if end <= room]
     cut = f", the first {len(shown)}" if len(shown) < len(rows) else ""

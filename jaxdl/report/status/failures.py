@@ -26,6 +26,7 @@ LAST_ROWS = 20
 STDERR_LINES, STDERR_BYTES = 400, 1 << 17
 """At most so much of the end of a host's stderr is kept."""
 PACKAGES = ("jaxdl", "jax", "jaxlib", "numpy")
+"""The packages that a failure may depend on."""
 
 
 def next_failure(workdir: Path) -> int:
@@ -45,7 +46,8 @@ def error_file(process: int) -> str:
 
 def stderr_file(host: str) -> str:
     """The name of the file with the end of what a host printed on stderr; its name as far as a file can have it."""
-    return f"stderr-{''.join(one if one.isalnum() or one in '._-' else '_' for one in host)[:100]}.txt"
+    allowed = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in host)
+    return f"stderr-{allowed[:100]}.txt"
 
 
 def keep_failure(workdir: Path, number: int, facts: Mapping[str, Any], config: bytes | None = None) -> None:
@@ -60,7 +62,7 @@ def keep_failure(workdir: Path, number: int, facts: Mapping[str, Any], config: b
             return
         folder.mkdir(parents=True, exist_ok=True)
         rows = tail_rows(workdir / METRICS_FILE, LAST_ROWS)
-        content = {**facts, "versions": versions(), "last_metrics": rows}
+        content = {**facts, "versions": package_versions(PACKAGES), "last_metrics": rows}
         replace_file(folder / FAILURE_FILE, (json.dumps(content, indent=2) + "\n").encode())
         if config is None and (workdir / CONFIG_FILE).is_file():
             config = (workdir / CONFIG_FILE).read_bytes()
@@ -85,9 +87,9 @@ def end_of(lines: Iterable[str]) -> str:
     return content[-STDERR_BYTES:].decode(errors="replace")
 
 
-def versions() -> dict[str, str]:
-    """The versions of Python and of the packages that a failure may depend on."""
-    return {"python": platform.python_version()} | {package: _version(package) for package in PACKAGES}
+def package_versions(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of Python and of packages; "unknown" for one that is not installed."""
+    return {"python": platform.python_version()} | {package: _version(package) for package in packages}
 
 
 def _version(package: str) -> str:

@@ -71,7 +71,7 @@ class Reason:
 
     text: str
     exit_code: int | None = None
-    """As in docs/reference/exit-codes.md; None if it ended without a word: killed, or its machine was lost."""
+    """As in docs/reference/exit-codes.md; None if it was killed without a message, or its machine was lost."""
     time: str = ""
     """UTC, ISO 8601; empty if unknown."""
 
@@ -128,12 +128,12 @@ class Record:
             raise ValueError("it is no JSON object")
         names = {field.name for field in dataclasses.fields(cls)}
         try:
-            found = {name: value for name, value in values.items() if name in names}
-            found |= {"state": State(found["state"]), "next_action": Action(found.get("next_action", Action.WAIT))}
-            found["hosts"] = tuple(map(str, found.get("hosts", ())))
-            found["reason"] = _inner(Reason, found.get("reason"))
-            found["process"] = _inner(Holder, found.get("process"))
-            record = cls(**found)
+            fields = {name: value for name, value in values.items() if name in names}
+            fields |= {"state": State(fields["state"]), "next_action": Action(fields.get("next_action", Action.WAIT))}
+            fields["hosts"] = tuple(map(str, fields.get("hosts", ())))
+            fields["reason"] = _inner(Reason, fields.get("reason"))
+            fields["process"] = _inner(Holder, fields.get("process"))
+            record = cls(**fields)
             check_types(record)
             _ = seconds_since(record.seen), seconds_since(record.since)
         except (KeyError, TypeError, OverflowError) as error:

@@ -69,19 +69,19 @@ def find_workdirs(given: Sequence[str], *, closed: bool = True) -> list[Path]:
 
     Raises ConfigError for a name of nothing, and for folders without any workdir.
     """
-    found: dict[Path, None] = {}
+    workdirs: dict[Path, None] = {}
     for name in given:
         paths = [Path(name)] if os.path.exists(name) else find_paths(name)
         if not name.strip() or not paths:
             raise ConfigError(f"{name or repr('')}: there is no such folder. Give workdirs, or folders of workdirs.")
-        inside = [one for path in sorted(paths) for one in _inside(path, DEPTH, closed)]
+        inside = [workdir for path in sorted(paths) for workdir in _search(path, DEPTH, closed)]
         if not inside:
             raise ConfigError(f"{name}: there is no run in it, nor in its folders. Give workdirs, or folders of them.")
-        found |= dict.fromkeys(inside)
-    return sorted(found)
+        workdirs |= dict.fromkeys(inside)
+    return sorted(workdirs)
 
 
-def _inside(folder: Path, depth: int, closed: bool) -> Iterator[Path]:
+def _search(folder: Path, depth: int, closed: bool) -> Iterator[Path]:
     """The workdirs in a folder, and folders that may not be read: their rows say so.
 
     Without `closed` only the folder itself is among the latter.
@@ -90,13 +90,13 @@ def _inside(folder: Path, depth: int, closed: bool) -> Iterator[Path]:
         if any((folder / mark).exists() for mark in MARKS):
             yield folder
             return
-        inner = [] if not depth else sorted(one.path for one in os.scandir(folder) if _is_searched(one))
+        inner = [] if not depth else sorted(entry.path for entry in os.scandir(folder) if _is_searched(entry))
     except OSError:
         if closed or depth == DEPTH:
             yield folder
         return
     for path in inner:
-        yield from _inside(Path(path), depth - 1, closed)
+        yield from _search(Path(path), depth - 1, closed)
 
 
 def _is_searched(entry: os.DirEntry[str]) -> bool:
@@ -113,8 +113,8 @@ def read_row(workdir: Path, now: datetime | None = None) -> Row:
     try:
         record = read_record(workdir)
     except (OSError, ValueError) as error:
-        found = Row(str(workdir), UNKNOWN, problem=f"{STATUS_FILE} cannot be read: {_why(error)}")
-        return _with_metrics(found, rows)
+        row = Row(str(workdir), UNKNOWN, problem=f"{STATUS_FILE} cannot be read: {_why(error)}")
+        return _with_metrics(row, rows)
     try:
         row = _without_status(workdir, rows, now) if record is None else _from_record(workdir, record, now)
     except Exception as error:  # A damaged file of one run, of whatever kind, must not hide the others.
@@ -129,32 +129,21 @@ def _why(error: Exception) -> str:
 def _from_record(workdir: Path, record: Record, now: datetime) -> Row:
     alive, seen_sec = record.is_alive(now), seconds_since(record.seen, now)
     reason = record.reason or Reason("")
-    found = Row(
-        str(workdir),
-        record.state,
-        alive=alive,
-        doing=record.doing,
-        step=record.step,
-        end_step=record.end_step,
-        total_steps=record.total_steps,
-        since_sec=seconds_since(record.since, now),
-        seen_sec=seen_sec,
-        hosts=record.hosts,
-        restart=record.restart,
-        reason=reason.text,
+    names = ("state", "doing", "step", "end_step", "total_steps", "hosts", "restart", "next_action", "next_text")
+    times = {"since_sec": seconds_since(record.since, now), "seen_sec": seen_sec}
+    row = Row(
+        str(workdir), **{name: getattr(record, name) for name in names}, **times, alive=alive, reason=reason.text,
         exit_code=reason.exit_code,
-        next_action=record.next_action,
-        next_text=record.next_text,
-    )
+    )  # fmt: skip
     if record.state.is_final or alive is not False:
-        return found
-    return _lost(found, record.process)
+        return row
+    return _lost_row(row, record.process)
 
 
-def _lost(row: Row, process: Holder | None) -> Row:
+def _lost_row(row: Row, process: Holder | None) -> Row:
     """The row of a run that its files take for live, and that is not."""
     gone = process is not None and is_alive(process) is False
-    reason = "ended without a word: killed, or its machine was lost" if gone else "it has been silent since"
+    reason = "killed without a message, or its machine was lost" if gone else "no report since"
     if row.state in (State.DEPLOY, State.DOWNLOADING):
         reason += ", before this start made a step" if gone else " (this start had made no step)"
     return dataclasses.replace(
@@ -171,11 +160,11 @@ def _with_metrics(row: Row, rows: Sequence[Mapping[str, Any]], problem: str = ""
     """With the last metrics; a live run may have made more steps since it last wrote its status."""
     metrics = {
         name: value
-        for one in rows
-        for name, value in one.items()
+        for line in rows
+        for name, value in line.items()
         if name not in ("step", "epoch") and isinstance(value, int | float) and not isinstance(value, bool)
     }
-    last = max((one["step"] for one in rows if "event" not in one), default=None)
+    last = max((line["step"] for line in rows if "event" not in line), default=None)
     step = row.step
     if last is not None and (step is None or (row.state == State.PROCESSING and row.alive)):
         step = max(last, step or 0)
@@ -185,15 +174,15 @@ def _with_metrics(row: Row, rows: Sequence[Mapping[str, Any]], problem: str = ""
 def _without_status(workdir: Path, rows: Sequence[Mapping[str, Any]], now: datetime) -> Row:
     """The row of a run of an older version, by its summary, its report of a divergence, its lease and its metrics."""
     lease, since_sec = _lease(workdir), _age(workdir / METRICS_FILE, now)
-    step = max((one["step"] for one in rows), default=None)
+    step = max((line["step"] for line in rows), default=None)
     base = Row(str(workdir), UNKNOWN, step=step, since_sec=None, seen_sec=since_sec)
     summary_sec, diverged_sec = _age(workdir / SUMMARY_FILE, now), _age(workdir / REPORT_FILE, now)
     if lease is not None:
         holder, lease_sec = lease
         record = Record(State.PROCESSING, "", _ago(now, lease_sec), process=holder)
         alive = record.is_alive(now)
-        found = dataclasses.replace(base, state=State.PROCESSING, alive=alive, seen_sec=lease_sec, hosts=(holder.host,))
-        return found if alive else _lost(found, holder)
+        live = dataclasses.replace(base, state=State.PROCESSING, alive=alive, seen_sec=lease_sec, hosts=(holder.host,))
+        return live if alive else _lost_row(live, holder)
     if diverged_sec is not None and (summary_sec is None or diverged_sec < summary_sec):
         why = f"diverged, see {REPORT_FILE}"
         return dataclasses.replace(
@@ -272,13 +261,14 @@ def tail_rows(path: Path, num_rows: int = 40) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     whole = [line for line in lines if line.strip()][-num_rows - 1 :]
-    rows = [row for row in map(_row, whole) if row is not None]
+    rows = [row for row in map(parse_row, whole) if row is not None]
     if len(whole) > 1 and not rows:
         raise ValueError("it has no rows of metrics")
     return rows[-num_rows:]
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """The row in a line of metrics.jsonl; None for a line that is none, such as one that is being written."""
     try:
         row = parse_json(line)
     except ValueError:

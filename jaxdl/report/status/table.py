@@ -35,7 +35,7 @@ NOTE_WIDTH = 160
 """The note of a plain line is cut to this many characters."""
 
 
-def sorted_rows(rows: Sequence[Row], key: str, *, reverse: bool = False) -> list[Row]:
+def sort_rows(rows: Sequence[Row], key: str, *, reverse: bool = False) -> list[Row]:
     """The rows by one of `SORT_KEYS` or a metric, those without it last. Raises OptionError for another name."""
     if key not in SORT_KEYS and not any(key in row.metrics for row in rows):
         known = sorted({name for row in rows for name in row.metrics if name.startswith(("train/", "eval/"))})
@@ -45,7 +45,7 @@ def sorted_rows(rows: Sequence[Row], key: str, *, reverse: bool = False) -> list
         )
 
     def value(row: Row) -> Any:
-        found: dict[str, Any] = {
+        keys: dict[str, Any] = {
             "workdir": row.workdir,
             "state": _ORDER.index(row.state) if row.state in _ORDER else len(_ORDER),
             "step": row.step,
@@ -53,7 +53,7 @@ def sorted_rows(rows: Sequence[Row], key: str, *, reverse: bool = False) -> list
             "since": row.since_sec,
             "seen": row.seen_sec,
         }
-        return found[key] if key in found else row.metrics.get(key)
+        return keys[key] if key in keys else row.metrics.get(key)
 
     there = [row for row in rows if value(row) is not None]
     missing = [row for row in rows if value(row) is None]
@@ -75,7 +75,7 @@ def _is_lost(row: Row) -> bool:
     return row.alive is False and row.state not in _FINAL
 
 
-def shown_metrics(rows: Sequence[Row], asked: Sequence[str] = ()) -> list[str]:
+def metric_columns(rows: Sequence[Row], asked: Sequence[str] = ()) -> list[str]:
     """The metrics that get a column."""
     return list(asked) or [name for name in METRICS if any(name in row.metrics for row in rows)]
 
@@ -83,7 +83,10 @@ def shown_metrics(rows: Sequence[Row], asked: Sequence[str] = ()) -> list[str]:
 def cells(rows: Sequence[Row], metrics: Sequence[str]) -> list[list[str]]:
     """The head of the table, then a line for each row."""
     head = ["run", "state", "step", "", "for", "seen", *metrics, "hosts", "note"]
-    return [head, *([*_cells(row), *(_number(row.metrics.get(one)) for one in metrics), *_ends(row)] for row in rows)]
+    return [
+        head,
+        *([*_cells(row), *(_number(row.metrics.get(metric)) for metric in metrics), *_ends(row)] for row in rows),
+    ]
 
 
 def _cells(row: Row) -> list[str]:
@@ -121,13 +124,13 @@ def note(row: Row) -> str:
 
 def plain(rows: Sequence[Row], metrics: Sequence[str]) -> str:
     """The table as lines of plain text."""
-    return "\n".join(_aligned([[*line[:-1], line[-1][:NOTE_WIDTH]] for line in cells(rows, metrics)]))
+    return "\n".join(align([[*line[:-1], line[-1][:NOTE_WIDTH]] for line in cells(rows, metrics)]))
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """The lines with their cells in columns: numbers to the right, what has words to the left."""
+def align(lines: Sequence[Sequence[str]], left: Sequence[str] = ("run", "state", "note")) -> list[str]:
+    """The lines with their cells in columns: those that the first line names in `left` to the left, others right."""
     widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]
-    right = [place for place, name in enumerate(lines[0]) if name not in ("run", "state", "note")]
+    right = [place for place, name in enumerate(lines[0]) if name not in left]
     return [
         "  ".join(
             cell.rjust(width) if place in right else cell.ljust(width)
@@ -145,20 +148,20 @@ def for_terminal(rows: Sequence[Row], metrics: Sequence[str], width: int) -> lis
     from rich.text import Text
 
     lines, notes = cells(rows, metrics), ["", *map(note, rows)]
-    beside = _aligned(lines)
+    beside = align(lines)
     if all(len(line) <= width for line in beside):
         notes = [""] * len(notes)
     else:
-        beside = _aligned([line[:-1] for line in lines])
-    found = [[Text(line)] for line in beside]
-    for texts, below in zip(found, notes, strict=True):
+        beside = align([line[:-1] for line in lines])
+    texts_of_runs = [[Text(line)] for line in beside]
+    for texts, below in zip(texts_of_runs, notes, strict=True):
         texts.extend([Text(f"  {below}", style="dim")] if below else [])
-    found[0][0].stylize("bold")
+    texts_of_runs[0][0].stylize("bold")
     start = max(len(line[0]) for line in lines) + 2
-    for row, (line, *_), words in zip(rows, found[1:], lines[1:], strict=True):
+    for row, (line, *_), words in zip(rows, texts_of_runs[1:], lines[1:], strict=True):
         color = "red" if row.problem or _is_lost(row) else _COLORS.get(row.state, "")
         line.stylize(color, start, start + len(words[1]))
-    return found
+    return texts_of_runs
 
 
 def as_json(rows: Sequence[Row]) -> str:

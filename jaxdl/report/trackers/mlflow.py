@@ -55,7 +55,7 @@ class MLflow(Tracker, kind="mlflow"):
         return uri
 
     def check(self, workdir: Path | None) -> None:
-        """See `Tracker.check`; without a workdir there must be a URI."""
+        """Raises ConfigError if the run cannot be tracked: without the package, or with neither a workdir nor a URI."""
         super().check(workdir)
         if workdir is None and self.place(None) is None:
             raise ConfigError(
@@ -69,7 +69,7 @@ class MLflow(Tracker, kind="mlflow"):
         return self.uri or os.environ.get(URI_VARIABLE) or local
 
     def open(self, run: TrackedRun) -> Writer:
-        """See `Tracker.open`."""
+        """Begins the run there, or opens it again."""
         uri = self.place(run.folder)
         assert uri is not None
         return _Run(uri, self.experiment, run, self.tags)
@@ -89,36 +89,36 @@ class _Run(Writer):
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         self._metrics: list[Any] = []
         self._names: dict[str, str] = {}
-        found = None if run.run_id is None else self._there(run.run_id)
-        if found is not None and run.rows_changed:  # Metrics cannot be removed from a run.
-            self._client.delete_run(found.info.run_id)
-            found = None
-        if found is None:
-            found = self._client.create_run(self._experiment(uri, experiment), run_name=run.name)
-        elif found.info.status != "RUNNING":
-            self._client.update_run(found.info.run_id, status="RUNNING")
-        self.run_id = found.info.run_id
-        self.num_rows = int(found.data.metrics.get(ROW, 0))
+        tracked = None if run.run_id is None else self._earlier_run(run.run_id)
+        if tracked is not None and run.rows_changed:  # Metrics cannot be removed from a run.
+            self._client.delete_run(tracked.info.run_id)
+            tracked = None
+        if tracked is None:
+            tracked = self._client.create_run(self._experiment(uri, experiment), run_name=run.name)
+        elif tracked.info.status != "RUNNING":
+            self._client.update_run(tracked.info.run_id, status="RUNNING")
+        self.run_id = tracked.info.run_id
+        self.num_rows = int(tracked.data.metrics.get(ROW, 0))
         self._written, self._time_ms = self.num_rows, 0
         # Described in `flush`, when the id of the run is kept: what fails here would leave a run for each try.
-        self._to_describe: tuple[TrackedRun, Mapping[str, str], tuple[str, ...]] | None = run, found.data.params, words
+        self._to_describe: Any = run, tracked.data.params, words
 
-    def _there(self, run_id: str) -> Any:
+    def _earlier_run(self, run_id: str) -> Any:
         """The run of an earlier process; None if it has been deleted."""
         exceptions = importlib.import_module("mlflow.exceptions")
         try:
-            found = self._client.get_run(run_id)
+            run = self._client.get_run(run_id)
         except exceptions.MlflowException as error:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 return None
             raise
-        return found if found.info.lifecycle_stage == "active" else None
+        return run if run.info.lifecycle_stage == "active" else None
 
     def _experiment(self, uri: str, name: str) -> str:
         """The id of the experiment of this name, which is made if need be, with its files beside a local database."""
-        found = self._client.get_experiment_by_name(name)
-        if found is not None:
-            return found.experiment_id
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is not None:
+            return experiment.experiment_id
         database = Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
         place = None if database is None else (database.absolute().parent / "mlflow-files").as_uri()
         return self._client.create_experiment(name, artifact_location=place)
@@ -133,16 +133,16 @@ class _Run(Writer):
         self.tag({**run.tags, **changed, **dict.fromkeys(words, "true")})
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """See `Writer.write`."""
+        """Takes a row."""
         entities = importlib.import_module("mlflow.entities")
         self._written += 1
         # MLflow keeps equal values of one step and time once; two rows may be of one step.
         self._time_ms, step = max(int(time.time() * 1000), self._time_ms + 1), row["step"]
-        found = {name: finite(value) for name, value in row.items() if name != "step"} | {ROW: float(self._written)}
+        values = {name: finite(value) for name, value in row.items() if name != "step"} | {ROW: float(self._written)}
         # The number of the row last, so that a row is there whole if its number is.
         made = [
             entities.Metric(self._name(name), value, self._time_ms, step)
-            for name, value in found.items()
+            for name, value in values.items()
             if value is not None
         ]
         if len(self._metrics) + len(made) > MAX_METRICS:
@@ -150,7 +150,7 @@ class _Run(Writer):
         self._metrics += made
 
     def flush(self) -> None:
-        """See `Writer.flush`."""
+        """Returns when every row that was taken is where it belongs."""
         if self._to_describe is not None:
             self._describe(*self._to_describe)
             self._to_describe = None
@@ -159,38 +159,38 @@ class _Run(Writer):
             self._client.log_batch(self.run_id, metrics=part)
 
     def tag(self, tags: Mapping[str, str]) -> None:
-        """See `Writer.tag`."""
+        """Notes texts of the run by their names."""
         entities = importlib.import_module("mlflow.entities")
         for part in _parts(entities.RunTag(self._name(name), value[:MAX_VALUE]) for name, value in tags.items()):
             self._client.log_batch(self.run_id, tags=part)
 
     def _name(self, name: str) -> str:
         """The name that MLflow gets for this one; no other name of the run has the same."""
-        short = found = allowed_name(name)
+        short = unique = mlflow_name(name)
         for number in itertools.count(2):
-            if self._names.setdefault(found, name) == name:
+            if self._names.setdefault(unique, name) == name:
                 break
-            found = f"{short[: MAX_NAME - 10]} {number}"
-        return found
+            unique = f"{short[: MAX_NAME - 10]} {number}"
+        return unique
 
     def keep(self, path: Path) -> None:
-        """See `Writer.keep`."""
+        """Keeps a file of the run."""
         assert self.run_id is not None
         self._client.log_artifact(self.run_id, str(path))
 
     def close(self, state: State | None = None) -> None:
-        """See `Writer.close`."""
+        """Writes what is kept back, and ends."""
         self.flush()
         if state is not None:
             assert self.run_id is not None
             self._client.set_terminated(self.run_id, STATUS[state])
 
 
-def allowed_name(name: str) -> str:
+def mlflow_name(name: str) -> str:
     """The name as MLflow takes one: letters, digits and `_-. :/`, a path in its shortest form, not too long."""
-    found = re.sub(r"[^\w\-. :/]", "_", name[:MAX_NAME])
-    parts = re.sub(r"(^|/)\.\.", r"\1__", found).split("/")
-    return "/".join(one for one in parts if one not in ("", ".")) or "_"
+    allowed = re.sub(r"[^\w\-. :/]", "_", name[:MAX_NAME])
+    parts = re.sub(r"(^|/)\.\.", r"\1__", allowed).split("/")
+    return "/".join(part for part in parts if part not in ("", ".")) or "_"
 
 
 def _parts(values: Iterable[Any], size: int = MAX_OTHERS) -> Iterator[list[Any]]:

@@ -21,7 +21,7 @@ class Trackio(Tracker, kind="trackio"):
     """The project that the run belongs to."""
 
     def open(self, run: TrackedRun) -> Writer:
-        """See `Tracker.open`."""
+        """Begins the run there, or opens it again."""
         return _Run(self.project, run, self.tags)
 
 
@@ -42,11 +42,11 @@ class _Run(Writer):
         self.tag(run.tags)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """See `Writer.write`."""
+        """Takes a row."""
         self._rows.append(dict(row))
 
     def flush(self) -> None:
-        """See `Writer.flush`. trackio takes config and tags with rows alone, and ignores a row whose id it has."""
+        """Writes the rows that wait. trackio takes config and tags with rows alone, and skips a row whose id it has."""
         rows, self._rows = self._rows, []
         made = [
             ({name: value for name, value in row.items() if name != "step"}, row["step"], f"{self.run_id}-{number}")
@@ -65,12 +65,12 @@ class _Run(Writer):
         self._last, self._changed = made[-1], False
 
     def tag(self, tags: Mapping[str, str]) -> None:
-        """See `Writer.tag`."""
+        """Notes texts of the run by their names."""
         self._config |= {f"tags.{name}": value for name, value in tags.items()}
         self._changed = True
 
     def close(self, state: State | None = None) -> None:
-        """See `Writer.close`."""
+        """Writes what is kept back, and ends."""
         if state is not None:
             self.tag({"state": state})
         self.flush()

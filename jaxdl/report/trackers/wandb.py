@@ -34,7 +34,7 @@ class Wandb(Tracker, kind="wandb"):
     """Write files in the workdir, which `wandb sync` uploads; or upload while the run trains, which takes a login."""
 
     def check(self, workdir: Path | None) -> None:
-        """See `Tracker.check`; there must be a workdir for its files."""
+        """Raises ConfigError if the run cannot be tracked: without the package, or without a workdir for its files."""
         super().check(workdir)
         if workdir is None:
             raise ConfigError(
@@ -43,7 +43,7 @@ class Wandb(Tracker, kind="wandb"):
             )
 
     def open(self, run: TrackedRun) -> Writer:
-        """See `Tracker.open`."""
+        """Begins the run there, or opens it again."""
         return _Run(self, run)
 
 
@@ -88,22 +88,22 @@ class _Run(Writer):
         self.tag(run.tags)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """See `Writer.write`."""
+        """Takes a row."""
         self._run.log(dict(row), step=self._written)
         self._written += 1
 
     def tag(self, tags: Mapping[str, str]) -> None:
-        """See `Writer.tag`."""
+        """Notes texts of the run by their names."""
         self._run.config.update({f"tags.{name}": value for name, value in tags.items()}, allow_val_change=True)
 
     def keep(self, path: Path) -> None:
-        """See `Writer.keep`."""
+        """Keeps a file of the run."""
         folder = Path(self._run.dir)
         shutil.copyfile(path, folder / path.name)  # A link would be a warning, and change with the file.
         self._run.save(str(folder / path.name), base_path=str(folder), policy="now")
 
     def close(self, state: State | None = None) -> None:
-        """See `Writer.close`."""
+        """Writes what is kept back, and ends."""
         if state is not None:
             self._run.summary["state"] = state
         self._run.finish(exit_code=EXIT_CODES[state or "interrupted"])
@@ -123,5 +123,5 @@ def _set_aside(folder: Path) -> None:
     earlier = folder / EARLIER
     shutil.rmtree(earlier, ignore_errors=True)
     earlier.mkdir()
-    for one in runs:
-        one.rename(earlier / one.name)
+    for run in runs:
+        run.rename(earlier / run.name)

@@ -51,14 +51,14 @@ class Evaluation:
     def agreed(self, state: TrainState, steps: StepFunctions) -> TrainState:
         """The state with the parameters to evaluate, or to save; what that shows of the replicas is reported."""
         state, self._settled = steps.train.settle(state)
-        self._reporter.settled(self._settled)
+        self._reporter.report_merge(self._settled)
         return state
 
     def metrics(self, state: TrainState, step: int, segment: Segment, steps: StepFunctions) -> dict[str, float]:
         """The task's metrics of the state; of replicas that differ also `replicas/loss`, of each its own."""
         source, size = self._plan.sources(segment)[1], self._plan.eval_batch_size
         num_batches = sum(math.ceil(len(one) / size) for one in source.parts.values() or (source,))
-        poll = self._reporter.counted(self._poll, num_batches)
+        poll = self._reporter.count_batches(self._poll, num_batches)
         self.is_empty = False
         with self._watch("eval"):
             evaluate, read = steps.evaluate, source

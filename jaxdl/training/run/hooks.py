@@ -172,7 +172,7 @@ class Hooks:
         """A step has been handed to the devices."""
         if self._begin is None and not self._noted:
             self._begin = self._spent()
-        info = StepInfo(step, state, skipped, metrics, self._reporter.fetched, self._stop)
+        info = StepInfo(step, state, skipped, metrics, self._reporter.read_metrics, self._stop)
         if self._callbacks.on_step:
             self._call(self._callbacks.on_step, info)
         for function in self._callbacks.own_on_step:

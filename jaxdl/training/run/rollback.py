@@ -25,7 +25,7 @@ from jaxdl.core.errors import as_typed
 from jaxdl.core.files import REPORT_FILE, SKIPPED_FILE
 from jaxdl.parallel.cluster.agree import all_processes
 from jaxdl.parallel.mesh import Axis
-from jaxdl.report import OWN, Diverged, Event, EventKind, History, Report, Reporter, joined, reasons, replace_file
+from jaxdl.report import OWN, Diverged, Event, EventKind, History, Report, Reporter, joint_totals, reasons, replace_file
 from jaxdl.report.skips import Skip
 from jaxdl.training.checkpoint import Checkpoints
 from jaxdl.training.checkpoint.agree import on_first
@@ -218,7 +218,7 @@ class Rollbacks:
                 # A replica for which nothing counts in a step says nothing.
                 all_bad = all(Skip(int(one)).is_bad or one & Skip.EMPTY for one in reasons(metrics))
             # Other processes have replicas too, and all have to decide alike: by what the last merge has joined.
-            elif totals := joined([metrics]):
+            elif totals := joint_totals([metrics]):
                 if not totals["seen"]:
                     self._unjoined = []
                     continue

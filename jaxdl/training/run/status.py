@@ -366,4 +366,4 @@ def _reason_before(earlier: Record | None) -> Reason | None:
         return None
     if earlier.state.is_final or earlier.state == State.QUEUED:
         return earlier.reason
-    return Reason(f"ended without a word after step {earlier.step}, last seen {earlier.seen}", None, earlier.seen)
+    return Reason(f"killed without a message after step {earlier.step}, last seen {earlier.seen}", None, earlier.seen)

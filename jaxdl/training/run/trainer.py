@@ -109,7 +109,7 @@ class Trainer:
         self._read_data()
         while self.step < self.end:
             self._advance()
-        self.reporter.doing("saving")
+        self.reporter.show_status("saving")
         with self.watch("checkpoint"):
             lost = self.saver.lost(self.step) if self.saver and self._saves_this_step else None
         if lost:
@@ -208,11 +208,11 @@ class Trainer:
         assert self.steps is not None
         with self.watch("data"):
             if self.first_batch:
-                self.reporter.doing("reading data")
+                self.reporter.show_status("reading data")
             batches = [next(self.loader) for _ in range(self.steps.train.num_batches(self.step))]
             if self.first_batch:
                 wait_for_all()  # One host's first batch may take minutes, and Gloo gives up after 30 s.
-                self.reporter.doing("training")
+                self.reporter.show_status("training")
                 self.first_batch = False
             return batches
 
@@ -232,7 +232,7 @@ class Trainer:
         for one in metrics:
             self.counter.step += 1
             if skipped:
-                self.reporter.skipped()
+                self.reporter.skip_step()
             elif self._rolled_back(self.reporter.add(one)):
                 return False
         for step, one in enumerate(metrics, self.step - len(metrics) + 1):
@@ -271,7 +271,7 @@ class Trainer:
                 "returns, has been removed. Restore it from a backup, or choose another --workdir."
             )
         self.loader.close()
-        self.reporter.rolled_back(self.evaluated_step)
+        self.reporter.roll_back(self.evaluated_step)
         self.reporter.event("rollback", rollback.text, rollback.to_step)
         for text in restored.damaged if restored else ():
             self.reporter.event("damaged", text)
@@ -289,7 +289,7 @@ class Trainer:
         self.state = self.evaluation.settled(self.state, self.step, self.segment, self.steps)
         self.metrics = self.evaluation.metrics(self.state, self.step, self.segment, self.steps)
         self.evaluated_step = self.step
-        self.reporter.evaluated(self.metrics)
+        self.reporter.report_evaluation(self.metrics)
         if self.step == self.plan.total_steps and not self.evaluation.is_empty:
             self.rollbacks.check_end(self.metrics["loss"])
         self.hooks.evaluated(self.step, self.state, self.metrics)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import re
 import shlex
@@ -15,14 +14,13 @@ from typing import Annotated, TypeVar
 import pydantic
 
 from jaxdl.core.config import Config, ConfigError
-from jaxdl.core.options import parse_options
 from jaxdl.core.startup import PROG, first_look, split_options, training_options
 from jaxdl.parallel.cluster.exits import DELIBERATE, HALTED
 from jaxdl.parallel.mesh import FILLING_AXIS, INNER_AXES, Axis, mesh_text, ways
 from jaxdl.platform.launch.asynchronous import parse
-from jaxdl.platform.launch.jobs.setup import GUARD, checked_setup, unwritable
-from jaxdl.platform.launch.learners import PLACEHOLDER, numbered
-from jaxdl.platform.launch.processes import own_and_command
+from jaxdl.platform.launch.command import parse_command
+from jaxdl.platform.launch.jobs.setup import GUARD, check_setup, unwritable
+from jaxdl.platform.launch.learners import PLACEHOLDER, command_of_learner
 from jaxdl.training.experiment import Experiment, load
 
 JobT = TypeVar("JobT", bound="Job")
@@ -37,7 +35,7 @@ STOPPED = (130, 143)
 """Exit codes after SIGINT and SIGTERM: the run was stopped on purpose, and all processes have saved the same step."""
 
 
-def formed(pattern: str, form: str) -> pydantic.AfterValidator:
+def matches(pattern: str, form: str) -> pydantic.AfterValidator:
     """For an annotation: the value fits the pattern; otherwise the message says which `form` it should have."""
 
     def check(value: str | None) -> str | None:
@@ -48,11 +46,11 @@ def formed(pattern: str, form: str) -> pydantic.AfterValidator:
     return pydantic.AfterValidator(check)
 
 
-WORD = formed(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]*", "a name: letters, digits and . _ / : @ + -")
+WORD = matches(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]*", "a name: letters, digits and . _ / : @ + -")
 """A name in a cluster, without characters that are special in a shell or a comment."""
 
-IMAGE = formed(r"[^\s'\"]+", "an image's name, for example registry/team/jaxdl:1")
-VOLUME = formed(r"[A-Za-z0-9][-._A-Za-z0-9]*:/[^\s:'\"]*", "NAME:/PATH, for example shared:/data")
+IMAGE = matches(r"[^\s'\"]+", "an image's name, for example registry/team/jaxdl:1")
+VOLUME = matches(r"[A-Za-z0-9][-._A-Za-z0-9]*:/[^\s:'\"]*", "NAME:/PATH, for example shared:/data")
 
 
 class Job(Config):
@@ -63,7 +61,7 @@ class Job(Config):
     gpus_per_node: int = pydantic.Field(ge=0)
     """GPUs on each node, all used by its one process; 0 for a run on CPUs."""
     name: Annotated[
-        str, formed(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", "a job's name: up to 40 small letters, digits and hyphens")
+        str, matches(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", "a job's name: up to 40 small letters, digits and hyphens")
     ] = "jaxdl"
     """Name of the job: small letters, digits, hyphens."""
     cpus_per_node: int | None = pydantic.Field(default=None, ge=1)
@@ -74,10 +72,10 @@ class Job(Config):
     """Seconds between SIGTERM and SIGKILL, in which the run is saved."""
     venv: str | None = None
     """A Python environment to activate on each node: the folder that has bin/activate."""
-    setup: Annotated[str | None, pydantic.AfterValidator(checked_setup)] = None
+    setup: Annotated[str | None, pydantic.AfterValidator(check_setup)] = None
     """Lines of bash that each node runs first, such as "module load cuda"."""
     interface: Annotated[
-        str | None, formed(r"\^?=?[A-Za-z0-9][A-Za-z0-9._,-]*", "network interfaces, for example eth0 or =eth0,eth1")
+        str | None, matches(r"\^?=?[A-Za-z0-9][A-Za-z0-9._,-]*", "network interfaces, for example eth0 or =eth0,eth1")
     ] = None
     """The network interface for NCCL between nodes (NCCL_SOCKET_IFNAME), for example eth0."""
 
@@ -139,14 +137,13 @@ def print_job(cluster: str, kind: type[JobT], text: Callable[[JobT, Command], st
 
     Raises ConfigError for invalid values and commands that cannot run, or exits after --help.
     """
-    prog = f"python -m jaxdl.launch {cluster}"
-    own, words = own_and_command(args)
-    job = parse_options(kind, own, prog=prog, description=inspect.getdoc(kind))
+    job, words = parse_command(kind, cluster, args)
     if not words:
         raise ConfigError(
-            f"nothing to run: end with the command, {prog} ... -- python -m jaxdl.train --config configs/digits.py."
+            f"nothing to run: end with the command, python -m jaxdl.launch {cluster} ... -- python -m jaxdl.train "
+            "--config configs/digits.py."
         )
-    command, warnings = _checked(job, tuple(words))
+    command, warnings = _check_command(job, tuple(words))
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):  # A job file is UTF-8, whatever the terminal is.
@@ -154,7 +151,7 @@ def print_job(cluster: str, kind: type[JobT], text: Callable[[JobT, Command], st
     print(text(job, command), end="")
 
 
-def _checked(job: Job, words: tuple[str, ...]) -> tuple[Command, list[str]]:
+def _check_command(job: Job, words: tuple[str, ...]) -> tuple[Command, list[str]]:
     """The command with notes on it, and warnings. A `jaxdl.train` is checked as on the nodes.
 
     Raises ConfigError when it cannot start there: no such config, an unknown option, a mesh that does not fit.
@@ -165,15 +162,15 @@ def _checked(job: Job, words: tuple[str, ...]) -> tuple[Command, list[str]]:
     learner = _learner_command(words, job)
     if learner is None and any(PLACEHOLDER in word for word in words):
         raise ConfigError(f"{PLACEHOLDER} in the command is for learners. {_WITH_SYNCER}.")
-    args = training_options(words if learner is None else numbered(learner, 0))
+    args = training_options(words if learner is None else command_of_learner(learner, 0))
     if args is None:
         note = "the command is not jaxdl.train, so its config and mesh are not checked."
         return Command(words, None, (note,), learner is not None), [note]
-    own = first_look(args, PROG)
+    values = first_look(args, PROG)
     rest = [word for word in split_options(args)[1] if word != "--explain"]
-    experiment = load(own["config"], rest, gpus=job.gpus_per_node > 0)
-    if "devices" in own:
-        experiment = experiment.replaced({"mesh.cpu_devices": int(own["devices"])})
+    experiment = load(values["config"], rest, gpus=job.gpus_per_node > 0)
+    if "devices" in values:
+        experiment = experiment.replaced({"mesh.cpu_devices": int(values["devices"])})
     _check_learners(job, experiment, learner)
     notes, warnings = [], []
     for nodes in reversed(job.sizes()) if learner is None else [1]:
@@ -181,7 +178,7 @@ def _checked(job: Job, words: tuple[str, ...]) -> tuple[Command, list[str]]:
         notes, warnings = [*notes, *noted], [*warnings, *warned]
     if learner is not None:
         notes = [f"{job.nodes} learners, one on each node; the first node has the syncer too. Each of them:", *notes]
-    workdir = PurePosixPath(own["workdir"]) if "workdir" in own else None
+    workdir = PurePosixPath(values["workdir"]) if "workdir" in values else None
     if workdir is None and job.restarts:
         raise ConfigError(
             f"--restarts {job.restarts} without a --workdir in the command: nothing is kept, so each restart would "
@@ -222,7 +219,7 @@ def _check_learners(job: Job, experiment: Experiment, learner: Sequence[str] | N
         )
     if learner is not None and not needed:
         raise ConfigError("python -m jaxdl.launch learner: its command is no learner. Give it --agreement async.")
-    if learner is not None and job.nodes > 1 and numbered(learner, 0) == numbered(learner, 1):
+    if learner is not None and job.nodes > 1 and command_of_learner(learner, 0) == command_of_learner(learner, 1):
         raise ConfigError(
             f"all {job.nodes} learners would have the same command. Give each a seed and a workdir of its own, such as "
             "--seed {learner} --workdir /shared/run/{learner}."
@@ -257,7 +254,7 @@ def _mesh_notes(job: Job, experiment: Experiment) -> tuple[list[str], list[str]]
     return notes, [f"{problem}, {so}. Give the command --mesh.replica {job.nodes}{also}."]
 
 
-def wrapped(words: Sequence[str], *, indent: str, width: int = 110) -> str:
+def wrap_command(words: Sequence[str], *, indent: str, width: int = 110) -> str:
     """The words quoted for a shell, an option and its value together, on several lines joined by backslashes."""
     groups: list[str] = []
     for word in words:

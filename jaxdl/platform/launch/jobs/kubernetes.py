@@ -16,9 +16,9 @@ from jaxdl.platform.launch.jobs.description import (
     Command,
     Job,
     comment,
-    formed,
+    matches,
 )
-from jaxdl.platform.launch.jobs.yaml_text import quoted
+from jaxdl.platform.launch.jobs.yaml_text import quote
 
 CONTAINER = "train"
 WORKERS = "workers"
@@ -36,7 +36,7 @@ class KubernetesJob(Job):
     """The LocalQueue of Kueue in which the job waits."""
     volume: Annotated[str | None, VOLUME] = None
     """CLAIM:/PATH, a persistent volume claim (ReadWriteMany) that all pods mount there, for workdir and data."""
-    directory: Annotated[str | None, formed(r"/.*", "an absolute path")] = None
+    directory: Annotated[str | None, matches(r"/.*", "an absolute path")] = None
     """The folder of the image that the command runs in."""
 
 
@@ -63,13 +63,13 @@ def job_set(job: KubernetesJob, command: Command) -> str:
 
 
 def _metadata(job: KubernetesJob) -> str:
-    text = f"apiVersion: jobset.x-k8s.io/v1alpha2\nkind: JobSet\nmetadata:\n  name: {quoted(job.name)}\n"
+    text = f"apiVersion: jobset.x-k8s.io/v1alpha2\nkind: JobSet\nmetadata:\n  name: {quote(job.name)}\n"
     if job.namespace is not None:
-        text += f"  namespace: {quoted(job.namespace)}\n"
+        text += f"  namespace: {quote(job.namespace)}\n"
     if job.queue is not None:
         text += "  labels:\n"
         text += comment(["Kueue suspends the JobSet, and starts it when all its pods fit."], indent=" " * 4)
-        text += f"    kueue.x-k8s.io/queue-name: {quoted(job.queue)}\n"
+        text += f"    kueue.x-k8s.io/queue-name: {quote(job.queue)}\n"
     return text
 
 
@@ -125,14 +125,14 @@ def _pod(job: KubernetesJob, command: Command, mount: str | None) -> str:
             "        requiredDuringSchedulingIgnoredDuringExecution:",
             "          - topologyKey: kubernetes.io/hostname",
             "            labelSelector:",
-            f"              matchLabels: {{jobset.sigs.k8s.io/jobset-name: {quoted(job.name)}}}",
+            f"              matchLabels: {{jobset.sigs.k8s.io/jobset-name: {quote(job.name)}}}",
         ]
     lines += [
         "    containers:",
         f"      - name: {CONTAINER}",
-        f"        image: {quoted(job.image)}",
-        *([f"        workingDir: {quoted(job.directory)}"] if job.directory else []),
-        f"        command: [{', '.join(map(quoted, _container_command(job, command)))}]",
+        f"        image: {quote(job.image)}",
+        *([f"        workingDir: {quote(job.directory)}"] if job.directory else []),
+        f"        command: [{', '.join(map(quote, _container_command(job, command)))}]",
         "        ports:",
         f"          - containerPort: {COORDINATOR_PORT}",
         "        env:",
@@ -140,13 +140,13 @@ def _pod(job: KubernetesJob, command: Command, mount: str | None) -> str:
         *("        " + line for line in _resources(job)),
         "        volumeMounts:",
         "          - {name: shared-memory, mountPath: /dev/shm}",
-        *([f"          - {{name: files, mountPath: {quoted(mount)}}}"] if mount else []),
+        *([f"          - {{name: files, mountPath: {quote(mount)}}}"] if mount else []),
         "    volumes:",
         "      - name: shared-memory  # NCCL needs more than a container's 64 MB.",
         "        emptyDir: {medium: Memory}",
     ]
     if job.volume is not None:
-        claim = quoted(job.volume.split(":", 1)[0])
+        claim = quote(job.volume.split(":", 1)[0])
         lines += ["      - name: files", f"        persistentVolumeClaim: {{claimName: {claim}}}"]
     return "".join(f"{' ' * 10}{line}\n" for line in lines)
 
@@ -176,7 +176,7 @@ def _environment(job: KubernetesJob) -> list[str]:
 
 
 def _entry(name: str, value: str) -> str:
-    return f"- {{name: {name}, value: {quoted(value)}}}"
+    return f"- {{name: {name}, value: {quote(value)}}}"
 
 
 def _resources(job: KubernetesJob) -> list[str]:

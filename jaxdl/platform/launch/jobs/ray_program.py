@@ -73,9 +73,9 @@ class Node:
 
     def free_port(self):
         """A port of the node on which nothing listens."""
-        with socket.socket() as one:
-            one.bind(("", 0))
-            return one.getsockname()[1]
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return probe.getsockname()[1]
 
     def start(self, environment):
         """Starts the command with these environment variables."""
@@ -150,8 +150,10 @@ def run(group, restart, reason):
             "JAXDL_RESTART": str(restart),
             "JAXDL_RESTART_REASON": reason,
         }
-        own = [{**shared, "JAX_PROCESS_ID": str(i), "JAXDL_HOST": address} for i, address in enumerate(addresses)]
-        ray.get([node.start.remote(environment) for node, environment in zip(nodes, own, strict=True)])
+        environments = [
+            {**shared, "JAX_PROCESS_ID": str(i), "JAXDL_HOST": address} for i, address in enumerate(addresses)
+        ]
+        ray.get([node.start.remote(environment) for node, environment in zip(nodes, environments, strict=True)])
         return watch(nodes, addresses)
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
         # Processes of this start that still run must not write to the workdir together with those of the next.

@@ -18,7 +18,7 @@ _HEREDOC = re.compile(r"(?<!<)<<(-?)\s*(?:'([^']+)'|\"([^\"]+)\"|\\?([^\s;&|<>()
 _EXEC = re.compile(r"(?:^|[;&|({]|\b(?:then|do|else)\b)\s*exec\s+(?!\d*[<>]|&|\{\w+\}[<>])(\S+)")
 
 
-def checked_setup(text: str | None) -> str | None:
+def check_setup(text: str | None) -> str | None:
     """The lines, each ended by a newline, without blank ones around them; None if there are none.
 
     Raises ValueError for what is no whole piece of bash: it would take the lines after it for its own.

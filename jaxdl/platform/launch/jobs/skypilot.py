@@ -19,10 +19,10 @@ from jaxdl.platform.launch.jobs.description import (
     comment,
     export,
     exports,
-    formed,
-    wrapped,
+    matches,
+    wrap_command,
 )
-from jaxdl.platform.launch.jobs.yaml_text import block, quoted
+from jaxdl.platform.launch.jobs.yaml_text import block, quote
 
 
 class SkyPilotJob(Job):
@@ -32,7 +32,7 @@ class SkyPilotJob(Job):
     """The kind of GPU as `sky show-gpus` names it, for example H100."""
     spot: bool = False
     """Use spot machines; when they are preempted, SkyPilot replaces them and the run resumes."""
-    infra: Annotated[str | None, formed(r"[A-Za-z0-9*._/@-]+", "a place, for example gcp/us-central1")] = None
+    infra: Annotated[str | None, matches(r"[A-Za-z0-9*._/@-]+", "a place, for example gcp/us-central1")] = None
     """Where to run, for example aws, gcp/us-central1 or kubernetes; the cheapest place otherwise."""
     image: Annotated[str | None, IMAGE] = None
     """A container image, as docker:NAME, or a machine image of the cloud."""
@@ -66,25 +66,25 @@ def task(job: SkyPilotJob, command: Command) -> str:
         "The workdir must be on storage that all nodes mount and that outlives them. A checkpoint is finished by",
         "renaming its folder: a bucket that is mounted as a folder must be able to do that.",
     ]
-    text = comment(about) + f"name: {quoted(job.name)}\nnum_nodes: {job.nodes}\nworkdir: {quoted(job.directory)}\n"
+    text = comment(about) + f"name: {quote(job.name)}\nnum_nodes: {job.nodes}\nworkdir: {quote(job.directory)}\n"
     text += f"secrets:\n  {VARIABLE}: null  # Only this job's processes know it: they admit no others.\n"
     text += _resources(job)
     if job.volume is not None:
         claim, mount = job.volume.split(":", 1)
-        text += f"volumes:\n  {quoted(mount)}: {quoted(claim)}\n"
+        text += f"volumes:\n  {quote(mount)}: {quote(claim)}\n"
     return text + block("run", _run(job, command))
 
 
 def _resources(job: SkyPilotJob) -> str:
     lines = []
     if job.gpus_per_node:
-        lines.append(f"  accelerators: {quoted(f'{job.gpu}:{job.gpus_per_node}')}\n")
+        lines.append(f"  accelerators: {quote(f'{job.gpu}:{job.gpus_per_node}')}\n")
     if job.cpus_per_node is not None:
         lines.append(f'  cpus: "{job.cpus_per_node}+"\n')
     if job.infra is not None:
-        lines.append(f"  infra: {quoted(job.infra)}\n")
+        lines.append(f"  infra: {quote(job.infra)}\n")
     if job.image is not None:
-        lines.append(f"  image_id: {quoted(job.image)}\n")
+        lines.append(f"  image_id: {quote(job.image)}\n")
     if job.spot:
         lines.append("  use_spot: true\n")
     never = ", ".join(str(code) for code in NEVER_RESTARTED)
@@ -100,4 +100,4 @@ def _run(job: SkyPilotJob, command: Command) -> str:
     text += 'export JAX_PROCESS_ID="$SKYPILOT_NODE_RANK"\n'
     text += 'export JAXDL_HOST="node$SKYPILOT_NODE_RANK"\n'
     text += exports(job.environment()) + comment(job.network_hints(export))
-    return text + f"exec {wrapped(command.words, indent='    ')}\n"
+    return text + f"exec {wrap_command(command.words, indent='    ')}\n"

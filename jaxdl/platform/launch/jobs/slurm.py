@@ -18,15 +18,15 @@ from jaxdl.platform.launch.jobs.description import (
     comment,
     export,
     exports,
-    formed,
-    wrapped,
+    matches,
+    wrap_command,
 )
 
 
 class SlurmJob(Job):
     """Prints a Slurm batch script for sbatch."""
 
-    time: Annotated[str, formed(r"(\d+-)?\d+(:\d+){0,2}", "a time limit, HH:MM:SS or D-HH:MM:SS")] = "24:00:00"
+    time: Annotated[str, matches(r"(\d+-)?\d+(:\d+){0,2}", "a time limit, HH:MM:SS or D-HH:MM:SS")] = "24:00:00"
     """The time limit as Slurm writes it: HH:MM:SS or D-HH:MM:SS."""
     partition: Annotated[str | None, WORD] = None
     """The partition (queue)."""
@@ -34,7 +34,7 @@ class SlurmJob(Job):
     """The account that is charged."""
     qos: Annotated[str | None, WORD] = None
     """The quality of service."""
-    constraint: Annotated[str | None, formed(r"[A-Za-z0-9._&|!*\[\]-]+", "features, for example a100&ib")] = None
+    constraint: Annotated[str | None, matches(r"[A-Za-z0-9._&|!*\[\]-]+", "features, for example a100&ib")] = None
     """Features that the nodes must have."""
     image: Annotated[str | None, IMAGE] = None
     """A container image; needs the Slurm plugin pyxis."""
@@ -51,7 +51,7 @@ class SlurmJob(Job):
         return self
 
     def sizes(self) -> range:
-        """See `Job.sizes`."""
+        """The numbers of nodes with which Slurm may start the job."""
         return range(self.fewest_nodes or self.nodes, self.nodes + 1)
 
 
@@ -140,7 +140,7 @@ while true; do
     code=0
     srun {_srun_options(job, command)} \\
         bash -c {shlex.quote(task)} task \\
-        {wrapped(command.words, indent=" " * 8)} || code=$?
+        {wrap_command(command.words, indent=" " * 8)} || code=$?
     case $code in
     0) exit 0 ;;
     {never})

@@ -1,0 +1,26 @@
+"""The engine of a fleet by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxdl.core.errors import ConfigError
+from jaxdl.platform.fleet import ray_engine  # noqa: F401  (it registers itself)
+from jaxdl.platform.fleet.engine import Engine, engines
+from jaxdl.platform.fleet.store import Store
+
+
+def make_engine(name: str, store: Store, num_nodes: int, **given: Any) -> Engine:
+    """The engine of a name; `given` are the options of engines, None where they are not set.
+
+    Raises ConfigError if there is no such engine, or an option is for another.
+    """
+    if name not in engines:
+        raise ConfigError(f"--engine {name}: there is no such engine; choose one of {', '.join(sorted(engines))}.")
+    kind = engines[name]
+    for option, value in given.items():
+        if value is not None and option not in kind.options:
+            owners = ", ".join(sorted(other for other, engine in engines.items() if option in engine.options))
+            shown = " ".join(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"--{option} {shown}: the engine {name} has no such option. It is for {owners}.")
+    return kind(store, num_nodes, **{option: given.get(option) for option in kind.options})
