@@ -50,7 +50,8 @@ from jaxdl.parallel.mesh import MeshConfig  # noqa: E402
 from jaxdl.parallel.precision import Float32  # noqa: E402
 from jaxdl.report import replace_file  # noqa: E402
 from jaxdl.training.experiment import Experiment  # noqa: E402
-from jaxdl.training.run.plan.build import make_devices, make_parts, make_plan, settled  # noqa: E402
+from jaxdl.training.run.plan.build import make_devices, make_parts, make_plan  # noqa: E402
+from jaxdl.training.run.plan.exchange import choose_exchange  # noqa: E402
 from jaxdl.training.run.result import exit_codes  # noqa: E402
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs/imagenet_resnet50_dawnbench.py"
@@ -96,7 +97,8 @@ def run_all(args: argparse.Namespace, changes: list[str]) -> None:
     plan = make_plan(experiment.replaced({"exchange": Dense()}))
     before_sec = time.perf_counter() - START
     spec, mesh = plan.splits.train.spec, plan.parts.layout.mesh
-    experiment, reasons = settled(experiment, spec, mesh, _chosen(args.workdir / "run"))
+    exchange, reasons = choose_exchange(experiment, spec, mesh, _chosen(args.workdir / "run"))
+    experiment = experiment.replaced({"exchange": exchange})
     plan = dataclasses.replace(plan, experiment=experiment, parts=make_parts(experiment, spec, mesh, plan.timeline))
     checks = machine_lines(plan, args.workdir) + data_lines(plan, is_rehearsal=args.rehearse)
     network, exchange_sec = network_lines(plan)

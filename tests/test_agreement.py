@@ -43,7 +43,7 @@ def trained(experiment, num_steps=None):
     """(the plan, the state after the steps, the metrics of each step)."""
     plan = make_plan(experiment, jax.devices())
     rounds = plan.parts.agreement.keeps_replicas
-    steps = compile_rounds(plan) if rounds else EachStep(compile_train_step(plan))
+    steps = compile_rounds(plan) if rounds else EachStep(compile_train_step(plan), plan.parts)
     state = make_initial_state(plan)
     found, step, num_steps = [], 0, num_steps or experiment.steps
     with TrainLoader(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxdl.models import Transformer
+from jaxdl.models.network import Call
 from jaxdl.parallel import sharding
 from jaxdl.parallel.compiler.hlo import is_collective, parse
 from jaxdl.parallel.mesh import MeshConfig, make_mesh
@@ -51,7 +52,7 @@ def caller(network, layout):
 
     def call(params, *inputs, method="__call__"):
         with sharding.use_layout(layout) if layout else jax.named_scope(""):
-            return network.apply(params, {}, *inputs, train=False, method=method)[0]
+            return network.call(Call(train=False, method=method), params, {}, *inputs)[0]
 
     return call
 

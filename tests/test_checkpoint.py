@@ -19,7 +19,8 @@ from jaxdl.training.checkpoint import Checkpoints
 from jaxdl.training.evaluation import evaluate, make_eval_step
 from jaxdl.training.experiment import Experiment, identity
 from jaxdl.training.run.plan.build import make_initial_state, make_plan
-from jaxdl.training.run.workdir.workdir import claim_workdir, keep_examples
+from jaxdl.training.run.workdir.records import keep_examples
+from jaxdl.training.run.workdir.workdir import claim_workdir
 from jaxdl.training.tasks import LanguageModelling
 
 IMAGES = tiny_experiment(mesh=MeshConfig(replica=2, fsdp=2), steps=4)

@@ -9,6 +9,7 @@ import pytest
 from test_models import num_params, random_weights
 
 from jaxdl.models import EncoderDecoder, Network
+from jaxdl.models.network import Call
 
 VOCAB = 20
 SMALL = EncoderDecoder(num_encoder_layers=2, num_decoder_layers=2, embed_dim=16, num_heads=2, mlp_dim=24, dropout=0.0)
@@ -135,7 +136,7 @@ def test_cached_decoding_equals_the_whole_target_read_at_once(positions):
     )
     lengths = np.array([len(source) for source, _ in pairs], np.int32)
     source, cache = network.apply(params, {}, rows_of(rows), lengths, 6, train=False, method="begin")[0]
-    step = jax.jit(lambda p, *x: network.apply(p, {}, *x, train=False, method="next_logits")[0])
+    step = jax.jit(lambda p, *x: network.call(Call(train=False, method="next_logits"), p, {}, *x)[0])
     for at in range(6):
         tokens = np.array([target[at] for _, target in pairs], np.int32)
         logits, cache = step(params, tokens, cache, jnp.int32(at), source, lengths)

@@ -12,13 +12,14 @@ from runs import tiny_experiment
 
 import jaxdl
 from jaxdl.core.config import ConfigError
+from jaxdl.core.files import CHOICE_FILE
 from jaxdl.exchange import Auto, Dense, GradientLayout, PowerSGD, Quantized, TopK
 from jaxdl.optim import SGD
 from jaxdl.parallel.mesh import MeshConfig, batch_sharding, make_mesh
 from jaxdl.parallel.precision import Float16
 from jaxdl.training.run.compile import compile_train_step
 from jaxdl.training.run.plan.build import make_initial_state, make_plan
-from jaxdl.training.run.workdir.workdir import read_choice
+from jaxdl.training.run.workdir.records import Workdir, choice_file
 
 REPLICAS = MeshConfig(replica=8, fsdp=1)
 GIVEN = Auto(bandwidth_gbps=1.0, latency_us=20.0)
@@ -103,14 +104,14 @@ def test_the_choice_is_kept_with_the_run(tmp_path):
 
     kept["exchange"] = Dense(wire_dtype="bfloat16").model_dump()
     (tmp_path / "exchange.json").write_text(json.dumps(kept))
-    assert read_choice(tmp_path) == Dense(wire_dtype="bfloat16")
-    plan = make_plan(experiment, chosen=lambda: read_choice(tmp_path))
+    assert Workdir(tmp_path).read_exchange() == Dense(wire_dtype="bfloat16")
+    plan = make_plan(experiment, workdir=Workdir(tmp_path))
     assert plan.experiment.exchange == Dense(wire_dtype="bfloat16")
     assert plan.reasons == ("exchange: dense bfloat16, as chosen when the run began",)
 
     (tmp_path / "exchange.json").write_text("{")
     with pytest.raises(ConfigError, match="not a choice of an exchange"):
-        read_choice(tmp_path)
+        Workdir(tmp_path).read_exchange()
 
 
 def test_with_one_replica_nothing_is_measured():
@@ -119,7 +120,7 @@ def test_with_one_replica_nothing_is_measured():
     assert "one replica exchanges nothing" in plan.reasons[0]
 
 
-def test_one_replica_says_that_nothing_is_exchanged():
+def test_one_replica_says_that_nothing_is_exchanged(tmp_path):
     """Also of a choice that was made for several: its state has to survive until there are several again."""
     one = {"mesh": MeshConfig(replica=1, fsdp=8)}
 
@@ -131,7 +132,8 @@ def test_one_replica_says_that_nothing_is_exchanged():
     assert "no effect but for --exchange.delay-steps 1" in note
     assert "--exchange has no effect. It takes effect with --mesh.replica 2" in said(Dense(bucket_mib=1.0)).reasons[0]
     assert said(Dense()).reasons == said(Dense(delay_steps=1)).reasons == ()
-    chosen = said(Auto(), chosen=lambda: TopK(min_elements=0))
+    (tmp_path / CHOICE_FILE).write_bytes(choice_file(tmp_path, TopK(min_elements=0), ())[CHOICE_FILE])
+    chosen = said(Auto(), workdir=Workdir(tmp_path))
     assert chosen.experiment.exchange == TopK(min_elements=0)
     assert [reason.split(":")[0] for reason in chosen.reasons] == ["exchange", "exchange topk"]
     assert "residual" in chosen.parts.state_spec.shapes.exchange_state["replica"]
@@ -141,7 +143,7 @@ def test_a_choice_on_one_replica_is_not_kept(tmp_path):
     """Begun on one replica and resumed on several, the run chooses then."""
     experiment = tiny_experiment(exchange=GIVEN, mesh=MeshConfig(replica=1, fsdp=8), steps=2)
     jaxdl.train(experiment, tmp_path, quiet=True)
-    assert read_choice(tmp_path) is None
+    assert Workdir(tmp_path).read_exchange() is None
     assert json.loads((tmp_path / "config.json").read_text())["exchange"]["kind"] == "auto"
 
 

@@ -9,7 +9,14 @@ import pytest
 
 from jaxdl.training.checkpoint import fingerprints
 from jaxdl.training.checkpoint.disk import disk_reason
-from jaxdl.training.checkpoint.fingerprint import Stale, row_fingerprints, tag_words, tagged, tagged_texts, text
+from jaxdl.training.checkpoint.fingerprint import (
+    Stale,
+    row_fingerprints,
+    tag_fingerprints,
+    tag_words,
+    tagged_texts,
+    text,
+)
 
 RANDOM = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
 
@@ -103,7 +110,7 @@ def test_fingerprints_of_another_checkpoint_do_not_pass_for_those_of_this_one():
     """On their devices they have the step; what is stored has not, as ever."""
     state = {"a": RANDOM, "b": ONE}
     step = 700
-    found = jax.jit(tagged)(state, np.uint32(step))
+    found = jax.jit(tag_fingerprints)(state, np.uint32(step))
     assert tagged_texts(found, step) == {name: of(x) for name, x in state.items()}
     with pytest.raises(Stale) as error:
         tagged_texts(found, step + 1)

@@ -17,7 +17,7 @@ from jaxdl.platform.fleet.exchanged import exchange_of, exchange_seconds
 from jaxdl.platform.fleet.server import Server
 from jaxdl.platform.fleet.speed import GUESSED, MEASURED, Exchange, estimates
 from jaxdl.platform.fleet.store import Store
-from jaxdl.training.run.plan.validate import read_splits
+from jaxdl.training.run.plan.data import read_splits
 
 ROOT = Path(__file__).parent.parent
 DIGITS = str(ROOT / "configs/digits.py")

@@ -8,7 +8,7 @@ from jaxdl.core.errors import ConfigError
 from jaxdl.data import ArraySpec, spec_to_json
 from jaxdl.data.arrays.in_memory import like
 from jaxdl.data.spec import ArrayInfo
-from jaxdl.training.run.workdir.workdir import keep_spec, read_spec
+from jaxdl.training.run.workdir.records import Workdir, keep_spec
 from jaxdl.training.tasks import Classification, Task
 
 
@@ -79,7 +79,7 @@ RAW = ArraySpec((ArrayInfo("x", (8, 8), "uint8"), ArrayInfo("y", (), "int32", nu
 def test_arrays_are_read_as_a_run_recorded_them(tmp_path):
     """Whatever is guessed of them now: its network was trained on what `data.json` says."""
     (tmp_path / "data.json").write_text(spec_to_json(RAW))
-    recorded = read_spec(tmp_path)
+    recorded = Workdir(tmp_path).read_spec()
     splits = arrays((IMAGES[..., 0], Y)).build()
     assert splits.train.spec.modality == "images"
     found = splits.read_as(recorded)

@@ -15,7 +15,7 @@ from test_tfds import LABEL, image_feature, write_dataset
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data import TFDS, Cache, ImageFolder, ImageTars, ParquetPhotos, Photos
-from jaxdl.training.run.workdir.workdir import keep_examples
+from jaxdl.training.run.workdir.records import keep_examples
 
 PLAIN = Photos(size=48, workers=0, min_scale=0.2)
 

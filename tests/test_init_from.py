@@ -17,8 +17,9 @@ from jaxdl.data.spec import TextSpec, spec_to_json
 from jaxdl.models import Transformer
 from jaxdl.parallel.cluster import agree
 from jaxdl.parallel.mesh import MeshConfig
-from jaxdl.training.run.plan.build import make_initial_state, make_plan
-from jaxdl.training.run.plan.init_from import InitFrom, _context, as_init, beginning
+from jaxdl.training.run.plan.build import begin, make_initial_state, make_plan
+from jaxdl.training.run.plan.init_from import InitFrom, _context, as_init
+from jaxdl.training.run.workdir.records import Workdir
 
 MESH = MeshConfig(replica=2, fsdp=2, tensor=2)
 EXPERIMENT = tiny_experiment(steps=4, checkpoint={"every_steps": 2}, evaluation={"every_steps": 2}, mesh=MESH)
@@ -33,7 +34,7 @@ def source(tiny_run):
 
 def begun(experiment, init=None):
     """(the initial state of a run, what it took), without a workdir."""
-    plan = make_plan(experiment, initial=lambda abstract: beginning(None, init, False, abstract))
+    plan = begin(make_plan(experiment), init, Workdir())
     return make_initial_state(plan), plan
 
 

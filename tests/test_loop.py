@@ -22,7 +22,7 @@ from jaxdl.optim import SGD
 from jaxdl.parallel.mesh import Axis, MeshConfig, make_mesh
 from jaxdl.parallel.sharding import STACKED, Layout, ShardingConfig, use_layout
 from jaxdl.training.run.plan.build import make_initial_state, make_plan
-from jaxdl.training.run.plan.overlap import loop_sum_dtype
+from jaxdl.training.run.plan.exchange import loop_sum_dtype
 from jaxdl.training.step import make_train_step
 
 LOOPED = TEXT.replaced(

@@ -16,6 +16,7 @@ from jaxdl.core.config import ConfigError
 from jaxdl.data import SyntheticImages, TrainLoader
 from jaxdl.models import Network, ResNet, ViT
 from jaxdl.models.functions import linen_network
+from jaxdl.models.network import Call
 from jaxdl.models.norm_rows import row_norms
 from jaxdl.parallel.mesh import MeshConfig, batch_sharding
 from jaxdl.training.evaluation import EvaluationConfig
@@ -228,7 +229,7 @@ def test_micro_batches_are_estimated_one_by_one():
         images = [plan.parts.task.inputs(jax.device_get(batch), plan.parts.data_spec)[0] for batch in batches]
     net, statistics = plan.parts.network, jax.tree.map(jnp.asarray, state.model_state)
     every = [
-        net.apply(state.ema_params, statistics, image[part::2], train=True, forget=True)[1]
+        net.call(Call(train=True, reset_batch_stats=True), state.ema_params, statistics, image[part::2])[1]
         for image in images
         for part in (0, 1)
     ]

@@ -22,7 +22,7 @@ from jaxdl.report import ReportConfig
 from jaxdl.training.experiment import Experiment, identity
 from jaxdl.training.run.compile import compile_train_step
 from jaxdl.training.run.plan.build import make_initial_state, make_plan
-from jaxdl.training.run.plan.validate import fitted_task
+from jaxdl.training.run.plan.validate import fit_task
 from jaxdl.training.tasks import Classification, Loss
 
 random = np.random.default_rng(0)
@@ -115,7 +115,7 @@ def test_the_best_value_is_the_highest_or_the_lowest_as_is_known_or_said():
     assert [mode(name) for name in names] == ["min"] * 3 + ["max"] * 4
     assert mode("accuracy", best_mode="min") == "min"
     with pytest.raises(ConfigError, match="best_metric = 'close': whether a higher or a lower value is better"):
-        fitted_task(Loss(squared, metrics=close, best_metric="close"), SPEC, outputs_of(2))
+        fit_task(Loss(squared, metrics=close, best_metric="close"), SPEC, outputs_of(2))
     experiment = Experiment(task=Loss(squared)).replaced({"task.best_metric": "accuracy"})
     assert experiment.task.resolved_mode == "max"
 

@@ -21,7 +21,7 @@ from jaxdl.optim.build import build_schedule
 from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.training.run.compile import compile_train_step
 from jaxdl.training.run.plan.build import make_plan
-from jaxdl.training.run.plan.validate import fitted_task, task_inputs
+from jaxdl.training.run.plan.validate import fit_task, task_inputs
 from jaxdl.training.step import StepConfig
 from jaxdl.training.tasks import Classification
 
@@ -97,13 +97,13 @@ def test_a_task_that_fails(members, message):
 
     def traced():
         task_inputs(task, spec, spec.blank())
-        fitted_task(task, spec, outputs)
+        fit_task(task, spec, outputs)
 
     with pytest.raises(ConfigError, match=message) as error:
         traced()
     assert "\n" not in str(error.value)
     impossible = own(Classification, metrics=lambda self, sums, spec: {"accuracy": 1 / (sums["loss"] - sums["weight"])})
-    fitted_task(impossible, spec, outputs)  # Of sums that are made up, which says nothing.
+    fit_task(impossible, spec, outputs)  # Of sums that are made up, which says nothing.
 
 
 # Schedules

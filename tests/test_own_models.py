@@ -16,6 +16,7 @@ from jaxdl.core.kinds import forgotten
 from jaxdl.core.options import choices_help
 from jaxdl.exchange import TopK
 from jaxdl.models import FromFunctions, FromModule, Network, ResNet
+from jaxdl.models.network import Call
 from jaxdl.optim import SGD, Constant, decay_mask
 from jaxdl.parallel.mesh import MeshConfig, make_mesh
 from jaxdl.parallel.precision import BFloat16, cast_weights
@@ -329,7 +330,7 @@ def test_only_the_statistics_of_batch_norm_are_estimated_anew():
     params, state = network.init(jax.random.key(0))
     assert network.norms == {("norms", "0", "mean"), ("norms", "0", "var")}
     _, trained = network.apply(params, state, image, train=True)
-    _, estimated = network.apply(params, trained, image, train=True, forget=True)
+    _, estimated = network.call(Call(train=True, reset_batch_stats=True), params, trained, image)
     np.testing.assert_allclose(estimated["norms"]["0"]["mean"], [image.mean()], rtol=1e-5)
     assert estimated["seen"] == trained["seen"] == pytest.approx(image.mean() / 2)
     made = experiment(FromModule(LinenNet), mesh=ALL, evaluation=EvaluationConfig(norm_batches=2))

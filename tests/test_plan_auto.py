@@ -13,7 +13,7 @@ from test_planner import cluster, workload
 
 import jaxdl
 from jaxdl.core.config import ConfigError
-from jaxdl.core.files import PLAN_FILE
+from jaxdl.core.files import CHOICE_FILE, PLAN_FILE
 from jaxdl.data import Clicks
 from jaxdl.exchange.cost import NOMINAL_SPEEDS, Link, Machine
 from jaxdl.models import DLRM
@@ -34,6 +34,7 @@ from jaxdl.training.experiment import identity
 from jaxdl.training.plans import PlanAuto
 from jaxdl.training.run.plan.build import make_plan
 from jaxdl.training.run.plan.layout import Planned
+from jaxdl.training.run.workdir.records import Workdir, choice_file
 from jaxdl.training.tasks import Binary
 
 MESH = MeshConfig()
@@ -183,7 +184,7 @@ def test_a_run_plans_once_for_its_devices(tmp_path, monkeypatch):
         jaxdl.train(longer, tmp_path / "a", quiet=True, devices=jax.devices()[:1])
 
 
-def test_the_exchange_of_a_plan_is_kept(monkeypatch):
+def test_the_exchange_of_a_plan_is_kept(monkeypatch, tmp_path):
     layout = {"mesh.replica": 2, "mesh.fsdp": 1, "mesh.tensor": 1, "step.microbatches": 2}
     exchange, seen = jaxdl.load("digits", {"exchange": "topk"}).exchange, []
 
@@ -194,17 +195,20 @@ def test_the_exchange_of_a_plan_is_kept(monkeypatch):
     monkeypatch.setattr(auto, "plan", plan)
     open_ = jaxdl.load("digits", {"exchange": "auto"}).exchange
     experiment = tiny_experiment(mesh=MESH, plan=GIVEN, exchange=open_)
-    first = make_plan(experiment, jax.devices()[:2], stored=lambda: None)
+    workdir = Workdir(tmp_path)
+    first = make_plan(experiment, jax.devices()[:2], workdir=workdir)
     assert first.experiment.exchange == exchange
     assert first.experiment.step.microbatches == 2
     assert first.asked == experiment
     # The next plan, on other devices, is made around it.
     changed = experiment.replaced({"plan.network": "2gbit"})
-    again = make_plan(changed, jax.devices()[:2], stored=lambda: first.kept, chosen=lambda: exchange)
+    (tmp_path / PLAN_FILE).write_text(first.kept.to_json())
+    (tmp_path / CHOICE_FILE).write_bytes(choice_file(tmp_path, exchange, ())[CHOICE_FILE])
+    again = make_plan(changed, jax.devices()[:2], workdir=workdir)
     assert seen == [open_, exchange]
     assert again.experiment.exchange == exchange
     assert any("other settings are given" in one for one in again.reasons)
-    same = make_plan(experiment, jax.devices()[:2], stored=lambda: first.kept, chosen=lambda: exchange)
+    same = make_plan(experiment, jax.devices()[:2], workdir=workdir)
     assert len(seen) == 2
     assert same.kept == first.kept
     assert same.experiment.exchange == exchange

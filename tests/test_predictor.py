@@ -9,6 +9,7 @@ import pytest
 import jaxdl
 from jaxdl.core.config import ConfigError
 from jaxdl.core.files import step_dir, step_folder
+from jaxdl.models.network import Call
 from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.training.step import apply_network
 
@@ -19,7 +20,7 @@ def make_oracle(run, params=None):
 
     @jax.jit
     def outputs(params, model_state, batch):
-        return apply_network(parts, parts.layout, params, model_state, batch, train=False)[0]
+        return apply_network(parts, parts.layout, params, model_state, batch, Call(train=False))[0]
 
     params = state.eval_params if params is None else params
     return lambda batch: np.asarray(parts.task.predictions(outputs(params, state.model_state, batch)))

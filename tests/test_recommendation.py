@@ -21,14 +21,14 @@ from jaxdl.optim import SGD, Constant
 from jaxdl.parallel.embedding import ColumnWise, DataParallel, EmbeddingConfig, Replicated, RowSGD, RowWise, Table
 from jaxdl.parallel.embedding.layout import make_buffers
 from jaxdl.parallel.embedding.table import check_tables
-from jaxdl.parallel.mesh import AXES, MeshConfig, batch_sharding, make_mesh
+from jaxdl.parallel.mesh import AXES, MeshConfig, batch_sharding
 from jaxdl.performance.planner.table_report import measured_workload
 from jaxdl.report import ReportConfig
 from jaxdl.training.checkpoint import CheckpointConfig
 from jaxdl.training.evaluation import EvaluationConfig
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.run.plan.build import make_initial_state, make_plan
-from jaxdl.training.run.plan.exchange import make_tables, with_vectors
+from jaxdl.training.run.plan.network import tables_of
 from jaxdl.training.step import StepConfig, make_train_step
 from jaxdl.training.tasks import Binary
 from jaxdl.training.tasks.binary import area_under_curve
@@ -341,13 +341,12 @@ def test_tables_that_cannot_hold_their_ids():
     source = TabularArrays(**arrays, spec=spec_of())
     small = DLRM(columns=4, own_tables=(Table(name="both", rows=6, columns=4, features=("one", "two")),))
     experiment = Experiment(model=small, task=Binary(), steps=1, batch_size=2)
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with pytest.raises(ConfigError, match="table both: it has 6 rows, and feature one has 9 ids"):
-        make_tables(experiment, source.spec, mesh)
+        tables_of(small, experiment.embedding, source.spec)
     lacking = small.model_copy(update={"own_tables": (Table(name="a", rows=9, columns=4, features=("one",)),)})
     incomplete = experiment.model_copy(update={"model": lacking})
     with pytest.raises(ConfigError, match="no table has the feature 'two' of the data"):
-        with_vectors(incomplete, source.spec, (source.batch(np.arange(2))["ids"],))
+        tables_of(lacking, experiment.embedding, source.spec)
     with pytest.raises(ConfigError, match="no table has the feature 'two' of the data"):
         measured_workload(incomplete, dict.fromkeys(AXES, 1), lambda *_: Splits(source, source))
     huge = [Table(name=name, rows=6 * 10**8, columns=4, features=(name,)) for name in ("one", "two")]

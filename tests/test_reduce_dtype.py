@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from test_precision import IMAGES, TEXT, batches, equal_bits, gradients, lowered, products
 
+from jaxdl.models.network import Call
 from jaxdl.models.products import add_bias, weight_convolution, weight_product
 from jaxdl.parallel.mesh import MeshConfig, make_mesh
 from jaxdl.parallel.precision import BFloat16
@@ -134,7 +135,7 @@ def test_the_dtype_of_sums_does_not_change_the_forward_pass():
         rows = plan.splits.train.batch(np.arange(8))
         forward = jax.jit(
             lambda state, rows, parts=parts: apply_network(
-                parts, parts.layout, state.params, state.model_state, rows, train=False
+                parts, parts.layout, state.params, state.model_state, rows, Call(train=False)
             )[0]
         )
         outputs.append(jax.device_get(forward(state, rows)))

@@ -21,7 +21,7 @@ from jaxdl.parallel.collectives.blocks import block_width
 from jaxdl.parallel.collectives.compact import COARSE_BITS, KEY_BITS
 from jaxdl.parallel.compiler import hlo
 from jaxdl.performance.bench import select as bench_select
-from jaxdl.training.run.plan.build import settled
+from jaxdl.training.run.plan.exchange import choose_exchange
 
 CALL = "__gpu$xla.gpu.triton"
 
@@ -196,7 +196,7 @@ def test_runs_whose_exchange_selects_agree(two_hosts, exchange, platform, replic
     mesh = types.SimpleNamespace(
         shape={"replica": replicas}, devices=np.array([types.SimpleNamespace(platform=platform)])
     )
-    settled(TEXT.replaced({"exchange": exchange}), None, mesh)
+    choose_exchange(TEXT.replaced({"exchange": exchange}), None, mesh)
     assert bool(two_hosts[1]) == asks
 
 

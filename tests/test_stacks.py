@@ -23,7 +23,7 @@ from jaxdl.parallel.precision import cast_weights
 from jaxdl.parallel.sharding import is_names
 from jaxdl.training.run.plan.build import make_plan
 from jaxdl.training.run.plan.remarks import decayed_biases, earlier_stacks, unclear_stacks
-from jaxdl.training.run.workdir.workdir import read_stacks, stacks_file
+from jaxdl.training.run.workdir.records import Workdir, stacks_file
 
 X = jax.ShapeDtypeStruct((2, 6), jnp.float32)
 SIZES = {"num_classes": 4, "num_features": 6, "dtype": jnp.float32}
@@ -134,20 +134,21 @@ def test_rows_beside_a_stack_are_no_layers():
 
 def test_a_run_goes_on_with_the_stacks_that_it_began_with(tmp_path):
     """Those in its file; a run with checkpoints and no file began when none were known, and has such a state."""
-    assert read_stacks(None) is read_stacks(tmp_path) is None
+    assert Workdir(None).read_stacks() is Workdir(tmp_path).read_stacks() is None
     (tmp_path / "checkpoints" / "step_5").mkdir(parents=True)
-    assert read_stacks(tmp_path) == {}
+    assert Workdir(tmp_path).read_stacks() == {}
     (tmp_path / STACKS_FILE).write_bytes(stacks_file({"blocks/bias": (0,), "blocks/kernel": (1,)})[STACKS_FILE])
-    assert read_stacks(tmp_path) == {"blocks/bias": (0,), "blocks/kernel": (1,)}
+    assert Workdir(tmp_path).read_stacks() == {"blocks/bias": (0,), "blocks/kernel": (1,)}
     (tmp_path / STACKS_FILE).write_text('{"blocks/bias": 2}')  # As it was written at first.
-    assert read_stacks(tmp_path) == {"blocks/bias": (0, 1)}
+    assert Workdir(tmp_path).read_stacks() == {"blocks/bias": (0, 1)}
     (tmp_path / STACKS_FILE).write_text("[1")
     with pytest.raises(ConfigError, match="does not say which parameters are stacked"):
-        read_stacks(tmp_path)
+        Workdir(tmp_path).read_stacks()
     mesh = MeshConfig(replica=1, fsdp=1, tensor=1)
     experiment = tiny_experiment(model=FromModule(Towers), optimizer=Muon(), mesh=mesh)
-    for stacks, is_matrix in ((None, False), ({}, True)):
-        plan = make_plan(experiment, jax.devices()[:1], stacks=lambda stacks=stacks: stacks)
+    (tmp_path / STACKS_FILE).unlink()
+    for workdir, is_matrix in ((Workdir(), False), (Workdir(tmp_path), True)):
+        plan = make_plan(experiment, jax.devices()[:1], workdir=workdir)
         names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(plan.parts.state_spec.opt_shapes)]
         matrices = [one for one in names if "matrices" in one and "'tower']['blocks']['layer']['bias']" in one]
         assert bool(matrices) == is_matrix
@@ -168,9 +169,9 @@ class Attended(nnx.Module):
 def test_decayed_biases_are_named():
     experiment = Experiment(model=FromModule(Attended), optimizer=AdamW(weight_decay=0.1))
     network = Network(lambda rngs: Attended(4, 1, jnp.float32, rngs=rngs), "mine")
-    (line,) = decayed_biases(experiment, network)
+    (line,) = decayed_biases(experiment.optimizer, network, network.axes)
     assert "takes attention/key/bias, attention/query/bias, attention/value/bias: by" in line
-    assert not decayed_biases(experiment.replaced({"optimizer.weight_decay": 0.0}), network)
+    assert not decayed_biases(AdamW(weight_decay=0.0), network, network.axes)
 
 
 def test_a_stack_does_not_change_what_is_computed():
@@ -288,7 +289,7 @@ def test_a_resumed_run_is_told_its_stacks(tmp_path, capsys):
     experiment = tiny_experiment(model=FromModule(Towers), optimizer=optimizer, mesh=mesh, steps=2, step=step)
     earlier, new = tmp_path / "earlier", tmp_path / "new"
     train(experiment, new, devices=jax.devices()[:1], max_steps=1, quiet=True)
-    assert set(read_stacks(new).values()) == {(0,)}
+    assert set(Workdir(new).read_stacks().values()) == {(0,)}
     shutil.copytree(new, earlier)
     (earlier / STACKS_FILE).unlink()
     capsys.readouterr()

@@ -235,9 +235,10 @@ def test_the_memory_of_an_evaluation_is_counted():
     columns = 4096
     rows = host_memory_bytes() // (4 * columns)
     table = Table(name="feature00", rows=rows, columns=columns, features=("feature00",))
-    large = types.SimpleNamespace(buffers=make_buffers([table], {"feature00": 1}, EmbeddingConfig(), sizes))
+    buffers = make_buffers([table], {"feature00": 1}, EmbeddingConfig(), sizes)
+    large = types.SimpleNamespace(buffers=buffers, config=cached.embedding)
     with pytest.raises(ConfigError, match=r"cache\.fraction.0\.5: .* the slots of an evaluation"):
-        check_memory(cached, plan.parts.state_spec, plan.splits.train.spec, large)
+        check_memory(cached.model, plan.parts.state_spec, plan.splits.train.spec, 1, large)
 
 
 OTHERS = {

@@ -25,7 +25,7 @@ from jaxdl.training.checkpoint import (
     written_rows,
 )
 from jaxdl.training.checkpoint.fingerprint import fingerprints, host_fingerprints, text
-from jaxdl.training.checkpoint.form import Form
+from jaxdl.training.checkpoint.items import Form
 from jaxdl.training.checkpoint.pieces import StoredRows, Summed
 from jaxdl.training.checkpoint.stored_tables import aligned, in_memory
 from jaxdl.training.checkpoint.written_rows import chunk_bytes, chunk_rows

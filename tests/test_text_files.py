@@ -15,13 +15,12 @@ from runs import tiny_experiment
 import jaxdl
 from jaxdl.core.config import ConfigError
 from jaxdl.core.runs import read_lines
-from jaxdl.data import Documents, Pairs, Tabular
+from jaxdl.data import Documents, Pairs, Tabular, spec_to_json
 from jaxdl.data.text.token_windows import TextFiles
 from jaxdl.models import Transformer
 from jaxdl.parallel.mesh import MeshConfig
-from jaxdl.training.run.plan.staged_data import as_begun
-from jaxdl.training.run.plan.validate import read_splits
-from jaxdl.training.run.workdir.workdir import keep_examples
+from jaxdl.training.run.plan.data import read_data
+from jaxdl.training.run.workdir.records import Workdir, keep_examples
 from jaxdl.training.tasks import LanguageModelling
 
 TEXTS = ["first document", "second one", "third, é one"]
@@ -191,23 +190,24 @@ def test_a_run_goes_on_with_the_text_that_it_began_with(case, tmp_path):
         (folder / "a.txt").write_bytes(before)
         before = before[:102]  # Half of 203 bytes, rounded to an even number.
     data = TextFiles(paths=(str(folder),), glob="**/*.txt", length=3, test_fraction=0.5)
-    read = as_begun(workdir, read_splits)
     recorded = {
         "train": {"examples": (len(before) - 1) // 3, "content": ""},
         "test": {"examples": 33 if case == "hidden file" else 34, "content": ""},
     }
 
-    fresh = read(data, None)
+    fresh = read_data(data, Workdir(workdir))
     assert (len(fresh.train), len(fresh.test)) == ((16, 17) if case == "hidden file" else (33, 33))
     (workdir / "examples.json").write_text(json.dumps(recorded))
-    old = read(data, fresh.train.spec)
+    (workdir / "data.json").write_text(spec_to_json(fresh.train.spec))
+    old = read_data(data, Workdir(workdir))
     tokens = old.train.batch(np.arange(len(old.train)))["tokens"]
     assert tokens[:, :3].ravel().tolist() == list(before[: 3 * len(tokens)])
     keep_examples(workdir, old.content(), old.former_contents())
-    assert read(data, fresh.train.spec).content() == old.content(), "known by its content from then on"
+    assert read_data(data, Workdir(workdir)).content() == old.content(), "known by its content from then on"
     (folder / "a.txt").write_bytes((folder / "a.txt").read_bytes()[::-1])
+    changed = read_data(data, Workdir(workdir))
     with pytest.raises(ConfigError, match="the data changed since its run began"):
-        keep_examples(workdir, read(data, None).content(), read(data, None).former_contents())
+        keep_examples(workdir, changed.content(), changed.former_contents())
 
 
 def test_train_and_evaluate_read_the_text_of_a_run_of_an_earlier_version(tmp_path):

@@ -38,17 +38,22 @@ _NAMES = "utf-8", "surrogateescape"
 
 
 class Stage:
-    """Copies files into a folder; `say` is told how far it is, "copying NAME: 1.2 of 3.4 GB".
+    """Copies files into a folder; `say` is told how far it is, "copying NAME: 1.2 of 3.4 GB", and None by `close`.
 
-    `taken` says whether it has been asked for any file. Raises ConfigError, here and when it copies, for a folder that
-    cannot be written, for one that is too small, and for a file that cannot be read or does not come out the same.
+    `given` is the folder, and `taken` says whether it has been asked for any file. Raises ConfigError, here and when it
+    copies, for a folder that cannot be written, for one that is too small, and for a file that cannot be read or does
+    not come out the same.
     """
 
-    def __init__(self, folder: str | Path, say: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, folder: str | Path, say: Callable[[str | None], None] = lambda text: None) -> None:
         if not str(folder).strip():
             raise ConfigError("--stage-data '': empty. Give a folder on the disk of each node, or leave it out.")
         self._root, self._say = expand_home(folder).absolute(), say
-        self.taken = False
+        self.given, self.taken = folder, False
+
+    def close(self) -> None:
+        """Tells that nothing is copied any more."""
+        self._say(None)
 
     def folder(
         self, address: str, below: Sequence[str] = ("",), only: tuple[str, Collection[str]] | None = None

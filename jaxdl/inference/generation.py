@@ -24,6 +24,7 @@ from jaxdl.inference.decoding.loop import Rows, draw_next, row_keys, write_on
 from jaxdl.inference.decoding.padding import SHORTEST, power_of_two
 from jaxdl.inference.decoding.sampling import sample
 from jaxdl.models.logits import of_tokens
+from jaxdl.models.network import Call
 from jaxdl.parallel.mesh import batch_ways
 from jaxdl.training.run.inference import Inference
 from jaxdl.training.state import replicated
@@ -163,14 +164,14 @@ class Decoder:
         return rows.cache, rows._replace(cache=None), written
 
     def _run(self, params: Any, model_state: Any, *inputs: Any, method: str) -> Any:
-        return run_network(self.parts, self.parts.layout, params, model_state, *inputs, train=False, method=method)[0]
+        call = Call(train=False, method=method)
+        return run_network(self.parts, self.parts.layout, params, model_state, call, *inputs)[0]
 
     def _logits_of_texts(self, params: Any, model_state: Any, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """The logits after the tokens at these positions, [rows, 1, vocab], from the whole texts."""
         batch = {"tokens": with_targets(tokens, jnp)}
-        outputs = apply_network(
-            self.parts, self.parts.layout, params, model_state, batch, train=False, whole=False
-        )[0]  # fmt: skip
+        call = Call(train=False, materialize_logits=False)
+        outputs, _ = apply_network(self.parts, self.parts.layout, params, model_state, batch, call)
         return of_tokens(outputs, positions)
 
 

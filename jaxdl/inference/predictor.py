@@ -25,6 +25,7 @@ from jaxdl.inference.decoding.text import Completion, Continued, TextStream
 from jaxdl.inference.generation import Decoder, Sampling, Writing
 from jaxdl.inference.translation import Translator
 from jaxdl.parallel.cluster import start_devices
+from jaxdl.parallel.embedding.cache import CacheConfig
 from jaxdl.parallel.mesh import MeshConfig, make_mesh
 from jaxdl.parallel.sharding import Params
 from jaxdl.training.checkpoint import Checkpoints, restore_mean
@@ -32,9 +33,8 @@ from jaxdl.training.experiment import Experiment, read_experiment
 from jaxdl.training.run.inference import Inference, held_out, of_phase
 from jaxdl.training.run.plan.build import make_parts
 from jaxdl.training.run.plan.init_from import reading_spec
-from jaxdl.training.run.tables.cached_tables import without_caches
+from jaxdl.training.run.workdir.records import Workdir
 from jaxdl.training.run.workdir.tokenizer import check_data, codec_of_run
-from jaxdl.training.run.workdir.workdir import read_stacks
 from jaxdl.training.state import ModelState
 from jaxdl.training.step import Parts
 
@@ -294,7 +294,8 @@ def restore(
     folder = check_run(workdir)
     # No gradients are exchanged in prediction, so what they would be exchanged by plays no part.
     experiment = read_experiment(folder).replaced({"exchange": Dense()})
-    experiment = without_caches(experiment)
+    if experiment.embedding.cache.fraction is not None:  # The devices hold whole tables.
+        experiment = experiment.replaced({"embedding.cache": CacheConfig()})
     spec = reading_spec(folder)
     with contextlib.suppress(ConfigError):  # JAX may run on other devices already, and those will do.
         start_devices(mesh or experiment.mesh)
@@ -331,5 +332,5 @@ def _parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, workdir: Path) ->
     """The parts of a network that only predicts; its stacks are those of the run, which rounds weights by them."""
     # How long the run was plays no part in prediction; no schedule's warm-up is longer than this.
     return make_parts(
-        experiment, spec, mesh, make_timeline(1, 1, epochs=None, steps=2**31 - 1), stacks=read_stacks(workdir)
+        experiment, spec, mesh, make_timeline(1, 1, epochs=None, steps=2**31 - 1), stacks=Workdir(workdir).read_stacks()
     )

@@ -14,6 +14,7 @@ import numpy as np
 from jaxdl.data import Codec, TextSpec
 from jaxdl.inference.decoding.padding import SHORTEST, power_of_two
 from jaxdl.models.logits import log_likelihoods
+from jaxdl.models.network import Call
 from jaxdl.parallel.mesh import batch_ways
 from jaxdl.training.run.inference import Inference
 from jaxdl.training.state import replicated
@@ -82,7 +83,8 @@ class Scorer:
     def _sums(self, params: Any, model_state: Any, tokens: jax.Array, scored: jax.Array) -> jax.Array:
         batch = {"tokens": tokens}
         parts, most = self._parts, self._most_logits * batch_ways(self._parts.layout.mesh)
-        outputs, _ = apply_network(parts, parts.layout, params, model_state, batch, train=False, whole=False)
+        call = Call(train=False, materialize_logits=False)
+        outputs, _ = apply_network(parts, parts.layout, params, model_state, batch, call)
         return jnp.sum(jnp.where(scored, log_likelihoods(outputs, tokens[:, 1:], most), 0), axis=1)
 
 

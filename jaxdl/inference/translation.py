@@ -14,6 +14,7 @@ from jaxdl.data import Codec, DataSpec, PairSpec
 from jaxdl.data.codec import import_text
 from jaxdl.inference.decoding.beam import beam_search, per_beam
 from jaxdl.inference.decoding.padding import SHORTEST, power_of_two
+from jaxdl.models.network import Call
 from jaxdl.parallel.mesh import batch_sharding, batch_ways
 from jaxdl.training.run.inference import Inference
 from jaxdl.training.state import replicated
@@ -94,7 +95,8 @@ class Translator:
         parts, beams = self._network.parts, self._beams
 
         def call(method: str, *inputs: Any) -> Any:
-            return run_network(parts, parts.layout, params, model_state, *inputs, train=False, method=method)[0]
+            how = Call(train=False, method=method)
+            return run_network(parts, parts.layout, params, model_state, how, *inputs)[0]
 
         keys, cache = call("begin", source, lengths, length)
         keys, of_beams = per_beam(keys, beams), jnp.repeat(lengths, beams)

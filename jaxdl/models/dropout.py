@@ -14,7 +14,7 @@ from jaxdl.parallel import sharding
 
 
 class RowKeys(nnx.RngState):
-    """Random keys of a network, one for each row of its inputs, [batch]; `Network.apply` sets them."""
+    """Random keys of a network, one for each row of its inputs, [batch]; `Network.call` sets them."""
 
     def __init__(self) -> None:
         super().__init__(jax.random.key(0), tag="rows")

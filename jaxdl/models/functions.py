@@ -15,6 +15,7 @@ from jaxdl.core.config import ConfigError
 from jaxdl.core.user_code import depends_on, user_code
 from jaxdl.models.modes import call_modes, in_mode
 from jaxdl.models.network import (
+    Call,
     ModelState,
     Names,
     Network,
@@ -75,26 +76,17 @@ class FunctionNetwork(Network):
         """The user's function that is the network."""
         return self._written[1]
 
-    def apply(
-        self,
-        params: Params,
-        model_state: ModelState,
-        *inputs: jax.Array,
-        train: bool,
-        forget: bool = False,
-        key: jax.Array | None = None,
-        rows: jax.Array | None = None,
-        whole: bool = True,
-        layer: str | None = None,
-    ) -> tuple[Any, ModelState]:
-        """`(outputs, model_state)`, all outputs made; there are no norms whose statistics could be forgotten.
+    def call(self, how: Call, params: Params, model_state: ModelState, *inputs: jax.Array) -> tuple[Any, ModelState]:
+        """`(outputs, model_state)` of the functions; all outputs are made, and there are no `norms` to reset.
 
-        Raises ConfigError for a `layer`: functions have none with names.
+        Raises ConfigError for a layer: functions have none with names.
         """
-        if layer is not None:
-            raise ConfigError(f"layer {layer!r}: {self.what} is made of functions, which have no layers with names.")
-        assert not forget
-        del whole
+        if how.layer is not None:
+            raise ConfigError(
+                f"layer {how.layer!r}: {self.what} is made of functions, which have no layers with names."
+            )
+        assert not how.reset_batch_stats
+        key, rows, train = how.key, how.rows, how.train
         if self.is_random and key is None:
             key = jax.random.key(0)
         if key is not None and rows is not None:

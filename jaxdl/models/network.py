@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,6 +23,26 @@ from jaxdl.parallel.sharding import STACKED, UNNAMED, LogicalAxes, Params, is_na
 
 ModelState = dict[str, Any]
 """What a network keeps besides parameters, by name, such as the running statistics of batch norm."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a network is called on its inputs."""
+
+    train: bool
+    key: jax.Array | None = None
+    """For the random numbers of the call; None always draws the same ones. In evaluation there is no dropout."""
+    rows: jax.Array | None = None
+    """The numbers of the inputs' rows in the global batch, from which each row's own keys are made (`RowKeys`); None
+    counts them."""
+    reset_batch_stats: bool = False
+    """Whether the new statistics of batch norm are of these inputs alone. All else that is kept then stays as it is."""
+    materialize_logits: bool = True
+    """False for outputs that may be `Logits`, which are not made yet."""
+    method: str = "__call__"
+    """The method of the module that is called; inputs of others may be trees of arrays, and static numbers."""
+    layer: str | None = None
+    """In evaluation, the layer whose output is returned; those after it are not computed: `jaxdl.models.features`."""
 
 
 class Network:
@@ -66,7 +87,7 @@ class Network:
         changed in training.
 
         Trained is every `nnx.Param`. Other variables of floating-point numbers are state. Random keys (`nnx.Rngs`,
-        `nnx.Dropout`) are new ones in each step, see `apply`.
+        `nnx.Dropout`) are new ones in each step: `Call.key`.
         """
         self.what, self.given, self.switches = what, given, {}
         if isinstance(make, nnx.Module) or not callable(make):
@@ -101,49 +122,35 @@ class Network:
         return self._param_names.named(nnx.to_pure_dict(params)), self._state_names.named(nnx.to_pure_dict(rest))
 
     def apply(
-        self,
-        params: Params,
-        model_state: ModelState,
-        *inputs: Any,
-        train: bool,
-        forget: bool = False,
-        key: jax.Array | None = None,
-        rows: jax.Array | None = None,
-        whole: bool = True,
-        method: str = "__call__",
-        layer: str | None = None,
+        self, params: Params, model_state: ModelState, *inputs: Any, train: bool, key: jax.Array | None = None
     ) -> tuple[Any, ModelState]:
-        """`(outputs, model_state)` of the module called on `inputs`; in training the state has new batch statistics.
+        """`call` in training or in evaluation, with all else as usual."""
+        return self.call(Call(train=train, key=key), params, model_state, *inputs)
 
-        With `method` this method is called instead of the module itself; its inputs may be trees of arrays, and static
-        numbers.
-
-        With `forget` those of `norms` are of these inputs alone, and the others stay as they are. `key` is for the
-        random numbers of this call; None always draws the same ones. `rows` are the numbers of the inputs' rows in the
-        global batch, from which each row's own keys are made (`RowKeys`); None counts them. In evaluation there is no
-        dropout. Without `whole` the outputs may be `Logits`, which are not made yet. With a `layer`, in evaluation, the
-        output is that of this layer, and the ones after it are not computed: `jaxdl.models.features`.
-        """
+    def call(self, how: Call, params: Params, model_state: ModelState, *inputs: Any) -> tuple[Any, ModelState]:
+        """`(outputs, model_state)` of the module called on `inputs`; in training the state has new batch statistics."""
+        train = how.train
         state = (nnx.State(self._param_names.tree(params)), nnx.State(self._state_names.tree(model_state)))
-        module = nnx.merge(self._graphdef, *state, self._key_state(key, rows, inputs if train else None), copy=True)
-        if forget:
+        keys = self._key_state(how.key, how.rows, inputs if train else None)
+        module = nnx.merge(self._graphdef, *state, keys, copy=True)
+        if how.reset_batch_stats:
             for _, part in nnx.iter_graph(module):
                 if isinstance(part, nnx.BatchNorm):
                     part.momentum = 0.0
-        called = getattr(type(module), method)
+        called = getattr(type(module), how.method)
         modes = {**call_modes(called, len(inputs), train=train), **self.switches}
         with user_code(self.what, called_on(inputs, train=train), of=called):
             if not train or not modes:
                 set_modes(module, train=train, given=self.given)
-            if layer is not None:
-                return layer_output(module, layer, *inputs, **modes), model_state
+            if how.layer is not None:
+                return layer_output(module, how.layer, *inputs, **modes), model_state
             outputs = called(module, *inputs, **modes)
             after = nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Any(nnx.Param, nnx.RngState))))
             after = like_before(self.what, self._state_names.named(after), model_state)
-        if forget:
+        if how.reset_batch_stats:
             keep = jax.tree_util.tree_map_with_path
             after = keep(lambda path, new, old: new if _names(path) in self.norms else old, after, model_state)
-        return materialize(outputs) if whole else outputs, after
+        return materialize(outputs) if how.materialize_logits else outputs, after
 
     def changed(self, change: Callable[[nnx.Module], None]) -> Network:
         """A network of the same parameters whose module `change` has changed after it was made."""

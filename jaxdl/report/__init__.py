@@ -3,8 +3,6 @@
 Each name is loaded when it is first used: `jaxdl.report.status` works with the standard library alone.
 """
 
-
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

@@ -22,11 +22,12 @@ from jaxdl.training.experiment import Experiment, load_experiment, parse_command
 from jaxdl.training.plans import typed_fields
 from jaxdl.training.run.compile import compile_train_step, ordered_for, own_options
 from jaxdl.training.run.plan.build import make_plan
-from jaxdl.training.run.plan.exchange import describe_traffic
+from jaxdl.training.run.plan.exchange import describe_traffic, exchanged_gradients
 from jaxdl.training.run.plan.init_from import InitFrom
 from jaxdl.training.run.result import ended_at_once, exit_codes
 from jaxdl.training.run.train import train
-from jaxdl.training.run.workdir.workdir import check_workdir, read_choice, read_plan, read_spec, read_stacks
+from jaxdl.training.run.workdir.records import Workdir
+from jaxdl.training.run.workdir.workdir import check_workdir
 
 
 @dataclass(frozen=True)
@@ -123,11 +124,8 @@ def print_plan(experiment: Experiment, workdir: str | Path | None = None) -> Non
 
     `--exchange auto` measures and chooses an exchange, unless `workdir` has the choice of an earlier run.
     """
-    folder = check_workdir(workdir)
     start = Start()
-    there = {"chosen": lambda: read_choice(folder), "recorded": lambda: read_spec(folder)}
-    there |= {"stored": lambda: read_plan(folder), "stacks": lambda: read_stacks(folder)}
-    plan = make_plan(experiment, **there, start=start)
+    plan = make_plan(experiment, workdir=Workdir(check_workdir(workdir)), start=start)
     for reason in plan.reasons:
         print(reason)
     spec = plan.parts.state_spec
@@ -141,7 +139,8 @@ def print_plan(experiment: Experiment, workdir: str | Path | None = None) -> Non
     mesh = dict(plan.parts.layout.mesh.shape)
     split = ways(mesh, PARAM_AXES) > 1
     print_explanation(rows, mesh, memory, min_elements=experiment.sharding.min_shard_elements if split else 0)
-    if sent := describe_traffic(plan.experiment, plan.splits.train.spec, plan.parts.layout.mesh):
+    gradients = exchanged_gradients(plan.experiment, plan.parts.data_spec, plan.parts.layout.mesh)
+    if sent := describe_traffic(plan.exchange, plan.parts.agreement, gradients):
         print(sent)
     for name, value in own_options(plan).items():
         print(f"XLA option set by jaxdl: {name}={value}")

@@ -19,27 +19,27 @@ OPTION = "--print-completion"
 
 def option_values(cls: type[Config], prefix: str = "", inside: tuple[type, ...] = ()) -> dict[str, list[str]]:
     """Option -> the values that it has, none if they cannot be listed, for all fields of a config and of every kind."""
-    found: dict[str, list[str]] = {}
+    options: dict[str, list[str]] = {}
     for name, field in cls.model_fields.items():
         path, part = f"{prefix}{name}".replace("_", "-"), field.annotation
         several = several_of(part)
         if several is not None and issubclass(several, Choice):
-            found[f"--{path}"] = list(kinds(several))
-            for kind, one in kinds(several).items():
-                found |= option_values(one, f"{prefix}{name}.{kind}.", (*inside, one))
+            options[f"--{path}"] = list(kinds(several))
+            for kind, class_ in kinds(several).items():
+                options |= option_values(class_, f"{prefix}{name}.{kind}.", (*inside, class_))
             continue
         if not is_config(part):
-            if not any(is_config(one) for one in typing.get_args(part)):
-                found |= _of_field(path, part)
+            if not any(is_config(arg) for arg in typing.get_args(part)):
+                options |= _of_field(path, part)
             continue
         every = [part]
         if issubclass(part, Choice) and not part.kind:
-            found[f"--{path}"] = [*kinds(part), *part.presets]
+            options[f"--{path}"] = [*kinds(part), *part.presets]
             every = list(kinds(part).values())
-        for one in every:
-            if one not in inside:
-                found |= option_values(one, f"{prefix}{name}.", (*inside, one))
-    return found
+        for config in every:
+            if config not in inside:
+                options |= option_values(config, f"{prefix}{name}.", (*inside, config))
+    return options
 
 
 def _of_field(path: str, annotation: Any) -> dict[str, list[str]]:
@@ -53,8 +53,8 @@ def _of_field(path: str, annotation: Any) -> dict[str, list[str]]:
 def _literals(annotation: Any) -> list[str]:
     """The words that a type lists: those of its Literals, and None where it has that."""
     if typing.get_origin(annotation) is Literal:
-        return [str(one) for one in typing.get_args(annotation)]
-    return [word for one in typing.get_args(annotation) for word in ([] if one is type(None) else _literals(one))]
+        return [str(value) for value in typing.get_args(annotation)]
+    return [word for arg in typing.get_args(annotation) for word in ([] if arg is type(None) else _literals(arg))]
 
 
 def script(args: Sequence[str], commands: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ import pydantic
 
 from jaxdl.core.config import Periodic
 from jaxdl.models.mode_check import Allowed
+from jaxdl.models.network import Call
 from jaxdl.parallel.cluster import wait_for_all
 from jaxdl.parallel.mesh import batch_sharding
 from jaxdl.parallel.sharding import Params
@@ -61,8 +62,8 @@ def make_eval_step(parts: Parts) -> jax.stages.Wrapped:
     shardings = parts.state_spec.shardings
 
     def eval_step(params: Params, model_state: ModelState, batch: Batch) -> Any:
-        whole = parts.task.takes_arrays
-        outputs, _ = apply_network(parts, parts.layout, params, model_state, batch, train=False, whole=whole)
+        call = Call(train=False, materialize_logits=parts.task.takes_arrays)
+        outputs, _ = apply_network(parts, parts.layout, params, model_state, batch, call)
         of_each = parts.task.of_each(outputs, batch) if jax.process_count() == 1 else {}
         return parts.task.sums(outputs, batch, train=False), of_each
 
@@ -86,14 +87,15 @@ def make_norm_step(parts: Parts) -> jax.stages.Wrapped:
         batch = parts.task.augmented(batch, key)
 
         def statistics(batch: Batch, key: jax.Array | None) -> ModelState:
-            return apply_network(parts, parts.layout, params, model_state, batch, train=True, forget=True, key=key)[1]
+            call = Call(train=True, key=key, reset_batch_stats=True)
+            return apply_network(parts, parts.layout, params, model_state, batch, call)[1]
 
         model_key = jax.random.fold_in(key, _MODEL) if parts.network.is_random else None
         if num_parts == 1:
             return statistics(batch, model_key)
         keys = jax.random.split(model_key, num_parts) if model_key is not None else None
         batches = {name: split(x, num_parts) for name, x in batch.items()}
-        every = jax.lax.map(lambda one: statistics(*one), (batches, keys))
+        every = jax.lax.map(lambda part: statistics(*part), (batches, keys))
         return jax.tree.map(lambda x: x.mean(axis=0), every)
 
     return jax.jit(
@@ -145,7 +147,7 @@ def evaluate(
     *,
     poll: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """The task's metrics over all batches; see `total_sums`."""
+    """The task's metrics over all batches, each example counted once."""
     sums, of_each = total_sums(eval_step, params, model_state, batches, poll=poll)
     return parts.task.metrics(sums | of_each, parts.data_spec)
 
@@ -171,10 +173,10 @@ def total_sums(
         if not sums:
             wait_for_all()
         poll()
-        one, rest = eval_step(params, model_state, batch)
-        sums.append(one)
-        of_each.append(rest)
+        new_sums, new_of_each = eval_step(params, model_state, batch)
+        sums.append(new_sums)
+        of_each.append(new_of_each)
     fetched, of_each = jax.device_get((sums, of_each))
-    totals = {name: np.sum([one[name] for one in fetched], axis=0, dtype=np.float64) for name in fetched[0]}
-    joined = {name: np.concatenate([one[name] for one in of_each]) for name in of_each[0]}
+    totals = {name: np.sum([batch[name] for batch in fetched], axis=0, dtype=np.float64) for name in fetched[0]}
+    joined = {name: np.concatenate([values[name] for values in of_each]) for name in of_each[0]}
     return {name: x if np.ndim(x) else float(x) for name, x in totals.items()}, joined

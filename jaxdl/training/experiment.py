@@ -100,24 +100,24 @@ class Experiment(Config):
     """How long a run waits for processes that are missing, lost or hung."""
 
     def to_json(self) -> str:
-        """See `Config.to_json`; a subclass outside jaxdl is named too, as `class`."""
+        """The experiment as JSON; a subclass outside jaxdl is named too, as `class`."""
         source, text = source_of(type(self)), super().to_json()
         return text if source is None else f'{{\n  "{SOURCE}": {json.dumps(source)},{text[1:]}'
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """See `Config.from_json`. The text may name a subclass outside jaxdl, which is imported."""
+        """The experiment that `to_json` wrote; a subclass outside jaxdl is imported. Raises ConfigError."""
         values: Any = None
         with contextlib.suppress(ValueError):  # What is no JSON is reported as any other mistake in it.
             values = json.loads(text)
         source = values.pop(SOURCE, None) if isinstance(values, dict) else None
         if source is None:
             return super().from_json(text)
-        found: Any = cls if source == source_of(cls) else import_object(source, "the experiment")
-        if not (isinstance(found, type) and issubclass(found, cls)):
+        class_: Any = cls if source == source_of(cls) else import_object(source, "the experiment")
+        if not (isinstance(class_, type) and issubclass(class_, cls)):
             raise ConfigError(f"{source}: this is no subclass of {cls.__name__} any more. Make it one again")
         with one_message():
-            return found.model_validate(values)
+            return class_.model_validate(values)
 
     @pydantic.model_validator(mode="after")
     def _fits_together(self) -> Experiment:
@@ -152,37 +152,37 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
     spread otherwise, and another plan be made.
     """
     others = (*LENGTH, "mesh", "plan", "sharding", "compiler", "checkpoint", "report", "cluster")
-    found = without_source({name: value for name, value in config.items() if name not in others})
-    photos = (found.get("data") or {}).get("photos")
+    fields = without_source({name: value for name, value in config.items() if name not in others})
+    photos = (fields.get("data") or {}).get("photos")
     if photos:
         cache = photos["cache"]
         cached = cache["memory_bytes"] or cache["disk"]
         pixels = {name: cache[name] for name in ("form", "short_side")} if cached else None
         kept = {name: value for name, value in photos.items() if name not in ("workers", "max_bad")}
-        found["data"] = {**found["data"], "photos": kept | {"cache": pixels}}
-    if "optimizer" in found:  # Runs made before there was a choice agreed in every step.
-        found.setdefault("agreement", {"kind": EveryStep.kind})
-        found.setdefault("embedding", {})
-    if "precision" in found:  # Runs made before this setting existed summed in the compute dtype.
-        found["precision"] = {"reduce_dtype": "compute", **found["precision"]}
-    factors = (found.get("optimizer") or {}).get("rate_factors")
+        fields["data"] = {**fields["data"], "photos": kept | {"cache": pixels}}
+    if "optimizer" in fields:  # Runs made before there was a choice agreed in every step.
+        fields.setdefault("agreement", {"kind": EveryStep.kind})
+        fields.setdefault("embedding", {})
+    if "precision" in fields:  # Runs made before this setting existed summed in the compute dtype.
+        fields["precision"] = {"reduce_dtype": "compute", **fields["precision"]}
+    factors = (fields.get("optimizer") or {}).get("rate_factors")
     if factors:  # The first pattern that matches counts, so their order does too.
-        found["optimizer"] = {**found["optimizer"], "rate_factors": [list(item) for item in factors.items()]}
-    model = found.get("model") or {}
+        fields["optimizer"] = {**fields["optimizer"], "rate_factors": [list(item) for item in factors.items()]}
+    model = fields.get("model") or {}
     if "remat" in model:  # Once a switch.
-        found["model"] = {**model, "remat": remat_named(model["remat"])}
-    if "data" in found:
-        found["data"] = _without_shards(found["data"])
-    if "guard" in found:
-        found["guard"] = {name: value for name, value in found["guard"].items() if name != "max_rollbacks"}
-    found = {name: _with_defaults(name, value) for name, value in found.items()}
-    task = found.get("task") or {}
+        fields["model"] = {**model, "remat": remat_named(model["remat"])}
+    if "data" in fields:
+        fields["data"] = _without_shards(fields["data"])
+    if "guard" in fields:
+        fields["guard"] = {name: value for name, value in fields["guard"].items() if name != "max_rollbacks"}
+    fields = {name: _with_defaults(name, value) for name, value in fields.items()}
+    task = fields.get("task") or {}
     if task.get("best_mode", "") is None:  # Once "min" whatever the metric.
-        found["task"] = {**task, "best_mode": mode_of(task.get("best_metric", "loss"))}
-    if "embedding" in found:  # Tables are restored on any mesh, under any scheme.
+        fields["task"] = {**task, "best_mode": mode_of(task.get("best_metric", "loss"))}
+    if "embedding" in fields:  # Tables are restored on any mesh, under any scheme.
         spread = ("scheme", "schemes", "places", "cache")
-        found["embedding"] = {name: value for name, value in found["embedding"].items() if name not in spread}
-    return found
+        fields["embedding"] = {name: value for name, value in fields["embedding"].items() if name not in spread}
+    return fields
 
 
 def _without_shards(data: Any) -> Any:
@@ -190,7 +190,7 @@ def _without_shards(data: Any) -> Any:
     if not isinstance(data, Mapping):
         return data
     nested = data.get("sources")
-    sources = {"sources": {name: _without_shards(one) for name, one in nested.items()}} if nested else {}
+    sources = {"sources": {name: _without_shards(source) for name, source in nested.items()}} if nested else {}
     return {name: value for name, value in {**data, **sources}.items() if name != "shards"}
 
 
@@ -202,11 +202,11 @@ def _with_defaults(name: str, values: Any) -> Any:
         return values
     if issubclass(cls, Choice) and cls.has_kinds():
         cls = kinds(cls).get(values.get("kind", ""), cls)
-    fields = {name: one for name, one in cls.model_fields.items() if not one.is_required()}
+    fields = {name: info for name, info in cls.model_fields.items() if not info.is_required()}
     defaults = {
-        name: one.get_default(call_default_factory=True)
-        for name, one in fields.items()
-        if not one.default_factory_takes_validated_data
+        name: info.get_default(call_default_factory=True)
+        for name, info in fields.items()
+        if not info.default_factory_takes_validated_data
     }
     # What JSON has no form for is a user's own, with a serializer of its own.
     return {**to_jsonable_python(defaults, serialize_unknown=True), **values}

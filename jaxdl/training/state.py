@@ -69,7 +69,7 @@ class TrainState:
         """`model_state` to evaluate with: of a network with embedding tables it has their rows."""
         if not self.tables:
             return self.model_state
-        return self.model_state | {TABLES: {name: one[ROWS] for name, one in self.tables.items()}}
+        return self.model_state | {TABLES: {name: table[ROWS] for name, table in self.tables.items()}}
 
     @property
     def eval_params(self) -> Params:
@@ -157,7 +157,7 @@ def make_state_spec(
     specs, axes = param_specs(layout, network.axes, network.param_shapes), trainable.of(network.axes)
     trained = trainable.of(network.param_shapes)
     gradient_specs, split_specs = grad_specs(layout, axes, trained), update_specs(layout, axes, trained)
-    exchanged = _exchanged(fragments, trained, gradient_specs)
+    exchanged = _exchange_shapes(fragments, trained, gradient_specs)
     init_exchange = functools.partial(init_on_mesh, exchange, *exchanged, layout.mesh)
 
     def init(key: jax.Array) -> TrainState:
@@ -194,7 +194,7 @@ def make_state_spec(
     return StateSpec(init, init_exchange, *names, opt_shapes, shapes, whole_specs, named(layout.mesh, whole_specs))
 
 
-def _exchanged(fragments: Fragments | None, shapes: Params, specs: Specs) -> tuple[Any, Any]:
+def _exchange_shapes(fragments: Fragments | None, shapes: Params, specs: Specs) -> tuple[Any, Any]:
     """The shapes and PartitionSpecs of what the exchange is about: gradients, or fragments."""
     if not fragments:
         return shapes, specs
@@ -270,9 +270,9 @@ def _agreement_specs(shapes: Any, params: Specs, opt_specs: Any) -> Any:
     if PAST in shapes:
         versions = jax.tree.map(lambda spec: PartitionSpec(None, *spec), params, is_leaf=is_spec)
         return {PAST: Past(versions, PartitionSpec())}
-    one = jax.tree.map(lambda _: PartitionSpec(), shapes[PER_REPLICA])
-    one = dataclasses.replace(one, params=params, opt_state=opt_specs)
-    own = jax.tree.map(lambda spec: PartitionSpec(Axis.REPLICA.value, *spec), one, is_leaf=is_spec)
+    single = jax.tree.map(lambda _: PartitionSpec(), shapes[PER_REPLICA])
+    single = dataclasses.replace(single, params=params, opt_state=opt_specs)
+    own = jax.tree.map(lambda spec: PartitionSpec(Axis.REPLICA.value, *spec), single, is_leaf=is_spec)
     return {PER_REPLICA: own, OUTER: dict.fromkeys(shapes[OUTER], params)}
 
 

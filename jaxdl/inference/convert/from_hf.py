@@ -28,8 +28,9 @@ from jaxdl.parallel.mesh import MeshConfig, make_mesh
 from jaxdl.training.checkpoint import CheckpointConfig, Checkpoints, Earlier
 from jaxdl.training.experiment import Experiment, identity
 from jaxdl.training.run.plan.build import make_parts
+from jaxdl.training.run.workdir.records import keep_spec
 from jaxdl.training.run.workdir.tokenizer import keep_codec
-from jaxdl.training.run.workdir.workdir import check_workdir, claim_workdir, keep_spec, make_lease, take_lease
+from jaxdl.training.run.workdir.workdir import check_workdir, claim_workdir, make_lease, take_lease
 from jaxdl.training.state import TrainState
 from jaxdl.training.step import Parts
 from jaxdl.training.tasks import LanguageModelling

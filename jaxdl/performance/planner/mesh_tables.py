@@ -18,7 +18,7 @@ from jaxdl.performance.planner.table_search import TableSearch
 from jaxdl.performance.planner.tables import Workload, costs_of
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.plans import TABLES
-from jaxdl.training.run.plan.validate import read_splits
+from jaxdl.training.run.plan.data import read_splits
 
 
 def tables_on_meshes(

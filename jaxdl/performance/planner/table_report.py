@@ -19,8 +19,8 @@ from jaxdl.parallel.mesh import Axis
 from jaxdl.performance.planner.table_search import possible, together
 from jaxdl.performance.planner.tables import TablePlan, Workload, costs_of
 from jaxdl.training.experiment import Experiment
-from jaxdl.training.run.plan.exchange import checked_tables
-from jaxdl.training.run.plan.validate import read_splits
+from jaxdl.training.run.plan.data import read_splits
+from jaxdl.training.run.plan.network import tables_of
 from jaxdl.training.step.parts import IDS
 
 _SLOWER = 0.999
@@ -39,7 +39,7 @@ def measured_workload(
     """
     source = read(experiment.data, None).train
     features = source.spec.id_features()
-    tables = checked_tables(experiment, source.spec)
+    tables = tables_of(experiment.model, experiment.embedding, source.spec)
     if not tables:
         return None
     devices = math.prod(sizes.values())

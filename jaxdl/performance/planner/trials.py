@@ -24,7 +24,7 @@ from jaxdl.performance.planner.memory import sharding_of
 from jaxdl.performance.planner.trial import Setting, stand_in, trial_exchange
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.run.plan.build import Plan, make_plan
-from jaxdl.training.run.plan.validate import read_splits
+from jaxdl.training.run.plan.data import read_splits
 from jaxdl.training.step.parts import IDS
 
 _TABLE_BYTES, _LEAST_ROWS = 2**27, 1024
@@ -60,7 +60,8 @@ class Trials:
             of_tables = {"cache": CacheConfig(), "places": (), "schemes": (), "scheme": TableWise()}
             changes |= {f"embedding.{name}": value for name, value in of_tables.items()}
         rows = None if whole else self._most_rows
-        plan = make_plan(self.experiment.replaced(changes), devices, read=self.splits, most_rows=rows)
+        experiment = self.experiment.replaced(changes)
+        plan = make_plan(experiment, devices, splits=self.splits(experiment.data), most_rows=rows)
         train, tables = plan.splits.train, plan.parts.tables
         if tables is None or not isinstance(train, TabularSource):
             return plan

@@ -25,7 +25,6 @@ from jaxdl.performance.planner.trials import Trials, trial_plan
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.plans import LAYOUT
 from jaxdl.training.run.plan.build import Plan
-from jaxdl.training.run.plan.exchange import trained_of
 from jaxdl.training.step import Parts
 
 
@@ -116,8 +115,8 @@ def workload_of(
 
 def parameters_of(plan: Plan) -> Parameters:
     """What the state of a plan has, from its shapes."""
-    experiment, parts = plan.experiment, plan.parts
-    axes, trained = trained_of(experiment, parts.network)
+    parts = plan.parts
+    axes, trained = parts.trainable.of(parts.network.axes), parts.trainable.of(parts.network.param_shapes)
     size = _bytes(trained)
     shapes = parts.state_spec.shapes
     names = set(leaf_names(trained))

@@ -56,7 +56,7 @@ class _Specs:
 
     def of(self, experiment: Any) -> Any:
         """That of an experiment's data, or of made-up ones of the same shapes. Raises ConfigError as reading does."""
-        from jaxdl.training.run.plan.validate import read_splits
+        from jaxdl.training.run.plan.data import read_splits
 
         data = experiment.data.stand_in(getattr(experiment.model, "vocab_size", None)) or experiment.data
         for known, spec in self._known:

@@ -19,8 +19,9 @@ from jaxdl.platform.search.trial import Direction
 from jaxdl.report.better_direction import is_higher_better
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.run.plan.changed_settings import check_may_change
+from jaxdl.training.run.plan.data import read_splits
 from jaxdl.training.run.plan.length import steps_of
-from jaxdl.training.run.plan.validate import check_phases, check_warmup, read_splits
+from jaxdl.training.run.plan.validate import check_phases, check_warmup
 
 if TYPE_CHECKING:
     from jaxdl.data import Splits

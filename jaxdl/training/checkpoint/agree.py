@@ -34,18 +34,18 @@ class Finding(NamedTuple):
         return cls("failed", f"{type(error).__name__}: {error}")
 
 
-def findings(own: Finding) -> list[Finding]:
+def findings(finding: Finding) -> list[Finding]:
     """The findings of all processes, in order; each process waits here for the others."""
     wait_for_all()  # One process may read for longer than the 30 s for which Gloo waits.
-    return [Finding(*json.loads(one)) for one in from_each_process(json.dumps(own).encode())]
+    return [Finding(*json.loads(text)) for text in from_each_process(json.dumps(finding).encode())]
 
 
-def raise_worst(found: Sequence[Finding]) -> None:
+def raise_worst(findings: Sequence[Finding]) -> None:
     """Raises the same error on all processes: damage only if every process could read its files.
 
     Errors of the kind "failed" are not raised: a second attempt may succeed.
     """
-    texts = dict(reversed(found))
+    texts = dict(reversed(findings))
     if "mistake" in texts:
         raise ConfigError(texts["mistake"])
     if "passing" in texts:
@@ -60,12 +60,12 @@ def raise_worst(found: Sequence[Finding]) -> None:
 
 def on_first(act: Callable[[], str]) -> str:
     """The text that `act` returns on the first process, on all; its ConfigError or Unreadable is raised on all."""
-    own = Finding("", "")
+    finding = Finding("", "")
     if jax.process_index() == 0:
         try:
-            own = Finding("", act())
+            finding = Finding("", act())
         except (ConfigError, Unreadable) as error:
-            own = Finding.of(error)
-    first = findings(own)[0]
+            finding = Finding.of(error)
+    first = findings(finding)[0]
     raise_worst([first])
     return first.text

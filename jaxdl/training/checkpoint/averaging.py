@@ -23,13 +23,13 @@ def restore_mean(checkpoints: Checkpoints, abstract: TrainState, number: int, wh
     """
     checkpoints.choice(which)  # Raises if there is none of this step.
     steps = steps_to_average(checkpoints.choice("newest"), which, number)
-    add = jax.jit(lambda sums, one: jax.tree.map(_sum, sums, one), donate_argnums=0)
+    add = jax.jit(lambda sums, new: jax.tree.map(_sum, sums, new), donate_argnums=0)
     restored, sums = None, None
     for step in steps:
         restored = checkpoints.restore(abstract, items=("model",), which=step)
         assert restored is not None, "there is a checkpoint of this step"
-        one = (restored.state.eval_params, restored.state.model_state)
-        sums = one if sums is None else add(sums, one)
+        new = (restored.state.eval_params, restored.state.model_state)
+        sums = new if sums is None else add(sums, new)
         restored = dataclasses.replace(restored, state=abstract)  # Frees what has been added.
     assert restored is not None
     params, model_state = jax.tree.map(lambda x: x / number if _is_number(x) else x, sums)

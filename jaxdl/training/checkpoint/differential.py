@@ -123,7 +123,7 @@ class Differences:
             counts = _totals(_counts(tables, changed))
             if counts[1] < whole_bytes(tables):
                 self._since += 1
-                return Changed(base, tuple(_gathered(tables, changed)), *counts)
+                return Changed(base, tuple(_gather(tables, changed)), *counts)
         self._base, self._since = (step, prints), 0
         return None
 
@@ -149,17 +149,17 @@ class Differences:
         on_devices = {name: arrays for name, arrays in buffers.items() if not on_hosts(arrays[0])}
         waiting = {name: self._program(arrays)(arrays, tag) for name, arrays in on_devices.items()}
         jax.block_until_ready(waiting)
-        found: Prints = {}
+        prints: Prints = {}
         for name, words in waiting.items():
-            shards = found[name] = {}
+            shards = prints[name] = {}
             for shard in words.addressable_shards:
                 place = _place(shard.index, words.shape)
                 if place not in shards:
                     shards[place] = np.array(shard.data) ^ tag_words(tag)
         for name, arrays in buffers.items():
             if name not in on_devices:
-                found[name] = _prints_here(arrays, tag)
-        return found
+                prints[name] = _prints_here(arrays, tag)
+        return prints
 
     def _program(self, arrays: Sequence[jax.Array]) -> Any:
         """`row_fingerprints`, whose result is spread as the rows are."""
@@ -183,12 +183,12 @@ def _prints_here(arrays: Sequence[jax.Array], tag: np.uint32) -> dict[tuple[int,
     Where processes share the columns, each writes those of its own that have changed: no messages between CPUs.
     """
     parts = [x.addressable_shards[0] for x in arrays]
-    found = np.zeros((len(parts[0].data), 2), np.uint32)
-    for start in range(0, len(found), _AT_ONCE):
-        rows = [np.asarray(one.data)[start : start + _AT_ONCE] for one in parts]
+    prints = np.zeros((len(parts[0].data), 2), np.uint32)
+    for start in range(0, len(prints), _AT_ONCE):
+        rows = [np.asarray(part.data)[start : start + _AT_ONCE] for part in parts]
         words = jax.block_until_ready(_of_rows(jax.device_put(rows, parts[0].device), tag))
-        found[start : start + _AT_ONCE] = np.asarray(words) ^ tag_words(tag)
-    return {_place(parts[0].index, arrays[0].shape): found}
+        prints[start : start + _AT_ONCE] = np.asarray(words) ^ tag_words(tag)
+    return {_place(parts[0].index, arrays[0].shape): prints}
 
 
 def whole_bytes(tables: Mapping[str, jax.Array]) -> int:
@@ -207,7 +207,7 @@ def _place(index: tuple[slice, ...], shape: Sequence[int]) -> tuple[int, int]:
     return start, stop
 
 
-def _written(tables: Mapping[str, jax.Array]) -> Iterable[tuple[str, Any]]:
+def _shards_to_write(tables: Mapping[str, jax.Array]) -> Iterable[tuple[str, Any]]:
     """(name, shard) of what this process writes: of equal copies the first."""
     return ((name, shard) for name, x in tables.items() for shard in x.addressable_shards if shard.replica_id == 0)
 
@@ -216,24 +216,24 @@ def _counts(tables: Mapping[str, jax.Array], changed: Mapping[str, Mapping[tuple
     """Changed rows, each counted once, and bytes to write, of this process."""
     num_rows, num_bytes = 0, 0
     counted = {_buffer(name): name for name in sorted(tables, reverse=True)}
-    for name, shard in _written(tables):
+    for name, shard in _shards_to_write(tables):
         here = changed[_buffer(name)][_place(shard.index, tables[name].shape)]
         num_bytes += len(here) * (_WORD_BYTES + shard.data.nbytes // max(1, len(shard.data)))
-        if counted[_buffer(name)] == name and all(not one.start for one in shard.index[1:]):
+        if counted[_buffer(name)] == name and all(not extent.start for extent in shard.index[1:]):
             num_rows += len(here)
     return [num_rows, num_bytes]
 
 
-def _totals(own: list[int]) -> tuple[int, int]:
-    every = [json.loads(one) for one in from_each_process(json.dumps(own).encode())]
+def _totals(numbers: list[int]) -> tuple[int, int]:
+    every = [json.loads(content) for content in from_each_process(json.dumps(numbers).encode())]
     num_rows, num_bytes = np.sum(every, axis=0).tolist()
     return num_rows, num_bytes
 
 
-def _gathered(
+def _gather(
     tables: Mapping[str, jax.Array], changed: Mapping[str, Mapping[tuple[int, int], np.ndarray]]
 ) -> Iterable[Rows]:
-    for name, shard in _written(tables):
+    for name, shard in _shards_to_write(tables):
         start, stop = _place(shard.index, tables[name].shape)
         here = changed[_buffer(name)][start, stop]
         if len(here):
@@ -288,11 +288,11 @@ class SaveChanged(ocp.args.CheckpointArgs):
 
 def _write(rows: Sequence[Rows], folder: Path) -> None:
     """Writes the file of this process."""
-    arrays: dict[str, Any] = {"index": json.dumps([(one.name, one.column) for one in rows])}
-    for number, one in enumerate(rows):
+    arrays: dict[str, Any] = {"index": json.dumps([(part.name, part.column) for part in rows])}
+    for number, row in enumerate(rows):
         # As bytes, since NumPy's files do not have all of JAX's types.
-        values = np.ascontiguousarray(one.values).reshape(len(one.rows), -1).view(np.uint8)
-        arrays |= {f"rows_{number}": one.rows, f"values_{number}": values}
+        values = np.ascontiguousarray(row.values).reshape(len(row.rows), -1).view(np.uint8)
+        arrays |= {f"rows_{number}": row.rows, f"values_{number}": values}
     with (folder / f"process_{jax.process_index()}.npz").open("wb") as file:
         np.savez(file, **arrays)
         file.flush()
@@ -304,20 +304,20 @@ def read_changed(folder: Path, dtypes: Mapping[str, str | None]) -> list[Rows]:
 
     Raises OSError, and other errors for files that are damaged.
     """
-    found = []
+    parts = []
     for path in sorted((folder / CHANGED).glob("process_*.npz")):
         with np.load(path, allow_pickle=False) as arrays:
             for number, (name, column) in enumerate(json.loads(str(arrays["index"]))):
                 values = arrays[f"values_{number}"].view(np.dtype(dtypes[name]))
-                found.append(Rows(name, arrays[f"rows_{number}"], column, values))
-    return found
+                parts.append(Rows(name, arrays[f"rows_{number}"], column, values))
+    return parts
 
 
 def by_array(changed: Iterable[Rows]) -> dict[str, list[Rows]]:
     """The changed rows of each array, by its name."""
     rows: dict[str, list[Rows]] = {}
-    for one in changed:
-        rows.setdefault(one.name, []).append(one)
+    for buffer in changed:
+        rows.setdefault(buffer.name, []).append(buffer)
     return rows
 
 
@@ -345,7 +345,7 @@ def _changed_array(x: jax.Array, changed: Sequence[Rows]) -> jax.Array:
 
 def _bounds(index: tuple[slice, ...] | None, shape: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
     assert index is not None
-    return tuple(one.indices(size) for one, size in zip(index, shape, strict=True))
+    return tuple(extent.indices(size) for extent, size in zip(index, shape, strict=True))
 
 
 def put_changed(block: np.ndarray, index: tuple[slice, ...], changed: Sequence[Rows]) -> None:
@@ -353,9 +353,9 @@ def put_changed(block: np.ndarray, index: tuple[slice, ...], changed: Sequence[R
     flat = block.reshape(len(block), -1)
     first = index[0].start or 0
     left = index[1].start or 0 if len(index) > 1 else 0
-    for one in changed:
-        mine = (one.rows >= first) & (one.rows < first + len(flat))
-        start, stop = max(left, one.column), min(left + flat.shape[1], one.column + one.values.shape[1])
+    for buffer in changed:
+        mine = (buffer.rows >= first) & (buffer.rows < first + len(flat))
+        start, stop = max(left, buffer.column), min(left + flat.shape[1], buffer.column + buffer.values.shape[1])
         if start < stop:
-            values = one.values[mine, start - one.column : stop - one.column]
-            flat[one.rows[mine] - first, start - left : stop - left] = values
+            values = buffer.values[mine, start - buffer.column : stop - buffer.column]
+            flat[buffer.rows[mine] - first, start - left : stop - left] = values

@@ -72,8 +72,8 @@ def read_refused(error: BaseException) -> int | None:
         if isinstance(seen, OSError) and seen.errno is not None:
             return None if seen.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) else seen.errno
         text = str(seen)
-        if found := re.search(r"OS error (\d+)", text):
-            number = int(found[1])
+        if match := re.search(r"OS error (\d+)", text):
+            number = int(match[1])
             return None if number in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) else number
         for number in _KNOWN:
             if os.strerror(number) in text:

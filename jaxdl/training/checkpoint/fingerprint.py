@@ -43,7 +43,7 @@ def fingerprints(tree: Any) -> Any:
     return jax.tree.map(_fingerprint, tree)
 
 
-def tagged(tree: Any, tag: jax.Array) -> Any:
+def tag_fingerprints(tree: Any, tag: jax.Array) -> Any:
     """`fingerprints` as three words each, `[3]`: two that are mixed with the `tag`, a uint32 scalar, and the tag.
 
     Once in some 700 checkpoints on two CPU devices the words that were fetched were those of the checkpoint before, as
@@ -66,10 +66,10 @@ class Stale(OSError):
 
 
 def tagged_texts(tree: Any, tag: int) -> Any:
-    """The fingerprints of `tagged` fetched, each as 16 hexadecimal digits; it waits for them. Raises Stale."""
+    """The fingerprints of `tag_fingerprints` fetched, each as 16 hexadecimal digits, awaited. Raises Stale."""
     tree = jax.block_until_ready(tree)
 
-    def one(x: jax.Array, words: np.ndarray) -> str:
+    def fetch(x: jax.Array, words: np.ndarray) -> str:
         for _ in range(_FETCHES):
             if int(words[2]) == tag:
                 return text(words[:2] ^ tag_words(np.uint32(tag)))
@@ -77,7 +77,7 @@ def tagged_texts(tree: Any, tag: int) -> Any:
             words = np.array(jnp.copy(x.addressable_data(0)))  # JAX keeps what it has fetched of the array itself.
         raise Stale
 
-    return jax.tree.map(one, tree, jax.device_get(tree))
+    return jax.tree.map(fetch, tree, jax.device_get(tree))
 
 
 def text(words: np.ndarray) -> str:
@@ -105,15 +105,15 @@ def host_fingerprints(arrays: Sequence[jax.Array]) -> np.ndarray:
     Each process sums the parts of its own host, of equal copies the first, and sends two numbers for each array. So the
     CPUs need no collectives between each other, which are Gloo's, also where the run is on GPUs.
     """
-    own = np.zeros((len(arrays), 2), np.uint32)
+    sums = np.zeros((len(arrays), 2), np.uint32)
     for number, x in enumerate(arrays):
         for shard in x.addressable_shards:
             if shard.replica_id == 0:
-                starts = [one.indices(size)[0] for one, size in zip(shard.index, x.shape, strict=True)]
+                starts = [extent.indices(size)[0] for extent, size in zip(shard.index, x.shape, strict=True)]
                 for first, rows in in_pieces(shard.data):
-                    own[number] += part_fingerprint(rows, x.shape, [starts[0] + first, *starts[1:]])
-    every = [np.frombuffer(one, np.uint32) for one in from_each_process(own.tobytes())]
-    return np.asarray(np.sum(every, axis=0, dtype=np.uint32)).reshape(own.shape)
+                    sums[number] += part_fingerprint(rows, x.shape, [starts[0] + first, *starts[1:]])
+    every = [np.frombuffer(content, np.uint32) for content in from_each_process(sums.tobytes())]
+    return np.asarray(np.sum(every, axis=0, dtype=np.uint32)).reshape(sums.shape)
 
 
 def part_fingerprint(x: jax.Array, shape: Sequence[int], starts: Sequence[int]) -> np.ndarray:
@@ -133,7 +133,7 @@ def row_fingerprints(arrays: Sequence[jax.Array], tag: jax.Array | int = 0) -> j
     """64 bits of each row of several arrays `[rows, ...]` with equally many rows, as two uint32, `[rows, 2]`.
 
     As `fingerprints`, of the elements of a row in all arrays; the place of an element is its column. They are mixed
-    with the `tag`, uint32, as those of `tagged`.
+    with the `tag`, uint32, as those of `tag_fingerprints`.
     """
     words = []
     for seed, rounds in _WORDS:
@@ -196,11 +196,11 @@ def first_sums(tree: Any) -> Any:
     They miss some changes: with factors of 2**31, two changed signs cancel.
     """
 
-    def one(x: jax.Array) -> jax.Array:
+    def weighted_sum(x: jax.Array) -> jax.Array:
         bits = lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
         place = jnp.uint32(1)
         for dim, size in enumerate(x.shape):
             place = place * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, x.shape, dim)
         return jnp.sum(bits.astype(jnp.uint32) * (2 * place + 1), dtype=jnp.uint32)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(weighted_sum, tree)

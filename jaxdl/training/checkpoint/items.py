@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxdl.core.config import ConfigError
@@ -22,6 +23,26 @@ ITEMS = {
     TABLES: (TABLES,),
 }
 """Item of a checkpoint -> the fields of the train state in it. Prediction reads only `model`."""
+
+
+class Form(Protocol):
+    """What states are like in checkpoints, if not as in training."""
+
+    def abstract(self, state: TrainState) -> TrainState:
+        """The shapes in a checkpoint, of those of a state."""
+        ...
+
+    def stored(self, state: TrainState) -> TrainState:
+        """A state as a checkpoint has it. Raises OSError for a disk without room, on the processes that lack it."""
+        ...
+
+    def allocate(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A float32 array of zeros, for a part of a table that the host holds while a checkpoint is read."""
+        ...
+
+    def live(self, state: TrainState) -> TrainState:
+        """The reverse of `stored`."""
+        ...
 
 
 def to_items(state: TrainState) -> dict[str, dict[str, Any]]:
@@ -40,8 +61,8 @@ def to_state(items: dict[str, dict[str, Any]], abstract: TrainState) -> TrainSta
         tree = {field: getattr(abstract, field) for field in fields}
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
         names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat]
-        found = items.get(item, {})
-        changes |= treedef.unflatten([found.get(name, leaf) for name, (_, leaf) in zip(names, flat, strict=True)])
+        leaves = items.get(item, {})
+        changes |= treedef.unflatten([leaves.get(name, leaf) for name, (_, leaf) in zip(names, flat, strict=True)])
     return abstract.replace(**changes)
 
 
@@ -70,11 +91,11 @@ def save_arguments(items: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
     Tables are written in chunks of some MB where their shape allows it; these can be read one after the other.
     """
-    found: dict[str, Any] = {name: ocp.args.PyTreeSave(item) for name, item in items.items() if item}
+    arguments: dict[str, Any] = {name: ocp.args.PyTreeSave(item) for name, item in items.items() if item}
     if items[TABLES]:
         chunks = {name: ocp.SaveArgs(chunk_byte_size=chunk_bytes(x)) for name, x in items[TABLES].items()}
-        found[TABLES] = ocp.args.PyTreeSave(items[TABLES], save_args=chunks)
-    return found
+        arguments[TABLES] = ocp.args.PyTreeSave(items[TABLES], save_args=chunks)
+    return arguments
 
 
 def read_items(folder: Path, wanted: dict[str, Any], *, partial: bool = False) -> dict[str, Any]:
@@ -95,7 +116,7 @@ def stored_arrays(folder: Path, item: str) -> dict[str, tuple[tuple[int, ...], s
     with _reader() as reader:
         tree = reader.metadata(literal(folder) / item)
     flat = getattr(tree, "item_metadata", tree)
-    return {name: (tuple(one.shape), str(one.dtype)) for name, one in dict(getattr(flat, "tree", flat)).items()}
+    return {name: (tuple(array.shape), str(array.dtype)) for name, array in dict(getattr(flat, "tree", flat)).items()}
 
 
 def _some_of(wanted: dict[str, Any]) -> ocp.args.PyTreeRestore:

@@ -37,18 +37,18 @@ def literal(folder: Path) -> Path:
         number = _number(str(path.parent))
     except FileNotFoundError:
         return path
-    found = Path(f"/proc/self/fd/{number}")
-    if not found.is_dir():
+    link = Path(f"/proc/self/fd/{number}")
+    if not link.is_dir():
         raise ConfigError(
             f"{path}: checkpoints cannot be written to a path with {odd!r} on this system: Orbax takes it for a "
             "pattern or an address. Choose another folder."
         )
-    return found / path.name
+    return link / path.name
 
 
 def with_names(text: str) -> str:
     """The text of an error with the names of folders in place of their numbers."""
-    return re.sub(r"/proc/self/fd/(\d+)", lambda found: _names().get(int(found[1]), found[0]), text)
+    return re.sub(r"/proc/self/fd/(\d+)", lambda match: _names().get(int(match[1]), match[0]), text)
 
 
 def _odd(path: Path) -> str | None:

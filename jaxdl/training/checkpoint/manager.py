@@ -27,8 +27,7 @@ from jaxdl.training.checkpoint.complete import check_complete
 from jaxdl.training.checkpoint.differential import CHANGED, Differences, SaveChanged, WrittenTables, whole_bytes
 from jaxdl.training.checkpoint.disk import check_folder, check_room, disk_reason
 from jaxdl.training.checkpoint.errors import Damaged, NoneLeft, Unreadable
-from jaxdl.training.checkpoint.form import Form
-from jaxdl.training.checkpoint.items import ITEMS, fresh_exchange, handlers, save_arguments, to_items, to_state
+from jaxdl.training.checkpoint.items import ITEMS, Form, fresh_exchange, handlers, save_arguments, to_items, to_state
 from jaxdl.training.checkpoint.literal import literal
 from jaxdl.training.checkpoint.manifest import write_manifest
 from jaxdl.training.checkpoint.meta import Meta, Stored
@@ -137,7 +136,7 @@ class Checkpoints:
         score = None if metrics is None else metrics[self._metric]
         self._best.add(step, score)
         prints: dict[str, dict[str, str]] = {}
-        if not self._settled(step, lambda: prints.update(fingerprint_texts(items, step))):
+        if not self._succeeded(step, lambda: prints.update(fingerprint_texts(items, step))):
             return
         arrays = {
             item: {name: Stored(prints[item][name], tuple(x.shape), str(x.dtype)) for name, x in leaves.items()}
@@ -161,7 +160,7 @@ class Checkpoints:
         room = functools.partial(check_room, self.folder, num_bytes)
         self._clear()
         # Checked before anything is written: otherwise processes wait long for one that cannot write its part.
-        if all(self._settled(step, act) for act in (self._probe, room, start)):
+        if all(self._succeeded(step, act) for act in (self._probe, room, start)):
             self._under_way = step
             self._started.append(step)
             self.written_tables = self._differences.written(items[TABLES], changed)
@@ -171,7 +170,7 @@ class Checkpoints:
         form, made = self._form, []
         if form is None:
             return state
-        return made[0] if self._settled(step, lambda: made.append(form.stored(state))) else None
+        return made[0] if self._succeeded(step, lambda: made.append(form.stored(state))) else None
 
     def _list_files(self) -> None:
         """Looks at what was written, and lists it. Orbax calls this on the first process before the final name."""
@@ -198,9 +197,9 @@ class Checkpoints:
                 self._manager.wait_until_finished()
                 self._manager.check_for_errors()
 
-            self._settled(step, finish)
+            self._succeeded(step, finish)
 
-    def _settled(self, step: int, act: Callable[[], None]) -> bool:
+    def _succeeded(self, step: int, act: Callable[[], None]) -> bool:
         """Whether `act` succeeded on all processes; if not, removes the partial checkpoint and makes a note."""
         reason = None
         try:
@@ -241,12 +240,12 @@ class Checkpoints:
         while jax.process_index() == 0:
             # Probes of live processes are kept; before the first save, all probes are of an earlier run.
             probes = self.folder.glob(".probe.*.tmp") if self._writing < 0 else ()
-            for one in [*self.folder.glob(f"*{HALF}*"), *probes]:
-                if one.is_dir() and not one.is_symlink():
-                    shutil.rmtree(one, ignore_errors=True)
+            for path in [*self.folder.glob(f"*{HALF}*"), *probes]:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
                 else:
                     with contextlib.suppress(OSError):
-                        one.unlink(missing_ok=True)
+                        path.unlink(missing_ok=True)
                 quiet_since = time.monotonic()
             now = time.monotonic()
             if now > end or (now - quiet_since >= settle_sec and not list(self.folder.glob(f"*{HALF}*"))):
@@ -304,7 +303,7 @@ class Checkpoints:
         """
         whole = abstract if self._form is None else self._form.abstract(abstract)
         damaged: dict[int, str] = {}
-        while (step := next((one for one in self.choice(which) if one not in damaged), None)) is not None:
+        while (step := next((x for x in self.choice(which) if x not in damaged), None)) is not None:
             try:
                 state, meta = self._restore_step(step, whole, items, fresh_exchange_state)
             except (Damaged, Unreadable) as error:
@@ -353,7 +352,7 @@ class Checkpoints:
         self, step: int, abstract: TrainState, items: tuple[str, ...], fresh_exchange_state: Callable[[], Any] | None
     ) -> tuple[TrainState, Meta]:
         wanted = {name: item for name, item in to_items(abstract).items() if name in items and item}
-        found, meta = read_checkpoint(
+        arrays, meta = read_checkpoint(
             self.folder / step_folder(step),
             wanted,
             table_layout=self._table_layout,
@@ -361,13 +360,13 @@ class Checkpoints:
         )
         if "exchange" in wanted:
             fresh = functools.partial(fresh_exchange, abstract, fresh_exchange_state)
-            found["exchange"] = resplit.resplit(found.get("exchange", {}), wanted["exchange"], fresh)
-        return to_state(found, abstract), meta
+            arrays["exchange"] = resplit.resplit(arrays.get("exchange", {}), wanted["exchange"], fresh)
+        return to_state(arrays, abstract), meta
 
     def quarantine_after(self, step: int) -> None:
         """Quarantines the checkpoints after this step in `checkpoints/left`: a rollback abandoned their trajectory."""
         self.wait()
-        for later in [one for one in self.steps if one > step]:
+        for later in [other for other in self.steps if other > step]:
             self._move(later, LEFT_FOLDER)
 
     def _quarantine(self, step: int, error: Exception) -> str:

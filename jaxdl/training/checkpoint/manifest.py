@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jaxdl.core.files import MANIFEST_FILE
 from jaxdl.training.checkpoint.errors import Damaged, Unreadable, read_refused, unreadable
-from jaxdl.training.checkpoint.meta import META_FILE, checksum, parsed, verified
+from jaxdl.training.checkpoint.meta import META_FILE, checksum, parse, verify
 
 SMALL_BYTES = 2**20
 """The manifest has the CRC-32 of files up to this size."""
@@ -49,15 +49,15 @@ def check_files(folder: Path) -> bool:
     """
     manifest = folder / MANIFEST_FILE
     try:
-        content = verified(parsed(_read(manifest)))
+        content = verify(parse(_read(manifest)))
         listed = dict(content["files"])
     except (FileNotFoundError, Damaged, KeyError, TypeError, ValueError):
         return False  # All other files may still be intact.
     damage = None
     for name, (size, crc) in sorted(listed.items()):
         try:
-            found = os.stat(folder / name).st_size
-            if found == size and crc is not None and f"{zlib.crc32(_read(folder / name)):08x}" != crc:
+            num_bytes = os.stat(folder / name).st_size
+            if num_bytes == size and crc is not None and f"{zlib.crc32(_read(folder / name)):08x}" != crc:
                 damage = damage or f"{name} has other bytes than were written"
         except FileNotFoundError:
             damage = damage or f"{name} is missing"
@@ -70,9 +70,9 @@ def check_files(folder: Path) -> bool:
         except OSError as error:
             raise _refused(folder / name, error) from None
         else:
-            if found != size:
+            if num_bytes != size:
                 _read(folder / name)
-                damage = damage or f"{name} has {found:,} bytes instead of {size:,}"
+                damage = damage or f"{name} has {num_bytes:,} bytes instead of {size:,}"
     if damage:
         raise Damaged(damage)
     return all(crc is not None for _, crc in listed.values())

@@ -52,7 +52,7 @@ class Meta:
     @property
     def exchange_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the exchange's arrays."""
-        return {name: one.shape for name, one in self.arrays.get("exchange", {}).items() if one.shape is not None}
+        return {name: array.shape for name, array in self.arrays.get("exchange", {}).items() if array.shape is not None}
 
     def to_json(self) -> dict[str, Any]:
         """The JSON to store."""
@@ -60,9 +60,9 @@ class Meta:
             "format": self.format,
             "evaluated_step": self.evaluated_step,
             "score": self.score,
-            "fingerprints": self._each(lambda one: one.fingerprint),
-            "shapes": self._each(lambda one: list(one.shape or ())),
-            "dtypes": self._each(lambda one: one.dtype),
+            "fingerprints": self._each(lambda array: array.fingerprint),
+            "shapes": self._each(lambda array: list(array.shape or ())),
+            "dtypes": self._each(lambda array: array.dtype),
         }
         if self.table_layout:
             content["table_layout"] = list(self.table_layout)
@@ -71,7 +71,7 @@ class Meta:
         return content | {"checksum": checksum(content)}
 
     def _each(self, value: Callable[[Stored], Any]) -> dict[str, dict[str, Any]]:
-        return {item: {name: value(one) for name, one in leaves.items()} for item, leaves in self.arrays.items()}
+        return {item: {name: value(leaf) for name, leaf in leaves.items()} for item, leaves in self.arrays.items()}
 
 
 def checksum(content: Mapping[str, Any]) -> str:
@@ -79,25 +79,25 @@ def checksum(content: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
-def parsed(content: bytes) -> dict[str, Any]:
+def parse(content: bytes) -> dict[str, Any]:
     """The JSON object in `content`. Raises Damaged."""
     try:
-        found = json.loads(content)
+        values = json.loads(content)
     except (ValueError, RecursionError):
         raise Damaged("it is not JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         raise Damaged("it is not a JSON object")
-    return found
+    return values
 
 
-def verified(found: Mapping[str, Any]) -> dict[str, Any]:
+def verify(values: Mapping[str, Any]) -> dict[str, Any]:
     """The content of a JSON object after its `checksum`, if it has one, is verified. Raises Damaged."""
-    found = dict(found)
-    written = found.pop("checksum", None)
+    values = dict(values)
+    written = values.pop("checksum", None)
     # The format before checksums has neither key.
-    if (written is not None or "format" in found) and written != checksum(found):
+    if (written is not None or "format" in values) and written != checksum(values):
         raise Damaged("its content has changed since it was written")
-    return found
+    return values
 
 
 def read_meta(folder: Path) -> Meta:
@@ -114,13 +114,13 @@ def read_meta(folder: Path) -> Meta:
             raise Damaged(f"{META_FILE} is missing") from None
         raise unreadable(path, number) from None
     try:
-        found = parsed(content)
-        if found.keys() < _KEYS and "format" in found:  # A disk fault does not leave valid JSON that lacks a key.
-            raise _of_another(path, f"it has no {', '.join(sorted(_KEYS - found.keys()))}")
-        found = verified(found)
+        values = parse(content)
+        if values.keys() < _KEYS and "format" in values:  # A disk fault does not leave valid JSON that lacks a key.
+            raise _of_another(path, f"it has no {', '.join(sorted(_KEYS - values.keys()))}")
+        values = verify(values)
     except Damaged as damage:
         raise Damaged(f"{META_FILE}: {damage}") from None
-    version = found.get("format", 1)
+    version = values.get("format", 1)
     if version not in (1, FORMAT, DIFFERENTIAL_FORMAT):
         raise Unusable(
             f"{folder}: this checkpoint has format {version}, but this version of jaxdl reads formats 1 to "
@@ -128,7 +128,7 @@ def read_meta(folder: Path) -> Meta:
             "Use the version of jaxdl that wrote it."
         )
     try:
-        return _first_format(found) if version == 1 else _second_format(found)
+        return _first_format(values) if version == 1 else _second_format(values)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         missing = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise _of_another(path, missing) from None
@@ -141,26 +141,26 @@ def _of_another(path: Path, what: str) -> Unusable:
     )
 
 
-def _second_format(found: Mapping[str, Any]) -> Meta:
+def _second_format(values: Mapping[str, Any]) -> Meta:
     arrays = {
         item: {
-            name: Stored(value, tuple(found["shapes"][item][name]), found["dtypes"][item][name])
+            name: Stored(value, tuple(values["shapes"][item][name]), values["dtypes"][item][name])
             for name, value in leaves.items()
         }
-        for item, leaves in found["fingerprints"].items()
+        for item, leaves in values["fingerprints"].items()
     }
-    base = int(found["base"]) if found["format"] == DIFFERENTIAL_FORMAT else None
-    layout = found.get("table_layout", ())
-    return Meta(int(found["evaluated_step"]), found["score"], arrays, table_layout=layout, base=base)
+    base = int(values["base"]) if values["format"] == DIFFERENTIAL_FORMAT else None
+    layout = values.get("table_layout", ())
+    return Meta(int(values["evaluated_step"]), values["score"], arrays, table_layout=layout, base=base)
 
 
-def _first_format(found: Mapping[str, Any]) -> Meta:
-    shapes = found.get("exchange_shapes", {})
+def _first_format(values: Mapping[str, Any]) -> Meta:
+    shapes = values.get("exchange_shapes", {})
     arrays = {
         item: {
             name: Stored(str(int(value)), tuple(shapes[name]) if item == "exchange" and name in shapes else None)
             for name, value in leaves.items()
         }
-        for item, leaves in found["fingerprints"].items()
+        for item, leaves in values["fingerprints"].items()
     }
-    return Meta(int(found["evaluated_step"]), found.get("score"), arrays, format=1)
+    return Meta(int(values["evaluated_step"]), values.get("score"), arrays, format=1)

@@ -26,7 +26,14 @@ from jaxdl.parallel.mesh import on_hosts
 from jaxdl.training.checkpoint.agree import Finding, findings, raise_worst
 from jaxdl.training.checkpoint.differential import with_changed
 from jaxdl.training.checkpoint.errors import Damaged, Unreadable, Unusable, read_refused, unreadable
-from jaxdl.training.checkpoint.fingerprint import Stale, first_sums, host_fingerprints, tagged, tagged_texts, text
+from jaxdl.training.checkpoint.fingerprint import (
+    Stale,
+    first_sums,
+    host_fingerprints,
+    tag_fingerprints,
+    tagged_texts,
+    text,
+)
 from jaxdl.training.checkpoint.items import read_items, stored_arrays
 from jaxdl.training.checkpoint.literal import with_names
 from jaxdl.training.checkpoint.manifest import check_files, read_everything
@@ -46,7 +53,7 @@ from jaxdl.training.state import TABLES
 Items = dict[str, dict[str, Any]]
 _GROUP_BYTES = 2**29
 """Of the arrays whose fingerprints are one program: on CPUs it has two copies of all its arrays."""
-_fingerprints = jax.jit(tagged)
+_fingerprints = jax.jit(tag_fingerprints)
 _first_sums = jax.jit(first_sums)
 
 
@@ -67,7 +74,7 @@ def fingerprint_texts(items: Items, tag: int) -> dict[str, dict[str, str]]:
                 key = total // _GROUP_BYTES, frozenset(devices)
                 groups.setdefault(key, {}).setdefault(item, {})[name] = x
                 total += x.nbytes
-    found: dict[str, dict[str, str]] = {item: {} for item in items}
+    arrays: dict[str, dict[str, str]] = {item: {} for item in items}
     for group in groups.values():
         try:
             every = tagged_texts(_fingerprints(group, np.uint32(tag)), tag)
@@ -75,14 +82,14 @@ def fingerprint_texts(items: Items, tag: int) -> dict[str, dict[str, str]]:
             stale = error
             continue
         for item, texts in every.items():
-            found[item] |= texts
+            arrays[item] |= texts
     if hosted:
         wait_for_all()  # One host may have been slower than Gloo waits.
         for (item, name), words in zip(hosted, host_fingerprints([items[i][n] for i, n in hosted]), strict=True):
-            found[item][name] = text(words)
+            arrays[item][name] = text(words)
     if stale is not None:
         raise stale
-    return found
+    return arrays
 
 
 def stored_model(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -94,8 +101,8 @@ def stored_model(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         stored = read_meta(folder).arrays["model"]
     except (Damaged, KeyError) as error:
         raise Unusable(f"{folder} is damaged ({error}). Choose another checkpoint.") from None
-    if all(one.shape is not None and one.dtype is not None for one in stored.values()):
-        return {name: (tuple(one.shape or ()), str(one.dtype)) for name, one in stored.items()}
+    if all(array.shape is not None and array.dtype is not None for array in stored.values()):
+        return {name: (tuple(array.shape or ()), str(array.dtype)) for name, array in stored.items()}
     return stored_arrays(folder, "model")  # Format 1 does not have them.
 
 
@@ -133,10 +140,10 @@ def read_checkpoint(
             error = raised
         if not _problem(folder, error, last):
             assert read is not None
-            bad = _completed(read)
+            bad = _complete(read)
             if not bad:
-                return read.found | ({TABLES: read.moved} if read.moved else {}), read.meta
-            read.found.clear()  # Free its memory for the second attempt.
+                return read.items | ({TABLES: read.moved} if read.moved else {}), read.meta
+            read.items.clear()  # Free its memory for the second attempt.
             _problem(folder, changed_values(bad), last)
     raise AssertionError("the last attempt returns or raises")
 
@@ -144,7 +151,7 @@ def read_checkpoint(
 class _Read(NamedTuple):
     """What was read; of a differential checkpoint the tables are still those of its base."""
 
-    found: Items
+    items: Items
     meta: Meta
     base: Base | None
     hosted: Hosted | None
@@ -159,47 +166,47 @@ def _read(folder: Path, wanted: Items, layout: places.Layout, allocate: Allocate
     if TABLES in wanted and list(meta.table_layout) != places.to_json(layout):
         _check_tables(folder, meta, wanted[TABLES], layout)
         others = {name: x for name, x in wanted.items() if name != TABLES}
-        found = read_items(folder, _to_read(folder, meta, others, partial=partial), partial=partial)
-        return _Read(found, meta, None, None, read_moved(folder, meta, base, wanted[TABLES], layout, allocate))
+        arrays = read_items(folder, _to_read(folder, meta, others, partial=partial), partial=partial)
+        return _Read(arrays, meta, None, None, read_moved(folder, meta, base, wanted[TABLES], layout, allocate))
     to_read = _to_read(folder, meta, wanted, partial=partial)
     tables = to_read.pop(TABLES, {})
     on_host = {name: x for name, x in tables.items() if on_hosts(x)}
     on_devices = {name: x for name, x in tables.items() if name not in on_host}
     whole, hosted = folder if base is None else base.folder, Hosted(on_host, allocate) if on_host else None
-    found = read_items(folder, to_read, partial=partial)
+    arrays = read_items(folder, to_read, partial=partial)
     if on_devices:
-        found |= read_items(whole, {TABLES: on_devices}, partial=partial or bool(on_host))
+        arrays |= read_items(whole, {TABLES: on_devices}, partial=partial or bool(on_host))
     if hosted is not None:
         hosted.read(whole)
-        found[TABLES] = found.get(TABLES, {}) | hosted.arrays()
-    return _Read(found, meta, base, hosted, {})
+        arrays[TABLES] = arrays.get(TABLES, {}) | hosted.arrays()
+    return _Read(arrays, meta, base, hosted, {})
 
 
-def _completed(read: _Read) -> list[str]:
+def _complete(read: _Read) -> list[str]:
     """Puts changed rows in place; the names of arrays that have changed since they were written. All call it."""
-    found, base, hosted = read.found, read.base, read.hosted
+    arrays, base, hosted = read.items, read.base, read.hosted
     if base is not None:
-        bad = [f"{one} of {base.folder.name}" for one in _changed({TABLES: found[TABLES]}, base.meta)]
+        bad = [f"{table} of {base.folder.name}" for table in _find_changes({TABLES: arrays[TABLES]}, base.meta)]
         if bad:
             return bad
-        tables = found.pop(TABLES)
+        tables = arrays.pop(TABLES)
         if hosted is not None:
             tables = {name: x for name, x in tables.items() if not on_hosts(x)}
             hosted.put(base.changed)
             tables |= hosted.arrays()
         on_devices = {name: x for name, x in tables.items() if not on_hosts(x)}
-        found[TABLES] = tables | with_changed(on_devices, base.changed)
-    return _changed(found, read.meta)
+        arrays[TABLES] = tables | with_changed(on_devices, base.changed)
+    return _find_changes(arrays, read.meta)
 
 
 def _problem(folder: Path, error: Exception | None, last: bool) -> bool:
     """Whether any process met an error that a second attempt may avoid; raises definite errors on all processes."""
-    every = findings(Finding.of(None if error is None else _diagnosed(folder, error, last)))
+    every = findings(Finding.of(None if error is None else _diagnose(folder, error, last)))
     raise_worst(every)
     return any(kind for kind, _ in every)
 
 
-def _diagnosed(folder: Path, error: Exception, last: bool) -> Exception:
+def _diagnose(folder: Path, error: Exception, last: bool) -> Exception:
     """The error as Damaged, Unreadable or Unusable; unchanged if a second attempt has to decide.
 
     Orbax and TensorStore raise many kinds of errors for a damaged file, and the same ones for a refused read, so the
@@ -247,34 +254,36 @@ def _to_read(folder: Path, meta: Meta, wanted: Items, *, partial: bool = False) 
 
 def _check_tables(folder: Path, meta: Meta, wanted: Mapping[str, Any], layout: places.Layout) -> None:
     """Raises Unusable for other embedding tables than those in a checkpoint, or other optimizers of theirs."""
-    stored = {name: (one["buffer"], rows) for one in meta.table_layout for name, rows in one["rows"].items()}
-    there, here = (_kept(names) for names in (meta.arrays.get(TABLES, {}), wanted))
-    for one in layout:
-        for name, rows in one.rows.items():
+    stored = {name: (entry["buffer"], rows) for entry in meta.table_layout for name, rows in entry["rows"].items()}
+    there, here = (_rows_of(names) for names in (meta.arrays.get(TABLES, {}), wanted))
+    for place in layout:
+        for name, rows in place.rows.items():
             buffer, known = stored.get(name, ("", None))
             if known != rows:
                 what = "is not" if known is None else f"has {known:,} rows"
                 raise _of_another(folder, f"table {name} {what} in it, and has {rows:,} here")
-            if there[buffer] != here[one.buffer]:
-                texts = (", ".join(sorted(kept - {"rows"})) or "nothing" for kept in (there[buffer], here[one.buffer]))
+            if there[buffer] != here[place.buffer]:
+                texts = (
+                    ", ".join(sorted(kept - {"rows"})) or "nothing" for kept in (there[buffer], here[place.buffer])
+                )
                 what = "the optimizer of table {} keeps {} of a row in it, and {} here".format(name, *texts)
                 raise _of_another(folder, what)
-    more = sorted(stored.keys() - {name for one in layout for name in one.rows})
+    more = sorted(stored.keys() - {name for place in layout for name in place.rows})
     if more:
         raise _of_another(folder, f"table {more[0]} is in it, and not here")
 
 
-def _kept(names: Iterable[str]) -> dict[str, set[str]]:
+def _rows_of(names: Iterable[str]) -> dict[str, set[str]]:
     """Buffer -> what there is of its rows: `rows` and what its optimizer keeps."""
-    found: dict[str, set[str]] = {}
+    by_item: dict[str, set[str]] = {}
     for name in names:
         buffer, _, what = name.removeprefix(f"{TABLES}.").rpartition(".")
-        found.setdefault(buffer, set()).add(what)
-    return found
+        by_item.setdefault(buffer, set()).add(what)
+    return by_item
 
 
 def _check_shapes(folder: Path, item: str, leaves: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:
-    known = {name: (one.shape, one.dtype) for name, one in stored.items() if one.shape is not None}
+    known = {name: (array.shape, array.dtype) for name, array in stored.items() if array.shape is not None}
     if not known:  # Format 1: ask TensorStore. If it cannot read them, the restore will fail too.
         with contextlib.suppress(Exception):
             known = stored_arrays(folder, item)
@@ -287,13 +296,13 @@ def _check_shapes(folder: Path, item: str, leaves: Mapping[str, Any], stored: Ma
 
 def _exchange_to_read(folder: Path, meta: Meta, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Shape structs of the exchange's arrays, in their stored dtypes where known."""
-    found = {}
+    arrays = {}
     for name, x in resplit.readable(dict(wanted), meta.exchange_shapes).items():
         dtype = meta.arrays["exchange"][name].dtype or str(x.dtype)
         if name in wanted and dtype != str(wanted[name].dtype):
             raise _of_another(folder, f"{name} is {dtype} in it, but {wanted[name].dtype} here")
-        found[name] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
-    return found
+        arrays[name] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+    return arrays
 
 
 def _of_another(folder: Path, what: str) -> Unusable:
@@ -303,13 +312,13 @@ def _of_another(folder: Path, what: str) -> Unusable:
     )
 
 
-def _changed(found: Items, meta: Meta) -> list[str]:
+def _find_changes(items: Items, meta: Meta) -> list[str]:
     """The names of the arrays whose fingerprints differ from the stored ones."""
     if meta.format == 1:
-        now = jax.tree.map(lambda x: str(int(x)), jax.device_get(_first_sums(found)))
+        now = jax.tree.map(lambda x: str(int(x)), jax.device_get(_first_sums(items)))
     else:
-        stored = json.dumps([{name: one.fingerprint for name, one in meta.arrays[item].items()} for item in found])
-        now = fingerprint_texts(found, zlib.crc32(stored.encode()))
+        stored = json.dumps([{name: array.fingerprint for name, array in meta.arrays[item].items()} for item in items])
+        now = fingerprint_texts(items, zlib.crc32(stored.encode()))
     return [
         f"{item}.{name}"
         for item, leaves in now.items()

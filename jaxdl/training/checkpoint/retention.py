@@ -33,7 +33,7 @@ class Best:
     def should_preserve(self, checkpoints: Sequence[PolicyCheckpointInfo], *, context: object) -> list[bool]:
         """For each checkpoint, in Orbax's order, whether it is one of the best."""
         del context
-        steps = [one.step for one in checkpoints]
+        steps = [checkpoint.step for checkpoint in checkpoints]
         unknown = {step for step in steps if not self._learn(step)}
         order = self.order([step for step in steps if step not in unknown])
         kept = unknown.union(order[: self._num])
@@ -79,12 +79,16 @@ class WithBases:
     ) -> list[bool]:
         """For each checkpoint, in Orbax's order, whether it is kept."""
         each = [policy.should_preserve(checkpoints, context=context) for policy in self._policies]
-        kept = {one.step for one, votes in zip(checkpoints, zip(*each, strict=True), strict=True) if any(votes)}
+        kept = {
+            checkpoint.step
+            for checkpoint, votes in zip(checkpoints, zip(*each, strict=True), strict=True)
+            if any(votes)
+        }
         try:
             kept |= {base for step in kept if (base := self._base(step)) is not None}
         except Unreadable:
             return [True] * len(checkpoints)
-        return [one.step in kept for one in checkpoints]
+        return [checkpoint.step in kept for checkpoint in checkpoints]
 
     def _base(self, step: int) -> int | None:
         """The step on which a checkpoint depends, if any. Raises Unreadable."""

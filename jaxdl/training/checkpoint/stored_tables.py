@@ -69,7 +69,7 @@ def open_base(folder: Path, meta: Meta) -> Base | None:
         there = read_meta(base)
         if there.base is not None or list(there.table_layout) != list(meta.table_layout):
             raise Damaged("it is another checkpoint than the one that was written")
-    return Base(base, there, read_changed(folder, {name: one.dtype for name, one in meta.arrays[TABLES].items()}))
+    return Base(base, there, read_changed(folder, {name: array.dtype for name, array in meta.arrays[TABLES].items()}))
 
 
 @contextlib.contextmanager
@@ -105,8 +105,8 @@ def read_moved(
 
     made = places.Moved(layout, {_short(name): x for name, x in wanted.items()}, part)
     rows = by_array([] if base is None else base.changed)
-    for one in places.from_json(meta.table_layout):
-        for name in (name for name in meta.arrays[TABLES] if _short(name).rpartition(".")[0] == one.buffer):
+    for buffer in places.from_json(meta.table_layout):
+        for name in (name for name in meta.arrays[TABLES] if _short(name).rpartition(".")[0] == buffer.buffer):
             stored = StoredRows(folder if base is None else base.folder, TABLES, name)
             before, after = Summed(stored.shape), Summed(stored.shape)
             for first, piece in stored.pieces(0, stored.shape[0]):
@@ -115,7 +115,7 @@ def read_moved(
                     here = slice(first, first + len(piece)), *(slice(0, size) for size in stored.shape[1:])
                     put_changed(piece, here, rows.get(name, ()))
                 after.add(first, piece)
-                made.put(one, name.rpartition(".")[2], first, piece)
+                made.put(buffer, name.rpartition(".")[2], first, piece)
             if base is not None and text(before.words) != base.meta.arrays[TABLES][name].fingerprint:
                 raise changed_values([f"{TABLES}.{name} of {base.folder.name}"])
             if text(after.words) != meta.arrays[TABLES][name].fingerprint:
@@ -140,7 +140,7 @@ class Hosted:
         for name, struct in self._wanted.items():
             rows, *columns = self._index(struct)
             start, stop, _ = rows.indices(struct.shape[0])
-            widths = [len(range(*one.indices(size))) for one, size in zip(columns, struct.shape[1:], strict=True)]
+            widths = [len(range(*column.indices(size))) for column, size in zip(columns, struct.shape[1:], strict=True)]
             part = self._parts[name] = self._allocate(_short(name), (stop - start, *widths))
             for first, piece in StoredRows(folder, TABLES, name).pieces(start, stop, columns):
                 part[first - start : first - start + len(piece)] = piece
@@ -153,13 +153,13 @@ class Hosted:
 
     def arrays(self) -> dict[str, jax.Array]:
         """The arrays of all processes. They share the memory of the parts."""
-        found = {}
+        arrays = {}
         for name, part in self._parts.items():
             sharding = self._wanted[name].sharding
             [device] = sharding.addressable_devices
-            one = jax.device_put(part, device)
-            found[name] = jax.make_array_from_single_device_arrays(self._wanted[name].shape, sharding, [one])
-        return found
+            array = jax.device_put(part, device)
+            arrays[name] = jax.make_array_from_single_device_arrays(self._wanted[name].shape, sharding, [array])
+        return arrays
 
     @staticmethod
     def _index(struct: Any) -> tuple[slice, ...]:

@@ -38,7 +38,10 @@ class RowsHandler(ocp.type_handlers.ArrayHandler):
     """Orbax's handler of the arrays of tables, which writes them in pieces where one of them needs it."""
 
     async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
-        """See `TypeHandler.serialize`. Arrays on devices are copied before it returns, those on hosts are not."""
+        """Starts to write the arrays; returns what waits for that.
+
+        Arrays on devices are copied before it returns, those on hosts are not.
+        """
         if not any(needs_pieces(x) for x in values):
             return await super().serialize(values, infos, args)
         # All of them: two writers would disturb each other in the database.

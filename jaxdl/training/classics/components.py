@@ -48,15 +48,13 @@ def pca(x: Any, num_components: int, *, mesh: Mesh | None = None) -> PrincipalCo
             f"pca: {num_components!r} components of {rows.num_rows} rows of {rows.num_features} features. Give a whole "
             f"number from 1 to {most}."
         )
-    mean, scatter = (np.asarray(one, np.float64) for one in on_all(rows.mesh, _scatter)(rows.x, rows.weight))
+    mean, scatter = (np.asarray(sums, np.float64) for sums in on_all(rows.mesh, _scatter)(rows.x, rows.weight))
     variances, vectors = np.linalg.eigh(scatter / (rows.num_rows - 1))
     components = vectors.T[::-1][:num_components]
     largest = np.take_along_axis(components, np.abs(components).argmax(1)[:, None], axis=1)
     variances = np.maximum(variances[::-1], 0)
-    found = variances[:num_components]
-    return PrincipalComponents(
-        mean + rows.shift, components * np.sign(largest), found, found / (variances.sum() or 1.0)
-    )
+    top = variances[:num_components]
+    return PrincipalComponents(mean + rows.shift, components * np.sign(largest), top, top / (variances.sum() or 1.0))
 
 
 def _scatter(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:

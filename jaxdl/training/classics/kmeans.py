@@ -111,16 +111,16 @@ def _plus_plus(rows: Rows, num_clusters: int, seed: int) -> np.ndarray:
     def squares(chosen: np.ndarray) -> np.ndarray:
         return np.asarray(distances(rows.x, rows.weight, chosen), np.float64)[:, :count]
 
-    found = [int(random.choice(count, p=np.full(count, 1 / count)))]
-    closest = squares(np.array(found))[0]
-    while len(found) < num_clusters:
+    centres = [int(random.choice(count, p=np.full(count, 1 / count)))]
+    closest = squares(np.array(centres))[0]
+    while len(centres) < num_clusters:
         drawn = random.uniform(size=trials) * closest.sum()
         candidates = np.minimum(np.searchsorted(np.cumsum(closest), drawn), count - 1)
         nearer = np.minimum(closest, squares(candidates))
         best = int(np.argmin(nearer.sum(1)))
         closest = nearer[best]
-        found.append(int(candidates[best]))
-    return np.array(found)
+        centres.append(int(candidates[best]))
+    return np.array(centres)
 
 
 def _distances_to_rows(x: jax.Array, weight: jax.Array, chosen: jax.Array) -> jax.Array:

@@ -74,12 +74,12 @@ def logistic(
         raise ConfigError(f"logistic: c = {c!r}, max_steps = {max_steps!r}. Give a positive number, and at least 1.")
     width = 1 if len(classes) == 2 else len(classes)
     labels = rows.place(numbers.astype(np.int32))
-    sums, objective = (on_all(rows.mesh, one) for one in (_sums, _loss))
+    sums, objective = (on_all(rows.mesh, function) for function in (_sums, _loss))
     # Of the coefficients as they are without the scaling.
     penalty = np.tile(np.append(1 / (c * rows.scale**2), 0.0), (width, 1))
 
     def summed(params: np.ndarray) -> tuple[np.ndarray, ...]:
-        return tuple(np.asarray(one, np.float64) for one in sums(rows.x, rows.weight, labels, params))
+        return tuple(np.asarray(sum_, np.float64) for sum_ in sums(rows.x, rows.weight, labels, params))
 
     def value(params: np.ndarray) -> float:
         loss = float(objective(rows.x, rows.weight, labels, params))

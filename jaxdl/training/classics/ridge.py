@@ -52,8 +52,8 @@ def ridge(x: Any, y: Any, *, alpha: float = 1.0, mesh: Mesh | None = None) -> Ri
     values = numbers(targets(y, rows.num_rows, "ridge"), "ridge: y")
     shift_y = middle(values, "ridge: y")
     near = rows.place(centered(values, shift_y, "ridge: y"))
-    found = on_all(rows.mesh, _products)(rows.x, near, rows.weight)
-    mean, mean_y, squares, products = (np.asarray(one, np.float64) for one in found)
+    sums = on_all(rows.mesh, _products)(rows.x, near, rows.weight)
+    mean, mean_y, squares, products = (np.asarray(array, np.float64) for array in sums)
     system = squares + alpha * np.eye(rows.num_features)
     # Beyond this the sums' own rounding decides the solution.
     if np.linalg.cond(system) > 1 / np.finfo(np.float32).eps:

@@ -68,13 +68,13 @@ def as_rows(x: Any, mesh: Mesh | None, where: str, *, scaled: bool = False) -> R
 def numbers(values: Any, where: str) -> np.ndarray:
     """The values as an array of numbers. Raises ConfigError for what is not a finite number."""
     try:
-        found = np.asarray(values)
-        found = found if found.dtype.kind in "fiub" else found.astype(np.float64)
+        array = np.asarray(values)
+        array = array if array.dtype.kind in "fiub" else array.astype(np.float64)
     except (TypeError, ValueError):
         raise ConfigError(f"{where}: not numbers. Give an array of numbers; names of classes only as y.") from None
-    if not np.isfinite(found).all():
+    if not np.isfinite(array).all():
         raise ConfigError(f"{where}: NaN or infinite numbers. Remove or replace them.")
-    return found
+    return array
 
 
 def middle(values: np.ndarray, where: str) -> np.ndarray:
@@ -91,12 +91,12 @@ def centered(values: np.ndarray, shift: np.ndarray, where: str) -> np.ndarray:
 
     Raises ConfigError for differences that are too large.
     """
-    found = np.empty(values.shape, np.float32)
+    rounded = np.empty(values.shape, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         for begin in range(0, len(values), _CHUNK_ROWS):
-            found[begin : begin + _CHUNK_ROWS] = values[begin : begin + _CHUNK_ROWS] - shift
-    check_size(found, where)
-    return found
+            rounded[begin : begin + _CHUNK_ROWS] = values[begin : begin + _CHUNK_ROWS] - shift
+    check_size(rounded, where)
+    return rounded
 
 
 def _scales(near: np.ndarray) -> np.ndarray:
@@ -124,18 +124,19 @@ def is_number(value: Any, *, whole: bool = False) -> bool:
 
 def targets(y: Any, num_rows: int, where: str) -> np.ndarray:
     """y as an array `[rows]`. Raises ConfigError for another shape."""
-    found = np.asarray(y)
-    if found.shape != (num_rows,):
-        raise ConfigError(f"{where}: y has the shape {list(found.shape)}, and x {num_rows} rows. Give one value a row.")
-    return found
+    labels = np.asarray(y)
+    if labels.shape != (num_rows,):
+        shape = list(labels.shape)
+        raise ConfigError(f"{where}: y has the shape {shape}, and x {num_rows} rows. Give one value a row.")
+    return labels
 
 
 def checked_columns(x: Any, num_features: int, where: str) -> np.ndarray:
     """New rows for a fitted result, float64. Raises ConfigError for another number of columns."""
-    found = numbers(x, f"{where}: x")
-    if found.ndim != 2 or found.shape[1] != num_features:
+    array = numbers(x, f"{where}: x")
+    if array.ndim != 2 or array.shape[1] != num_features:
         raise ConfigError(
-            f"{where}: x has the shape {list(found.shape)}, and the fit was on {num_features} features. Give "
+            f"{where}: x has the shape {list(array.shape)}, and the fit was on {num_features} features. Give "
             f"[rows, {num_features}]."
         )
     return np.asarray(x, np.float64)

@@ -8,6 +8,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxdl.models.network import Call
 from jaxdl.parallel.mesh import INNER_BATCH_AXES, Axis, batch_sharding
 from jaxdl.parallel.sharding import Layout
 from jaxdl.training.state import replicated
@@ -30,8 +31,8 @@ def make_own_eval_step(parts: Parts) -> jax.stages.Wrapped:
     def one_replica(params: Any, model_state: Any, batch: Batch) -> dict[str, jax.Array]:
         params, model_state = one_replica_params(parts, params), jax.tree.map(lambda x: x[0], model_state)
         batch = {name: lax.with_sharding_constraint(x, PartitionSpec(INNER_BATCH_AXES)) for name, x in batch.items()}
-        whole = parts.task.takes_arrays
-        outputs, _ = apply_network(parts, layout, params, model_state, batch, train=False, whole=whole)
+        call = Call(train=False, materialize_logits=parts.task.takes_arrays)
+        outputs, _ = apply_network(parts, layout, params, model_state, batch, call)
         return jax.tree.map(lambda x: lax.psum(x, replica), parts.task.sums(outputs, batch, train=False))
 
     def own_eval_step(params: Any, model_state: Any, batch: Batch) -> Any:

@@ -16,7 +16,17 @@ from jaxdl.parallel.mesh import Axis, batch_sharding
 from jaxdl.parallel.sharding import Grads, Layout
 from jaxdl.report.skips import NONFINITE
 from jaxdl.training.state import Own, TrainState, replicated
-from jaxdl.training.step import Batch, Metrics, Parts, Sums, ema_decay, guarded, local_gradients, nonzero, updated
+from jaxdl.training.step import (
+    Batch,
+    Metrics,
+    Parts,
+    Sums,
+    choose_state,
+    ema_decay,
+    local_gradients,
+    nonzero,
+    update_state,
+)
 
 REPLICA = Axis.REPLICA.value
 OWN = PartitionSpec(REPLICA)
@@ -65,14 +75,19 @@ def local_step(parts: Parts, state: TrainState, batch: Batch) -> tuple[TrainStat
     batch = parts.task.augmented(batch, augment_key)
     params = parts.trainable.merged(own.params, state.params)
     scale = _loss_scale(parts, own)
-    grads, sums, model_state, _ = local_gradients(parts, params, own.model_state, batch, scale, model_key, own=True)
+    grads, sums, model_state, _ = local_gradients(
+        parts, params, own.model_state, batch, scale, model_key, per_replica=True
+    )
     grads = jax.tree.map(lambda g: g / scale.reshape(-1, *[1] * (g.ndim - 1)), grads) if own.loss_scale else grads
     new, _, metrics = _own_update(parts, own, grads, sums, model_state, judged=sums)
-    return state.with_own(new).replace(step=state.step + 1), _named(sums, metrics)
+    return state.with_own(new).replace(step=state.step + 1), _name(sums, metrics)
 
 
 def _joint_step(parts: Parts, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics, Metrics]:
-    """See `make_joint_step`: the gradients of `jaxdl.training.step.make_train_step`, and an update in each replica."""
+    """The state after a joint step, its metrics, and what is joined of them; traced.
+
+    It has the gradients of `jaxdl.training.step.make_train_step`, and an update in each replica.
+    """
     own, spec, mesh = state.own, parts.state_spec, parts.layout.mesh
     augment_key, exchange_key, model_key = _keys(parts, state)
     batch = parts.task.augmented(batch, augment_key)
@@ -82,12 +97,12 @@ def _joint_step(parts: Parts, state: TrainState, batch: Batch) -> tuple[TrainSta
     grads = jax.tree.map(lambda g: g / scale, grads) if own.loss_scale else grads
     assert parts.joint_exchange is not None, "replicas that agree in every step have no such steps"
     exchange = exchanged_on_mesh(parts.joint_exchange, spec.grads, {}, mesh, wanted=spec.update)
-    mean, _, found = exchange(grads, {}, exchange_key, sums)
+    mean, _, of_exchange = exchange(grads, {}, exchange_key, sums)
 
     def spread(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x[None], (mesh.shape[REPLICA], *x.shape))
 
-    judged = {name: found[f"sums/{name}"] for name in ("loss", "weight")}
+    judged = {name: of_exchange[f"sums/{name}"] for name in ("loss", "weight")}
     mean, model_state, judged = jax.tree.map(spread, (mean, model_state, judged))
     new, anchor, metrics = _own_update(parts, own, mean, sums, model_state, judged=judged)
     params = parts.trainable.merged(anchor.params, state.params)
@@ -95,12 +110,12 @@ def _joint_step(parts: Parts, state: TrainState, batch: Batch) -> tuple[TrainSta
     changed = state.with_own(new).replace(params=params, model_state=anchor.model_state, step=state.step + 1)
     if parts.config.ema_decay is not None:
         decay = ema_decay(parts.config.ema_decay, state.step)
-        decay = jnp.where(found["sums/weight"] == 0, 1, decay)  # No update.
+        decay = jnp.where(of_exchange["sums/weight"] == 0, 1, decay)  # No update.
         average = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, state.ema_params, params)
         changed = changed.replace(ema_params=average)
     kept = anchor.guard["bad_in_row"] == 0 if own.guard else jnp.bool_(True)
-    joined = {f"{JOINED}sums/{name}": jnp.where(kept, found[f"sums/{name}"], 0) for name in sums}
-    return changed, _named(sums, metrics), joined | {f"{JOINED}seen": found["sums/weight"]}
+    joined = {f"{JOINED}sums/{name}": jnp.where(kept, of_exchange[f"sums/{name}"], 0) for name in sums}
+    return changed, _name(sums, metrics), joined | {f"{JOINED}seen": of_exchange["sums/weight"]}
 
 
 def _keys(parts: Parts, state: TrainState) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -115,7 +130,7 @@ def _loss_scale(parts: Parts, own: Own) -> jax.Array:
     return own.loss_scale["scale"] if own.loss_scale else ones
 
 
-def _named(sums: Sums, metrics: Metrics) -> Metrics:
+def _name(sums: Sums, metrics: Metrics) -> Metrics:
     shown = {name: value for name, value in metrics.items() if name not in _HIDDEN}
     return {f"sums/{name}": value for name, value in sums.items()} | shown
 
@@ -164,7 +179,7 @@ def _updated_replica(
         key=(),
         agreement_state=own.since,
     )
-    changed, metrics = updated(parts, state, grads, layout)
+    changed, metrics = update_state(parts, state, grads, layout)
     since = {
         "sums": {name: x + sums[name] for name, x in own.since["sums"].items()},
         "merge_weight": own.since["merge_weight"] + sums["weight"],
@@ -176,7 +191,7 @@ def _updated_replica(
     weight = judged["weight"]
     loss = judged["loss"] / nonzero(weight)
     finite = jnp.all(flags == 0)
-    changed, metrics, _ = guarded(parts, state, changed, metrics, loss=loss, weight=weight, finite=finite)
+    changed, metrics, _ = choose_state(parts, state, changed, metrics, loss=loss, weight=weight, finite=finite)
     metrics |= {NONFINITE: flags} if leaves else {}
     new = dataclasses.replace(
         own,
@@ -195,6 +210,6 @@ def joinable(own: Own) -> dict[str, jax.Array]:
     return {f"{JOINED}sums/{name}": x for name, x in own.since["sums"].items()} | {f"{JOINED}seen": own.since["seen"]}
 
 
-def begun_anew(own: Own) -> dict[str, Any]:
+def begin_anew(own: Own) -> dict[str, Any]:
     """What replicas count, begun anew."""
     return jax.tree.map(jnp.zeros_like, own.since)

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxdl.exchange import by_name, exchanged_on_mesh
 from jaxdl.parallel.mesh import Axis
 from jaxdl.parallel.sharding import named
-from jaxdl.training.rounds.local import JOINED, begun_anew, joinable
+from jaxdl.training.rounds.local import JOINED, begin_anew, joinable
 from jaxdl.training.rounds.replicas import TINY, copies_of, finite_replicas, least_scale, parts_in_mean, where, wide
 from jaxdl.training.state import OUTER, Own, TrainState, replicated
 from jaxdl.training.step import Metrics, Parts, ema_decay
@@ -62,7 +62,7 @@ def make_settle(parts: Parts) -> jax.stages.Wrapped:
     """
     merge, shardings = Merge(parts), parts.state_spec.shardings
     return jax.jit(
-        merge.settled,
+        merge.settle,
         donate_argnums=0,
         in_shardings=(shardings,),
         out_shardings=(shardings, replicated(parts.layout)),
@@ -84,7 +84,7 @@ class Begun:
 
 
 class Merge:
-    """See `jaxdl.exchange.agreement.Merges`."""
+    """Merges of replicas, as the kinds of agreement call for them (`jaxdl.exchange.agreement.Merges`); traced."""
 
     def __init__(self, parts: Parts) -> None:
         assert parts.fragments is not None, "replicas that agree in every step never merge"
@@ -92,20 +92,20 @@ class Merge:
         self._num_replicas = self._mesh.shape[_REPLICA]
 
     def by_exchange(self, state: TrainState, fragments: Sequence[int]) -> tuple[TrainState, Metrics]:
-        """See `Merges.by_exchange`."""
-        state, begun = self.begun(state, fragments)
-        return self.arrived(state, begun, fragments)
+        """The state after the replicas have exchanged what they changed, and what the exchange measured."""
+        state, begun = self.begin(state, fragments)
+        return self.finish(state, begun, fragments)
 
-    def begun(self, state: TrainState, fragments: Sequence[int]) -> tuple[TrainState, Begun]:
+    def begin(self, state: TrainState, fragments: Sequence[int]) -> tuple[TrainState, Begun]:
         """Sends what each replica has changed of fragments, and receives the mean. What is counted begins anew."""
         parts, own = self._parts, state.own
         anchor, mine = self._anchor(state, fragments), self._mine(own, fragments)
         delta = {name: anchor[name][None] - x for name, x in mine.items()}
         specs, wanted = self._specs(parts.state_spec.grads, fragments), self._specs(parts.state_spec.update, fragments)
         sums = joinable(own) | {name: own.guard[name] for name in ("bad_steps",) if own.guard}
-        weights = {str(one): own.since["merge_weight"][:, one] for one in fragments}
+        weights = {str(fragment): own.since["merge_weight"][:, fragment] for fragment in fragments}
         finite, told = self._told(delta, specs, sums | weights)
-        each = [parts_in_mean(finite, told[str(one)], told[f"{JOINED}seen"]) for one in fragments]
+        each = [parts_in_mean(finite, told[str(fragment)], told[f"{JOINED}seen"]) for fragment in fragments]
         # All devices know these already: without this XLA divides them, and sums them by messages.
         same = NamedSharding(self._mesh, PartitionSpec())
         healthy, factor = (lax.with_sharding_constraint(jnp.stack(x), same) for x in zip(*each, strict=True))
@@ -123,17 +123,17 @@ class Merge:
         places = self._of_fragments(parts.state_spec.specs.exchange_state, fragments)
         exchange = exchanged_on_mesh(parts.exchange, specs, places, self._mesh, wanted=wanted)
         key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step - 1), _KEY)
-        mean, new, found = exchange(shares, self._of_fragments(state.exchange_state, fragments), key)
-        metrics = {f"exchange/{name}": value for name, value in found.items()}
+        mean, new, of_exchange = exchange(shares, self._of_fragments(state.exchange_state, fragments), key)
+        metrics = {f"exchange/{name}": value for name, value in of_exchange.items()}
         metrics |= {"agreement/bad_replicas": jnp.sum(1.0 - finite)}
         metrics |= {name: told[name].sum() for name in sums}
-        since = begun_anew(own) | {"merge_weight": own.since["merge_weight"].at[:, jnp.array(fragments)].set(0)}
+        since = begin_anew(own) | {"merge_weight": own.since["merge_weight"].at[:, jnp.array(fragments)].set(0)}
         state = state.replace(
             exchange_state=self._with_fragments(state.exchange_state, new, fragments),
         ).with_own(dataclasses.replace(own, since=since))
         return state, Begun(mean, healthy, factor, metrics)
 
-    def arrived(self, state: TrainState, begun: Begun, fragments: Sequence[int]) -> tuple[TrainState, Metrics]:
+    def finish(self, state: TrainState, begun: Begun, fragments: Sequence[int]) -> tuple[TrainState, Metrics]:
         """Moves the anchor and the replicas; the merge may have begun some steps before this state."""
         agreement, place = self._parts.agreement, self._places(fragments)
         own, outer = state.own, state.agreement_state[OUTER]
@@ -156,7 +156,7 @@ class Merge:
         own = dataclasses.replace(self._with_mine(own, adopted, fragments), **changes)
         state = self._with_anchor(state, after, fragments).replace(
             model_state=model_state,
-            ema_params=self._averaged(state, after, fragments),
+            ema_params=self._average(state, after, fragments),
             agreement_state={
                 OUTER: {name: self._put(tree, new_outer[name], fragments) for name, tree in outer.items()}
             },
@@ -167,16 +167,16 @@ class Merge:
     def by_messages(
         self, state: TrainState, hops: Sequence[int], fractions: Sequence[float]
     ) -> tuple[TrainState, Metrics]:
-        """See `Merges.by_messages`; by push-sum, so that a replica with bad numbers has no part in the averages."""
+        """The state after replicas have averaged with others, by push-sum: one with bad numbers has no part in it."""
         own = state.own
         mine = self._mine(own, (0,))
         finite = finite_replicas(mine)
         weight = jnp.where(finite, own.share["weight"], 0)
         sent = {name: where(finite, x * wide(weight, x), 0) for name, x in mine.items()}
-        received = [self._shifted(sent, weight, distance) for distance in hops]
+        received = [self._shift(sent, weight, distance) for distance in hops]
         parts = [(1 - sum(fractions), (sent, weight)), *zip(fractions, received, strict=True)]
         total, new_weight = jax.tree.map(
-            lambda *xs: functools.reduce(jnp.add, xs), *[jax.tree.map(lambda x, c=c: c * x, one) for c, one in parts]
+            lambda *xs: functools.reduce(jnp.add, xs), *[jax.tree.map(lambda x, c=c: c * x, tree) for c, tree in parts]
         )
         lonely = new_weight == 0
         mixed = {
@@ -190,8 +190,8 @@ class Merge:
         sent = jnp.float32(4 * (sum(sizes) + 1) * len(hops))
         return state.with_own(new), {f"exchange/bytes_sent/{_REPLICA}": sent}
 
-    def settled(self, state: TrainState) -> tuple[TrainState, Metrics]:
-        """See `make_settle`."""
+    def settle(self, state: TrainState) -> tuple[TrainState, Metrics]:
+        """The state with the mean of the replicas as its parameters, and what was seen of them."""
         own = state.own
         mine = self._mine(own, (0,))
         leaves = {"params": mine, "state": by_name(own.model_state)}
@@ -207,7 +207,7 @@ class Merge:
         distance = self._distance(averaged, mine, factor)
         state = self._with_anchor(state, averaged, (0,)).replace(model_state=jax.tree.map(mean, own.model_state))
         totals = {name: jnp.sum(x) for name, x in joinable(own).items()}
-        state = state.with_own(dataclasses.replace(own, since=own.since | begun_anew(own)))
+        state = state.with_own(dataclasses.replace(own, since=own.since | begin_anew(own)))
         return state, totals | {"replicas/distance": distance, "replicas/bad": jnp.sum(1.0 - finite)}
 
     def _told(
@@ -311,7 +311,7 @@ class Merge:
         )
         return dataclasses.replace(own, opt_state=opt_state)
 
-    def _averaged(self, state: TrainState, after: Pieces, fragments: Sequence[int]) -> Any:
+    def _average(self, state: TrainState, after: Pieces, fragments: Sequence[int]) -> Any:
         """The moving average of the anchor, if there is one, with the decay of as many steps as lie between merges."""
         if self._parts.config.ema_decay is None:
             return state.ema_params
@@ -327,7 +327,7 @@ class Merge:
         total = functools.reduce(jnp.add, squares)
         return jnp.sqrt(jnp.sum(jnp.where(factor > 0, total * factor, 0)))
 
-    def _shifted(self, pieces: Pieces, weight: jax.Array, hops: int) -> tuple[Pieces, jax.Array]:
+    def _shift(self, pieces: Pieces, weight: jax.Array, hops: int) -> tuple[Pieces, jax.Array]:
         """For each replica what the one `hops` before it has, leaves `[replica, ...]`, in one message a device."""
         stacked = PartitionSpec(_REPLICA)
         specs = {
@@ -353,13 +353,13 @@ class Merge:
 
     def _of(self, tree: Any, fragments: Sequence[int], lead: int = 0) -> Pieces:
         leaves = by_name(tree)
-        return {name: x for one in fragments for name, x in self._fragments.of(leaves, one, lead).items()}
+        return {name: x for fragment in fragments for name, x in self._fragments.of(leaves, fragment, lead).items()}
 
     def _put(self, tree: Any, values: Pieces, fragments: Sequence[int], lead: int = 0) -> Any:
         """A tree like the trained parameters with the pieces of fragments replaced."""
         leaves = by_name(tree)
-        for one in fragments:
-            leaves = self._fragments.put(leaves, one, values, lead)
+        for fragment in fragments:
+            leaves = self._fragments.put(leaves, fragment, values, lead)
         return jax.tree.unflatten(jax.tree.structure(tree), list(leaves.values()))
 
     def _with_anchor(self, state: TrainState, values: Pieces, fragments: Sequence[int]) -> TrainState:
@@ -370,12 +370,12 @@ class Merge:
         return dataclasses.replace(own, params=self._put(own.params, values, fragments, lead=1))
 
     def _specs(self, specs: Any, fragments: Sequence[int]) -> dict[str, PartitionSpec]:
-        found, place = self._fragments.each(by_name(self._parts.trainable.of(specs))), self._places(fragments)
-        return {name: spec for name, spec in found.items() if name in place}
+        pieces, place = self._fragments.each(by_name(self._parts.trainable.of(specs))), self._places(fragments)
+        return {name: spec for name, spec in pieces.items() if name in place}
 
     def _places(self, fragments: Sequence[int]) -> dict[str, int]:
         """For each piece of the fragments, the place of its fragment among them."""
-        return {name: place for place, one in enumerate(fragments) for name in self._fragments.keys(one)}
+        return {name: place for place, fragment in enumerate(fragments) for name in self._fragments.keys(fragment)}
 
     def _of_fragments(self, exchange_state: Any, fragments: Sequence[int]) -> Any:
         """The part of an exchange's state, or of its PartitionSpecs, that belongs to fragments."""

@@ -34,7 +34,7 @@ def make_streamed(parts: Parts, number: int) -> jax.stages.Wrapped:
     merge, shardings, mesh = Merge(parts), parts.state_spec.shardings, parts.layout.mesh
 
     def streamed(state: TrainState, batches: tuple[Batch, ...]) -> tuple[TrainState, list[Metrics], Metrics]:
-        state, begun = merge.begun(state, (number,))
+        state, begun = merge.begin(state, (number,))
         if platform(mesh) == "cpu":
             state = _after(parts, state, begun.mean)
         each = []
@@ -42,7 +42,7 @@ def make_streamed(parts: Parts, number: int) -> jax.stages.Wrapped:
             state, metrics = local_step(parts, state, batch)
             each.append(metrics)
         state, begun = lax.optimization_barrier((state, begun))
-        state, more = merge.arrived(state, begun, (number,))
+        state, more = merge.finish(state, begun, (number,))
         return state, each, more
 
     return jax.jit(
@@ -81,20 +81,20 @@ def lowered_programs(
     """
     agreement, state = parts.agreement, parts.state_spec.abstract()
     numbers, num_replicas = range(*steps), parts.layout.mesh.shape[Axis.REPLICA]
-    found: dict[str, Callable[[], jax.stages.Lowered]] = {}
+    programs: dict[str, Callable[[], jax.stages.Lowered]] = {}
     if any(agreement.joint(step) for step in numbers):
-        found[_JOINT] = lambda: make_joint_step(parts).lower(state, batch)
+        programs[_JOINT] = lambda: make_joint_step(parts).lower(state, batch)
     if any(not agreement.joint(step) for step in numbers):
-        found[_LOCAL] = lambda: make_local_step(parts).lower(state, batch)
+        programs[_LOCAL] = lambda: make_local_step(parts).lower(state, batch)
     due = {number for step in numbers for number in agreement.due(step + 1, total_steps, num_replicas)}
     for number in sorted(due):
-        found[_merge(agreement, number)] = lambda number=number: make_merge(parts, number).lower(state)
-    beside = {one for step in numbers if (one := agreement.steps_beside(step, total_steps))}
-    for one in sorted(beside):
-        found[_beside(*one)] = lambda one=one: make_streamed(parts, one[0]).lower(state, (batch,) * one[1])
+        programs[_merge(agreement, number)] = lambda number=number: make_merge(parts, number).lower(state)
+    beside = {pair for step in numbers if (pair := agreement.steps_beside(step, total_steps))}
+    for pair in sorted(beside):
+        programs[_beside(*pair)] = lambda pair=pair: make_streamed(parts, pair[0]).lower(state, (batch,) * pair[1])
     if not agreement.has_anchor:
-        found[_SETTLE] = lambda: make_settle(parts).lower(state)
-    return found
+        programs[_SETTLE] = lambda: make_settle(parts).lower(state)
+    return programs
 
 
 _JOINT, _LOCAL, _SETTLE = "step with the mean gradient", "local step", "mean of the replicas"
@@ -128,7 +128,7 @@ class RoundSteps:
         beside = self._agreement.steps_beside(step, self._total)
         return 1 if beside is None else beside[1]
 
-    def begun(self) -> RoundSteps:
+    def restart(self) -> RoundSteps:
         """These: they have no memory of batches."""
         return self
 
@@ -144,11 +144,11 @@ class RoundSteps:
         else:
             (batch,) = batches
             if self._agreement.joint(step):
-                state, one, joined = self._programs[_JOINT](state, batch)
-                metrics = [one | joined]
+                state, of_step, joined = self._programs[_JOINT](state, batch)
+                metrics = [of_step | joined]
             else:
-                state, one = self._programs[_LOCAL](state, batch)
-                metrics = [one]
+                state, of_step = self._programs[_LOCAL](state, batch)
+                metrics = [of_step]
         for number in self._due(step + len(batches)):
             state, more = self._programs[_merge(self._agreement, number)](state)
             last = metrics[-1]

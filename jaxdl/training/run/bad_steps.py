@@ -45,7 +45,7 @@ def bad_step(step: int, metrics: Mapping[str, Any], names: Sequence[str]) -> Bad
     `names` are the parameters that have gradients.
     """
     every, reason = reasons(metrics), reason_of(metrics)
-    rows = [number for number, one in enumerate(every) if Skip(int(one)).is_bad] or slice(None)
+    rows = [number for number, flags in enumerate(every) if Skip(int(flags)).is_bad] or slice(None)
     loss, weight, rate = (
         float(how(np.atleast_1d(metric_here(metrics, name))[rows if every.size > 1 else slice(None)]))
         for name, how in (("sums/loss", np.sum), ("sums/weight", np.sum), ("learning_rate", np.mean))
@@ -62,16 +62,17 @@ def reason_of(metrics: Mapping[str, Any]) -> Skip:
     return Skip(int(np.bitwise_or.reduce(reasons(metrics))))
 
 
-def listed(steps: Sequence[BadStep]) -> str:
+def list_steps(steps: Sequence[BadStep]) -> str:
     """The first of the steps, in words."""
     more = f" and {len(steps) - 4} more" if len(steps) > 4 else ""
-    return "; ".join(one.text for one in steps[:4]) + more
+    return "; ".join(step.text for step in steps[:4]) + more
 
 
 def table(steps: Sequence[BadStep]) -> list[str]:
     """The lines of a table of the steps, in Markdown."""
     return ["| step | loss | learning rate | why |", "|---:|---:|---:|---|"] + [
-        f"| {one.step} | {one.loss:.6g} | {one.learning_rate:.4g} | {one.reason.words}{one.where} |" for one in steps
+        f"| {step.step} | {step.loss:.6g} | {step.learning_rate:.4g} | {step.reason.words}{step.where} |"
+        for step in steps
     ]
 
 
@@ -87,23 +88,23 @@ def where_of(names: Sequence[str], total: int) -> str:
 def in_words(steps: Sequence[BadStep]) -> str:
     """The reasons of steps, in words, and where the first gradient was not finite."""
     every = UNKNOWN
-    for one in steps:
-        every |= one.reason
-    return every.words + next((one.where for one in steps if one.where), "")
+    for step in steps:
+        every |= step.reason
+    return every.words + next((step.where for step in steps if step.where), "")
 
 
 def what_is_bad(steps: Sequence[BadStep]) -> str:
     """What is bad, as the beginning of a sentence that goes on with `at step`."""
     first = steps[0]
-    if all(one.of_gradient for one in steps):
+    if all(step.of_gradient for step in steps):
         return f"the training loss is finite ({first.loss:.4g}), but its gradient{first.where} is not finite"
     bad = Skip.LOSS | Skip.GRADIENT
-    if all(one.reason == Skip.SPIKE for one in steps):
+    if all(step.reason == Skip.SPIKE for step in steps):
         return "the training loss is far above its running mean"
-    if all(one.reason and one.reason & bad == one.reason for one in steps):
-        loss = all(Skip.LOSS in one.reason for one in steps)
+    if all(step.reason and step.reason & bad == step.reason for step in steps):
+        loss = all(Skip.LOSS in step.reason for step in steps)
         return f"the training loss{'' if loss else ' or its gradient'} is not finite"
-    spike = "is far above its running mean, " * any(Skip.SPIKE in one.reason for one in steps)
+    spike = "is far above its running mean, " * any(Skip.SPIKE in step.reason for step in steps)
     return f"the training loss {spike}or its gradient is not finite"
 
 
@@ -112,7 +113,7 @@ def advice(steps: Sequence[BadStep], lowest_scale: float | None) -> str:
     first = steps[0]
     if first.reason and not math.isfinite(first.learning_rate):
         return "The learning rate is not a number: mend the schedule."
-    if all(one.of_gradient for one in steps):
+    if all(step.of_gradient for step in steps):
         float16 = ""
         if lowest_scale is not None:
             float16 = (

@@ -16,14 +16,14 @@ from jaxdl.core.user_code import user_code
 from jaxdl.data.phases import Segment
 from jaxdl.optim import Constant
 from jaxdl.parallel.compiler import Links, Options, compiled
+from jaxdl.parallel.embedding import LocatedIds
 from jaxdl.parallel.mesh import platform
 from jaxdl.training.evaluation import EvalStep, NormStep, make_eval_step, make_norm_step
 from jaxdl.training.rounds import RoundSteps, lowered_programs, make_local_step, make_own_eval_step
-from jaxdl.training.run.plan.build import Plan
-from jaxdl.training.run.tables.ids_ahead import AheadStep
+from jaxdl.training.run.plan.plan import Plan
 from jaxdl.training.state import TrainState, replicated
-from jaxdl.training.step import Batch, Metrics, Parts, TrainStep, make_ahead_step, make_train_step
-from jaxdl.training.step.lookup import located_ids
+from jaxdl.training.step import Batch, Metrics, Parts, make_ahead_step, make_train_step
+from jaxdl.training.step.lookup import locate_ids
 from jaxdl.training.step.parts import IDS, NEXT
 
 Shapes = Mapping[str, Any]
@@ -37,7 +37,7 @@ class Steps(Protocol):
         """How many steps the next call takes, after `step` steps."""
         ...
 
-    def begun(self) -> Steps:
+    def restart(self) -> Steps:
         """The same, without a memory of earlier batches."""
         ...
 
@@ -55,25 +55,37 @@ class Steps(Protocol):
 
 
 class EachStep:
-    """The steps of replicas that agree in every step: one program, `jaxdl.training.step.make_train_step`."""
+    """The steps of replicas that agree in every step: one program, `make_train_step` of `jaxdl.training.step`.
 
-    def __init__(self, program: TrainStep) -> None:
-        self._program = program
+    Where the ids of the next batch are sent ahead it is `make_ahead_step`, and where they are is kept between the
+    steps. Nothing gets stale: that depends on no row.
+    """
+
+    def __init__(self, program: Callable[..., Any], parts: Parts) -> None:
+        """`program` is compiled."""
+        self._program, self._parts = program, parts
+        self._locate: Callable[[Any], LocatedIds] = jax.jit(functools.partial(locate_ids, parts))
+        self._located: tuple[int, LocatedIds] | None = None
+
+    def restart(self) -> EachStep:
+        """The same, without the ids of earlier batches."""
+        return EachStep(self._program, self._parts)
 
     def num_batches(self, step: int) -> int:
         """One."""
         del step
         return 1
 
-    def begun(self) -> EachStep:
-        """These: they have none."""
-        return self
-
     def __call__(self, state: TrainState, batches: Sequence[Batch], step: int) -> tuple[TrainState, Sequence[Metrics]]:
-        """See `Steps`."""
-        del step
+        """The state after a step on the one batch, and the metrics of the step."""
         (batch,) = batches
-        state, metrics = self._program(state, batch)
+        if not self._parts.sends_ids_ahead:
+            state, metrics = self._program(state, batch)
+            return state, [metrics]
+        if self._located is None or self._located[0] != step:  # The first step, or one after steps that were skipped.
+            self._located = step, self._locate(dict(batch))
+        state, metrics, following = self._program(state, self._located[1], batch)
+        self._located = step + 1, following
         return state, [metrics]
 
     def settle(self, state: TrainState) -> tuple[TrainState, Metrics]:
@@ -118,9 +130,9 @@ class StepFunctions(NamedTuple):
     """`jaxdl.training.evaluation.make_norm_step`, where batch norm's statistics are estimated for each evaluation; else
     None."""
 
-    def begun(self) -> StepFunctions:
+    def restart(self) -> StepFunctions:
         """The same for batches that do not follow those before, of this run or of another one with the same steps."""
-        return self._replace(train=self.train.begun())
+        return self._replace(train=self.train.restart())
 
 
 def compile_steps(plan: Plan, segment: Segment | None = None) -> StepFunctions:
@@ -158,7 +170,7 @@ def make_steps(plan: Plan, segment: Segment | None = None) -> Steps:
     """The steps of replicas that agree in every step, compiled for a segment (the first)."""
     segment = segment or plan.timeline.segments[0]
     program = ForIds(functools.partial(compile_train_step, plan, segment), plan.batch_shapes(segment, evaluating=False))
-    return AheadStep(program, plan.parts) if plan.parts.sends_ids_ahead else EachStep(program)
+    return EachStep(program, plan.parts)
 
 
 def compile_train_step(plan: Plan, segment: Segment | None = None, batch: Shapes | None = None) -> jax.stages.Compiled:
@@ -173,10 +185,10 @@ def compile_train_step(plan: Plan, segment: Segment | None = None, batch: Shapes
     make = make_local_step if parts.agreement.keeps_replicas else make_train_step
     if parts.sends_ids_ahead:
         make = make_ahead_step
-        before.append(jax.eval_shape(functools.partial(located_ids, parts), batch))
+        before.append(jax.eval_shape(functools.partial(locate_ids, parts), batch))
     with user_code(plan.exchange.users_name):  # All else has been traced before.
         lowered = make(parts).lower(*before, batch)
-    return _compiled(plan, lowered)
+    return _compile_lowered(plan, lowered)
 
 
 def compile_rounds(plan: Plan, segment: Segment | None = None) -> RoundSteps:
@@ -185,7 +197,7 @@ def compile_rounds(plan: Plan, segment: Segment | None = None) -> RoundSteps:
     Raises ConfigError for a compiler option that XLA does not know.
     """
     with user_code(plan.exchange.users_name):
-        return RoundSteps(*_rounds(plan, segment), compile=functools.partial(_compiled, plan))
+        return RoundSteps(*_rounds(plan, segment), compile=functools.partial(_compile_lowered, plan))
 
 
 def programs_of(plan: Plan) -> dict[str, Callable[[], jax.stages.Compiled]]:
@@ -199,7 +211,7 @@ def programs_of(plan: Plan) -> dict[str, Callable[[], jax.stages.Compiled]]:
     def compile_one(lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         with user_code(plan.exchange.users_name):
             lowered = lower()
-        return _compiled(plan, lowered)
+        return _compile_lowered(plan, lowered)
 
     lowered = lowered_programs(*_rounds(plan))
     return {name: functools.partial(compile_one, lower) for name, lower in lowered.items()}
@@ -212,7 +224,7 @@ def _rounds(plan: Plan, segment: Segment | None = None) -> tuple[Parts, Any, tup
     return plan.parts, batch, (segment.first, segment.first + segment.num_steps), plan.total_steps
 
 
-def _compiled(plan: Plan, lowered: jax.stages.Lowered) -> Any:
+def _compile_lowered(plan: Plan, lowered: jax.stages.Lowered) -> Any:
     """A program of the plan's steps, compiled with the options and for the network of the plan."""
     axes, values = plan.parts.layout.mesh.shape, plan.experiment.compiler.values()
     return compiled(lowered, values, axes, ordered_for(plan), own=own_options(plan))
@@ -297,7 +309,7 @@ def program_key(plan: Plan, segment: Segment) -> str:
     length = plan.timeline.num_examples if constant else (plan.timeline.segments, plan.timeline.num_examples)
     # In a notebook a class or a function may get another body.
     classes = [id(type(part)) for _, part in experiment]
-    classes += [id(one) for _, part in experiment if isinstance(part, Config) for _, one in part if callable(one)]
+    classes += [id(value) for _, part in experiment if isinstance(part, Config) for _, value in part if callable(value)]
     mesh = plan.parts.layout.mesh
     devices = [device.id for device in mesh.devices.flat]
     return repr((config, classes, shapes, length, plan.parts.data_spec, mesh.shape, devices))

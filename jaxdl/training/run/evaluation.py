@@ -10,7 +10,7 @@ from jaxdl.report import JOINED, Reporter, Stopwatch
 from jaxdl.training.evaluation import estimate_norms
 from jaxdl.training.run.compile import StepFunctions
 from jaxdl.training.run.inference import evaluate_once
-from jaxdl.training.run.plan.build import Plan
+from jaxdl.training.run.plan.plan import Plan
 from jaxdl.training.run.tables.jagged_batches import in_evaluation
 from jaxdl.training.state import TrainState
 from jaxdl.training.step import Metrics
@@ -21,7 +21,7 @@ class Evaluation:
 
     def __init__(self, plan: Plan, reporter: Reporter, watch: Stopwatch, poll: Callable[[], None]) -> None:
         self._plan, self._reporter, self._watch, self._poll = plan, reporter, watch, poll
-        self._settled: Metrics = {}
+        self._of_replicas: Metrics = {}
         self.is_empty = False
         """Whether nothing of the held-out data counted in the last evaluation: then its metrics are NaN."""
         self._told: set[str] = set()
@@ -35,12 +35,12 @@ class Evaluation:
                 "skipped", f"evaluation: nothing{of} in the held-out data counts (the weight is 0): no metrics"
             )
 
-    def settled(self, state: TrainState, step: int, segment: Segment, steps: StepFunctions) -> TrainState:
+    def prepare(self, state: TrainState, step: int, segment: Segment, steps: StepFunctions) -> TrainState:
         """The state with the parameters to evaluate, and batch norm's statistics over the last training batches.
 
         The latter only where the plan asks for them.
         """
-        state = self.agreed(state, steps)
+        state = self.agree(state, steps)
         num = self._plan.experiment.evaluation.norm_batches
         if steps.norm is None or num is None:
             return state
@@ -48,16 +48,16 @@ class Evaluation:
         with self._watch("norms"), self._plan.batches(segment, start, num) as batches:
             return estimate_norms(steps.norm, state, batches, poll=self._poll)
 
-    def agreed(self, state: TrainState, steps: StepFunctions) -> TrainState:
+    def agree(self, state: TrainState, steps: StepFunctions) -> TrainState:
         """The state with the parameters to evaluate, or to save; what that shows of the replicas is reported."""
-        state, self._settled = steps.train.settle(state)
-        self._reporter.report_merge(self._settled)
+        state, self._of_replicas = steps.train.settle(state)
+        self._reporter.report_merge(self._of_replicas)
         return state
 
     def metrics(self, state: TrainState, step: int, segment: Segment, steps: StepFunctions) -> dict[str, float]:
         """The task's metrics of the state; of replicas that differ also `replicas/loss`, of each its own."""
         source, size = self._plan.sources(segment)[1], self._plan.eval_batch_size
-        num_batches = sum(math.ceil(len(one) / size) for one in source.parts.values() or (source,))
+        num_batches = sum(math.ceil(len(part) / size) for part in source.parts.values() or (source,))
         poll = self._reporter.count_batches(self._poll, num_batches)
         self.is_empty = False
         with self._watch("eval"):
@@ -65,7 +65,7 @@ class Evaluation:
             if self._plan.caches is not None:
                 evaluate, read = self._plan.caches.evaluating(state, evaluate, source, size)
             read = in_evaluation(self._plan.parts.tables, read, source, size)
-            found = evaluate_once(
+            values = evaluate_once(
                 self._plan.parts,
                 evaluate,
                 state.eval_params,
@@ -75,11 +75,11 @@ class Evaluation:
                 poll=poll,
                 empty=self._nothing_counts,
             )
-            found |= {name: float(x) for name, x in self._settled.items() if not name.startswith(JOINED)}
+            values |= {name: float(x) for name, x in self._of_replicas.items() if not name.startswith(JOINED)}
             if steps.evaluate_own is not None and steps.train.apart(step):
                 parts, own = self._plan.parts, state.own
                 params = parts.trainable.merged(own.params, state.params)
                 evaluate = (steps.evaluate_own, params, own.model_state)
                 metrics = evaluate_once(parts, *evaluate, source, size, poll=self._poll, empty=lambda _: None)
-                found |= {"replicas/loss": metrics["loss"]}
-            return found
+                values |= {"replicas/loss": metrics["loss"]}
+            return values

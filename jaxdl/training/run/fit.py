@@ -108,10 +108,10 @@ def fit(
     fields |= {} if learning_rate is None else {"optimizer.learning_rate": learning_rate}
     options = {"on_step": on_step, "on_evaluation": on_evaluation, "on_checkpoint": on_checkpoint}
     options |= {"quiet": quiet, "devices": devices, "max_steps": max_steps, "init_from": init_from}
-    return _trained(Experiment(**values).replaced(fields), workdir, options)
+    return _train(Experiment(**values).replaced(fields), workdir, options)
 
 
-def _trained(experiment: Experiment, workdir: str | Path | None, options: dict[str, Any]) -> Run:
+def _train(experiment: Experiment, workdir: str | Path | None, options: dict[str, Any]) -> Run:
     try:
         return entry.train(experiment, workdir, **options)
     except Interrupted as stopped:
@@ -128,10 +128,10 @@ def _model(model: Any) -> Any:
             f"model: an object of {name}; give its class, or FromModule({name}, ...) with its arguments: jaxdl makes "
             "the parameters itself, on the mesh."
         )
-    return FromModule(_named("model", model)) if callable(model) and not _is_model(model) else model
+    return FromModule(_resolve("model", model)) if callable(model) and not _is_model(model) else model
 
 
-def _named(argument: str, function: Any) -> Any:
+def _resolve(argument: str, function: Any) -> Any:
     """A function or class that was given for an argument of `fit`. Raises ConfigError if it has no name in a file."""
     try:
         return resolve(function)
@@ -149,7 +149,8 @@ def _check_names(model: Any, train: Any, others: tuple[Any, ...], fields: Mappin
 
     `others` were given by position.
     """
-    own = [name for name, one in inspect.signature(fit).parameters.items() if one.kind is one.KEYWORD_ONLY]
+    signature = inspect.signature(fit).parameters
+    arguments = [name for name, parameter in signature.items() if parameter.kind is parameter.KEYWORD_ONLY]
     for name, value in fields.items():
         first = name.partition(".")[0]
         if first in Experiment.model_fields:
@@ -159,9 +160,9 @@ def _check_names(model: Any, train: Any, others: tuple[Any, ...], fields: Mappin
                 f"{name}: an argument of the model. Give model FromModule({model.__qualname__}, {name}={value!r})."
             )
         usual = USUAL_NAMES.get(first.replace("_", "-"), "").replace("-", "_")
-        near = difflib.get_close_matches(first, [*own, *Experiment.model_fields], n=1, cutoff=0.7)
+        near = difflib.get_close_matches(first, [*arguments, *Experiment.model_fields], n=1, cutoff=0.7)
         guess = OTHER_NAMES.get(first) or usual or "".join(near)
-        known = f"fit takes {', '.join(own)}, and the fields {', '.join(Experiment.model_fields)}."
+        known = f"fit takes {', '.join(arguments)}, and the fields {', '.join(Experiment.model_fields)}."
         raise ConfigError(
             f"{name}: there is no such argument, and no such field of an experiment. "
             + (f"Did you mean {guess}?" if guess else known)
@@ -197,7 +198,7 @@ def _data(train: Any, test: Any, *, classifies: bool, quiet: bool) -> tuple[Data
 def _task(loss: Any, metrics: Any, model: Any) -> Any:
     is_task = isinstance(loss, Task) or (isinstance(loss, type) and issubclass(loss, Task))
     if callable(loss) and not is_task:
-        return Loss(_named("loss", loss), metrics=None if metrics is None else _named("metrics", metrics))
+        return Loss(_resolve("loss", loss), metrics=None if metrics is None else _resolve("metrics", metrics))
     if metrics is not None:
         raise ConfigError("metrics: they are those of the task, unless loss is a function. Give loss=fn too.")
     if loss is not None:
@@ -212,7 +213,7 @@ def _optimizer(optimizer: Any) -> Any:
         known = kinds(Optimizer)
         return known[optimizer].model_validate({}) if optimizer in known else Optax(optimizer)
     is_config = isinstance(optimizer, Optimizer) or (isinstance(optimizer, type) and issubclass(optimizer, Optimizer))
-    return Optax(_named("optimizer", optimizer)) if callable(optimizer) and not is_config else optimizer
+    return Optax(_resolve("optimizer", optimizer)) if callable(optimizer) and not is_config else optimizer
 
 
 def _batch_size(given: int | None, num_examples: int | None) -> int:

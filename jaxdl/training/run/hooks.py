@@ -124,21 +124,21 @@ class Callbacks(NamedTuple):
 
 
 def _functions(name: str, given: Any) -> Sequence[Any]:
-    found = [given] if callable(given) else given
-    if not isinstance(found, Sequence) or not all(callable(one) for one in found):
+    functions = [given] if callable(given) else given
+    if not isinstance(functions, Sequence) or not all(map(callable, functions)):
         raise ConfigError(f"{name}: {given!r} is not a function. Give a function of one argument, or a list of them.")
-    for one in found:
+    for function in functions:
         try:
-            inspect.signature(one).bind(None)
+            inspect.signature(function).bind(None)
         except ValueError:  # A function of C without a signature.
             continue
         except TypeError as error:
-            called = getattr(one, "__qualname__", repr(one))
+            called = getattr(function, "__qualname__", repr(function))
             raise ConfigError(
                 f"{name}: {called} is called with one argument, an info, and takes another number ({error}). Write def "
                 f"{name}(info): ..."
             ) from None
-    return found
+    return functions
 
 
 class Hooks:

@@ -19,6 +19,7 @@ from jaxdl.data import Data, DataSpec, ImageSpec, PhotoSource, Source, Splits, T
 from jaxdl.data.arrays.examples import Examples
 from jaxdl.data.arrays.in_memory import like
 from jaxdl.data.phases import Phase
+from jaxdl.models.network import Call
 from jaxdl.parallel.mesh import batch_sharding, batch_ways
 from jaxdl.parallel.precision import cast_weights
 from jaxdl.parallel.sharding import Params
@@ -54,7 +55,7 @@ class Inference:
 
     def outputs(self, params: Params, model_state: ModelState, batch: Batch) -> jax.Array:
         """The outputs of the network on a batch of its data; a function to trace."""
-        return apply_network(self.parts, self.parts.layout, params, model_state, batch, train=False)[0]
+        return apply_network(self.parts, self.parts.layout, params, model_state, batch, Call(train=False))[0]
 
     def probabilities(self, params: Params, model_state: ModelState, batch: Batch) -> jax.Array:
         """The predictions of the task, float32; a function to trace."""
@@ -94,10 +95,10 @@ class Inference:
         return self._of_batch(self._features[key], "features", inputs)
 
     def _layer(self, params: Params, model_state: ModelState, batch: Batch, *, layer: str, pool: bool) -> jax.Array:
-        found = apply_network(self.parts, self.parts.layout, params, model_state, batch, train=False, layer=layer)[
-            0
-        ].astype(jnp.float32)
-        return jnp.mean(found, axis=tuple(range(1, found.ndim - 1))) if pool and found.ndim > 2 else found
+        call = Call(train=False, layer=layer)
+        output, _ = apply_network(self.parts, self.parts.layout, params, model_state, batch, call)
+        output = output.astype(jnp.float32)
+        return jnp.mean(output, axis=tuple(range(1, output.ndim - 1))) if pool and output.ndim > 2 else output
 
     def _of_batch(self, function: Callable[..., Any], what: str, inputs: Any) -> Any:
         """The function of a batch of inputs, which is padded to what the mesh divides."""
@@ -107,8 +108,8 @@ class Inference:
         padding = -count % batch_ways(mesh)
         padded = {name: np.concatenate([x, np.zeros((padding, *x.shape[1:]), x.dtype)]) for name, x in batch.items()}
         placed = jax.device_put(padded, batch_sharding(mesh))
-        found = function(self.params, self.model_state, placed)
-        return jax.tree.map(lambda x: np.asarray(x)[:count], found)
+        outputs = function(self.params, self.model_state, placed)
+        return jax.tree.map(lambda x: np.asarray(x)[:count], outputs)
 
     def evaluate_source(
         self, source: Source, batch_size: int, *, poll: Callable[[], None] = lambda: None
@@ -159,20 +160,20 @@ def evaluate_once(
         return {task.best_metric: math.nan} | metrics_of(task, sums, spec)
 
     sharding, task = batch_sharding(parts.layout.mesh), parts.task
-    found: dict[str, float] = {}
+    of_sources: dict[str, float] = {}
     totals: Counter[str] = Counter()
     every: dict[str, list[np.ndarray]] = {}
-    for name, one in (source.parts or {"": source}).items():
-        with eval_batches(one, batch_size=batch_size, sharding=sharding) as batches:
+    for name, part in (source.parts or {"": source}).items():
+        with eval_batches(part, batch_size=batch_size, sharding=sharding) as batches:
             sums, of_each = total_sums(eval_step, params, model_state, batches, poll=poll)
         totals.update(sums)
         for what, x in of_each.items():
             every.setdefault(what, []).append(x)
         if name:
-            own = metrics(sums | of_each, one.spec, name)
-            found |= {f"{metric}/{name}": own[metric] for metric in dict.fromkeys(("loss", task.best_metric))}
+            values = metrics(sums | of_each, part.spec, name)
+            of_sources |= {f"{metric}/{name}": values[metric] for metric in dict.fromkeys(("loss", task.best_metric))}
     joined: dict[str, Any] = {what: np.concatenate(x) for what, x in every.items()}
-    return metrics({**totals, **joined}, parts.data_spec, "") | found
+    return metrics({**totals, **joined}, parts.data_spec, "") | of_sources
 
 
 @contextlib.contextmanager
@@ -226,7 +227,7 @@ def _evaluated_on(trained: DataSpec, other: DataSpec) -> DataSpec:
         return trained
     if other.modality != trained.modality or other.sizes() != trained.sizes():
         raise ConfigError(
-            f"this network was trained on {_described(trained)}; the data to evaluate is {_described(other)}. Choose "
+            f"this network was trained on {_describe(trained)}; the data to evaluate is {_describe(other)}. Choose "
             "data of the same kind and sizes."
         )
     if isinstance(other, ImageSpec) and isinstance(trained, ImageSpec):
@@ -234,5 +235,5 @@ def _evaluated_on(trained: DataSpec, other: DataSpec) -> DataSpec:
     return other
 
 
-def _described(spec: DataSpec) -> str:
+def _describe(spec: DataSpec) -> str:
     return f"{spec.modality} with " + ", ".join(f"{name} {size}" for name, size in spec.sizes().items())

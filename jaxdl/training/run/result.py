@@ -18,7 +18,7 @@ from jaxdl.report import Diverged, Summary, in_ipython, plot_history
 from jaxdl.report.summary import summary_lines
 from jaxdl.training.checkpoint import Unreadable
 from jaxdl.training.run.inference import Inference, held_out, of_phase
-from jaxdl.training.run.plan.build import Plan
+from jaxdl.training.run.plan.plan import Plan
 from jaxdl.training.run.signals import HALT
 from jaxdl.training.run.tables.cached_tables import no_inference
 from jaxdl.training.state import TrainState

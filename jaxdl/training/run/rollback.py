@@ -32,8 +32,8 @@ from jaxdl.training.checkpoint.agree import on_first
 from jaxdl.training.checkpoint.errors import read_refused, unreadable
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.guard import skipped
-from jaxdl.training.run.bad_steps import BadStep, advice, bad_step, in_words, listed, reason_of, table, what_is_bad
-from jaxdl.training.run.plan.build import Plan
+from jaxdl.training.run.bad_steps import BadStep, advice, bad_step, in_words, list_steps, reason_of, table, what_is_bad
+from jaxdl.training.run.plan.plan import Plan
 from jaxdl.training.state import TrainState
 from jaxdl.training.step import gradient_names
 
@@ -140,13 +140,13 @@ class Rollbacks:
         """Whether the last rollback was to the start of the run, of which there is no checkpoint."""
         return bool(self.past) and self.past[-1].to_step == 0
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """The run starts over: rollbacks of the one before it do not count."""
         self.past, self._streak = [], []
 
     def skips(self, step: int) -> bool:
         """Whether the batch of this step is skipped."""
-        return any(first <= step <= last for first, last in (one.skipped for one in self.past))
+        return any(first <= step <= last for first, last in (rollback.skipped for rollback in self.past))
 
     def judge(self, report: Report | None) -> Sequence[BadStep] | None:
         """The verdict on steps that have been reported: a streak of bad ones to roll back for, or None.
@@ -158,7 +158,7 @@ class Rollbacks:
         if not self._config.skip_nonfinite:
             self._judge_unguarded(report)
             return None
-        found: list[BadStep] = []
+        bad_steps: list[BadStep] = []
         for step, metrics in enumerate(report.metrics, report.first_step):
             if self._is_empty(step, metrics):
                 continue
@@ -166,11 +166,11 @@ class Rollbacks:
                 self._streak = []
                 continue
             self._streak.append(self._bad_step(step, metrics))
-            found.append(self._streak[-1])
+            bad_steps.append(self._streak[-1])
             if len(self._streak) == self._config.rollback_after:
-                self.skipped_text = listed(found)
+                self.skipped_text = list_steps(bad_steps)
                 return self._streak
-        self._tell(found)
+        self._tell(bad_steps)
         return None
 
     def _is_empty(self, step: int, metrics: Mapping[str, Any]) -> bool:
@@ -186,10 +186,10 @@ class Rollbacks:
             )
         return bool(np.all(empty))
 
-    def _tell(self, found: Sequence[BadStep]) -> None:
-        if found:
-            self.skipped_text = listed(found)
-            self._show(f"bad numbers, skipped: {self.skipped_text}", found[-1].step)
+    def _tell(self, steps: Sequence[BadStep]) -> None:
+        if steps:
+            self.skipped_text = list_steps(steps)
+            self._show(f"bad numbers, skipped: {self.skipped_text}", steps[-1].step)
 
     def _show(self, text: str, step: int) -> None:
         self._event("skipped", text, step)
@@ -216,7 +216,7 @@ class Rollbacks:
                 if is_empty:
                     continue
                 # A replica for which nothing counts in a step says nothing.
-                all_bad = all(Skip(int(one)).is_bad or one & Skip.EMPTY for one in reasons(metrics))
+                all_bad = all(Skip(int(flags)).is_bad or flags & Skip.EMPTY for flags in reasons(metrics))
             # Other processes have replicas too, and all have to decide alike: by what the last merge has joined.
             elif totals := joint_totals([metrics]):
                 if not totals["seen"]:
@@ -234,9 +234,9 @@ class Rollbacks:
 
     def _judge_unguarded(self, report: Report) -> None:
         bad = [
-            self._bad_step(step, one)
-            for step, one in enumerate(report.metrics, report.first_step)
-            if not self._is_empty(step, one) and reason_of(one)
+            self._bad_step(step, values)
+            for step, values in enumerate(report.metrics, report.first_step)
+            if not self._is_empty(step, values) and reason_of(values)
         ]
         lowest, last = self._lowest_scale, report.metrics[-1]
         if bad and (lowest is None or (len(bad) == len(report.metrics) and last["loss_scale"] <= lowest)):
@@ -329,7 +329,7 @@ class Rollbacks:
         assert self._workdir is not None
         fine = True
         if jax.process_index() == 0:
-            rows = [one.to_json() for one in self.past]
+            rows = [rollback.to_json() for rollback in self.past]
             try:
                 replace_file(self._workdir / SKIPPED_FILE, (json.dumps({"rollbacks": rows}, indent=2) + "\n").encode())
             except OSError:
@@ -357,7 +357,7 @@ class Rollbacks:
         lines = ["# The run diverged", "", message[0].upper() + message[1:], "", "## The bad steps", ""]
         lines += table(steps)
         lines += ["", "## What was tried", ""]
-        lines += [f"- {one.text}" for one in self.past] or ["- There was no rollback."]
+        lines += [f"- {rollback.text}" for rollback in self.past] or ["- There was no rollback."]
         lines += [
             "", "## What to do", "",
             f"- {advice(steps, self._lowest_scale)}",

@@ -15,20 +15,15 @@ from jaxdl.parallel.mesh import Axis
 from jaxdl.report import EventKind, Reporter, in_ipython
 from jaxdl.training.checkpoint import Checkpoints, Earlier, Restored, Unreadable, Unusable
 from jaxdl.training.experiment import LENGTH, identity
-from jaxdl.training.run.plan.build import Plan, make_exchange_state
+from jaxdl.training.run.plan.build import make_exchange_state
 from jaxdl.training.run.plan.changed_settings import change_of_settings, parts_of, without
 from jaxdl.training.run.plan.init_from import keep_initial, no_effect, read_initial
 from jaxdl.training.run.plan.length import change_of_length
+from jaxdl.training.run.plan.plan import Plan
 from jaxdl.training.run.rollback import Rollbacks
+from jaxdl.training.run.workdir.records import choice_file, keep_examples, keep_spec, stacks_file
 from jaxdl.training.run.workdir.tokenizer import check_kept_codec, keep_codec
-from jaxdl.training.run.workdir.workdir import (
-    choice_file,
-    claim_workdir,
-    keep_examples,
-    keep_spec,
-    stacks_file,
-    write_config,
-)
+from jaxdl.training.run.workdir.workdir import claim_workdir, write_config
 from jaxdl.training.state import TrainState
 
 
@@ -168,7 +163,7 @@ class Saver:
         self.save(state, step, step, metrics)
 
     def completed(self) -> list[tuple[int, Path]]:
-        """See `Checkpoints.completed`."""
+        """The checkpoints that became complete since the last call: their steps and folders."""
         return self.checkpoints.completed()
 
     def lost(self, step: int) -> str | None:

@@ -42,7 +42,6 @@ from jaxdl.training.experiment import Experiment, identity
 from jaxdl.training.run.result import Interrupted, code_of
 from jaxdl.training.run.rollback import Rollbacks
 from jaxdl.training.run.signals import HALT, Stop, StopSignals
-from jaxdl.training.run.trainer import Trainer
 from jaxdl.training.run.workdir.workdir import is_of_this_run, make_lease, take_lease
 
 _WORDS = {
@@ -122,7 +121,7 @@ class RunStatus:
                 self._earlier = read_record(self._workdir)
             self._reason = _reason_before(self._earlier)
             member = current()
-            names = [host_name()] if member is None else [member.hosts[one] for one in range(len(member.hosts))]
+            names = [host_name()] if member is None else [member.hosts[number] for number in range(len(member.hosts))]
             self._hosts = tuple(names)
             self._clear_halt()
             self._failure = next_failure(self._workdir)
@@ -134,22 +133,24 @@ class RunStatus:
         """The data are being copied, and how far that is; None: they no longer are."""
         self._staging = text
 
-    def follow(self, trainer: Trainer) -> None:
-        """The loop whose steps are reported."""
-        self._total_steps, self._end_step = trainer.plan.total_steps, trainer.end
-        self._counter, self._rollbacks = trainer.counter, trainer.rollbacks
+    def follow(self, counter: StepCounter, rollbacks: Rollbacks, end_step: int, total_steps: int) -> None:
+        """The loop has been set up: these are its steps, and it ends at `end_step` of `total_steps`."""
+        self._counter, self._rollbacks = counter, rollbacks
+        self._end_step, self._total_steps = end_step, total_steps
 
-    def ended(self, trainer: Trainer) -> None:
-        """The run has come to the end that it was given."""
-        step, total = trainer.step, trainer.plan.total_steps
-        if step >= total or trainer.over:
+    def ended(self, asked_by: str, *, over: bool) -> None:
+        """The run has come to an end that `asked_by` gave it; `over` says that it will not go on."""
+        assert self._counter is not None
+        assert self._total_steps is not None
+        step, total = self._counter.step, self._total_steps
+        if step >= total or over:
             earlier = self._earlier
             if earlier is not None and earlier.state == State.COMPLETED and earlier.step == step:
                 self._ended = earlier  # Nothing was left to do.
                 return
             self._ended = self._final(State.COMPLETED, step, None, Action.NONE, "")
             return
-        reason = Reason(f"stopped at step {step} of {total}: asked by {trainer.end_asked_by}", 0, utc_now())
+        reason = Reason(f"stopped at step {step} of {total}: asked by {asked_by}", 0, utc_now())
         self._ended = self._final(State.STOPPED, step, reason, Action.RESUME, f"resumes from step {step}")
 
     def __exit__(
@@ -241,7 +242,7 @@ class RunStatus:
             if code == 1 and current() is not None and from_the_network(error):
                 code = BROKEN
         self._add_error(error)
-        return self._failed(text, code)
+        return self._fail(text, code)
 
     def _ended_twice(self, code: int) -> Record:
         """After a second Ctrl-C, which is answered here with what is on disk: everything that writes is closed."""
@@ -252,7 +253,7 @@ class RunStatus:
         print(f"{text}. In {self._workdir} {self._resumes()}.", file=sys.stderr, flush=True)
         return self._final(State.HALTED, step, Reason(text, code, utc_now()), Action.RESUME, self._resumes())
 
-    def _failed(self, text: str, code: int) -> Record:
+    def _fail(self, text: str, code: int) -> Record:
         """The record of a failure, or of a command that was refused, of which `failures/N` is written."""
         assert self._workdir is not None
         reason = Reason(" ".join(text.split()), code, utc_now())
@@ -351,7 +352,7 @@ class RunStatus:
         """The process ends because of another one, or a hang."""
         if self._writer is not None and self._failure:
             add_failure(self._workdir or Path(), self._failure, error_file(jax.process_index()), reason + "\n")
-            self._writer.finish(lambda: self._failed(reason, code))
+            self._writer.finish(lambda: self._fail(reason, code))
 
 
 def _restart() -> int:

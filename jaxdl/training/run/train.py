@@ -1,42 +1,29 @@
-"""`jaxdl.train`: what surrounds a run (signals, the lease of its workdir, the watchdog), its plan, and its loop."""
+"""`jaxdl.train`: a run, from what it is asked for to its end."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxdl.core.config import ConfigError
-from jaxdl.core.errors import survive_readers, without_frames
-from jaxdl.core.files import hang_file
-from jaxdl.parallel.cluster import Watchdog, heartbeat
+from jaxdl.core.errors import without_frames
+from jaxdl.data import Stage
 from jaxdl.parallel.mesh import Device
-from jaxdl.report import Start, Stopwatch
 from jaxdl.training.experiment import Experiment, as_experiment
 from jaxdl.training.run.hooks import Callbacks, OnCheckpoint, OnEvaluation, OnStep
 from jaxdl.training.run.learners.learning import as_learner
-from jaxdl.training.run.plan.build import Plan, make_plan
-from jaxdl.training.run.plan.changed_settings import checked_changes
-from jaxdl.training.run.plan.init_from import InitFrom, as_init, beginning
+from jaxdl.training.run.plan.build import begin, join, open_data, open_mesh
+from jaxdl.training.run.plan.changed_settings import check_changes
+from jaxdl.training.run.plan.init_from import InitFrom, as_init
 from jaxdl.training.run.plan.length import check_max_steps, end_step
-from jaxdl.training.run.plan.staged_data import as_begun, make_reader
+from jaxdl.training.run.plan.plan import Plan
 from jaxdl.training.run.result import Interrupted, Run
-from jaxdl.training.run.signals import Stop, StopSignals
-from jaxdl.training.run.status import RunStatus
+from jaxdl.training.run.session import Session, open_session
+from jaxdl.training.run.signals import Stop
 from jaxdl.training.run.trainer import Trainer
-from jaxdl.training.run.workdir.workdir import (
-    check_trackers,
-    check_workdir,
-    read_choice,
-    read_plan,
-    read_spec,
-    read_stacks,
-)
+from jaxdl.training.run.workdir.workdir import check_workdir
 
 
 @without_frames
@@ -79,80 +66,55 @@ def train(
     """
     experiment = as_experiment(experiment)
     _check(devices, max_steps)
-    changing = checked_changes(may_change, experiment, workdir)
+    changing = check_changes(may_change, experiment, workdir)
     callbacks = Callbacks.of(on_step=on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
-    watch = Stopwatch(on_change=heartbeat.enter)
-    workdir = check_workdir(workdir)
-    callbacks.check(workdir)
-    init, start = as_init(init_from, workdir), Start(quiet=quiet)
-    with StopSignals() as stop, survive_readers(stop.unread), contextlib.ExitStack() as stack:
-        status = RunStatus(workdir, experiment, stop, start)
-        stack.callback(status.release)  # After everything that writes there is closed.
-        stack.enter_context(status)
-        stack.callback(start.close)
-        plan = _made(experiment, devices, workdir, init, stop, start, status, stage_data)
+    folder = check_workdir(workdir)
+    callbacks.check(folder)
+    init = as_init(init_from, folder)
+    with open_session(experiment, folder, quiet=quiet) as session:
+        plan = _plan(session, experiment, devices, init, stage_data)
         plan = dataclasses.replace(plan, may_change=changing)
-        return _trained(plan, workdir, max_steps, stop, watch, stack, start, status, callbacks)
+        return _run(session, plan, max_steps, callbacks)
 
 
-def _trained(
-    plan: Plan,
-    workdir: Path | None,
-    max_steps: int | None,
-    stop: StopSignals,
-    watch: Stopwatch,
-    stack: contextlib.ExitStack,
-    start: Start,
-    status: RunStatus,
-    callbacks: Callbacks,
-) -> Run:
-    """The run of a plan, watched."""
-    if jax.process_count() > 1:
-        stop.share(every_polls=plan.experiment.report.every_steps)
-    log = functools.partial(open, workdir / hang_file(jax.process_index()), "a", encoding="utf-8") if workdir else None
-    stack.enter_context(Watchdog(plan.experiment.cluster.hang_timeout_sec, log))
-    end = plan.parts.agreement.boundary(end_step(plan.timeline, max_steps), plan.total_steps)
-    hooks = stack.enter_context(as_learner(plan, stop, callbacks))
-    trainer = Trainer(plan, workdir, stop, watch, stack, start, end=end, lease=status.lease, callbacks=hooks)
-    status.follow(trainer)
-    run = trainer.run()
-    status.ended(trainer)
-    return run
-
-
-def _made(
+def _plan(
+    session: Session,
     experiment: Experiment,
     devices: Sequence[Device] | None,
-    workdir: Path | None,
     init: InitFrom | None,
-    stop: StopSignals,
-    start: Start,
-    status: RunStatus,
-    stage_data: str | Path | None,
+    stage_folder: str | Path | None,
 ) -> Plan:
-    """The plan of the run; a signal is noticed meanwhile."""
-    chosen, recorded = functools.partial(read_choice, workdir), functools.partial(read_spec, workdir)
-    begin = functools.partial(beginning, workdir, init, experiment.checkpoint.start_over, model=experiment.model)
-    make = functools.partial(make_plan, experiment, devices, chosen=chosen, recorded=recorded)
-    make = functools.partial(make, stacks=functools.partial(read_stacks, workdir))
-    read = as_begun(workdir, make_reader(stage_data, status.stages, start))
-    make = functools.partial(
-        make, started=functools.partial(_started, experiment, workdir, status), initial=begin, start=start, read=read
-    )
+    """The plan of the run, as `make_plan` makes it, in its workdir; a signal is noticed meanwhile."""
+    workdir, start = session.workdir, session.start
+    stage = None if stage_folder is None else Stage(stage_folder, session.status.stages)
+
+    def stages() -> Plan:
+        layout, mesh = open_mesh(experiment, devices, start, workdir)
+        session.begin(experiment.report.trackers)
+        data = open_data(layout.experiment, mesh, start, workdir, stage=stage)
+        return begin(join(layout, mesh, data, start, workdir), init, workdir)
+
     try:
-        return stop.run(lambda: make(stored=lambda: read_plan(workdir)))
+        return session.stop.run(stages)
     except Stop as signal:
         raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
 
 
-def _started(experiment: Experiment, workdir: Path | None, status: RunStatus) -> None:
-    """What comes first when the processes of the run have met."""
-    check_trackers(experiment.report.trackers, workdir)
-    status.begin()
+def _run(session: Session, plan: Plan, max_steps: int | None, callbacks: Callbacks) -> Run:
+    """The run of a plan, watched."""
+    experiment, status = plan.experiment, session.status
+    session.guard(experiment.cluster.hang_timeout_sec, experiment.report.every_steps)
+    end = plan.parts.agreement.boundary(end_step(plan.timeline, max_steps), plan.total_steps)
+    hooks = session.stack.enter_context(as_learner(plan, session.stop, callbacks))
+    trainer = Trainer(plan, session, hooks, end=end)
+    status.follow(trainer.counter, trainer.rollbacks, end, plan.total_steps)
+    run = trainer.run()
+    status.ended(trainer.end_asked_by, over=trainer.over)
+    return run
 
 
 def _check(devices: Any, max_steps: Any) -> None:
     check_max_steps(max_steps)
-    if devices is None or (isinstance(devices, Iterable) and all(hasattr(one, "platform") for one in devices)):
+    if devices is None or (isinstance(devices, Iterable) and all(hasattr(device, "platform") for device in devices)):
         return
     raise ConfigError(f"devices: {devices!r} is no list of devices. Give one, such as jax.devices()[:4].")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 
@@ -14,42 +12,32 @@ from jaxdl.core.errors import as_typed
 from jaxdl.data import TrainLoader
 from jaxdl.data.phases import Segment
 from jaxdl.parallel.cluster import heartbeat, wait_for_all
-from jaxdl.parallel.lease import Lease
-from jaxdl.report import Report, Reporter, Start, Status, StepCounter, Stopwatch, Subject
+from jaxdl.report import Report, Reporter, Status, StepCounter, Subject
 from jaxdl.training.checkpoint import Restored, Unusable
 from jaxdl.training.evaluation import max_in_flight
 from jaxdl.training.run.compile import StepFunctions, programs
 from jaxdl.training.run.evaluation import Evaluation
 from jaxdl.training.run.hooks import Callbacks, Hooks
-from jaxdl.training.run.plan.build import Plan, make_exchange_state, make_initial_state
+from jaxdl.training.run.plan.build import make_exchange_state, make_initial_state
 from jaxdl.training.run.plan.length import check_not_past, early_end_note
+from jaxdl.training.run.plan.plan import Plan
 from jaxdl.training.run.result import Interrupted, Run
 from jaxdl.training.run.rollback import BadStep, Rollbacks, skip
 from jaxdl.training.run.saver import Saver, report_start_events
-from jaxdl.training.run.signals import Stop, StopSignals
+from jaxdl.training.run.session import Session
+from jaxdl.training.run.signals import Stop
 from jaxdl.training.state import TrainState
 from jaxdl.training.step import Batch
 
 
 class Trainer:
-    """One run, from its plan to its end. What it opens is closed by `stack`."""
+    """One run, from its plan to its end. What it opens is closed by the session."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        workdir: Path | None,
-        stop: StopSignals,
-        watch: Stopwatch,
-        stack: contextlib.ExitStack,
-        start: Start,
-        *,
-        end: int,
-        lease: Lease | None = None,
-        callbacks: Callbacks,
-    ) -> None:
+    def __init__(self, plan: Plan, session: Session, callbacks: Callbacks, *, end: int) -> None:
+        """The run ends at step `end`."""
+        workdir, stop, watch, stack = session.workdir.path, session.stop, session.watch, session.stack
         self.plan, self.parts, self.experiment, self.workdir = plan, plan.parts, plan.experiment, workdir
-        self.stop, self.watch, self.stack, self.start = stop, watch, stack, start
-        self.check_lease = lease.check if lease else lambda: None
+        self.session, self.stop, self.watch, self.stack, self.start = session, stop, watch, stack, session.start
         self.run_ahead, self.programs = max_in_flight() > 1, programs()
         # What changes while the run trains.
         self.end, self.end_asked_by, self.over = end, "--max-steps", False
@@ -62,11 +50,11 @@ class Trainer:
         folder = workdir if jax.process_index() == 0 else None
         task, source, experiment = self.parts.task, plan.splits.train, self.experiment
         subject = Subject(plan.timeline, self.counter, task, source, experiment.seed, experiment)
-        self.reporter = Reporter(self.experiment.report, folder, watch, start, subject)
+        self.reporter = Reporter(self.experiment.report, folder, watch, self.start, subject)
         stack.callback(self.reporter.close)
         self.evaluation = Evaluation(plan, self.reporter, watch, stop.poll)
         plan.open(self.reporter.warn, stack)
-        start.plan(plan, end)
+        self.start.plan(plan, end)
         self.rollbacks = Rollbacks.of(plan, workdir, self.reporter)
         self.saver = Saver(plan, workdir, self.reporter) if workdir is not None else None
         if self.saver is not None:
@@ -124,7 +112,7 @@ class Trainer:
             with self.watch("checkpoint"), self.start.doing("looking for a checkpoint"):
                 restored = self.stop.run(functools.partial(self.saver.restore, from_start=self.rollbacks.from_start))
             if self.saver.started_over:
-                self.rollbacks.forget()
+                self.rollbacks.clear()
         if restored is not None:
             self._resume_from(restored)
         else:
@@ -171,12 +159,12 @@ class Trainer:
         self.loader = self.plan.batches(self.segment, self.plan.timeline.position(self.step), left, self.state)
         self.stack.callback(self.loader.close)
         assert self.steps is not None
-        self.steps, self.first_batch = self.steps.begun(), True
+        self.steps, self.first_batch = self.steps.restart(), True
         self.reporter.status("training")
 
     def _advance(self) -> None:
         """One step, with the evaluation and the checkpoint that are due after it; or a rollback."""
-        self.check_lease()
+        self.session.check_lease()
         assert self.loader is not None
         if self.step == self.segment.first + self.segment.num_steps:
             if self._rolled_back(self.reporter.flush()):
@@ -221,7 +209,7 @@ class Trainer:
         assert self.state is not None
         assert self.steps is not None
         self.num_taken, metrics = len(batches), [{} for _ in batches]
-        self.state = self.plan.swapped(self.state, len(batches))
+        self.state = self.plan.swap_rows(self.state, len(batches))
         skipped = self.rollbacks.skips(self.step + 1)
         if skipped:
             if self._rolled_back(self.reporter.flush()):
@@ -229,14 +217,14 @@ class Trainer:
             self.state = skip(self.state)
         else:
             self.state, metrics = self.steps.train(self.state, batches, self.step)
-        for one in metrics:
+        for values in metrics:
             self.counter.step += 1
             if skipped:
                 self.reporter.skip_step()
-            elif self._rolled_back(self.reporter.add(one)):
+            elif self._rolled_back(self.reporter.add(values)):
                 return False
-        for step, one in enumerate(metrics, self.step - len(metrics) + 1):
-            self.hooks.stepped(step, self.state, one, skipped=skipped)
+        for step, values in enumerate(metrics, self.step - len(metrics) + 1):
+            self.hooks.stepped(step, self.state, values, skipped=skipped)
         return True
 
     def _stop_here(self, by: str = "a hook", over: bool = False) -> None:
@@ -286,7 +274,7 @@ class Trainer:
         assert self.state is not None
         assert self.steps is not None
         self.reporter.status("evaluating")
-        self.state = self.evaluation.settled(self.state, self.step, self.segment, self.steps)
+        self.state = self.evaluation.prepare(self.state, self.step, self.segment, self.steps)
         self.metrics = self.evaluation.metrics(self.state, self.step, self.segment, self.steps)
         self.evaluated_step = self.step
         self.reporter.report_evaluation(self.metrics)
@@ -307,9 +295,9 @@ class Trainer:
             self.reporter.event("checkpoint", f"no checkpoint of step {self.step}: the last steps are bad")
             return
         assert self.state is not None
-        self.check_lease()
+        self.session.check_lease()
         if self.steps is not None and self.evaluated_step < self.step:
-            self.state = self.evaluation.agreed(self.state, self.steps)
+            self.state = self.evaluation.agree(self.state, self.steps)
         with self.watch("checkpoint"):
             self.saver.save(self.state, self.step, self.evaluated_step, self.metrics)
 

@@ -4,7 +4,7 @@ from jaxdl.training.step.gradients import local_gradients, one_replica_params, o
 from jaxdl.training.step.network import apply_network, run_network
 from jaxdl.training.step.parts import Batch, Metrics, Parts, StepConfig, Sums, TrainStep
 from jaxdl.training.step.program import gradient_names, make_ahead_step, make_train_step, make_update
-from jaxdl.training.step.update import ema_decay, guarded, nonzero, updated
+from jaxdl.training.step.update import choose_state, ema_decay, nonzero, update_state
 
 __all__ = [
     "Batch",
@@ -14,9 +14,9 @@ __all__ = [
     "Sums",
     "TrainStep",
     "apply_network",
+    "choose_state",
     "ema_decay",
     "gradient_names",
-    "guarded",
     "local_gradients",
     "make_ahead_step",
     "make_train_step",
@@ -26,5 +26,5 @@ __all__ = [
     "own_param_specs",
     "run_network",
     "split",
-    "updated",
+    "update_state",
 ]

@@ -11,6 +11,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec
 
+from jaxdl.models.network import Call
 from jaxdl.parallel.mesh import INNER_BATCH_AXES, Axis
 from jaxdl.parallel.sharding import Grads, Layout, Params, is_spec
 from jaxdl.training.state import ModelState
@@ -18,7 +19,7 @@ from jaxdl.training.step.network import apply_network
 from jaxdl.training.step.parts import VECTORS, Batch, Parts, Sums
 from jaxdl.training.step.update import nonzero
 
-Found = tuple[Grads, Sums, ModelState, jax.Array | None]
+LocalGradients = tuple[Grads, Sums, ModelState, jax.Array | None]
 """What `local_gradients` returns, of all replicas or of one."""
 
 
@@ -30,10 +31,10 @@ def local_gradients(
     factor: jax.Array,
     key: jax.Array | None,
     *,
-    own: bool = False,
+    per_replica: bool = False,
     stale: bool = False,
-) -> Found:
-    """Part 1: `(grads, sums, model_state, of_vectors)`; grads and sums are each replica's own, leaves `[replica, ...]`.
+) -> LocalGradients:
+    """Part 1: `(grads, sums, model_state, pooled_grads)`; of the first two each replica has its own, `[replica, ...]`.
 
     Gradients in `parts.summed` are means over the replicas, without the leading dimension. The last are those of the
     batch's pooled vectors, `VECTORS`, with the same factor, `[global batch, columns]`; None where it has none.
@@ -42,23 +43,23 @@ def local_gradients(
     `replica` is the gradient of the mean loss over the global batch, however the examples are spread. `key` is that of
     the step, from which each row has its own; None for a network that draws no random numbers.
 
-    With `own`, each replica has trained parameters and model state of its own, `[replica, ...]`, as the ones returned;
-    its gradient is that of the mean loss over its own rows, times its `factor`, `[replica]`. Then nothing is
+    With `per_replica`, each replica has trained parameters and model state of its own, `[replica, ...]`, as the ones
+    returned; its gradient is that of the mean loss over its own rows, times its `factor`, `[replica]`. Then nothing is
     communicated over `replica`. With `stale` it has trained parameters of its own, and nothing else.
     """
     replica, mesh = Axis.REPLICA.value, parts.layout.mesh
-    if not own:
+    if not per_replica:
         factor = factor * mesh.shape[replica]
     random = None if key is None else (jax.random.key_data(key), jnp.arange(len(next(iter(batch.values())))))
-    whole, each = PartitionSpec(), PartitionSpec(replica)
-    given = each if own else whole
-    of_params = own_param_specs(parts) if own or stale else whole
+    shared, each = PartitionSpec(), PartitionSpec(replica)
+    given = each if per_replica else shared
+    of_params = own_param_specs(parts) if per_replica or stale else shared
     common = functools.partial(_common_gradients, parts, stale=stale)
-    summed = jax.tree.map(lambda done: whole if done else each, parts.trainable.of(parts.summed))
+    summed = jax.tree.map(lambda done: shared if done else each, parts.trainable.of(parts.summed))
     return jax.shard_map(
-        functools.partial(_own_gradients, parts) if own else common,
+        functools.partial(_own_gradients, parts) if per_replica else common,
         mesh=mesh,
-        in_specs=(of_params, given, each, given, None if random is None else (whole, each)),
+        in_specs=(of_params, given, each, given, None if random is None else (shared, each)),
         out_specs=(summed, each, given, each),
         axis_names={replica},
         # With the check each scan needs a `lax.pcast` of its initial carry, which users' networks and losses lack.
@@ -75,7 +76,7 @@ def _common_gradients(
     random: Any,
     *,
     stale: bool,
-) -> Found:
+) -> LocalGradients:
     """One replica's, at the parameters that all replicas have in common, or else at `stale` ones of its own."""
     replica = Axis.REPLICA.value
     # Without this, differentiating would already sum over `replica` and the exchange would see no local gradient.
@@ -84,23 +85,23 @@ def _common_gradients(
         params = one_replica_params(parts, params)
     else:
         params = jax.tree.map(lambda x, sums: x if sums else lax.pcast(x, replica, to="varying"), params, parts.summed)
-    grads, sums, model_state, of_vectors = _replica_gradients(parts, params, model_state, batch, factor, random)
+    grads, sums, model_state, pooled_grads = _replica_gradients(parts, params, model_state, batch, factor, random)
     # Running statistics are averaged over `replica`: each replica normalizes with those of its own batch.
     # Replicated first: XLA cannot reduce over a manual axis of size 1 what it has split over an automatic one.
     model_state = _pmean_at_once(lax.with_sharding_constraint(model_state, PartitionSpec()), replica)
     grads = jax.tree.map(lambda x, done: x if done else x[None], grads, parts.trainable.of(parts.summed))
-    return grads, jax.tree.map(lambda x: x[None], sums), model_state, of_vectors
+    return grads, jax.tree.map(lambda x: x[None], sums), model_state, pooled_grads
 
 
 def _own_gradients(
     parts: Parts, params: Params, model_state: ModelState, batch: Batch, factor: jax.Array, random: Any
-) -> Found:
+) -> LocalGradients:
     """One replica's, at its own parameters."""
     model_state, factor = jax.tree.map(lambda x: x[0], (model_state, factor))
     params = one_replica_params(parts, params)
     factor = factor / nonzero(parts.task.weight(batch))
-    found = _replica_gradients(parts, params, model_state, batch, factor, random)
-    return jax.tree.map(lambda x: x[None], found)
+    gradients = _replica_gradients(parts, params, model_state, batch, factor, random)
+    return jax.tree.map(lambda x: x[None], gradients)
 
 
 def own_param_specs(parts: Parts) -> Any:
@@ -117,7 +118,7 @@ def one_replica_params(parts: Parts, params: Params) -> Params:
 
 def _replica_gradients(
     parts: Parts, params: Params, model_state: ModelState, batch: Batch, factor: jax.Array, random: Any
-) -> Found:
+) -> LocalGradients:
     """One replica's, of all micro-batches."""
     replica = Axis.REPLICA.value
     layout = Layout(parts.layout.config, parts.layout.mesh, manual=frozenset({replica}), sum_dtype=parts.sum_dtype)
@@ -129,14 +130,14 @@ def _replica_gradients(
 
     def body(carry: Any, part: tuple[Batch, jax.Array | None]) -> Any:
         total, model_state = carry
-        grads, sums, model_state, of_vectors = one_microbatch(params, model_state, part[0], factor, key, part[1])
-        return (jax.tree.map(jnp.add, total, grads), model_state), (sums, of_vectors)
+        grads, sums, model_state, pooled_grads = one_microbatch(params, model_state, part[0], factor, key, part[1])
+        return (jax.tree.map(jnp.add, total, grads), model_state), (sums, pooled_grads)
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts.trainable.of(params))
     zeros = lax.pcast(zeros, replica, to="varying")
     microbatches = jax.tree.map(lambda x: split(x, num_parts), (batch, rows))
-    (grads, model_state), (sums, of_vectors) = lax.scan(body, (zeros, model_state), microbatches)
-    return grads, jax.tree.map(lambda x: x.sum(axis=0), sums), model_state, jax.tree.map(joined, of_vectors)
+    (grads, model_state), (sums, pooled_grads) = lax.scan(body, (zeros, model_state), microbatches)
+    return grads, jax.tree.map(lambda x: x.sum(axis=0), sums), model_state, jax.tree.map(unsplit, pooled_grads)
 
 
 def _microbatch_gradients(
@@ -148,7 +149,7 @@ def _microbatch_gradients(
     factor: jax.Array,
     key: jax.Array | None,
     rows: jax.Array | None,
-) -> Found:
+) -> LocalGradients:
     """What one replica's micro-batch adds, the loss multiplied by `factor`.
 
     `rows` are the numbers of its rows in the global batch.
@@ -159,19 +160,17 @@ def _microbatch_gradients(
 
     def objective(trained: Params, vectors: jax.Array | None) -> tuple[jax.Array, tuple[Sums, ModelState]]:
         used = parts.trainable.merged(trained, params)
-        whole = parts.task.takes_arrays
-        outputs, new_model_state = apply_network(
-            parts, layout, used, model_state, batch, train=True, key=key, rows=rows, whole=whole, vectors=vectors
-        )
+        call = Call(train=True, key=key, rows=rows, materialize_logits=parts.task.takes_arrays)
+        outputs, new_model_state = apply_network(parts, layout, used, model_state, batch, call, vectors)
         sums = parts.task.sums(outputs, batch, train=True)
         return sums["loss"] * factor, (sums, new_model_state)
 
     differentiated = jax.grad(objective, argnums=(0, 1), has_aux=True)
-    (grads, of_vectors), (sums, new_model_state) = differentiated(parts.trainable.of(params), vectors)
+    (grads, pooled_grads), (sums, new_model_state) = differentiated(parts.trainable.of(params), vectors)
     grads = jax.tree.map(
         lambda spec, g: lax.with_sharding_constraint(g, spec), parts.state_spec.grads, grads, is_leaf=is_spec
     )
-    return grads, sums, new_model_state, of_vectors
+    return grads, sums, new_model_state, pooled_grads
 
 
 def _pmean_at_once(tree: Any, axis: str) -> Any:
@@ -190,6 +189,6 @@ def split(x: jax.Array, num_parts: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(x.shape[0] // num_parts, num_parts, *x.shape[1:]), 1, 0)
 
 
-def joined(x: jax.Array) -> jax.Array:
+def unsplit(x: jax.Array) -> jax.Array:
     """The inverse of `split`."""
     return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])

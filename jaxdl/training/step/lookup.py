@@ -17,7 +17,7 @@ _FORWARD, _BACKWARD = 4, 5
 """Folded into the key of a step, from which other parts of the step fold smaller numbers."""
 
 
-def looked_up(
+def look_up(
     parts: Parts, tables: TableState, batch: Batch, key: jax.Array, located: LocatedIds | None = None
 ) -> tuple[Batch, LocatedIds | None]:
     """The batch with its pooled vectors, `VECTORS`, and where its ids are; as it is for a network without tables.
@@ -26,35 +26,35 @@ def looked_up(
     """
     if parts.tables is None:
         return batch, None
-    rows = {name: one[ROWS] for name, one in tables.items()}
-    located = located or located_ids(parts, batch)
+    rows = {name: table[ROWS] for name, table in tables.items()}
+    located = located or locate_ids(parts, batch)
     return {**batch, VECTORS: parts.tables.lookup(rows, located, jax.random.fold_in(key, _FORWARD))}, located
 
 
-def located_ids(parts: Parts, batch: Batch) -> LocatedIds:
+def locate_ids(parts: Parts, batch: Batch) -> LocatedIds:
     """Where the ids of a batch are, of a network with tables."""
     assert parts.tables is not None
     return parts.tables.locate(batch[IDS], batch.get(LENGTHS))
 
 
 def touched_rows(
-    parts: Parts, located: LocatedIds | None, of_vectors: jax.Array | None, scale: jax.Array, key: jax.Array
+    parts: Parts, located: LocatedIds | None, pooled_grads: jax.Array | None, scale: jax.Array, key: jax.Array
 ) -> tuple[Any, jax.Array | None]:
     """The touched rows with the sums of their gradients, and the sum of squares of all of these; None without tables.
 
-    `of_vectors` are the gradients of the pooled vectors as `local_gradients` returns them, times `scale`; `key` is that
-    of the step.
+    `pooled_grads` are the gradients of the pooled vectors as `local_gradients` returns them, times `scale`; `key` is
+    that of the step.
     """
     if parts.tables is None:
         return None, None
-    assert of_vectors is not None
+    assert pooled_grads is not None
     assert located is not None
     # Those of a replica are of the mean over replicas.
-    grads = of_vectors / (scale * parts.layout.mesh.shape[Axis.REPLICA])
+    grads = pooled_grads / (scale * parts.layout.mesh.shape[Axis.REPLICA])
     return parts.tables.gradients(located, grads, jax.random.fold_in(key, _BACKWARD))
 
 
-def updated_tables(
+def update_tables(
     parts: Parts, tables: TableState, touched: Any, state: TrainState, metrics: Metrics, kept: jax.Array
 ) -> TableState:
     """The tables after the update of the touched rows; `metrics` are those of the update, `state` the one before it.

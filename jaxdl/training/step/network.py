@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxdl.models.network import Call
 from jaxdl.parallel.precision import cast_weights
 from jaxdl.parallel.sharding import Layout, Params, gather_params, use_layout
 from jaxdl.training.state import TABLES, ModelState
@@ -21,20 +22,13 @@ def apply_network(
     params: Params,
     model_state: ModelState,
     batch: Batch,
-    *,
-    train: bool,
-    forget: bool = False,
-    key: jax.Array | None = None,
-    rows: jax.Array | None = None,
-    whole: bool = True,
+    call: Call,
     vectors: jax.Array | None = None,
-    layer: str | None = None,
 ) -> tuple[Any, ModelState]:
     """`(outputs, model_state)` of the network on a batch, in the precision's dtype, sharded by `layout`.
 
-    `train`, `forget`, `key`, `rows`, `whole` and `layer` are those of `Network.apply`. A network with embedding tables
-    has the pooled vectors of each feature as its last input: `vectors`, or else what is looked up in the tables that
-    `model_state` then has (`TrainState.eval_state`).
+    A network with embedding tables has the pooled vectors of each feature as its last input: `vectors`, or else what is
+    looked up in the tables that `model_state` then has (`TrainState.eval_state`).
     """
     if parts.tables is not None and vectors is None:
         model_state = dict(model_state)
@@ -44,20 +38,17 @@ def apply_network(
         inputs = parts.task.inputs(batch, parts.data_spec)
         if parts.tables is not None and vectors is not None:
             inputs = (*inputs, parts.tables.by_feature(vectors))
-    how: dict[str, Any] = {"train": train, "forget": forget, "key": key, "rows": rows, "whole": whole}
-    if layer is not None:  # Not every network has layers with names.
-        how["layer"] = layer
-    return run_network(parts, layout, params, model_state, *inputs, **how)
+    return run_network(parts, layout, params, model_state, call, *inputs)
 
 
 def run_network(
-    parts: Parts, layout: Layout, params: Params, model_state: ModelState, *inputs: Any, **how: Any
+    parts: Parts, layout: Layout, params: Params, model_state: ModelState, call: Call, *inputs: Any
 ) -> tuple[Any, ModelState]:
-    """`apply_network` on the network's own inputs; `how` are the further arguments of `Network.apply`."""
+    """`apply_network` on the network's own inputs."""
     with _precise(parts, layout):
         used = cast_weights(params, parts.network.axes, parts.precision.weight_dtype)
         used = gather_params(used, parts.network.axes)
-        return parts.network.apply(used, model_state, *inputs, **how)
+        return parts.network.call(call, used, model_state, *inputs)
 
 
 @contextlib.contextmanager

@@ -82,7 +82,7 @@ class Parts:
     """The embedding tables, of a network that has some."""
     sum_dtype: DTypeLike | None = None
     """The dtype in which the backward pass of a loop over layers itself sums their gradients over replicas; with None
-    the exchange does. See `jaxdl.training.run.plan.overlap`."""
+    the exchange does."""
 
     @property
     def sends_ids_ahead(self) -> bool:

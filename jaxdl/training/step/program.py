@@ -29,10 +29,10 @@ from jaxdl.parallel.sharding import Grads, named, spec_axes
 from jaxdl.report.skips import NONFINITE
 from jaxdl.training.state import TrainState, replicated
 from jaxdl.training.step.gradients import local_gradients
-from jaxdl.training.step.lookup import located_ids, looked_up, touched_rows, updated_tables
+from jaxdl.training.step.lookup import locate_ids, look_up, touched_rows, update_tables
 from jaxdl.training.step.parts import NEXT, Batch, Metrics, Parts, Sums
-from jaxdl.training.step.stale import drawn_staleness, remedied, remembered, stale_params
-from jaxdl.training.step.update import guarded, nonzero, updated
+from jaxdl.training.step.stale import draw_staleness, remedy, remember, stale_params
+from jaxdl.training.step.update import choose_state, nonzero, update_state
 
 
 def make_train_step(parts: Parts) -> jax.stages.Wrapped:
@@ -40,7 +40,7 @@ def make_train_step(parts: Parts) -> jax.stages.Wrapped:
 
     The state is donated and comes back in the same shardings; `batch` leaves are `[global batch, ...]`, sharded as by
     `batch_sharding`. Metrics are float32 scalars: the task's sums as `sums/...`, `grad_norm`, `learning_rate`,
-    `momentum` where it changes, `exchange/...`, `skip_reason` (see `guarded`), with float16 `loss_scale` and
+    `momentum` where it changes, `exchange/...`, `skip_reason` (see `choose_state`), with float16 `loss_scale` and
     `skipped_steps`, and with the guard `bad_steps` (so far) and `bad_in_row`; `grad_norm` and `exchange/...` are NaN in
     a skipped step. With emulated staleness `agreement/staleness` is its mean over the replicas. With the guard or
     float16 there is `NONFINITE`, `[gradients]` as `gradient_names`: not 0 where one of some replica is not finite.
@@ -71,7 +71,7 @@ def make_ahead_step(parts: Parts) -> jax.stages.Wrapped:
         following = {name.removeprefix(NEXT): x for name, x in batch.items() if name.startswith(NEXT)}
         batch = {name: x for name, x in batch.items() if not name.startswith(NEXT)}
         state, metrics = _step(parts, state, batch, located)
-        return state, metrics, located_ids(parts, following)
+        return state, metrics, locate_ids(parts, following)
 
     return jax.jit(
         train_step,
@@ -86,39 +86,39 @@ def _step(parts: Parts, state: TrainState, batch: Batch, located: LocatedIds | N
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     augment_key, exchange_key = jax.random.split(key)
     batch = parts.task.augmented(batch, augment_key)
-    batch, located = looked_up(parts, tables, batch, key, located)
+    batch, located = look_up(parts, tables, batch, key, located)
     scale = state.loss_scale["scale"] if state.loss_scale else jnp.float32(1)
     # Folded with 2: a split into two folds with 0 and 1.
     model_key = jax.random.fold_in(key, 2) if parts.network.is_random else None
     weight = parts.task.weight(batch)
     factor = scale / nonzero(weight)
-    staleness, params, rate_factor = drawn_staleness(parts, state, key), state.params, None
+    staleness, params, rate_factor = draw_staleness(parts, state, key), state.params, None
     if staleness is not None:
         params = stale_params(parts, state, staleness)
-    grads, sums, model_state, of_vectors = local_gradients(
+    grads, sums, model_state, pooled_grads = local_gradients(
         parts, params, state.model_state, batch, factor, model_key, stale=staleness is not None
     )
     # Unscaled: the residual must not depend on the loss scale of the step.
     unscaled = jax.tree.map(lambda g: g / scale, grads) if state.loss_scale else grads
     if staleness is not None:
-        unscaled, rate_factor = remedied(parts, state, unscaled, params, staleness)
+        unscaled, rate_factor = remedy(parts, state, unscaled, params, staleness)
     mean, exchange_state, of_exchange = _exchange(parts, unscaled, sums, state, exchange_key)
     flags = of_exchange.pop("nonfinite", None)
     metrics = {f"sums/{name}": of_exchange.pop(f"sums/{name}") for name in sums}
     if staleness is not None:
         metrics["agreement/staleness"] = staleness.astype(jnp.float32).mean()
-    touched, squares = touched_rows(parts, located, of_vectors, scale, key)
-    changed, more = updated(parts, state, mean, parts.layout, rate_factor, squares)
+    touched, squares = touched_rows(parts, located, pooled_grads, scale, key)
+    changed, more = update_state(parts, state, mean, parts.layout, rate_factor, squares)
     changed = changed.replace(model_state=model_state, exchange_state=exchange_state)
     more |= {f"exchange/{name}": value for name, value in of_exchange.items()}
     finite = jnp.bool_(True) if flags is None else jnp.all(flags == 0)
     if flags is not None:
         metrics[NONFINITE] = _flags(parts, flags, more["grad_norm"], squares)
     loss = metrics["sums/loss"] / nonzero(metrics["sums/weight"])
-    changed, of_choice, kept = guarded(parts, state, changed, more, loss=loss, weight=weight, finite=finite)
-    tables = updated_tables(parts, tables, touched, state, more, kept)
+    changed, of_choice, kept = choose_state(parts, state, changed, more, loss=loss, weight=weight, finite=finite)
+    tables = update_tables(parts, tables, touched, state, more, kept)
     # Also after a skipped step: a version's age is the number of steps since.
-    changed = changed.replace(step=state.step + 1, agreement_state=remembered(parts, state), tables=tables)
+    changed = changed.replace(step=state.step + 1, agreement_state=remember(parts, state), tables=tables)
     return changed, metrics | of_choice
 
 
@@ -151,7 +151,7 @@ def make_update(parts: Parts) -> jax.stages.Wrapped:
     spec = parts.state_spec
 
     def update(state: TrainState, grads: Grads) -> TrainState:
-        return updated(parts, state, grads, parts.layout)[0]
+        return update_state(parts, state, grads, parts.layout)[0]
 
     shardings = (spec.shardings, named(parts.layout.mesh, spec.update))
     return jax.jit(update, donate_argnums=0, in_shardings=shardings, out_shardings=spec.shardings)

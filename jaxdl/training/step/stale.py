@@ -18,7 +18,7 @@ from jaxdl.training.step.parts import Parts
 _REPLICA = Axis.REPLICA.value
 
 
-def drawn_staleness(parts: Parts, state: TrainState, key: jax.Array) -> jax.Array | None:
+def draw_staleness(parts: Parts, state: TrainState, key: jax.Array) -> jax.Array | None:
     """How many steps old each replica's parameters are, `[replica]`; None where gradients are never stale.
 
     `key` is that of the step.
@@ -55,7 +55,7 @@ def stale_params(parts: Parts, state: TrainState, staleness: jax.Array) -> Param
     return parts.trainable.merged(stale, state.params)
 
 
-def remedied(
+def remedy(
     parts: Parts, state: TrainState, grads: Grads, stale: Params, staleness: jax.Array
 ) -> tuple[Grads, jax.Array | None]:
     """`(gradients to exchange, factor of the learning rate)` from those of each replica, `[replica, ...]`, at `stale`.
@@ -85,7 +85,7 @@ def _on_all(parts: Parts, x: jax.Array) -> jax.Array:
     return parts.layout.constrain(x, PartitionSpec())
 
 
-def remembered(parts: Parts, state: TrainState) -> dict[str, Any]:
+def remember(parts: Parts, state: TrainState) -> dict[str, Any]:
     """`TrainState.agreement_state` after a step: the parameters before it take the place of the oldest ones."""
     if not parts.agreement.num_past:
         return state.agreement_state

@@ -17,7 +17,7 @@ from jaxdl.training.state import TrainState
 from jaxdl.training.step.parts import Metrics, Parts, StepConfig
 
 
-def updated(
+def update_state(
     parts: Parts,
     state: TrainState,
     grads: Grads,
@@ -38,7 +38,7 @@ def updated(
         factor = clip_factor(config, grad_norm)
         grads = jax.tree.map(lambda g: g * factor, grads)
     spec, trainable = parts.state_spec, parts.trainable
-    old = _resharded(parts, layout, trainable.of(state.params), spec.update)
+    old = _reshard(parts, layout, trainable.of(state.params), spec.update)
     # The optimizer's own count: a skipped step restores it with the rest of the state, and the schedule waits.
     num_made = num_updates(state.opt_state)
     rates = parts.rates(num_made)
@@ -46,16 +46,16 @@ def updated(
         rates = rates._replace(learning_rate=rates.learning_rate * rate_factor)
     updates, opt_state = parts.optimizer.update(grads, state.opt_state, old, rates=rates)
     # Without the first resharding XLA may gather the updates, not the parameters, and every device adds all of them.
-    new = _resharded(parts, layout, optax.apply_updates(old, updates), spec.update)
-    trained = _resharded(parts, layout, new, trainable.of(spec.params))
+    new = _reshard(parts, layout, optax.apply_updates(old, updates), spec.update)
+    trained = _reshard(parts, layout, new, trainable.of(spec.params))
     params, average = trainable.merged(trained, state.params), state.ema_params
     if config.ema_decay is not None:
         decay = ema_decay(config.ema_decay, num_made)
         moved = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, trainable.of(average), trained)
         average = trainable.merged(moved, average)
     elif average:
-        own = _resharded(parts, layout, average_params(opt_state, new), trainable.of(spec.params))
-        average = trainable.merged(own, average)
+        trained_average = _reshard(parts, layout, average_params(opt_state, new), trainable.of(spec.params))
+        average = trainable.merged(trained_average, average)
     metrics = {"grad_norm": grad_norm, "learning_rate": rates.learning_rate}
     if rates.momentum is not None:
         metrics["momentum"] = rates.momentum
@@ -74,7 +74,7 @@ def ema_decay(decay: float, num_updates: jax.Array) -> jax.Array:
     return jnp.minimum(decay, (1.0 + num_updates) / (10.0 + num_updates))
 
 
-def _resharded(parts: Parts, layout: Layout, params: optax.Params, specs: Specs) -> Any:
+def _reshard(parts: Parts, layout: Layout, params: optax.Params, specs: Specs) -> Any:
     """The parameters, resharded to `specs` where the update is sharded unlike them."""
     if parts.state_spec.update == parts.trainable.of(parts.state_spec.params):
         return params
@@ -86,7 +86,7 @@ def nonzero(weight: jax.Array) -> jax.Array:
     return jnp.where(weight == 0, 1, weight)
 
 
-def guarded(
+def choose_state(
     parts: Parts,
     state: TrainState,
     changed: TrainState,

@@ -78,7 +78,7 @@ class Task(Choice):
 
     @classmethod
     def instead_of(cls, value: Any) -> str:
-        """See `Choice.instead_of`: how a loss function is given."""
+        """How a loss function is given, for the message about one in place of a task."""
         return f" {value.__name__} is a function. Write Loss({value.__name__})" if inspect.isfunction(value) else ""
 
     @property
@@ -178,9 +178,9 @@ class _Seen(collections.UserDict[str, Any]):
         self.names: dict[str, None] = {}
 
     def __getitem__(self, name: str) -> Any:
-        found = super().__getitem__(name)
+        value = super().__getitem__(name)
         self.names[name] = None
-        return found
+        return value
 
 
 def mask_of(batch: Mapping[str, Any]) -> jax.Array:
@@ -219,7 +219,7 @@ def check_task(task: Task, spec: DataSpec, outputs: Callable[[Any], Any]) -> Non
             batch = jax.eval_shape(task.augmented, rows, jax.random.key(0)) if train else rows
         batch = batch if train else {**batch, "mask": spec.mask(np.ones(_NUM_ROWS, bool))}
 
-        def found(made: Any, batch: Any, train: bool = train) -> Any:
+        def results(made: Any, batch: Any, train: bool = train) -> Any:
             with user_code(what, of=task.sums):
                 sums = task.sums(made, batch, train=train)
             _check_sums(f"{what}: sums(..., train={train})", sums)
@@ -228,7 +228,7 @@ def check_task(task: Task, spec: DataSpec, outputs: Callable[[Any], Any]) -> Non
             _check_scalar(f"{what}: weight()", weight)
             return sums, weight
 
-        sums, _ = jax.eval_shape(found, outputs(batch), batch)
+        sums, _ = jax.eval_shape(results, outputs(batch), batch)
         _check_metrics(task, spec, list(sums))
 
 
@@ -256,14 +256,14 @@ def _check_scalar(what: str, value: Any) -> None:
 
 def _check_metrics(task: Task, spec: DataSpec, names: list[str]) -> None:
     """Raises ConfigError if `metrics` asks for a sum that is not there, or has no `best_metric`."""
-    what, found = task.users_name, None
+    what, metrics = task.users_name, None
     # Sums that are made up may be impossible together, so that a variance is negative: that says nothing.
     with user_code(what, f"The sums are {', '.join(names)}"), contextlib.suppress(ArithmeticError, ValueError):
-        found = task.metrics(dict.fromkeys(names, 1.0), spec)
-    if found is None:
+        metrics = task.metrics(dict.fromkeys(names, 1.0), spec)
+    if metrics is None:
         return
-    if not isinstance(found, Mapping) or task.best_metric not in found:
-        given = ", ".join(found) if isinstance(found, Mapping) else type_of(found)
+    if not isinstance(metrics, Mapping) or task.best_metric not in metrics:
+        given = ", ".join(metrics) if isinstance(metrics, Mapping) else type_of(metrics)
         raise ConfigError(
             f"{what}: metrics() returned {given}, without best_metric = {task.best_metric!r}. Return it, or name "
             "another one."

@@ -41,21 +41,21 @@ class Binary(Task, kind="binary"):
 
     def fitted(self, spec: DataSpec, outputs: Callable[[Mapping[str, jax.Array]], Any]) -> Self:
         """Itself. Raises ConfigError for a network with other outputs than one number for each example."""
-        found = super().fitted(spec, outputs)
+        fitted = super().fitted(spec, outputs)
         blank: Any = spec.blank()
         shapes = [x.shape for x in jax.tree.leaves(outputs(blank))]
         if shapes != [(1,)]:
             given = ", ".join(str(list(shape)) for shape in shapes)
             raise ConfigError(f"task binary: the network's outputs are {given} for one example, not one logit, [1].")
-        return found
+        return fitted
 
     def sums(self, outputs: Any, batch: Mapping[str, jax.Array], *, train: bool) -> dict[str, jax.Array]:
-        """See `Task.sums`; in evaluations by several processes also the `histogram` of predictions, [labels, bins]."""
+        """The loss and what the metrics need; evaluated by several processes, also the `histogram`, [labels, bins]."""
         counted = mask_of(batch)
         mask, label, logit = counted.astype(jnp.float32), batch["label"], outputs.astype(jnp.float32)
         probability = jax.nn.sigmoid(logit)
         loss = jnp.maximum(logit, 0) - logit * label + jnp.log1p(jnp.exp(-jnp.abs(logit)))
-        found = {
+        sums = {
             "loss": jnp.sum(loss * mask),
             "weight": jnp.sum(mask),
             "positives": jnp.sum(label * mask),
@@ -65,8 +65,8 @@ class Binary(Task, kind="binary"):
             # By the logit, so that bins are as fine near 0 and 1: those of the normal logits are nearly equally full.
             place = jnp.clip((jnp.arctan(logit) / math.pi + 0.5) * NUM_BINS, 0, NUM_BINS - 1).astype(jnp.int32)
             cell = jnp.where(counted, (label > 0.5) * NUM_BINS + place, 2 * NUM_BINS)
-            found["histogram"] = jnp.zeros(2 * NUM_BINS, jnp.float32).at[cell].add(1, mode="drop")
-        return found
+            sums["histogram"] = jnp.zeros(2 * NUM_BINS, jnp.float32).at[cell].add(1, mode="drop")
+        return sums
 
     def of_each(self, outputs: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The `score`, float32, and the `label`: 0, 1, and -1 of padding, int8; both `[batch]`."""
@@ -74,24 +74,24 @@ class Binary(Task, kind="binary"):
         return {"score": outputs.astype(jnp.float32), "label": jnp.where(mask_of(batch), label, jnp.int8(-1))}
 
     def metrics(self, sums: Mapping[str, Any], spec: DataSpec) -> dict[str, float]:
-        """See `Task.metrics`."""
+        """The loss, the accuracy, and the area under the ROC curve with its error."""
         del spec
         weight = counted_weight(sums)
         loss, share = float(sums["loss"]) / weight, float(sums["positives"]) / weight
-        found = {"loss": loss}
+        metrics = {"loss": loss}
         if 0 < share < 1:
             entropy = -share * math.log(share) - (1 - share) * math.log(1 - share)
-            found |= {
+            metrics |= {
                 "normalized_entropy": loss / entropy,
                 "calibration": float(sums["predicted"]) / float(sums["positives"]),
             }
         if "score" in sums:
             counted = sums["label"] >= 0
-            found |= {"auc": area_by_ranks(sums["score"][counted], sums["label"][counted] > 0), "auc_error": 0.0}
+            metrics |= {"auc": area_by_ranks(sums["score"][counted], sums["label"][counted] > 0), "auc_error": 0.0}
         elif "histogram" in sums:
             area, error = area_under_curve(np.asarray(sums["histogram"], np.float64).reshape(2, -1))
-            found |= {"auc": area, "auc_error": error}
-        return found
+            metrics |= {"auc": area, "auc_error": error}
+        return metrics
 
     def predictions(self, outputs: Any) -> Any:
         """The probabilities of the label 1, float32 [batch]."""

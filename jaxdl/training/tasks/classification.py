@@ -102,9 +102,9 @@ class Classification(Task, kind="classification"):
             keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(images.shape[0]))
             images = jax.vmap(self._augmented_image)(images, keys)
         batch = {**batch, "image": images}
-        return self._mixed(batch, jax.random.fold_in(key, 2**31)) if self.mixup or self.cutmix else batch
+        return self._mix(batch, jax.random.fold_in(key, 2**31)) if self.mixup or self.cutmix else batch
 
-    def _mixed(self, batch: Mapping[str, jax.Array], key: jax.Array) -> Mapping[str, jax.Array]:
+    def _mix(self, batch: Mapping[str, jax.Array], key: jax.Array) -> Mapping[str, jax.Array]:
         """The batch with rows 2i and 2i + 1 mixed; adds "other", the other label, and "share", the weight of the own.
 
         A pair is on one device if each device has an even number of rows, so mixing sends nothing.
@@ -216,9 +216,9 @@ def rank(logits: jax.Array, label: jax.Array) -> jax.Array:
     every number, so then no label is first: with a NaN at the label the rank is the number of classes.
     """
     classes = jax.lax.broadcasted_iota(label.dtype, logits.shape, logits.ndim - 1)
-    own = label_logit(logits, label)[..., None]
+    of_label = label_logit(logits, label)[..., None]
     # NaN <= x and x <= NaN are false: both count as ahead.
-    ahead = ~(logits <= own) | ((logits == own) & (classes < label[..., None]))
+    ahead = ~(logits <= of_label) | ((logits == of_label) & (classes < label[..., None]))
     return jnp.sum(ahead, axis=-1, dtype=jnp.int32)
 
 

@@ -53,11 +53,11 @@ class LanguageModelling(Task, kind="language_modelling"):
 
     @property
     def takes_arrays(self) -> bool:
-        """Only a class of the user's, which may look at the logits; see `Task.takes_arrays`."""
+        """Whether `sums` needs the logits: that of a user's class may look at them."""
         return self.has_user_code
 
     def fitted(self, spec: DataSpec, outputs: Callable[[Mapping[str, jax.Array]], Any]) -> Self:
-        """See `Task.fitted`."""
+        """The task, which fits data that are text. Raises ConfigError for others, and for settings without effect."""
         task = super().fitted(spec, outputs)
         if self.chunk_tokens is None:
             return task
@@ -114,10 +114,10 @@ class LanguageModelling(Task, kind="language_modelling"):
             outputs = outputs.materialize()
         logits = outputs.astype(jnp.float32)
         normalizer = jax.nn.logsumexp(logits, axis=-1)
-        own = label_logit(logits, target)
-        loss = normalizer - own
+        of_target = label_logit(logits, target)
+        loss = normalizer - of_target
         if smoothing:
-            loss += smoothing * (own - jnp.mean(logits, axis=-1))
+            loss += smoothing * (of_target - jnp.mean(logits, axis=-1))
         if z_loss:
             loss += z_loss * jnp.square(normalizer)
         return {

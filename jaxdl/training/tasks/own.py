@@ -103,19 +103,19 @@ class Loss(Task, kind="loss"):
     def sums(self, outputs: Any, batch: Arrays, *, train: bool) -> dict[str, jax.Array]:
         """Sums over the examples that count, float32 scalars: "loss", "weight", and a sum for each metric."""
         del train
-        found = self._of_loss(outputs, batch)
+        sums = self._of_loss(outputs, batch)
         if self.metric_fn is not None:
-            more = _summed(_called(self.metric_fn, outputs, batch), mask_of(batch), self.metric_fn)
-            if taken := found.keys() & more.keys():
+            more = _sum(_call(self.metric_fn, outputs, batch), mask_of(batch), self.metric_fn)
+            if taken := sums.keys() & more.keys():
                 raise ConfigError(f"{_place(self.metric_fn)}: {taken.pop()!r} is what the loss returns. Rename it.")
-            found |= more
-        return found
+            sums |= more
+        return sums
 
     def _of_loss(self, outputs: Any, batch: Arrays) -> dict[str, jax.Array]:
         assert self.fn is not None
         mask = mask_of(batch)
-        found = _called(self.fn, outputs, batch)
-        sums = _summed(found if isinstance(found, Mapping) else {"loss": found}, mask, self.fn)
+        loss = _call(self.fn, outputs, batch)
+        sums = _sum(loss if isinstance(loss, Mapping) else {"loss": loss}, mask, self.fn)
         if "loss" not in sums:
             raise ConfigError(
                 f'{_place(self.fn)}: it returns a dictionary with {", ".join(sums) or "nothing"}, without "loss".'
@@ -148,22 +148,22 @@ class Loss(Task, kind="loss"):
         others = np.arange(_ROWS) > 0
         before = run(*some(0, _ROWS, others))
         after = run(*_with_another_first(some(0, _ROWS, others)))
-        one, other = run(*some(0, half, every[:half])), run(*some(half, _ROWS, every[half:]))
+        first, second = run(*some(0, half, every[:half])), run(*some(half, _ROWS, every[half:]))
         masked, whole = run(*some(0, _ROWS, np.arange(_ROWS) < half)), run(*some(0, _ROWS, every))
         of_loss = set(jax.eval_shape(lambda: self._of_loss(outputs, rows)))
         for name in whole:
             where = _place(self.fn if name in of_loss else self.metric_fn)
-            if _differ(before[name], after[name]) or _differ(masked[name], one[name]):
+            if _differ(before[name], after[name]) or _differ(masked[name], first[name]):
                 raise ConfigError(
                     f"{where}: {name!r} depends on examples that batch['mask'] leaves out, so the padding of an "
                     "evaluation would count. The number of an example may depend on that example alone, and a sum must "
                     f"leave out the others: jnp.sum(jnp.where(batch['mask'], losses, 0)).{_broadcast(outputs, rows)}"
                 )
-            if _differ(whole[name], one[name] + other[name]):
+            if _differ(whole[name], first[name] + second[name]):
                 raise ConfigError(
                     f"{where}: {name!r} is not a sum over the examples: of {_ROWS} examples it is "
-                    f"{float(whole[name]):.4g}, of their halves {float(one[name]):.4g} and {float(other[name]):.4g}. "
-                    "Return jnp.sum(...), or one number for each example."
+                    f"{float(whole[name]):.4g}, of their halves {float(first[name]):.4g} and "
+                    f"{float(second[name]):.4g}. Return jnp.sum(...), or one number for each example."
                 )
         changed = jax.tree.map(lambda x: x + 1, outputs)
         if _differ(run(changed, some(0, _ROWS, every)[1])["weight"], whole["weight"]):
@@ -176,7 +176,7 @@ def _in_data(name: str, known: Mapping[str, Any]) -> str:
     return name if name in known else _ALIASES.get(name, name)
 
 
-def _called(function: Any, outputs: Any, batch: Arrays) -> Any:
+def _call(function: Any, outputs: Any, batch: Arrays) -> Any:
     """What the function returns for a batch. Raises ConfigError for what it raises."""
     seen = {short: batch[name] for short, name in _ALIASES.items() if name in batch} | dict(batch)
     seen["mask"] = mask_of(batch)
@@ -186,18 +186,18 @@ def _called(function: Any, outputs: Any, batch: Arrays) -> Any:
         return function(outputs, seen)
 
 
-def _summed(found: Any, mask: jax.Array, function: Any) -> dict[str, jax.Array]:
+def _sum(values: Any, mask: jax.Array, function: Any) -> dict[str, jax.Array]:
     """Each value summed over the examples that count. Raises ConfigError for values of another shape."""
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{_place(function)}: it returns {type_of(found)}, not a dictionary of metrics.")
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{_place(function)}: it returns {type_of(values)}, not a dictionary of metrics.")
     sums: dict[str, jax.Array] = {}
-    for name, value in found.items():
+    for name, value in values.items():
         try:
             array = jnp.asarray(value)
         except (TypeError, ValueError):
             what = "nothing: is there a return?" if value is None else f"{type_of(value)}, not an array."
             raise ConfigError(f"{_place(function)}: {name!r} is {what}") from None
-        if array.shape not in ((), mask.shape) or (array.shape == () and found.keys() == {"loss"}):
+        if array.shape not in ((), mask.shape) or (array.shape == () and values.keys() == {"loss"}):
             given = "a scalar" if array.shape == () else f"of shape {list(array.shape)}"
             raise ConfigError(
                 f"{_place(function)}: {name!r} is {given}. Return one number for each example, {list(mask.shape)} "
@@ -252,7 +252,7 @@ def _broadcast(outputs: Any, rows: Arrays) -> str:
     )
 
 
-def _differ(one: jax.Array, other: jax.Array) -> bool:
+def _differ(first: jax.Array, second: jax.Array) -> bool:
     """Whether two sums differ; where one is not finite nothing can be said."""
-    x, y = float(one), float(other)
+    x, y = float(first), float(second)
     return bool(np.isfinite([x, y]).all()) and abs(x - y) > 1e-3 * max(abs(x), abs(y)) + 1e-5

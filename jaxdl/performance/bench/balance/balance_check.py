@@ -28,7 +28,7 @@ from jaxdl.parallel.mesh import Axis
 from jaxdl.performance.bench.balance.balance_run import Clock, batch_of, first_devices, first_steps
 from jaxdl.performance.bench.balance.balance_work import Work, planned
 from jaxdl.training.run.plan.build import Plan, make_initial_state
-from jaxdl.training.step import local_gradients, updated
+from jaxdl.training.step import local_gradients, update_state
 
 _REPLICA = Axis.REPLICA.value
 NUM_STEPS = 3
@@ -209,7 +209,7 @@ def _emulated_step(
 
     mean, new = jax.vmap(exchange, axis_name=_REPLICA)(grads, exchange_state)
     errors = _errors(grads, mean, exchange_state, new, config)
-    state = updated(parts, state, jax.tree.map(lambda x: x[0], mean), parts.layout)[0]
+    state = update_state(parts, state, jax.tree.map(lambda x: x[0], mean), parts.layout)[0]
     loss = jnp.sum(sums["loss"]) / jnp.sum(sums["weight"])
     return state.replace(step=state.step + 1), new, loss, errors
 

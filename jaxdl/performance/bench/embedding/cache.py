@@ -95,7 +95,7 @@ class _Side:
         """Seconds of a step, with its swap; reading the batch is not counted."""
         batch = next(self.batches)
         begin = time.perf_counter()
-        self.state = self.plan.swapped(self.state, 1)
+        self.state = self.plan.swap_rows(self.state, 1)
         self.state, _ = self.program(self.state, batch)
         jax.block_until_ready(self.state)
         return time.perf_counter() - begin

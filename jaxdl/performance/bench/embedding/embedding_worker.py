@@ -23,10 +23,9 @@ from jaxdl.training.experiment import Experiment
 from jaxdl.training.run.compile import EachStep, Steps, compile_train_step
 from jaxdl.training.run.plan.build import Plan, make_initial_state, make_plan
 from jaxdl.training.run.plan.exchange import exchanged_gradients
-from jaxdl.training.run.tables.ids_ahead import AheadStep
 from jaxdl.training.state import TrainState
 from jaxdl.training.step import Batch
-from jaxdl.training.step.lookup import located_ids
+from jaxdl.training.step.lookup import locate_ids
 
 _REPLICA = Axis.REPLICA.value
 _COLLECTIVES = ("all_reduce/float32", "all_gather", "all_to_all")
@@ -67,14 +66,14 @@ class Worker:
         shapes = plan.batch_shapes(plan.timeline.segments[0], evaluating=False)
         batch, between = jax.tree.map(lambda _: 0, dict(shapes)), ()
         if plan.parts.sends_ids_ahead:
-            located = jax.eval_shape(functools.partial(located_ids, plan.parts), shapes)
+            located = jax.eval_shape(functools.partial(locate_ids, plan.parts), shapes)
             between = (jax.tree.map(lambda _: 0, located),)
         trees = jax.tree.structure(((state, *between, batch), {})), jax.tree.structure((state, metrics, *between))
         self._set(name, deserialize_and_load(base64.b64decode(program), *trees))
 
     def _set(self, name: str, program: Any) -> None:
         parts = self._plans[name].parts
-        self._steps[name] = AheadStep(program, parts) if parts.sends_ids_ahead else EachStep(program)
+        self._steps[name] = EachStep(program, parts)
 
     def start(self, names: Sequence[str]) -> None:
         """Makes the states of some configs, and runs each step twice."""

@@ -30,7 +30,7 @@ from jaxdl.parallel.cluster import heartbeat
 from jaxdl.parallel.cluster.address import SYNCER_VARIABLE
 from jaxdl.training.run.compile import Programs, StepFunctions, Steps, programs, shared_programs
 from jaxdl.training.run.hooks import Callbacks, StepInfo
-from jaxdl.training.run.plan.build import Plan
+from jaxdl.training.run.plan.plan import Plan
 from jaxdl.training.run.signals import StopSignals
 from jaxdl.training.state import TrainState
 from jaxdl.training.step import Batch, Metrics, Parts, ema_decay
@@ -169,18 +169,18 @@ class Learning:
         if self._given is None:
             state = self._begin(state, step)
         elif step < self._next_step:  # Rolled back: what was learnt since the anchor is gone.
-            state = self._adopted(state, self._given)
+            state = self._adopt_state(state, self._given)
         else:
-            state = self.settled(state)
+            state = self.settle(state)
         return state
 
     def made(self, step: int, num_steps: int, metrics: Sequence[Metrics]) -> list[Metrics]:
         """Counts steps; their metrics, with those of the last exchange."""
         self._next_step, self._made = step + num_steps, self._made + num_steps
-        found, self._metrics = self._metrics, {}
-        return [*metrics[:-1], {**metrics[-1], **found}]
+        of_steps, self._metrics = self._metrics, {}
+        return [*metrics[:-1], {**metrics[-1], **of_steps}]
 
-    def settled(self, state: TrainState) -> TrainState:
+    def settle(self, state: TrainState) -> TrainState:
         """The state after the exchange that is due, if one is."""
         given = self._given
         if given is None or given.over or self._stop.signum is not None or self._interrupted:
@@ -198,7 +198,7 @@ class Learning:
             "agreement/merges": jnp.float32(new.version),
             "agreement/wait_sec": jnp.float32(time.monotonic() - began),
         }
-        return self._adopted(state, new)
+        return self._adopt_state(state, new)
 
     def _begin(self, state: TrainState, step: int) -> TrainState:
         """Joins: with the state's parameters as the anchor, if the syncer has none."""
@@ -215,7 +215,7 @@ class Learning:
             waiting=_Waiting(host, port),
         )
         initial = self._flat.row(jax.device_get(by_name(self._parts.trainable.of(state.params))))
-        return self._adopted(state, self._waiting(lambda: learner.begin(lambda: initial)))
+        return self._adopt_state(state, self._waiting(lambda: learner.begin(lambda: initial)))
 
     def _waiting(self, ask: Callable[[], Given]) -> Given:
         """An answer of the syncer; a signal ends the wait, and leaves the state as it is."""
@@ -225,7 +225,7 @@ class Learning:
             self._interrupted = True
             raise
 
-    def _adopted(self, state: TrainState, given: Given) -> TrainState:
+    def _adopt_state(self, state: TrainState, given: Given) -> TrainState:
         state = self._adopt(state, self._flat.leaves(given.anchor), max(self._made, 1))
         self._given, self._made = given, 0
         return state
@@ -275,8 +275,8 @@ class _LearnerSteps:
     def num_batches(self, step: int) -> int:
         return self._inner.num_batches(step)
 
-    def begun(self) -> Steps:
-        return _LearnerSteps(self._inner.begun(), self._learning)
+    def restart(self) -> Steps:
+        return _LearnerSteps(self._inner.restart(), self._learning)
 
     def __call__(self, state: TrainState, batches: Sequence[Batch], step: int) -> tuple[TrainState, Sequence[Metrics]]:
         state = self._learning.before(state, step)
@@ -285,7 +285,7 @@ class _LearnerSteps:
 
     def settle(self, state: TrainState) -> tuple[TrainState, Metrics]:
         state, metrics = self._inner.settle(state)
-        return self._learning.settled(state), metrics
+        return self._learning.settle(state), metrics
 
     def apart(self, step: int) -> bool:
         return self._inner.apart(step)

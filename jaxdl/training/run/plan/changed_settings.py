@@ -36,7 +36,7 @@ def check_may_change(names: Sequence[str], config: Config | None = None, option:
     return fields
 
 
-def checked_changes(names: Sequence[str], config: Config, workdir: Any) -> tuple[str, ...]:
+def check_changes(names: Sequence[str], config: Config, workdir: Any) -> tuple[str, ...]:
     """The fields that `may_change` names, for a run in a workdir. Raises ConfigError."""
     fields = check_may_change(names, config)
     if fields and workdir is None:
@@ -45,11 +45,11 @@ def checked_changes(names: Sequence[str], config: Config, workdir: Any) -> tuple
 
 
 def _check_field(config: Config, name: str, option: str) -> None:
-    found: Any = config
-    for one in name.split("."):
-        if one not in type(found).model_fields if isinstance(found, Config) else True:
+    value: Any = config
+    for part in name.split("."):
+        if part not in type(value).model_fields if isinstance(value, Config) else True:
             raise ConfigError(f"{option} {name}: the experiment has no such field. --help lists the fields.")
-        found = getattr(found, one)
+        value = getattr(value, part)
 
 
 def parts_of(names: Sequence[str]) -> list[str]:
@@ -59,14 +59,14 @@ def parts_of(names: Sequence[str]) -> list[str]:
 
 def without(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """A dumped config without these dotted fields."""
-    found = dict(config)
+    rest_of_config = dict(config)
     for name in names:
         first, _, rest = name.partition(".")
         if not rest:
-            found.pop(first, None)
-        elif isinstance(found.get(first), Mapping):
-            found[first] = without(found[first], [rest])
-    return found
+            rest_of_config.pop(first, None)
+        elif isinstance(rest_of_config.get(first), Mapping):
+            rest_of_config[first] = without(rest_of_config[first], [rest])
+    return rest_of_config
 
 
 def change_of_settings(earlier: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> str | None:
@@ -75,6 +75,8 @@ def change_of_settings(earlier: Mapping[str, Any], now: Mapping[str, Any], names
     `earlier` and `now` hold the parts of the dumped configs that the fields belong to.
     """
     before, after = flat(earlier), flat(now)
-    inside = [one for one in after if any(one == name or one.startswith(f"{name}.") for name in names)]
-    changed = [f"{one} from {before.get(one)} to {after[one]}" for one in inside if before.get(one) != after[one]]
+    inside = [field for field in after if any(field == name or field.startswith(f"{name}.") for name in names)]
+    changed = [
+        f"{field} from {before.get(field)} to {after[field]}" for field in inside if before.get(field) != after[field]
+    ]
     return f"settings changed: {', '.join(changed)}" if changed else None

@@ -26,12 +26,11 @@ from jaxdl.core.startup import is_alone
 from jaxdl.data import DataSpec, TextSpec, spec_from_json
 from jaxdl.models import Model
 from jaxdl.parallel.cluster.agree import of_first_process, processes_without
-from jaxdl.report import replace_file
 from jaxdl.training.checkpoint import Damaged, read_model, stored_model
 from jaxdl.training.checkpoint.agree import on_first
 from jaxdl.training.checkpoint.retention import Best
 from jaxdl.training.experiment import read_experiment
-from jaxdl.training.run.workdir.workdir import read_file
+from jaxdl.training.run.workdir.workdir import read_file, write_file
 from jaxdl.training.state import TrainState
 
 OPTION = "--init-from"
@@ -102,10 +101,10 @@ class Initial:
         wanted = {self._stored(every[name][0]): every[name][1] for name in self.taken}
         _check_seen(self.workdir, self.step)
         try:
-            found = read_model(folder, wanted)
+            arrays = read_model(folder, wanted)
         except Damaged as error:
             raise ConfigError(f"{folder} is damaged ({error}). Choose another --init-step.") from None
-        values = {every[name][0]: found[self._stored(every[name][0])] for name in self.taken}
+        values = {every[name][0]: arrays[self._stored(every[name][0])] for name in self.taken}
         tree = {"params": state.params, "model_state": state.model_state}
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
         changed = treedef.unflatten([values.get(_name(path, "."), leaf) for path, leaf in flat])
@@ -148,14 +147,14 @@ def beginning(
     not what is asked for now, what `find_initial` raises, and when the `model` would train adapters beside random
     values.
     """
-    found, note = _begun(workdir, asked, start_over, abstract, model)
+    initial, note = _choose(workdir, asked, start_over, abstract, model)
     if model is not None and model.needs_base:
         names = [name for name, (path, _) in _arrays(abstract).items() if path.startswith("params.")]
-        _check_base(model, names, found, workdir)
-    return found, note
+        _check_base(model, names, initial, workdir)
+    return initial, note
 
 
-def _begun(
+def _choose(
     workdir: Path | None, asked: InitFrom | None, start_over: bool, abstract: TrainState, model: Model | None
 ) -> tuple[Initial | None, str]:
     recorded = read_initial(workdir) if workdir is not None else None
@@ -168,23 +167,23 @@ def _begun(
         )
     if not start_over and workdir is not None and of_first_process(lambda: b"1" if has_checkpoint(workdir) else b""):
         return None, no_effect(asked.workdir)
-    found = find_initial(asked, abstract)
+    initial = find_initial(asked, abstract)
     if model is not None:
-        found = replace(found, context=_context(found, model))
-    return found, "" if workdir is not None else found.text
+        initial = replace(initial, context=_context(initial, model))
+    return initial, "" if workdir is not None else initial.text
 
 
-def _context(found: Initial, model: Model) -> int | None:
+def _context(initial: Initial, model: Model) -> int | None:
     """How many tokens the network there reads, if all that knows positions is taken from it; all processes call it."""
     tables = ("embedding", "head")  # They know tokens alone, and may have other rows.
-    left = [name for name in found.left if name.partition("/")[0] not in tables]
-    if found.names or any(not any(matches(name, pattern) for pattern in model.trained) for name in left):
+    left = [name for name in initial.left if name.partition("/")[0] not in tables]
+    if initial.names or any(not any(matches(name, pattern) for pattern in model.trained) for name in left):
         return None
 
     def there() -> bytes:
-        spec = reading_spec(found.workdir)
+        spec = reading_spec(initial.workdir)
         try:
-            same = isinstance(spec, TextSpec) and model.reads_as(read_experiment(found.workdir).model)
+            same = isinstance(spec, TextSpec) and model.reads_as(read_experiment(initial.workdir).model)
         except ConfigError:  # Its own model or data cannot be imported here: its context is not known.
             same = False
         if not same or not isinstance(spec, TextSpec):
@@ -203,30 +202,30 @@ def reading_spec(workdir: Path) -> DataSpec:
     spec, path = spec_from_json((workdir / DATA_FILE).read_text(encoding="utf-8")), workdir / INIT_FILE
     if not isinstance(spec, TextSpec) or not path.is_file():
         return spec
-    return replace(spec, length=max(spec.length, _parsed(path, path.read_bytes()).context or 0))
+    return replace(spec, length=max(spec.length, _parse(path, path.read_bytes()).context or 0))
 
 
-def _check_base(model: Model, names: Sequence[str], found: Initial | None, workdir: Path | None) -> None:
+def _check_base(model: Model, names: Sequence[str], initial: Initial | None, workdir: Path | None) -> None:
     """Raises ConfigError when a run would begin with adapters beside random values; all processes call it.
 
-    `names` are those of the parameters, and `found` what the run takes from another one. A run in `workdir` that has a
-    checkpoint goes on from it.
+    `names` are those of the parameters, and `initial` what the run takes from another one. A run in `workdir` that has
+    a checkpoint goes on from it.
     """
-    taken = found.taken if found is not None else ()
+    taken = initial.taken if initial is not None else ()
     base = [name for name in names if not any(matches(name, pattern) for pattern in model.trained)]
     random = [name for name in base if name not in taken]
     if not random or (workdir is not None and of_first_process(lambda: b"1" if has_checkpoint(workdir) else b"")):
         return
     allow = "or allow that with --model.lora.random-base, to try the config out"
-    if found is None:
+    if initial is None:
         raise ConfigError(
             f"adapters (--model.lora.rank) without {OPTION}: all {len(base)} arrays of the network beside them are "
             f"frozen, and would keep random values. Give {OPTION} FOLDER, the workdir of a trained network, {allow}. A "
             "downloaded checkpoint becomes such a workdir by python -m jaxdl.convert from-hf."
         )
-    why = (f"{name} ({found.left.get(name, 'not in --init-names')})" for name in random)
+    why = (f"{name} ({initial.left.get(name, 'not in --init-names')})" for name in random)
     raise ConfigError(
-        f"{OPTION} {found.workdir}: {len(random)} of the {len(base)} arrays beside the adapters (--model.lora.rank) "
+        f"{OPTION} {initial.workdir}: {len(random)} of the {len(base)} arrays beside the adapters (--model.lora.rank) "
         f"are not taken from it; they are frozen, and would keep random values: {_some(why)}. Make the model as that "
         f"run's, {allow}."
     )
@@ -245,57 +244,49 @@ def find_initial(asked: InitFrom, abstract: TrainState) -> Initial:
     none of the parameters asked for in the same shape.
     """
     folder, which = Path(asked.workdir).absolute(), check_which(asked.step, "--init-step")
-    step, content = json.loads(on_first(lambda: json.dumps(_described(asked.workdir, which))))
+    step, content = json.loads(on_first(lambda: json.dumps(_describe(asked.workdir, which))))
     _check_seen(folder, step)
     stored = {name: (tuple(shape), dtype) for name, (shape, dtype) in content.items()}
     every, names = _arrays(abstract), tuple(asked.names)
     check_patterns(names, list(every), "--init-names")
     averaged = any(name.startswith("ema_params.") for name in stored)
-    found = Initial(folder, step, names, (), {}, (), averaged)
+    initial = Initial(folder, step, names, (), {}, (), averaged)
     taken, left = [], {}
     for name, (path, x) in every.items():
-        there, here = stored.get(found._stored(path)), (tuple(x.shape), str(x.dtype))
+        there, here = stored.get(initial._stored(path)), (tuple(x.shape), str(x.dtype))
         if names and not any(matches(name, pattern) for pattern in names):
             continue
         if there == here:
             taken.append(name)
         else:
             left[name] = "not in the checkpoint" if there is None else f"{_shape(there)} there, {_shape(here)} here"
-    known = {found._stored(path) for name, (path, _) in every.items()}
-    kept = [one for one in stored if one != "step" and not (averaged and one.startswith("params."))]
-    plain = {one: one.partition(".")[2].replace(".", "/") for one in kept}
+    known = {initial._stored(path) for name, (path, _) in every.items()}
+    kept = [key for key in stored if key != "step" and not (averaged and key.startswith("params."))]
+    plain = {key: key.partition(".")[2].replace(".", "/") for key in kept}
     if not any(every[name][0].startswith("params.") for name in taken):
         raise ConfigError(
             f"{OPTION} {asked.workdir}: its checkpoint of step {step} has none of the parameters asked for: "
             f"{_some(f'{name} ({why})' for name, why in left.items())}. {_near(left, plain.values())}"
         )
     return Initial(
-        folder, step, names, tuple(taken), left, tuple(plain[one] for one in kept if one not in known), averaged
+        folder, step, names, tuple(taken), left, tuple(plain[key] for key in kept if key not in known), averaged
     )
 
 
-def keep_initial(workdir: Path, found: Initial) -> None:
+def keep_initial(workdir: Path, initial: Initial) -> None:
     """Writes `init.json`. Raises ConfigError, on all processes, when it cannot be written."""
-
-    def write() -> bytes:
-        try:
-            values = asdict(found) | {"workdir": str(found.workdir)}
-            replace_file(workdir / INIT_FILE, (json.dumps(values, indent=2) + "\n").encode())
-        except OSError as error:
-            raise ConfigError(f"--workdir {workdir}: {error.strerror}. Choose a writable folder.") from None
-        return b""
-
-    of_first_process(write)
+    values = asdict(initial) | {"workdir": str(initial.workdir)}
+    write_file(workdir / INIT_FILE, (json.dumps(values, indent=2) + "\n").encode())
 
 
 def read_initial(workdir: Path) -> Initial | None:
     """What the run in a workdir began with, from `init.json`; None without one. Raises ConfigError."""
     path = workdir / INIT_FILE
     content = read_file(path)
-    return _parsed(path, content) if content else None
+    return _parse(path, content) if content else None
 
 
-def _parsed(path: Path, content: bytes) -> Initial:
+def _parse(path: Path, content: bytes) -> Initial:
     """The content of an `init.json`. Raises ConfigError."""
     try:
         values: dict[str, Any] = json.loads(content)
@@ -307,7 +298,7 @@ def _parsed(path: Path, content: bytes) -> Initial:
         raise ConfigError(f"{path}: it cannot be read. Restore it, or choose another --workdir.") from None
 
 
-def _described(workdir: str | Path, which: Which) -> tuple[int, dict[str, tuple[tuple[int, ...], str]]]:
+def _describe(workdir: str | Path, which: Which) -> tuple[int, dict[str, tuple[tuple[int, ...], str]]]:
     """(the step of the checkpoint that is asked for, (shape, dtype) of each of its arrays); the first process calls it.
 
     Raises ConfigError, and Unreadable when the disk does not respond.
@@ -343,8 +334,9 @@ def _name(path: Any, separator: str) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=separator)
 
 
-def _shape(one: tuple[tuple[int, ...], str]) -> str:
-    return f"{one[1]} {list(one[0])}"
+def _shape(array: tuple[tuple[int, ...], str]) -> str:
+    shape, dtype = array
+    return f"{dtype} {list(shape)}"
 
 
 def _some(texts: Iterable[str]) -> str:
@@ -361,6 +353,6 @@ def _near(wanted: Iterable[str], there: Iterable[str]) -> str:
 
 
 def _nearest(wanted: Sequence[str], there: Sequence[str]) -> Iterator[str]:
-    for one in wanted:
+    for lacking in wanted:
         groups = [*there, *(name.partition("/")[0] for name in there)]
-        yield from difflib.get_close_matches(one, groups, n=2, cutoff=0.5)
+        yield from difflib.get_close_matches(lacking, groups, n=2, cutoff=0.5)

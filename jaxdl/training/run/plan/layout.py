@@ -19,6 +19,7 @@ from jaxdl.report import Start
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.plans import LAYOUT
 from jaxdl.training.run.workdir.kept_layout import Kept
+from jaxdl.training.run.workdir.records import Workdir
 
 _PLAN, _DEVICES = "plan", "devices"
 
@@ -39,46 +40,56 @@ Planner = Callable[[Experiment, Sequence[Device], Start], Planned]
 """(the experiment, the devices of the run, what prints) -> the layout; all processes call it alike."""
 
 
-def with_plan(
-    experiment: Experiment,
-    devices: Sequence[Device] | None,
-    chosen: Callable[[], ExchangeConfig | None],
-    stored: Callable[[], Kept | None] | None,
-    start: Start,
-) -> tuple[Experiment, tuple[str, ...], Kept | None]:
-    """The experiment with its layout planned, if it asks for that; notes for the user, and what to keep.
+@dataclass(frozen=True)
+class RunLayout:
+    """An experiment with the layout in which it runs."""
 
-    The plan that `stored` returns is taken again where it was made for such devices and settings. `chosen` returns the
-    exchange that was chosen earlier, which stays. Raises ConfigError for what cannot be planned, on all processes.
+    experiment: Experiment
+    asked: Experiment
+    """The experiment as it was given."""
+    notes: tuple[str, ...] = ()
+    """Lines for the user."""
+    kept: Kept | None = None
+    """What the workdir keeps of a layout that was planned."""
+
+
+def choose_layout(
+    experiment: Experiment, devices: Sequence[Device] | None, start: Start, workdir: Workdir | None
+) -> RunLayout:
+    """The layout of an experiment: as it is given, or planned where it asks for that.
+
+    A plan that the workdir has is taken again where it was made for such devices and settings, and so is the exchange
+    that was chosen earlier. Raises ConfigError for what cannot be planned, on all processes.
     """
     if not experiment.plan.planner:
-        return experiment, (), None
-    if stored is None:
+        return RunLayout(experiment, experiment)
+    if workdir is None:
         raise ConfigError(f"--plan {experiment.plan.kind}: only a training run plans. Leave it out.")
     with start.doing("starting the devices"):
         start_devices(
             experiment.mesh, experiment.cluster, experiment=without_source(experiment.model_dump(mode="json"))
         )
-    found = list(jax.devices() if devices is None else devices)
-    made_for, earlier = _made_for(experiment, found), stored()
-    before = chosen() if isinstance(experiment.exchange, Auto) else None
+    devices = list(jax.devices() if devices is None else devices)
+    made_for, earlier = _conditions(experiment, devices), workdir.read_layout()
+    exchange = workdir.read_exchange() if isinstance(experiment.exchange, Auto) else None
     if earlier is not None and earlier.made_for == made_for:
-        start.fact("plan", f"{described(earlier.settings)}, as planned when the run began on these devices")
-        return experiment.replaced(earlier.settings), (), earlier
+        start.fact("plan", f"{describe(earlier.settings)}, as planned when the run began on these devices")
+        return RunLayout(experiment.replaced(earlier.settings), experiment, kept=earlier)
     planner: Planner = import_object(experiment.plan.planner, "the planner")
-    planned = planner(experiment if before is None else experiment.replaced({"exchange": before}), found, start)
+    planned = planner(experiment if exchange is None else experiment.replaced({"exchange": exchange}), devices, start)
     check_equal([{**planned.settings, "exchange": planned.exchange and planned.exchange.model_dump(mode="json")}])
-    exchange = f", exchange {planned.exchange.label}" if planned.exchange is not None else ""
-    for number, line in enumerate((described(planned.settings) + exchange, *planned.reasons)):
+    label = f", exchange {planned.exchange.label}" if planned.exchange is not None else ""
+    for number, line in enumerate((describe(planned.settings) + label, *planned.reasons)):
         start.fact("plan" if number == 0 else "", line)
-    notes = () if earlier is None else (f"the layout is planned again: {_changed(earlier.made_for, made_for)}",)
+    notes = () if earlier is None else (f"the layout is planned again: {_describe_change(earlier.made_for, made_for)}",)
     changes = dict(planned.settings)
     if planned.exchange is not None:
         changes["exchange"] = planned.exchange
-    return experiment.replaced(changes), notes, Kept(made_for, planned.settings, planned.reasons)
+    kept = Kept(made_for, planned.settings, planned.reasons)
+    return RunLayout(experiment.replaced(changes), experiment, notes, kept)
 
 
-def described(settings: Mapping[str, Any]) -> str:
+def describe(settings: Mapping[str, Any]) -> str:
     """The settings of a plan in a line."""
     mesh = [f"{name} {settings[f'mesh.{name}']}" for name in (axis.value for axis in Axis)]
     others = [
@@ -89,18 +100,18 @@ def described(settings: Mapping[str, Any]) -> str:
     return ", ".join([" x ".join(mesh), *others])
 
 
-def _made_for(experiment: Experiment, devices: Sequence[Device]) -> dict[str, Any]:
+def _conditions(experiment: Experiment, devices: Sequence[Device]) -> dict[str, Any]:
     """What a plan depends on that may change when a run resumes."""
     dumped = experiment.model_dump(mode="json")
-    kinds = sorted({str(one.device_kind) for one in devices})
+    kinds = sorted({str(device.device_kind) for device in devices})
     counts: dict[int, int] = {}
-    for one in devices:
-        counts[one.process_index] = counts.get(one.process_index, 0) + 1
+    for device in devices:
+        counts[device.process_index] = counts.get(device.process_index, 0) + 1
     asked = {name: dumped[name] for name in ("plan", "mesh", "sharding", "embedding", "batch_size")}
     others = {name: value for name in LAYOUT if (value := _at(dumped, name)) is not None}
-    sizes = [one["batch_size"] for one in (*dumped["phases"], dumped["evaluation"])]
-    found = {**without_source(asked), "layout": others, "other_batch_sizes": sizes}
-    return {_DEVICES: {"kinds": kinds, "of_each_process": list(counts.values())}, **found}
+    sizes = [part["batch_size"] for part in (*dumped["phases"], dumped["evaluation"])]
+    settings = {**without_source(asked), "layout": others, "other_batch_sizes": sizes}
+    return {_DEVICES: {"kinds": kinds, "of_each_process": list(counts.values())}, **settings}
 
 
 def _at(dumped: Mapping[str, Any], name: str) -> Any:
@@ -109,13 +120,13 @@ def _at(dumped: Mapping[str, Any], name: str) -> Any:
     return dumped[part].get(field)
 
 
-def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _describe_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if before.get(_DEVICES) == now[_DEVICES]:
         return "other settings are given than when the plan was made"
-    return f"the run has {_counted(now[_DEVICES])}; the plan was made for {_counted(before.get(_DEVICES, {}))}"
+    return f"the run has {_count(now[_DEVICES])}; the plan was made for {_count(before.get(_DEVICES, {}))}"
 
 
-def _counted(devices: Mapping[str, Any]) -> str:
+def _count(devices: Mapping[str, Any]) -> str:
     counts = devices.get("of_each_process", [])
     return f"{sum(counts)} devices ({', '.join(devices.get('kinds', []))}) of {len(counts)} processes"
 
@@ -127,5 +138,5 @@ def check_equal(layouts: Sequence[Mapping[str, Any]]) -> None:
     if len(set(every)) > 1:
         raise ConfigError(
             "--plan: the processes made different plans, so their devices or programs differ. Give --plan none, with "
-            f"the layout: the first process would have {described(json.loads(every[0])[0])}."
+            f"the layout: the first process would have {describe(json.loads(every[0])[0])}."
         )

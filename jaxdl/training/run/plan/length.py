@@ -29,7 +29,7 @@ def end_step(timeline: Timeline, max_steps: int | None) -> int:
         if len(set(every.tolist())) > 1:
             raise ConfigError(
                 f"--max-steps: the processes were given different numbers and would end at steps "
-                f"{', '.join(str(one) for one in sorted(set(every.tolist())))}. Start all with the same one."
+                f"{', '.join(str(number) for number in sorted(set(every.tolist())))}. Start all with the same one."
             )
     return end
 
@@ -62,6 +62,14 @@ def early_end_note(step: int, timeline: Timeline, asked_by: str, *, kept: bool, 
         else "no checkpoint of this step was written, so the same command without it trains these steps again"
     )
     return f"stopped at step {step} of {timeline.total_steps}, as {asked_by} asks; {resume}"
+
+
+def timeline_of(experiment: Experiment, num_examples: int, spec: DataSpec) -> Timeline:
+    """The steps of an experiment on so many examples, by phase. Raises ConfigError for a length that cannot be."""
+    steps = experiment.steps or steps_of(experiment.tokens, experiment.batch_size, experiment.task, spec)
+    return make_timeline(
+        num_examples, experiment.batch_size, epochs=experiment.epochs, steps=steps, phases=experiment.phases
+    )
 
 
 def steps_of(tokens: int | None, batch_size: int, task: Task, spec: DataSpec) -> int | None:
@@ -108,30 +116,30 @@ def change_of_length(
     now = asked.model_dump(mode="json", include=set(LENGTH))
     if timeline.total_steps < done:
         raise ConfigError(
-            f"{_given(now)}: the run in this --workdir has done {done} steps, and this is a length of "
+            f"{_describe(now)}: the run in this --workdir has done {done} steps, and this is a length of "
             f"{timeline.total_steps}. Give {done} steps or more, or choose another --workdir."
         )
-    if _seen(before, done) != _seen(timeline, done):
+    if _examples_of(before, done) != _examples_of(timeline, done):
         raise ConfigError(
             f"phases: the run in this --workdir has done {done} steps, which in these phases would have been of other "
-            f"examples, batch sizes or image sizes. Change only what comes after them (before: {_given(earlier)}), or "
-            "choose another --workdir."
+            "examples, batch sizes or image sizes. Change only what comes after them (before: "
+            f"{_describe(earlier)}), or choose another --workdir."
         )
     return (
-        f"the length changed from {before.total_steps} steps ({_given(earlier)}) to {timeline.total_steps} "
-        f"({_given(now)}); from here on the learning rate follows the schedule of the new length"
+        f"the length changed from {before.total_steps} steps ({_describe(earlier)}) to {timeline.total_steps} "
+        f"({_describe(now)}); from here on the learning rate follows the schedule of the new length"
     )
 
 
-def _given(length: Mapping[str, Any]) -> str:
+def _describe(length: Mapping[str, Any]) -> str:
     """How a length was given: `--steps 40`, `--epochs 2`, or the phases as JSON."""
     if length["phases"]:
         return f"phases {json.dumps(length['phases'])}"
-    name = next((one for one in ("steps", "tokens") if length.get(one) is not None), "epochs")
+    name = next((field for field in ("steps", "tokens") if length.get(field) is not None), "epochs")
     return f"--{name} {length[name]:g}" if name == "epochs" else f"--{name} {length[name]}"
 
 
-def _seen(timeline: Timeline, done: int) -> list[tuple[Any, ...]]:
+def _examples_of(timeline: Timeline, done: int) -> list[tuple[Any, ...]]:
     """All that decides which images the first `done` steps have seen."""
     return [
         (

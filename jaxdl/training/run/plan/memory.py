@@ -9,19 +9,21 @@ import jax.numpy as jnp
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data import DataSpec
+from jaxdl.models import Model
 from jaxdl.parallel.cluster import host_memory_bytes
 from jaxdl.parallel.embedding import Tables
 from jaxdl.parallel.embedding.layout import copied_bytes
 from jaxdl.parallel.mesh import FILLING_AXIS
-from jaxdl.training.experiment import Experiment
 from jaxdl.training.state import StateSpec, TrainState
 
 
-def check_memory(experiment: Experiment, state_spec: StateSpec, spec: DataSpec, tables: Tables | None = None) -> None:
+def check_memory(
+    model: Model, state_spec: StateSpec, spec: DataSpec, batch_size: int, tables: Tables | None = None
+) -> None:
     """Raises ConfigError when the state, or a batch, takes more memory than there is: XLA would abort or hang.
 
-    With a cache an evaluation has slots of `tables` of its own. Activations and gradients are not counted: what passes
-    may still be too large. Devices that are only described are not checked.
+    `batch_size` is that of the largest batch. With a cache an evaluation has slots of `tables` of its own. Activations
+    and gradients are not counted: what passes may still be too large. Devices that are only described are not checked.
     """
     where_it_is = jax.tree.leaves(state_spec.abstract())[0].sharding.device_set
     if where_it_is.isdisjoint(jax.devices()):
@@ -35,35 +37,33 @@ def check_memory(experiment: Experiment, state_spec: StateSpec, spec: DataSpec, 
     state = copies * _bytes_on_one_device(state_spec.abstract())
     if state > there:
         raise ConfigError(
-            f"model {experiment.model.kind}: its parameters, the optimizer's and the exchange's state take "
+            f"model {model.kind}: its parameters, the optimizer's and the exchange's state take "
             f"{_size(state)}{on}, and {where} {_size(there)}. Make the model smaller, or shard it over more devices "
             f"(--mesh.{FILLING_AXIS})."
         )
-    copied = copies * _evaluation_bytes(experiment, spec, tables)
-    if state + copied > there:
+    copied = copies * _evaluation_bytes(model, spec, tables)
+    if tables is not None and state + copied > there:
         raise ConfigError(
-            f"--embedding.cache.fraction {experiment.embedding.cache.fraction:g}: the state of the run takes "
+            f"--embedding.cache.fraction {tables.config.cache.fraction:g}: the state of the run takes "
             f"{_size(state)}{on}, the slots of an evaluation {_size(copied)} more, and {where} {_size(there)}. Give a "
             "smaller fraction."
         )
     host = host_memory_bytes()
     example = sum(x.nbytes for x in spec.blank().values())
-    sizes = {one.batch_size or experiment.batch_size for one in experiment.phases} | {experiment.batch_size}
-    batch = max(sizes) // jax.process_count() * example
+    batch = batch_size // jax.process_count() * example
     if batch > host:
         raise ConfigError(
-            f"--batch-size {max(sizes)}: one batch takes {_size(batch)} of memory, and this machine has "
+            f"--batch-size {batch_size}: one batch takes {_size(batch)} of memory, and this machine has "
             f"{_size(host)}. Make it smaller."
         )
 
 
-def _evaluation_bytes(experiment: Experiment, spec: DataSpec, tables: Tables | None) -> int:
+def _evaluation_bytes(model: Model, spec: DataSpec, tables: Tables | None) -> int:
     """Bytes of a device for what `Store.copied` copies."""
     if tables is None:
         return 0
-    cache = experiment.embedding.cache
-    whole = experiment.model.tables(spec.id_features())
-    return copied_bytes(tables.buffers, {one.name for one in whole if cache.slots(one.name, one.rows)})
+    cache, whole = tables.config.cache, model.tables(spec.id_features())
+    return copied_bytes(tables.buffers, {table.name for table in whole if cache.slots(table.name, table.rows)})
 
 
 def _bytes_on_one_device(state: TrainState) -> int:

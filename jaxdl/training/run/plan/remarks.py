@@ -8,14 +8,15 @@ from typing import Any
 import jax
 
 from jaxdl.core.files import STACKS_FILE
+from jaxdl.data.phases import Timeline
 from jaxdl.models import Network
 from jaxdl.models.mode_check import idle_dropout
 from jaxdl.models.norm_rows import row_norms
-from jaxdl.optim import decay_mask
-from jaxdl.parallel.mesh import FILLING_AXIS
+from jaxdl.optim import Optimizer, decay_mask
+from jaxdl.parallel.mesh import FILLING_AXIS, Axis
+from jaxdl.parallel.sharding import LogicalAxes
 from jaxdl.report.better_direction import mode_of
-from jaxdl.training.experiment import Experiment
-from jaxdl.training.run.plan.exchange import trained_of, with_vectors
+from jaxdl.training.run.plan.network import with_vectors
 from jaxdl.training.run.plan.validate import task_inputs
 from jaxdl.training.step import Parts
 from jaxdl.training.tasks import Task
@@ -23,21 +24,27 @@ from jaxdl.training.tasks import Task
 _NAMED = 3
 
 
-def settings_remarks(experiment: Experiment, parts: Parts, num_replicas: int) -> tuple[str, ...]:
-    """The lines about an experiment and what was made of it, on a mesh of so many replicas."""
-    decayed = decayed_biases(experiment, parts.network)
-    norms = norms_of_rows(experiment, parts, num_replicas)
-    mode = unusual_mode(parts.task) + dropout_off(experiment, parts, num_replicas)
-    stacks = earlier_stacks(parts.network, start_over=experiment.checkpoint.start_over) + unclear_stacks(parts.network)
-    return mode + norms + decayed + stacks
+def settings_remarks(parts: Parts, optimizer: Optimizer, timeline: Timeline, *, start_over: bool) -> tuple[str, ...]:
+    """The lines about the parts of a run, and the settings that they were made from."""
+    num_replicas = parts.layout.mesh.shape[Axis.REPLICA]
+    sizes = [segment.batch_size for segment in timeline.segments]
+    network, trained_axes = parts.network, parts.trainable.of(parts.network.axes)
+    return (
+        *unusual_mode(parts.task),
+        *dropout_off(parts, sizes[0] // num_replicas),
+        *norms_of_rows(parts, min(sizes), num_replicas),
+        *decayed_biases(optimizer, network, trained_axes),
+        *earlier_stacks(network, start_over=start_over),
+        *unclear_stacks(network),
+    )
 
 
-def dropout_off(experiment: Experiment, parts: Parts, num_replicas: int) -> tuple[str, ...]:
+def dropout_off(parts: Parts, rows_of_replica: int) -> tuple[str, ...]:
     """A line when a user's network has dropout that drops nothing in training."""
     if parts.network.what is None:
         return ()
-    rows = max(1, experiment.batch_size // num_replicas // experiment.step.microbatches)
-    names, advice = idle_dropout(parts.network, _input_shapes(experiment, parts, rows))
+    rows = max(1, rows_of_replica // parts.config.microbatches)
+    names, advice = idle_dropout(parts.network, _input_shapes(parts, rows))
     if not names and advice:
         called, key = parts.network.called.__qualname__, parts.network.key_argument
         return (
@@ -47,7 +54,7 @@ def dropout_off(experiment: Experiment, parts: Parts, num_replicas: int) -> tupl
     if not names:
         return ()
     return (
-        f"dropout in {_listed(names)}: in training the outputs do not depend on a random key, so nothing is dropped. "
+        f"dropout in {_list(names)}: in training the outputs do not depend on a random key, so nothing is dropped. "
         f"{advice} If no dropout is meant, set its rate to 0.",
     )
 
@@ -61,13 +68,13 @@ def earlier_stacks(network: Network, *, start_over: bool = False) -> tuple[str, 
     lines = []
     if unknown:
         lines.append(
-            f"this run began when {_listed(unknown)} were not known to stack layers, so its optimizer's state is for "
+            f"this run began when {_list(unknown)} were not known to stack layers, so its optimizer's state is for "
             f"arrays without layers, and it {goes_on}: weight decay, trust ratios, Muon and --precision take each of "
             f"them as a whole. To take their layers one by one, {anew}"
         )
     if others:
         lines.append(
-            f"this run began when {_listed(others)} stacked layers along other dimensions ({STACKS_FILE} says which) "
+            f"this run began when {_list(others)} stacked layers along other dimensions ({STACKS_FILE} says which) "
             f"than they do now, or when they do not now, and it {goes_on}: weight decay, trust ratios, Muon and "
             f"--precision take the dimensions that it began with. To take them as they are now, {anew}"
         )
@@ -79,7 +86,7 @@ def unclear_stacks(network: Network) -> tuple[str, ...]:
     if not network.unclear_stacks:
         return ()
     return (
-        f"{_listed(network.unclear_stacks)} stack layers, and several dimensions have as many elements as there are "
+        f"{_list(network.unclear_stacks)} stack layers, and several dimensions have as many elements as there are "
         "layers: weight decay, trust ratios, Muon and --precision take the layers to be along those in brackets. If "
         "this is not so, stack them along dimension 0 (out_axes=0 of nnx.vmap, "
         'variable_axes={"params": 0} of nn.scan), or name the dimensions.',
@@ -98,25 +105,24 @@ def unusual_mode(task: Task) -> tuple[str, ...]:
     )
 
 
-def norms_of_rows(experiment: Experiment, parts: Parts, num_replicas: int) -> tuple[str, ...]:
+def norms_of_rows(parts: Parts, batch_size: int, num_replicas: int) -> tuple[str, ...]:
     """A line when batch norm has statistics of one row: then little of the input, or nothing, is left after it."""
-    sizes = [phase.batch_size or experiment.batch_size for phase in experiment.phases] or [experiment.batch_size]
-    microbatches = experiment.step.microbatches
-    if min(sizes) // num_replicas // microbatches > 1:
+    microbatches = parts.config.microbatches
+    if batch_size // num_replicas // microbatches > 1:
         return ()
-    norms = row_norms(parts.network, _input_shapes(experiment, parts, 1), num_replicas=num_replicas)
+    norms = row_norms(parts.network, _input_shapes(parts, 1), num_replicas=num_replicas)
     if not norms:
         return ()
     single = [name for name, values in norms.items() if values == 1]
     what = (
-        f"{_listed(single)}: each value is normalized by itself alone, so nothing of the input is left and the network "
+        f"{_list(single)}: each value is normalized by itself alone, so nothing of the input is left and the network "
         "learns nothing from it"
         if single
-        else f"{_listed(list(norms))}: each row is normalized by its own values alone, in evaluation by those of all"
+        else f"{_list(list(norms))}: each row is normalized by its own values alone, in evaluation by those of all"
     )
     return (
         f"batch norm over one row of the batch, in {what}. A replica has one row at a time (--batch-size "
-        f"{min(sizes):,}, {num_replicas} replica{'s' if num_replicas > 1 else ''}, {microbatches} "
+        f"{batch_size:,}, {num_replicas} replica{'s' if num_replicas > 1 else ''}, {microbatches} "
         f"micro-batch{'es' if microbatches > 1 else ''}). Take a larger --batch-size"
         + (", fewer --step.microbatches" if microbatches > 1 else "")
         + (f", or --mesh.{FILLING_AXIS} in place of --mesh.replica" if num_replicas > 1 else "")
@@ -125,42 +131,42 @@ def norms_of_rows(experiment: Experiment, parts: Parts, num_replicas: int) -> tu
     )
 
 
-def decayed_biases(experiment: Experiment, network: Network) -> tuple[str, ...]:
+def decayed_biases(optimizer: Optimizer, network: Network, trained_axes: LogicalAxes) -> tuple[str, ...]:
     """A line when weight decay takes parameters of a user's network that are called bias or scale.
 
     jaxdl's own optimizers know them by their dimensions; of others nothing is known.
     """
-    optimizer = experiment.optimizer
     if (
         network.what is None
         or not getattr(optimizer, "weight_decay", 0)
         or not getattr(optimizer, "exclude_vectors", True)
     ):
         return ()
-    flat = jax.tree_util.tree_flatten_with_path(decay_mask(trained_of(experiment, network)[0]))[0]
+    flat = jax.tree_util.tree_flatten_with_path(decay_mask(trained_axes))[0]
     paths = [tuple(str(getattr(part, "key", part)) for part in path) for path, decayed in flat if decayed]
     names = ["/".join(path) for path in paths if path[-1] in ("bias", "scale")]
     if not names:
         return ()
     return (
-        f"weight decay takes {_listed(names)}: by their dimensions they are no biases or scales (--explain shows all "
+        f"weight decay takes {_list(names)}: by their dimensions they are no biases or scales (--explain shows all "
         "that is decayed). To exclude them, give them one dimension in the network, or leave them out (use_bias=False "
         "of the layer), or set --optimizer.weight-decay 0.",
     )
 
 
-def _input_shapes(experiment: Experiment, parts: Parts, num_rows: int) -> tuple[Any, ...]:
+def _input_shapes(parts: Parts, num_rows: int) -> tuple[Any, ...]:
     """The shapes of the network's inputs of so many rows."""
     spec = parts.data_spec
     batch = {name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in spec.blank().items()}
-    return with_vectors(experiment, spec, task_inputs(experiment.task, spec, batch))
+    tables = () if parts.tables is None else parts.tables.tables
+    return with_vectors(tables, spec, task_inputs(parts.task, spec, batch))
 
 
 def _span(network: Network, num_replicas: int) -> str:
     return ", or --model.norm-span mesh" if network.what is None and num_replicas > 1 else ""
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list(names: Sequence[str]) -> str:
     """The first few of these names, and how many more there are."""
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more:,} more" if more > 0 else "")

@@ -3,45 +3,26 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.user_code import user_code
-from jaxdl.data import Data, DataSpec, PhotoSource, Splits
+from jaxdl.data import DataSpec, PhotoSource, Splits
 from jaxdl.exchange import Auto, Dense, ExchangeConfig
 from jaxdl.exchange.agreement import Agreement, check_exchange
 from jaxdl.models import Network
 from jaxdl.models.mode_check import check_evaluation
-from jaxdl.parallel.cluster import current, wait_for_all
-from jaxdl.parallel.cluster.consistency import process_names
+from jaxdl.parallel.embedding import EmbeddingConfig
+from jaxdl.parallel.embedding.jagged import is_jagged
 from jaxdl.parallel.mesh import BATCH_AXES, MODEL_AXES
 from jaxdl.parallel.sharding import STACKED, UNNAMED, UNNAMED_STACK, ShardingConfig, has_names, is_names
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.tasks import Task, check_task
-
-
-def read_splits(data: Data, recorded: DataSpec | None) -> Splits:
-    """The data as `build` reads them, with the spec that the run recorded earlier if they can be read so.
-
-    Raises ConfigError for data that cannot be read, and for what is no `Splits`.
-    """
-    with user_code(data.users_name):
-        found: Any = data.build()
-    if not isinstance(found, Splits):
-        raise ConfigError(
-            f"data {data.kind}: build() returned {type(found).__name__}. Return Splits(train, test) of two sources."
-        )
-    check_same_examples(found)
-    return (found.read_as(recorded) if recorded else None) or found
 
 
 def task_inputs(task: Task, spec: DataSpec, batch: Any) -> Any:
@@ -50,8 +31,8 @@ def task_inputs(task: Task, spec: DataSpec, batch: Any) -> Any:
         return jax.eval_shape(lambda batch: task.inputs(batch, spec), batch)
 
 
-def fitted_task(task: Task, spec: DataSpec, outputs: Callable[[Any], Any]) -> Task:
-    """The task as it is used with this data and a network, see `Task.fitted`. Raises ConfigError for one that fails.
+def fit_task(task: Task, spec: DataSpec, outputs: Callable[[Any], Any]) -> Task:
+    """The task as it is used with this data and a network. Raises ConfigError for one that fails.
 
     `outputs(batch)` gives the shapes of the network's outputs.
     """
@@ -63,8 +44,11 @@ def fitted_task(task: Task, spec: DataSpec, outputs: Callable[[Any], Any]) -> Ta
     return fitted
 
 
-def check_with_tables(experiment: Experiment, num_devices: int) -> None:
-    """Raises ConfigError for settings that do not work with embedding tables."""
+def check_table_settings(experiment: Experiment, spec: DataSpec, num_devices: int, *, has_tables: bool) -> None:
+    """Raises ConfigError for settings that do not work with embedding tables, or have no effect without them."""
+    if not has_tables:
+        _check_without_tables(experiment)
+        return
     if experiment.agreement.keeps_replicas or experiment.agreement.num_past:
         raise ConfigError(
             f"--agreement {experiment.agreement.kind}: embedding tables are updated in each step, so replicas cannot "
@@ -82,6 +66,21 @@ def check_with_tables(experiment: Experiment, num_devices: int) -> None:
             raise ConfigError(
                 f"{name} {size}: with embedding tables it is spread over all {num_devices} devices. Choose a multiple."
             )
+    if experiment.embedding.jagged and not any(is_jagged(feature) for feature in spec.id_features()):
+        raise ConfigError(
+            f"--embedding.jagged: in data {experiment.data.kind} every feature has as many ids in each example, as "
+            "far as its Feature.mean_ids says. Remove this option."
+        )
+
+
+def _check_without_tables(experiment: Experiment) -> None:
+    model, every = experiment.model, experiment.checkpoint.differential_tables
+    if experiment.embedding != EmbeddingConfig():
+        raise ConfigError(f"--embedding: model {model.kind} has no embedding tables. Remove these options.")
+    if every is not None:
+        raise ConfigError(
+            f"--checkpoint.differential-tables {every}: model {model.kind} has no embedding tables. Remove this option."
+        )
 
 
 def check_profile(experiment: Experiment, total_steps: int) -> None:
@@ -114,7 +113,7 @@ def check_warmup(experiment: Experiment, total_steps: int) -> None:
 def check_batches(experiment: Experiment, ways: int, eval_batch_size: int) -> None:
     """Raises ConfigError for batches that cannot be split over `ways` devices."""
     unit, split = ways * experiment.step.microbatches, " x ".join(BATCH_AXES)
-    for size in sorted({experiment.batch_size, *(one.batch_size or unit for one in experiment.phases)}):
+    for size in sorted({experiment.batch_size, *(phase.batch_size or unit for phase in experiment.phases)}):
         if size % unit:
             below, above = size // unit * unit, math.ceil(size / unit) * unit
             raise ConfigError(
@@ -220,8 +219,8 @@ def check_network(experiment: Experiment, network: Network, spec: DataSpec, num_
             outputs, _ = jax.eval_shape(apply, network.param_shapes, network.state_shapes, *inputs)
         else:
             outputs = check_evaluation(network, inputs, experiment.evaluation.allows)
-        found = [x.shape for x in jax.tree.leaves(outputs)]
-        if wanted is not None and (found != [(rows, *wanted)] or not hasattr(outputs, "shape")):
+        made = [x.shape for x in jax.tree.leaves(outputs)]
+        if wanted is not None and (made != [(rows, *wanted)] or not hasattr(outputs, "shape")):
             takes = ", ".join(map(str, ("batch", *wanted)))
             raise ConfigError(
                 f"{network.what}: for a batch of {rows} its outputs are {_shapes(outputs)}, but task "
@@ -267,12 +266,12 @@ def idle_exchange(config: ExchangeConfig) -> tuple[str, ...]:
 def check_tensor_dims(config: ShardingConfig, network: Network) -> None:
     """Raises ConfigError for a name that no dimension has, neither of this model's nor in the default list."""
     axes = jax.tree.leaves(network.axes, is_leaf=is_names)
-    own = {name for names in axes for name in names} - {STACKED, UNNAMED, UNNAMED_STACK}
+    names_of_model = {name for names in axes for name in names} - {STACKED, UNNAMED, UNNAMED_STACK}
     for name in config.tensor_dims:
-        if name not in own | set(ShardingConfig().tensor_dims):
+        if name not in names_of_model | set(ShardingConfig().tensor_dims):
             raise ConfigError(
                 f"--sharding.tensor-dims {name}: the model has no dimension of this name that can be split. "
-                f"Choose from {', '.join(sorted(own)) or 'none: its parameters have no logical axes'}."
+                f"Choose from {', '.join(sorted(names_of_model)) or 'none: its parameters have no logical axes'}."
             )
 
 
@@ -298,29 +297,4 @@ def check_phases(experiment: Experiment, splits: Splits) -> None:
         raise ConfigError(
             f"phases: images of {largest} pixels would be made from smaller ones, since cache.short_side = "
             f"{cache.short_side}. Raise it, or set cache.form = encoded."
-        )
-
-
-def check_same_examples(splits: Splits) -> None:
-    """Raises ConfigError, on all processes, unless they see the same examples: each reads the rows of its devices."""
-    # Asked first: the count would start this process's devices, which a search leaves to its trials.
-    if not jax.distributed.is_initialized() or jax.process_count() == 1:
-        return
-    content = splits.content()
-    own = [hashlib.sha256(json.dumps(content).encode()).digest(), *(one["examples"] for one in content.values())]
-    row = np.array([*np.frombuffer(own[0], np.int32), *own[1:]], np.int64)
-    member = current()
-    wait_for_all()  # Gloo waits for less long.
-    rows = np.asarray(multihost_utils.process_allgather(row.view(np.int32)))
-    others = [number for number, one in enumerate(rows) if not np.array_equal(one, rows[0])]
-    if others:
-        others = [number for number in others if np.array_equal(rows[number], rows[others[0]])]
-        counts = rows.view(np.int64)[:, -2:]
-        first, other = (f"{train:,} to train on and {test:,} held out" for train, test in counts[[0, others[0]]])
-        hosts = member.hosts if member is not None else ["host ?"] * len(rows)
-        raise ConfigError(
-            f"the processes do not see the same data: {process_names([0], hosts)} {first}, "
-            f"{process_names(others, hosts)} "
-            + ("as many, but others" if first == other else other)
-            + ". Copy it to each host again, or use a shared file system."
         )

@@ -23,12 +23,12 @@ from jaxdl.core.config import ConfigError
 from jaxdl.core.paths import expand_home
 from jaxdl.data import DataSpec, Source
 from jaxdl.data.source import Activity, TrainRows
+from jaxdl.models import Model
 from jaxdl.parallel.embedding import ROWS, Tables
-from jaxdl.parallel.embedding.cache import CacheConfig, Swap, Window
+from jaxdl.parallel.embedding.cache import Swap, Window
 from jaxdl.parallel.embedding.store import Store
 from jaxdl.training.checkpoint.stored_tables import aligned
 from jaxdl.training.evaluation import EvalStep
-from jaxdl.training.experiment import Experiment
 from jaxdl.training.run.tables.global_ids import check_here, evaluation_batches, ids_of, training_batches
 from jaxdl.training.state import TABLES, TrainState
 from jaxdl.training.step.parts import IDS
@@ -40,12 +40,12 @@ _EVAL_SIZE = "--evaluation.batch-size"
 class Caches:
     """The tables of a run that the host holds, and the swaps of its batches to come."""
 
-    def __init__(self, experiment: Experiment, tables: Tables, spec: DataSpec) -> None:
+    def __init__(self, model: Model, tables: Tables, spec: DataSpec) -> None:
         """Raises ConfigError for what a cache does not work with."""
         features = spec.id_features()
-        num_ids = {one.name: one.num_ids for one in features}
+        num_ids = {feature.name: feature.num_ids for feature in features}
         self._parent, self._folder = tables.config.cache.folder, None
-        self.store = Store(tables, experiment.model.tables(features), num_ids, self._rows, self.allocate)
+        self.store = Store(tables, model.tables(features), num_ids, self._rows, self.allocate)
         self._queue: deque[Swaps] = deque()
         self.counted: Counter[str] = Counter()
         """Distinct rows of training batches that were in a slot (`device`), and that were not (`host`)."""
@@ -53,7 +53,7 @@ class Caches:
     def begin(self, state: TrainState, source: Source, **where: int) -> Source:
         """The source with slots in place of ids in its training batches, for which all slots of the state are empty.
 
-        `where` says which batches they are, see `training_batches`. The swaps of these batches wait for `swapped`, in
+        `where` says which batches they are, see `training_batches`. The swaps of these batches wait for `swap`, in
         their order. Those of earlier batches are forgotten.
         """
         self.store.write_back(state.tables)
@@ -61,7 +61,7 @@ class Caches:
         self._queue = deque()
         return _Planned(source, training_batches(source, **where), self.store.window(), self._queue, self.counted)
 
-    def swapped(self, state: TrainState, num_batches: int) -> TrainState:
+    def swap(self, state: TrainState, num_batches: int) -> TrainState:
         """The state before the next batches; it is donated."""
         for _ in range(num_batches):
             state = state.replace(tables=self.store.swapped(state.tables, self._queue.popleft()))
@@ -79,7 +79,7 @@ class Caches:
         queue: deque[Swaps] = deque()
         window = self.store.window(_EVAL_SIZE)
         planned = _Planned(source, evaluation_batches(batch_size), window, queue, Counter())
-        every = {name: one[ROWS] for name, one in state.tables.items()}
+        every = {name: table[ROWS] for name, table in state.tables.items()}
         rows = self.store.copied(every)
 
         def step(params: Any, model_state: Any, batch: Any) -> Any:
@@ -118,22 +118,22 @@ class Caches:
 
         Raises ConfigError for a folder that cannot have it.
         """
-        return aligned(shape) if self._parent is None else self._mapped(name, ".checkpoint", shape)
+        return aligned(shape) if self._parent is None else self._map(name, ".checkpoint", shape)
 
     def _rows(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        return np.empty(shape, np.float32) if self._parent is None else self._mapped(name, ".rows", shape)
+        return np.empty(shape, np.float32) if self._parent is None else self._map(name, ".rows", shape)
 
-    def _mapped(self, name: str, ending: str, shape: tuple[int, ...]) -> np.ndarray:
+    def _map(self, name: str, ending: str, shape: tuple[int, ...]) -> np.ndarray:
         """A file of zeros with its room on the disk. Raises ConfigError."""
         try:
-            return self._made(name, ending, shape)
+            return self._make(name, ending, shape)
         except (OSError, RuntimeError) as error:  # The latter for a `~` without a home.
             reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
             raise ConfigError(
                 f"--embedding.cache.folder {self._parent}: {reason}. Give a writable folder with room for the tables."
             ) from error
 
-    def _made(self, name: str, ending: str, shape: tuple[int, ...]) -> np.ndarray:
+    def _make(self, name: str, ending: str, shape: tuple[int, ...]) -> np.ndarray:
         if self._folder is None:
             self._folder = tempfile.mkdtemp(prefix="tables-", dir=expand_home(self._parent or ""))
         path = Path(self._folder) / f"{urllib.parse.quote(name, safe='')}{ending}"  # One file for each name.
@@ -150,18 +150,11 @@ class Caches:
             self._folder = None
 
 
-def make_caches(experiment: Experiment, tables: Tables | None, spec: DataSpec) -> Caches | None:
+def make_caches(model: Model, tables: Tables | None, spec: DataSpec) -> Caches | None:
     """The caches of a run; None without any. Raises ConfigError for settings that do not fit."""
-    if tables is None or experiment.embedding.cache.fraction is None:
+    if tables is None or tables.config.cache.fraction is None:
         return None
-    return Caches(experiment, tables, spec)
-
-
-def without_caches(experiment: Experiment) -> Experiment:
-    """The experiment with tables that the devices hold whole."""
-    if experiment.embedding.cache.fraction is None:
-        return experiment
-    return experiment.replaced({"embedding.cache": CacheConfig()})
+    return Caches(model, tables, spec)
 
 
 class _Planned(Source):
@@ -196,14 +189,14 @@ class _Planned(Source):
         return Activity(Counter(self.counted), {}, Counter())
 
     def train_batches(self, requests: Iterator[TrainRows]) -> Iterator[dict[str, np.ndarray]]:
-        """See `Source.train_batches`."""
-        return self._planned(self._source.train_batches(requests))
+        """The training batches of the source, with slots in place of ids."""
+        return self._plan(self._source.train_batches(requests))
 
     def eval_batches(self, requests: Iterator[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
-        """See `Source.eval_batches`."""
-        return self._planned(self._source.eval_batches(requests))
+        """The evaluation batches of the source, with slots in place of ids."""
+        return self._plan(self._source.eval_batches(requests))
 
-    def _planned(self, batches: Iterator[dict[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:
+    def _plan(self, batches: Iterator[dict[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:
         waiting: deque[dict[str, np.ndarray]] = deque()
         for batch in batches:
             waiting.append({name: x.copy() for name, x in batch.items()} if self._source.reuses_memory else batch)

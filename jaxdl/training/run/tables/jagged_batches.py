@@ -48,17 +48,17 @@ def in_evaluation(tables: Tables | None, source: Source, original: Source, batch
 
 def shapes_of(tables: Tables | None, shapes: Mapping[str, Any], *, evaluating: bool) -> dict[str, Any]:
     """The shapes of such a batch in the first bucket, of those of a batch of the source."""
-    found = dict(shapes)
+    changed = dict(shapes)
     if tables is None:
-        return found
+        return changed
     batch_size, _ = shapes[IDS].shape
     if tables.config.jagged:
         capacity = tables.buckets(batch_size)[0]
-        found[IDS] = jax.ShapeDtypeStruct((batch_size, sum(capacity)), np.int32)
-        found[LENGTHS] = jax.ShapeDtypeStruct((batch_size, len(capacity)), np.int32)
+        changed[IDS] = jax.ShapeDtypeStruct((batch_size, sum(capacity)), np.int32)
+        changed[LENGTHS] = jax.ShapeDtypeStruct((batch_size, len(capacity)), np.int32)
     if tables.config.ids_ahead and not evaluating:
-        found |= {NEXT + name: found[name] for name in (IDS, LENGTHS) if name in found}
-    return found
+        changed |= {NEXT + name: changed[name] for name in (IDS, LENGTHS) if name in changed}
+    return changed
 
 
 class _Packing:
@@ -115,17 +115,17 @@ class _Prepared(Source):
         return self._source.activity()
 
     def train_batches(self, requests: Iterator[TrainRows]) -> Iterator[Rows]:
-        """See `Source.train_batches`."""
+        """The training batches of the source, with lengths, and the ids of the next one."""
         asked: deque[np.ndarray] = deque()
-        noted = _noted(requests, asked, lambda request: request.indices)
-        return self._prepared(self._source.train_batches(noted), asked)
+        noted = _note(requests, asked, lambda request: request.indices)
+        return self._prepare(self._source.train_batches(noted), asked)
 
     def eval_batches(self, requests: Iterator[np.ndarray]) -> Iterator[Rows]:
-        """See `Source.eval_batches`."""
+        """The evaluation batches of the source, with lengths."""
         asked: deque[np.ndarray] = deque()
-        return self._prepared(self._source.eval_batches(_noted(requests, asked, lambda request: request)), asked)
+        return self._prepare(self._source.eval_batches(_note(requests, asked, lambda request: request)), asked)
 
-    def _prepared(self, batches: Iterator[Rows], asked: deque[np.ndarray]) -> Iterator[Rows]:
+    def _prepare(self, batches: Iterator[Rows], asked: deque[np.ndarray]) -> Iterator[Rows]:
         if self._check:
             batches = self._checked(batches, asked)
         made = batches if self._packing is None else map(self._packing, batches)
@@ -137,7 +137,7 @@ class _Prepared(Source):
             yield batch
 
 
-def _noted(
+def _note(
     requests: Iterator[Request], asked: deque[np.ndarray], indices: Callable[[Request], np.ndarray]
 ) -> Iterator[Request]:
     """The requests; the examples of each are appended to `asked`, since a source may ask for some ahead of time."""
@@ -151,11 +151,11 @@ def _with_next(batches: Iterator[Rows], *, copy: bool) -> Iterator[Rows]:
     last: Rows | None = None
     for batch in batches:
         if last is not None:
-            yield _followed(last, batch)
+            yield _add_next(last, batch)
         last = {name: x.copy() for name, x in batch.items()} if copy else batch
     if last is not None:
-        yield _followed(last, last)
+        yield _add_next(last, last)
 
 
-def _followed(batch: Rows, following: Rows) -> Rows:
+def _add_next(batch: Rows, following: Rows) -> Rows:
     return batch | {NEXT + name: following[name] for name in (IDS, LENGTHS) if name in following}

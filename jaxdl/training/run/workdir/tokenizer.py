@@ -59,7 +59,7 @@ def check_codec(workdir: Path, codec: Codec) -> None:
     """
     if codec.is_bytes or not (workdir / CODEC_FILE).exists():
         return
-    if codec.fingerprint() != _recorded(workdir)["fingerprint"]:
+    if codec.fingerprint() != _read(workdir)["fingerprint"]:
         raise ConfigError(
             f"tokenizer {codec.tokenizer}: it is not the one that the network in {workdir} was trained with: its "
             "content differs, so its tokens may mean other texts. Put the old file back."
@@ -74,20 +74,20 @@ def codec_of_run(workdir: Path, data: Data) -> Codec:
     """
     codec = data.codec()
     check_codec(workdir, codec)
-    opening = _recorded(workdir).get("opening") if (workdir / CODEC_FILE).exists() else None
+    opening = _read(workdir).get("opening") if (workdir / CODEC_FILE).exists() else None
     return codec if opening is None else codec.with_opening(opening)
 
 
-def _recorded(workdir: Path) -> dict[str, Any]:
+def _read(workdir: Path) -> dict[str, Any]:
     """The content of `codec.json`. Raises ConfigError when it cannot be read."""
     path = workdir / CODEC_FILE
     try:
-        found = json.loads(path.read_bytes())
-        assert isinstance(found["fingerprint"], str)
-        assert all(type(token) is int and token >= 0 for token in found.get("opening", ()))
+        record = json.loads(path.read_bytes())
+        assert isinstance(record["fingerprint"], str)
+        assert all(type(token) is int and token >= 0 for token in record.get("opening", ()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
         raise ConfigError(f"{path}: it cannot be read. Restore it, or choose another --workdir.") from None
-    return found
+    return record
 
 
 def _tokenizer(data: Data) -> Codec | None:

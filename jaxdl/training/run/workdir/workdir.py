@@ -5,30 +5,17 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxdl.core.config import Config, ConfigError
 from jaxdl.core.errors import as_typed
-from jaxdl.core.fields import SOURCE
 from jaxdl.core.files import (
-    CHECKPOINTS_FOLDER,
-    CHOICE_FILE,
     CONFIG_FILE,
-    DATA_FILE,
-    EXAMPLES_FILE,
-    PLAN_FILE,
     SEARCH_FILE,
-    STACKS_FILE,
-    step_folder,
 )
-from jaxdl.core.kinds import find
 from jaxdl.core.user_code import user_code
-from jaxdl.data import DataSpec, spec_from_json, spec_to_json
-from jaxdl.data.source import Former
-from jaxdl.exchange import ExchangeConfig
-from jaxdl.models.stacks import Dims
 from jaxdl.parallel.cluster import BROKEN, MISTAKE, current, exits
 from jaxdl.parallel.cluster.agree import of_first_process
 from jaxdl.parallel.cluster.consistency import flat
@@ -36,7 +23,6 @@ from jaxdl.parallel.lease import Lease
 from jaxdl.parallel.lease.shared import check_shared
 from jaxdl.report import replace_file
 from jaxdl.report.trackers import Tracker
-from jaxdl.training.run.workdir.kept_layout import Kept
 
 
 def check_workdir(workdir: str | Path | None) -> Path | None:
@@ -59,7 +45,7 @@ def check_workdir(workdir: str | Path | None) -> Path | None:
                     "folder, or choose another --workdir."
                 )
     except OSError as error:
-        raise _refused(Path(text), error) from None
+        raise refused(Path(text), error) from None
     except UnicodeError:
         raise ConfigError(f"--workdir {text!r}: no file can have this name. Choose another --workdir.") from None
     if "\0" in text:
@@ -73,9 +59,9 @@ def check_trackers(trackers: Sequence[Tracker], workdir: Path | None) -> None:
     """Raises ConfigError, on all processes, when one of the trackers cannot track the run on the first process."""
 
     def check() -> bytes:
-        for one in trackers:
-            with user_code(one.users_name, of=one.check):
-                one.check(workdir)
+        for tracker in trackers:
+            with user_code(tracker.users_name, of=tracker.check):
+                tracker.check(workdir)
         return b""
 
     if trackers:
@@ -168,17 +154,22 @@ def read_file(path: Path) -> bytes:
     return of_first_process(read)
 
 
-def write_config(workdir: Path, config: Config) -> None:
-    """Replaces `config.json`, whole or not at all. Raises ConfigError, on all processes, when it cannot be written."""
+def write_file(path: Path, content: bytes) -> None:
+    """Replaces a file of the workdir, whole or not at all, on the first process. Raises ConfigError, on all of them."""
 
     def write() -> bytes:
         try:
-            replace_file(workdir / CONFIG_FILE, (config.to_json() + "\n").encode())
+            replace_file(path, content)
         except OSError as error:
-            raise _refused(workdir, error) from None
+            raise refused(path.parent, error) from None
         return b""
 
     of_first_process(write)
+
+
+def write_config(workdir: Path, config: Config) -> None:
+    """Replaces `config.json`. Raises ConfigError, on all processes, when it cannot be written."""
+    write_file(workdir / CONFIG_FILE, (config.to_json() + "\n").encode())
 
 
 def _claim(
@@ -202,7 +193,7 @@ def _claim(
             if not (workdir / name).exists() or (workdir / name).read_bytes() != content:
                 replace_file(workdir / name, content)
     except OSError as error:
-        raise _refused(workdir, error) from None
+        raise refused(workdir, error) from None
     return json.dumps(change).encode()
 
 
@@ -220,169 +211,9 @@ def _compare(path: Path, earlier: bytes, config: Config, identity: Callable[[dic
         )
 
 
-def _refused(workdir: Path, error: OSError) -> ConfigError:
+def refused(workdir: Path, error: OSError) -> ConfigError:
+    """The error of a workdir that cannot be written."""
     return ConfigError(f"--workdir {workdir}: {error.strerror}. Choose a writable folder.")
-
-
-def _encoded(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()
-
-
-def keep_examples(
-    workdir: Path, content: Mapping[str, Any], former: Mapping[str, Container[str]] | None = None
-) -> None:
-    """Records in `examples.json` which examples a run sees, or checks that a resumed run sees the same.
-
-    `former` are other contents of the same examples, as earlier versions recorded them: the file is written again then.
-    Other examples would change the shuffled stream: some would be seen twice and some never. Raises ConfigError, on all
-    processes, when they changed or the file cannot be read or written.
-    """
-    path = workdir / EXAMPLES_FILE
-
-    def keep() -> bytes:
-        try:
-            if not path.exists():
-                replace_file(path, _encoded(content))
-            before = json.loads(path.read_bytes())
-            known = {split: names for split, names in (former or {}).items() if before[split]["content"] in names}
-            kept = {split: dict(now) for split, now in content.items()}
-            for split, names in known.items():
-                if isinstance(names, Former):
-                    kept[split]["content"] = names.kept(before[split]["content"])
-                before[split]["content"] = content[split]["content"]
-            if known and before == content:
-                replace_file(path, _encoded(kept))
-            counts = [before[split]["examples"] for split in content]
-        except OSError as error:
-            raise _refused(workdir, error) from None
-        except (ValueError, TypeError, KeyError):
-            raise ConfigError(f"{path}: it cannot be read. Restore it, or choose another --workdir.") from None
-        for (split, now), count in zip(content.items(), counts, strict=True):
-            if before[split] != now:
-                change = (
-                    f"{count:,} examples, and has {now['examples']:,} now"
-                    if count != now["examples"]
-                    else f"other examples than now (as many, {count:,})"
-                )
-                raise ConfigError(
-                    f"--workdir {workdir}: the data changed since its run began. Its {split} split had {change}. "
-                    "Restore the data, or choose another --workdir."
-                )
-        return b""
-
-    of_first_process(keep)
-
-
-def keep_spec(workdir: Path, spec: DataSpec) -> None:
-    """Records in `data.json` what the examples of a run are like, or checks that a resumed run reads them so too.
-
-    Raises ConfigError, on all processes, when they are read in another way, or the file cannot be read or written.
-    """
-    recorded, content = read_spec(workdir), spec_to_json(spec)
-
-    def keep() -> bytes:
-        try:
-            replace_file(workdir / DATA_FILE, content.encode())
-        except OSError as error:
-            raise _refused(workdir, error) from None
-        return b""
-
-    if recorded is None:
-        of_first_process(keep)
-        return
-    there, here = json.loads(spec_to_json(recorded)), json.loads(content)
-    changes = ", ".join(f"{name} was {there.get(name)}, is {here.get(name)}"
-                        for name in here if there.get(name) != here[name])  # fmt: skip
-    if there != here:
-        raise ConfigError(
-            f"--workdir {workdir}: its network was trained on {recorded.modality} ({recorded.described()[1]}); the "
-            f"data are {spec.modality} ({spec.described()[1]}) now: {changes}. Give the data as they were, or choose "
-            "another --workdir."
-        )
-
-
-def read_spec(workdir: Path | None) -> DataSpec | None:
-    """What the examples of the run in a workdir are like, as its `data.json` says; None where there is no run yet.
-
-    Raises ConfigError, on all processes, when it cannot be read.
-    """
-    content = b"" if workdir is None else read_file(workdir / DATA_FILE)
-    try:
-        return spec_from_json(content.decode()) if content else None
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(
-            f"{workdir}/{DATA_FILE}: this is not a specification of data. Restore it, or choose another --workdir."
-        ) from None
-
-
-def choice_file(workdir: Path, config: Config, reasons: Sequence[str]) -> dict[str, bytes]:
-    """`exchange.json` and its content: the exchange that was chosen for a run, and why. Nothing if it is there."""
-    if (workdir / CHOICE_FILE).exists():
-        return {}
-    text = json.dumps({"exchange": config.model_dump(mode="json"), "reasons": list(reasons)}, indent=2)
-    return {CHOICE_FILE: (text + "\n").encode()}
-
-
-def read_choice(workdir: Path | None) -> ExchangeConfig | None:
-    """The exchange that was chosen for the run in a workdir, or None. Raises ConfigError when it cannot be read.
-
-    The first process reads it for all: they must choose alike.
-    """
-    if workdir is None:
-        return None
-    path = workdir / CHOICE_FILE
-    content = read_file(path)
-    if not content:
-        return None
-    try:
-        values = json.loads(content)["exchange"]
-        return find(ExchangeConfig, values["kind"], values.get(SOURCE)).model_validate(values)
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(
-            f"{path}: this is not a choice of an exchange. Restore it, or choose another --workdir."
-        ) from None
-
-
-def stacks_file(stacks: Mapping[str, Dims]) -> dict[str, bytes]:
-    """`stacks.json` and its content: what `read_stacks` returns when the run resumes. Nothing without stacks.
-
-    By parameter, how many leading dimensions count layers; where others do, the list of these.
-    """
-    found = {name: len(dims) if dims == (*range(len(dims)),) else dims for name, dims in stacks.items()}
-    return {STACKS_FILE: (json.dumps(found, indent=2) + "\n").encode()} if stacks else {}
-
-
-def read_stacks(workdir: Path | None) -> dict[str, Dims] | None:
-    """The stacks of a user's network as they were when the run in a workdir began; None where it begins now.
-
-    They decide what the state of its optimizer is like. A run with checkpoints and no such file has none: earlier
-    versions knew none. Raises ConfigError, on all processes, when the file cannot be read.
-    """
-    if workdir is None:
-        return None
-    begun = of_first_process(lambda: b"1" * any((workdir / CHECKPOINTS_FOLDER).glob(step_folder("*"))))
-    content = read_file(workdir / STACKS_FILE)
-    if not content:
-        return {} if begun else None
-    try:
-        found = json.loads(content).items()
-        return {name: (*range(dims),) if isinstance(dims, int) else (*map(int, dims),) for name, dims in found}
-    except (ValueError, TypeError, AttributeError):
-        raise ConfigError(
-            f"{workdir / STACKS_FILE}: it does not say which parameters are stacked. Restore it, or choose another "
-            "--workdir."
-        ) from None
-
-
-def read_plan(workdir: Path | None) -> Kept | None:
-    """The layout that was planned for the run in a workdir, or None. Raises ConfigError when it cannot be read."""
-    content = b"" if workdir is None else read_file(workdir / PLAN_FILE)
-    try:
-        return Kept.from_json(content.decode()) if content else None
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(
-            f"{workdir}/{PLAN_FILE}: this is no plan. Restore it, or remove it: the layout is then planned again."
-        ) from None
 
 
 def _lines(config: Mapping[str, Any]) -> list[str]:
