@@ -1,6 +1,6 @@
 """ResNet-50 on ImageNet in 28 epochs, the recipe of the fastest entry of DAWNBench. Not run here.
 
-python -m benchmarks.dawnbench.reproduce --data-dir ... --nodes 16 --gpus-per-node 8
+python scripts/reproduce_dawnbench.py --data-dir ... --nodes 16 --gpus-per-node 8
 
 Source: Alibaba Cloud's entry of 2020-03-17 (16 x 8 V100, 32 Gb/s; stanford-futuredata/dawn-bench-entries,
 ImageNet/train/alibabacloud_resnet50_gn6e_16_machine_tensorflow.json): images of 96, 128, 224 and 288 pixels, LARS with
@@ -13,7 +13,7 @@ explanation.
 
 Expected: top-5 0.9304 and top-1 0.7575 after the last epoch; theirs took 157.6 s.
 
-Small, on a CPU: --config configs/imagenet_resnet50_dawnbench.py:smoke, or benchmarks/dawnbench/reproduce.py --rehearse
+Small, on a CPU: --config configs/imagenet_resnet50_dawnbench.py:smoke, or scripts/reproduce_dawnbench.py --rehearse
 """
 
 from imagenet_common import MESH, REPLICATED, imagenet, small

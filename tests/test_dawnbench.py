@@ -1,4 +1,4 @@
-"""benchmarks/dawnbench/reproduce.py: its rehearsal end to end, and the validator against entries good and bad."""
+"""scripts/reproduce_dawnbench.py: its rehearsal end to end, and the validator against entries good and bad."""
 
 import json
 import math
@@ -156,7 +156,7 @@ def test_the_clock_of_the_first_start_counts(tmp_path):
 
 
 def script(*args):
-    command = [sys.executable, "-m", "benchmarks.dawnbench.reproduce", *map(str, args)]
+    command = [sys.executable, "scripts/reproduce_dawnbench.py", *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 

@@ -1,6 +1,6 @@
 """Trains ResNet-50 to 93 % top-5 as DAWNBench's fastest entry did, and writes an entry in its format and a report.
 
-TFDS_DATA_DIR=... python -m benchmarks.dawnbench.reproduce --nodes 1 --gpus-per-node 8 --price-per-hour 98.32
+TFDS_DATA_DIR=... python scripts/reproduce_dawnbench.py --nodes 1 --gpus-per-node 8 --price-per-hour 98.32
 
 On several nodes start it once a node, as python -m jaxdl.train is (docs/howto/clusters.md): srun, mpirun, or
 python -m jaxdl.launch local. The recipe is configs/imagenet_resnet50_dawnbench.py; everything after `--` changes it.

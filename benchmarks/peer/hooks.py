@@ -100,7 +100,7 @@ def int8_all_gather(_: None, bucket: Any) -> Any:
     messages, future = all_gathered(code.encode(pad(flat, (0, -flat.numel() % BLOCK))[None])[0])
 
     def combine(_: Any) -> Any:
-        total = sum(code.decode(message[None])[0] for message in messages)
+        total: Any = sum(code.decode(message[None])[0] for message in messages)
         return flat.copy_(total[: flat.numel()]).div_(len(messages))
 
     return future.then(combine)

@@ -59,7 +59,8 @@ class Worker(cluster_worker.Worker):
     def export(self, folder: str) -> None:
         """Writes the initial parameters and the batches, of a run that has all of them in this process."""
         params = by_name(make_initial_state(self._plans[False]).params)
-        np.savez(f"{folder}/params.npz", **{name: np.asarray(x) for name, x in params.items()})
+        arrays: dict[str, Any] = {name: np.asarray(x) for name, x in params.items()}
+        np.savez(f"{folder}/params.npz", **arrays)
         np.save(f"{folder}/tokens.npy", np.stack([np.asarray(batch["tokens"]) for batch in self._turns]))
 
     def first(self, name: str) -> list[float]:

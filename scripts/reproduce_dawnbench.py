@@ -1,0 +1,19 @@
+"""Reproduces the DAWNBench ImageNet run: ResNet-50 to 93 % top-5, an entry in DAWNBench's format, and a report.
+
+TFDS_DATA_DIR=... python scripts/reproduce_dawnbench.py --nodes 1 --gpus-per-node 8 --price-per-hour 98.32
+python scripts/reproduce_dawnbench.py --rehearse     (all of it in minutes on a CPU)
+
+The program is benchmarks/dawnbench/reproduce.py; this front lets it start from any folder.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.dawnbench.reproduce import main  # noqa: E402
+
+if __name__ == "__main__":
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    main()
