@@ -26,7 +26,7 @@ class MadeUp:
         self.started.append(job.number)
         self.jobs.append(job)
 
-    def ended(self):
+    def poll(self):
         codes = {}
         while self.jobs:
             job = self.jobs.pop()

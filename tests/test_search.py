@@ -53,7 +53,7 @@ class InThisProcess:
     def start(self, job):
         self.jobs.append(job)
 
-    def ended(self):
+    def poll(self):
         codes = {}
         for job in [self.jobs.pop()] if self.jobs else []:
             words = list(job.command[3:])
