@@ -29,7 +29,7 @@ class Config(pydantic.BaseModel):
     """Base of all configs: frozen, unknown fields refused, help texts taken from the string below each field."""
 
     model_config = pydantic.ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
 
     by_position: ClassVar[tuple[str, ...]] = ()
