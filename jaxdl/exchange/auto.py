@@ -140,9 +140,9 @@ class Auto(ExchangeChoice, kind="auto"):
         ]
         machine = self._machine(gradients, mesh)
         times = {"min_speedup": self.min_speedup, "step_sec": 1e-3 * (self.step_ms or 0.0)}
-        found = recommend(configs, gradients, machine, agreement=agreement, **times)
-        best = found.best.model_copy(update={"delay_steps": self.delay_steps})
-        return replace(found, best=best, reasons=(f"chose {best.label}", *found.reasons))
+        recommendation = recommend(configs, gradients, machine, agreement=agreement, **times)
+        best = recommendation.best.model_copy(update={"delay_steps": self.delay_steps})
+        return replace(recommendation, best=best, reasons=(f"chose {best.label}", *recommendation.reasons))
 
     def configs(self, num_replicas: int) -> list[ExchangeConfig]:
         """All exchanges that may be chosen."""
@@ -266,7 +266,7 @@ def _reasons(
         if rows[0][0] != best[0]:
             lines.append(f"{rows[0][0].label} takes {_ms(rows[0][1])}, but changes the gradients more")
     remarks = (config.remarks(cost, gradients, machine, dense) for config, cost in (best, *rows))
-    return lines + next((found for found in remarks if found), [])
+    return lines + next((remark_lines for remark_lines in remarks if remark_lines), [])
 
 
 def _about_agreement(
@@ -287,7 +287,8 @@ def _about_agreement(
     ]
     if not step_sec and best[0].compresses and min_speedup > 1:
         dense, fastest = (
-            min(cost.total_sec for config, cost in rows if config.compresses is one) for one in (False, True)
+            min(cost.total_sec for config, cost in rows if config.compresses is compresses)
+            for compresses in (False, True)
         )
         # (enough + dense) / (enough + fastest) = min_speedup.
         enough = (dense - min_speedup * fastest) / (min_speedup - 1)

@@ -200,9 +200,11 @@ class SummedLater(abc.ABC):
     def update(self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array) -> Updated:
         """(mean gradients, new state, metrics), inside a manual `shard_map`."""
         mean, state, metrics = self.update_own(grads, state, axis=axis, key=key)
-        own = {name: metrics[name] for name in _SQUARES if name in metrics}
-        total = jax.lax.psum(jnp.stack(list(own.values())), (axis, *self.layout.inner)) if own else ()
-        return mean, state, _with_norms(metrics, dict(zip(own, total, strict=True)))
+        local_squares = {name: metrics[name] for name in _SQUARES if name in metrics}
+        total = (
+            jax.lax.psum(jnp.stack(list(local_squares.values())), (axis, *self.layout.inner)) if local_squares else ()
+        )
+        return mean, state, _with_norms(metrics, dict(zip(local_squares, total, strict=True)))
 
 
 def own_update(exchange: Exchange) -> Callable[..., Updated]:
@@ -256,13 +258,15 @@ def state_specs(exchange: Exchange, shapes: Any, specs: Any, mesh: Mesh | Abstra
         PER_REPLICA: lambda name: PartitionSpec(Axis.REPLICA.value, *gradient_specs[name]),
         "shard": lambda name: PartitionSpec(*(a for a in mesh.axis_names if a in spec_axes(gradient_specs[name]))),
     }
-    found: dict[str, Any] = {}
+    specs_by_part: dict[str, Any] = {}
     for where, entries in jax.eval_shape(lambda: exchange.init(_local_shapes(shapes, specs, mesh))).items():
         if where == "common":
-            found[where] = jax.tree.map(lambda _: PartitionSpec(), entries)
+            specs_by_part[where] = jax.tree.map(lambda _: PartitionSpec(), entries)
         else:
-            found[where] = {name: {leaf: place[where](leaf) for leaf in entry} for name, entry in entries.items()}
-    return found
+            specs_by_part[where] = {
+                name: {leaf: place[where](leaf) for leaf in entry} for name, entry in entries.items()
+            }
+    return specs_by_part
 
 
 def _reshaped(state: ExchangeState, specs: Any, *, stacked: bool) -> ExchangeState:
@@ -316,14 +320,14 @@ def exchanged_on_mesh(
     wanted = specs if wanted is None else wanted
 
     def one_device(grads: Any, state: ExchangeState, key: jax.Array, sums: dict[str, jax.Array]) -> Any:
-        own = jax.tree.map(lambda x: x[0], grads)
+        local_grads = jax.tree.map(lambda x: x[0], grads)
         # All devices of a replica have its sums: one of them adds them.
         first = jax.lax.axis_index(inner) == 0
         small = {f"sums/{name}": jnp.where(first, x[0].astype(jnp.float32), 0) for name, x in sums.items()}
-        leaves = jax.tree.leaves(own) if checked else []
+        leaves = jax.tree.leaves(local_grads) if checked else []
         flags = [jnp.where(jnp.all(jnp.isfinite(x)), 0.0, 1.0) for x in leaves]
         own_state = _reshaped(state, places, stacked=False)
-        mean, new_state, metrics = own_update(exchange)(own, own_state, axis=replica, key=key)
+        mean, new_state, metrics = own_update(exchange)(local_grads, own_state, axis=replica, key=key)
         mean, sent = gather_like(mean, specs, wanted)
         for axis, num_bytes in sent.items():
             metrics[f"bytes_sent/{axis}"] = metrics.get(f"bytes_sent/{axis}", 0) + jnp.float32(num_bytes)

@@ -51,18 +51,18 @@ class Bucket:
         if not self.whole:  # Zeros in the one copy that is made anyway.
             return jnp.concatenate([*parts, jnp.zeros(pad, parts[0].dtype)])
         flat = jnp.concatenate([*parts, jnp.zeros(self.num_own * self.ways - self.num_elements, parts[0].dtype)])
-        own = lax.dynamic_slice_in_dim(flat, lax.axis_index(self.whole) * self.num_own, self.num_own)
-        return jnp.pad(own, (0, pad))
+        local_part = lax.dynamic_slice_in_dim(flat, lax.axis_index(self.whole) * self.num_own, self.num_own)
+        return jnp.pad(local_part, (0, pad))
 
-    def split(self, own: jax.Array) -> dict[str, jax.Array]:
+    def split(self, local_part: jax.Array) -> dict[str, jax.Array]:
         """The inverse of `join`: the parts of all devices in `whole`, gathered, as named arrays."""
-        own = own[: self.num_own]
+        local_part = local_part[: self.num_own]
         for axis in reversed(self.whole):
-            own = all_gather_same(own, (axis,)).reshape(-1)
+            local_part = all_gather_same(local_part, (axis,)).reshape(-1)
         leaves, start = {}, 0
         for name, shape in zip(self.names, self.shapes, strict=True):
             size = math.prod(shape)
-            leaves[name] = lax.slice_in_dim(own, start, start + size).reshape(shape)
+            leaves[name] = lax.slice_in_dim(local_part, start, start + size).reshape(shape)
             start += size
         return leaves
 

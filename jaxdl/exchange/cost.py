@@ -180,10 +180,10 @@ class Machine:
 
     def gathers_sec(self, bucket: Bucket, layout: GradientLayout, count: int) -> float:
         """Seconds for gathering a bucket inside the replica this many times."""
-        found = 0.0
+        gather_sec = 0.0
         for axis, num_bytes in bucket.split_bytes(layout).items():
-            found += sum(self.link(axis).of("all_gather").seconds(layout.inner[axis] - 1, num_bytes))
-        return count * found
+            gather_sec += sum(self.link(axis).of("all_gather").seconds(layout.inner[axis] - 1, num_bytes))
+        return count * gather_sec
 
 
 NOMINAL_SPEEDS: Mapping[str, Speeds] = {

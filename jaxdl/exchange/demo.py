@@ -122,26 +122,26 @@ class DeMo(Compressed, kind="demo"):
             name: cut(message.summand[name], self.side, count, stacked=name in stacked)
             for name, (count, _) in zip(bucket.names, chunked.shapes, strict=True)
         }
-        own = held_back(chunked.join(chunks), message.last)
-        coefficients = cosines(own, self.side)
-        k = own.size // self.chunk_size * self.entries
+        summand = held_back(chunked.join(chunks), message.last)
+        coefficients = cosines(summand, self.side)
+        k = summand.size // self.chunk_size * self.entries
         values, indices = select_top_k(coefficients, k, "block", num_per_block=self.entries)
         total, error = sparse_all_reduce(
-            values, indices, own.size, axis, wire=self.wire, indices_sorted=True, return_error=True
+            values, indices, summand.size, axis, wire=self.wire, indices_sorted=True, return_error=True
         )
         # What the others add up of this replica, rounding included: the rest is what they do not have.
         sent = jnp.zeros_like(error).at[indices].set(values, unique_indices=True, indices_are_sorted=True) - error
         total = cosines(total, self.side, inverse=True)
 
-        def parts(own: jax.Array) -> dict[str, jax.Array]:
-            split = chunked.split(own)
+        def parts(flat: jax.Array) -> dict[str, jax.Array]:
+            split = chunked.split(flat)
             return {name: joined(split[name], shapes[name], stacked=name in stacked) for name in bucket.names}
 
         return Sent(
             bucket,
             total=parts(total),
-            residual=parts(own - cosines(sent, self.side, inverse=True)),
-            sent_bytes={axis: self.sent_bytes(own.size // self.chunk_size, context.num_replicas)}
+            residual=parts(summand - cosines(sent, self.side, inverse=True)),
+            sent_bytes={axis: self.sent_bytes(summand.size // self.chunk_size, context.num_replicas)}
             | chunked.split_bytes(context.layout, 2),
             num_entries=k,
             last=total[0],

@@ -118,7 +118,7 @@ class Agreement(Choice):
         """The anchor and `outer` after a merge; `mean` is that of the anchor less each replica's parameters."""
         raise NotImplementedError
 
-    def adopt(self, own: jax.Array, before: jax.Array, after: jax.Array, num_replicas: int) -> jax.Array:
+    def adopt(self, replica_params: jax.Array, before: jax.Array, after: jax.Array, num_replicas: int) -> jax.Array:
         """A parameter of each replica, `[replica, ...]`, after the anchor's has moved from `before` to `after`."""
         raise NotImplementedError
 

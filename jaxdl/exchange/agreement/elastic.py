@@ -42,10 +42,10 @@ class Elastic(Agreement, kind="elastic"):
         """The centre after it has moved to the replicas."""
         return jax.tree.map(lambda c, d: c - self.beta * d, anchor, mean), outer
 
-    def adopt(self, own: jax.Array, before: jax.Array, after: jax.Array, num_replicas: int) -> jax.Array:
+    def adopt(self, replica_params: jax.Array, before: jax.Array, after: jax.Array, num_replicas: int) -> jax.Array:
         """The replicas after they have moved to the centre as it was."""
         del after
-        return own - self.beta / num_replicas * (own - before[None])
+        return replica_params - self.beta / num_replicas * (replica_params - before[None])
 
     def check(self, exchange: Config, num_replicas: int, total_steps: int) -> None:
         """Raises ConfigError for an exchange, a number of replicas or a length of run that it does not work with."""

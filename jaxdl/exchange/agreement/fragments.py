@@ -44,11 +44,13 @@ class Fragments:
 
     def put(self, leaves: Mapping[str, Any], number: int, values: Mapping[str, Any], lead: int = 0) -> dict[str, Any]:
         """`leaves` with the pieces of a fragment replaced."""
-        found = dict(leaves)
+        new_leaves = dict(leaves)
         for piece in self.pieces[number]:
             value = values[piece.key]
-            found[piece.name] = found[piece.name].at[_layers(piece, lead)].set(value) if piece.stride else value
-        return found
+            new_leaves[piece.name] = (
+                new_leaves[piece.name].at[_layers(piece, lead)].set(value) if piece.stride else value
+            )
+        return new_leaves
 
     def shapes(self, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of all pieces."""
@@ -89,11 +91,11 @@ def make_fragments(shapes: Mapping[str, Any], stacked: Collection[str], number: 
     """
     if number == 1:
         return Fragments((tuple(Piece(name) for name in shapes),))
-    found: list[list[Piece]] = [[] for _ in range(number)]
+    pieces: list[list[Piece]] = [[] for _ in range(number)]
     sizes = [0] * number
 
     def add(piece: Piece, fragment: int) -> None:
-        found[fragment].append(piece)
+        pieces[fragment].append(piece)
         sizes[fragment] += math.prod(_shape(piece, shapes[piece.name].shape))
 
     divided = [name for name, x in shapes.items() if name in stacked and x.shape[0] >= number]
@@ -103,7 +105,7 @@ def make_fragments(shapes: Mapping[str, Any], stacked: Collection[str], number: 
     whole = [name for name in shapes if name not in divided]
     for name in sorted(whole, key=lambda name: -math.prod(shapes[name].shape)):
         add(Piece(name), sizes.index(min(sizes)))
-    return Fragments(tuple(map(tuple, found)))
+    return Fragments(tuple(map(tuple, pieces)))
 
 
 def divided(gradients: Gradients, number: int) -> list[Gradients]:

@@ -66,8 +66,8 @@ class Gossip(Agreement, kind="gossip"):
         size = gradients.num_elements + 1
         latency, wire = machine.slow.of(PERMUTE).seconds(1, 4 * size)
         compute = machine.passes_sec(size, JOIN + SPLIT + ADD_RESIDUAL)
-        one = Cost(latency_sec=latency, wire_sec=wire, compute_sec=compute, sent_bytes=4 * size)
-        return [one * len(hops) for hops in self.graphs(gradients.num_replicas)]
+        message_cost = Cost(latency_sec=latency, wire_sec=wire, compute_sec=compute, sent_bytes=4 * size)
+        return [message_cost * len(hops) for hops in self.graphs(gradients.num_replicas)]
 
     def remarks(self, total_steps: int, num_replicas: int) -> tuple[str, ...]:
         """That one replica has no neighbours."""

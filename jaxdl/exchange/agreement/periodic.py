@@ -160,12 +160,12 @@ class Periodic(Agreement, kind="periodic"):
             step = jax.tree.map(lambda d, m: d + factor * m, mean, momentum) if self.outer.nesterov else momentum
         return jax.tree.map(lambda x, d: x - rate * d, anchor, step), outer
 
-    def adopt(self, own: jax.Array, before: jax.Array, after: jax.Array, num_replicas: int) -> jax.Array:
+    def adopt(self, replica_params: jax.Array, before: jax.Array, after: jax.Array, num_replicas: int) -> jax.Array:
         """The anchor, mixed with the replica's own (Streaming DiLoCo, algorithm 2)."""
         del before, num_replicas
         if not self.mixing:
-            return jnp.broadcast_to(after[None], own.shape)
-        return self.mixing * own + (1 - self.mixing) * after[None]
+            return jnp.broadcast_to(after[None], replica_params.shape)
+        return self.mixing * replica_params + (1 - self.mixing) * after[None]
 
     def check(self, exchange: Config, num_replicas: int, total_steps: int) -> None:
         """Raises ConfigError for an exchange, a number of replicas or a length of run that it does not work with."""
@@ -179,22 +179,22 @@ class Periodic(Agreement, kind="periodic"):
 
     def remarks(self, total_steps: int, num_replicas: int) -> tuple[str, ...]:
         """About one replica, a round longer than the run, and an outer momentum with few merges."""
-        found = []
+        notes = []
         if num_replicas == 1:
             left = "only the outer optimizer" if self.outer != Outer() else "nothing"
-            found.append(
+            notes.append(
                 f"agreement {self.label}: this mesh has one replica, so {left} takes effect. Others join with "
                 "--mesh.replica 2 or more."
             )
         merges = math.ceil((total_steps - self.start_step) / self.every_steps)
         if merges == 1 and num_replicas > 1:
-            found.append(f"agreement {self.label}: the run has {total_steps} steps, so replicas merge only at its end.")
+            notes.append(f"agreement {self.label}: the run has {total_steps} steps, so replicas merge only at its end.")
         if self.outer.momentum >= 0.9 and merges < _FEW_MERGES:
-            found.append(
+            notes.append(
                 f"agreement {self.label}: merges in this run: {merges}. An outer momentum of {self.outer.momentum:g} "
                 f"pays from about {_FEW_MERGES} on. With fewer, --agreement.outer.momentum 0.5 or 0 often gives more."
             )
-        return tuple(found)
+        return tuple(notes)
 
 
 _PRESETS = {
