@@ -102,15 +102,15 @@ class Linear(Compressed, kind=None):
     def send(self, message: Message, context: Context) -> Sent:
         """The mean of what `shorten` makes of each replica's bucket, made long again."""
         bucket, key = message.bucket, context.device_key(message)
-        own = held_back(bucket.join(message.summand), message.last)
-        lengthen = functools.partial(self.lengthen, size=own.size, key=key)
-        short = self.shorten(own, key)
+        summand = held_back(bucket.join(message.summand), message.last)
+        lengthen = functools.partial(self.lengthen, size=summand.size, key=key)
+        short = self.shorten(summand, key)
         total = lengthen(lax.psum(short, context.axis))
         sent = {context.axis: all_reduce_sent_bytes(short.size, context.num_replicas, jnp.float32)}
         return Sent(
             bucket,
             total=bucket.split(total),
-            residual=bucket.split(own - lengthen(short)) if self.error_feedback else None,
+            residual=bucket.split(summand - lengthen(short)) if self.error_feedback else None,
             sent_bytes=sent | bucket.split_bytes(context.layout, 1 + self.error_feedback),
             num_entries=short.size,
             last=total[0],

@@ -107,8 +107,8 @@ class Sums(NamedTuple):
 def send_dense(message: Message, context: Context, *, dtype: Any = jnp.float32) -> Sent:
     """Sums a bucket by one all-reduce in `dtype`; nothing remains."""
     bucket, momentum = message.bucket, message.momentum
-    own = held_back(bucket.join(message.summand), message.last)
-    total = lax.psum(own, context.axis) if dtype == jnp.float32 else half_all_reduce(own, context.axis, dtype)
+    summand = held_back(bucket.join(message.summand), message.last)
+    total = lax.psum(summand, context.axis) if dtype == jnp.float32 else half_all_reduce(summand, context.axis, dtype)
     sent = all_reduce_sent_bytes(bucket.num_own, context.num_replicas, dtype)
     return Sent(
         bucket,

@@ -106,11 +106,11 @@ class PowerSGD(Compressed, kind="powersgd"):
         shapes = {name: matrix_shape(summand[name].shape, stacked=name in layout.stacked) for name in bucket.names}
         matrices = {name: summand[name].reshape(shape) for name, shape in shapes.items()}
         right = {name: message.shard["factor"][name] for name in bucket.names}
-        own = {name: _matmul(m, right[name]) for name, m in matrices.items()}
-        left, left_size, _ = _summed(own, bucket, axis, message.last)
+        local_factors = {name: _matmul(m, right[name]) for name, m in matrices.items()}
+        left, left_size, _ = _summed(local_factors, bucket, axis, message.last)
         left = {name: orthonormal(x) for name, x in left.items()}
-        own = {name: _matmul(jnp.swapaxes(m, 1, 2), left[name]) for name, m in matrices.items()}
-        new, right_size, last = _summed(own, bucket, axis)
+        local_factors = {name: _matmul(jnp.swapaxes(m, 1, 2), left[name]) for name, m in matrices.items()}
+        new, right_size, last = _summed(local_factors, bucket, axis)
 
         def product(factors: Leaves) -> Leaves:
             wide = {name: _matmul(left[name], jnp.swapaxes(x, 1, 2)) for name, x in factors.items()}
@@ -118,7 +118,9 @@ class PowerSGD(Compressed, kind="powersgd"):
 
         # In the paper every replica keeps its summand less the mean. The residuals have the same sum, but the
         # differences between replicas would never be sent and would grow indefinitely.
-        residual = {name: summand[name] - x for name, x in product(own).items()} if self.error_feedback else None
+        residual = (
+            {name: summand[name] - x for name, x in product(local_factors).items()} if self.error_feedback else None
+        )
         # A column of zeros, from a gradient that was zero or of lower rank, would stay zero indefinitely.
         factor = {name: jnp.where(jnp.any(x != 0, axis=1, keepdims=True), x, right[name]) for name, x in new.items()}
         entries = left_size.num_own + right_size.num_own

@@ -90,7 +90,7 @@ def probe_link(
         compiled["idle"] = _compiled(mesh, lambda x: x[:1], _normal(mesh, _SMALLEST_BYTES // 4))
     num_devices = mesh.shape[axis] if isinstance(axis, str) else math.prod(mesh.shape[name] for name in axis)
     largest = 2**22 if platform(mesh) == "cpu" else 2**26
-    found = {}
+    links = {}
     for kind in collectives:
         size, sent, times = _SMALLEST_BYTES, [], []
         while True:
@@ -102,9 +102,9 @@ def probe_link(
             if size >= largest or times[-1] > long_sec:
                 break
             size *= _GROWTH
-        found[kind] = fit_link(num_messages(kind, num_devices), sent, times)
-    base = found.get("all_reduce/float32", next(iter(found.values())))
-    return Link(base.latency_sec, base.bytes_per_sec, found, base.curve)
+        links[kind] = fit_link(num_messages(kind, num_devices), sent, times)
+    base = links.get("all_reduce/float32", next(iter(links.values())))
+    return Link(base.latency_sec, base.bytes_per_sec, links, base.curve)
 
 
 def num_messages(kind: str, num_devices: int) -> int:
@@ -145,7 +145,9 @@ def _positive_least_squares(columns: np.ndarray, wanted: np.ndarray) -> np.ndarr
     both = np.linalg.lstsq(columns / scale, wanted)[0] / scale
     if (both >= 0).all():
         return both
-    alone = [np.where(np.arange(2) == one, columns[:, one] @ wanted / scale[one] ** 2, 0.0) for one in (0, 1)]
+    alone = [
+        np.where(np.arange(2) == column, columns[:, column] @ wanted / scale[column] ** 2, 0.0) for column in (0, 1)
+    ]
     return min(alone, key=lambda solution: float(np.linalg.norm(columns @ solution - wanted)))
 
 

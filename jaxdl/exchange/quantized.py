@@ -54,11 +54,11 @@ class _FewBits(Compressed, kind=None):
         bucket, axis, key = message.bucket, context.axis, context.device_key(message)
         # Ranges of whole blocks: padding by the collective would cost copies of everything.
         whole = context.num_replicas * self.block_size
-        own = bucket.join(message.summand, multiple=whole if bucket.num_own >= 16 * whole else 1)
-        own, bits, block = held_back(own, message.last), self.num_bits, self.block_size
-        total, error = quantized_all_reduce(own, axis, key, bits=bits, block_size=block, return_error=True)
+        summand = bucket.join(message.summand, multiple=whole if bucket.num_own >= 16 * whole else 1)
+        summand, bits, block = held_back(summand, message.last), self.num_bits, self.block_size
+        total, error = quantized_all_reduce(summand, axis, key, bits=bits, block_size=block, return_error=True)
         inner = bucket.split_bytes(context.layout, 1 + self.error_feedback)
-        sent = {axis: self.sent_bytes(own.size, context.num_replicas)} | inner
+        sent = {axis: self.sent_bytes(summand.size, context.num_replicas)} | inner
         residual = bucket.split(error) if self.error_feedback else None
         return Sent(bucket, bucket.split(total), residual, sent, bucket.num_own, total[0])
 

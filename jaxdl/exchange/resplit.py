@@ -39,37 +39,37 @@ def readable(wanted: Flat, stored: Mapping[str, tuple[int, ...]]) -> Flat:
 
     All of it has to be read; arrays that cannot be carried over (see `resplit`) are read unsharded, and dropped.
     """
-    found: Flat = {}
+    structs: Flat = {}
     mesh: Any = next((x.sharding.mesh for x in wanted.values()), None)
     for name, shape in stored.items() if mesh else ():
         x = wanted.get(name)
         if x is not None and shape == x.shape:
-            found[name] = x
+            structs[name] = x
         elif x is not None and _carries(name, shape, x.shape):
             # The stored number of replicas need not divide the new one: every replica reads all of them.
             sharding = NamedSharding(mesh, PartitionSpec(None, *x.sharding.spec[1:]))
-            found[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+            structs[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
         else:
             # The dtype of an unwanted array follows from its part: counters, or parts of gradients.
             unwanted = jnp.int32 if name.split(".")[1:2] == ["common"] else jnp.float32
             dtype = unwanted if x is None else x.dtype
-            found[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-    return found
+            structs[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+    return structs
 
 
-def resplit(found: Flat, wanted: Flat, fresh: Callable[[], Flat]) -> Flat:
+def resplit(arrays: Flat, wanted: Flat, fresh: Callable[[], Flat]) -> Flat:
     """The state for the new mesh from what was read: each replica takes an equal part of the sum over replicas.
 
     Missing arrays, and the state of shards that are cut otherwise, come from `fresh`, the state of a new run.
     """
-    kept = {name for name, x in wanted.items() if name in found and _carries(name, found[name].shape, x.shape)}
+    kept = {name for name, x in wanted.items() if name in arrays and _carries(name, arrays[name].shape, x.shape)}
     initial = fresh() if wanted.keys() - kept else {}
     return {
         name: initial[name]
         if name not in kept
-        else found[name]
-        if found[name].shape == x.shape
-        else _of_as_many(name, found[name], x, _weight(found))
+        else arrays[name]
+        if arrays[name].shape == x.shape
+        else _of_as_many(name, arrays[name], x, _weight(arrays))
         for name, x in wanted.items()
     }
 
@@ -79,9 +79,9 @@ def _carries(name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> boo
     return stored == wanted or (_of_replicas(name) and len(stored) == len(wanted) and stored[1:] == wanted[1:])
 
 
-def _weight(found: Flat) -> jax.Array | None:
+def _weight(arrays: Flat) -> jax.Array | None:
     """What each stored replica counts in a mean, `[replica]`; None if all count the same."""
-    weight = next((found[name] for name in _WEIGHTS if name in found), None)
+    weight = next((arrays[name] for name in _WEIGHTS if name in arrays), None)
     return None if weight is None else jnp.reshape(weight, (weight.shape[0], -1)).mean(axis=1)
 
 
@@ -118,12 +118,13 @@ def _mean(x: jax.Array, weight: jax.Array | None) -> jax.Array:
 
 def changed(wanted: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]) -> str | None:
     """Tells the user how a stored state changes on the new mesh; None when it does not."""
-    own = {name for name in (*wanted, *stored) if name.startswith(_OWN)}
+    agreement_names = {name for name in (*wanted, *stored) if name.startswith(_OWN)}
     note = _changed_replicas(
-        {name: x for name, x in wanted.items() if name in own}, {name: x for name, x in stored.items() if name in own}
+        {name: x for name, x in wanted.items() if name in agreement_names},
+        {name: x for name, x in stored.items() if name in agreement_names},
     )
-    wanted = {name: x for name, x in wanted.items() if name not in own}
-    stored = {name: x for name, x in stored.items() if name not in own}
+    wanted = {name: x for name, x in wanted.items() if name not in agreement_names}
+    stored = {name: x for name, x in stored.items() if name not in agreement_names}
     kept = {name for name, x in wanted.items() if name in stored and _carries(name, stored[name], x.shape)}
     split = {name for name in kept if stored[name] != wanted[name].shape}
     parts = []
@@ -160,10 +161,10 @@ def same_kind(wanted: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]) 
 
     Its gradients may differ: which are compressed may depend on the size of their shards.
     """
-    one = 1 in (_num_replicas(stored), _num_replicas(_shapes(wanted)))
+    single_replica = 1 in (_num_replicas(stored), _num_replicas(_shapes(wanted)))
     # Shards of another mesh may all be too small for any factors, so those may be missing.
     kinds = [{entry for entry in _entries(names) if not entry.startswith("shard.")} for names in (wanted, stored)]
-    return not wanted or not stored or one or kinds[0] == kinds[1]
+    return not wanted or not stored or single_replica or kinds[0] == kinds[1]
 
 
 def _shapes(wanted: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -129,8 +129,8 @@ class _Run:
     @property
     def residual(self) -> Arrays:
         """What has not been sent yet, of all replicas; empty if the exchange keeps nothing."""
-        found = self.state.get(PER_REPLICA, {}).get(self.exchange.unsent_name, {})
-        return {name: np.asarray(x, np.float64).sum(axis=0) for name, x in found.items()}
+        unsent = self.state.get(PER_REPLICA, {}).get(self.exchange.unsent_name, {})
+        return {name: np.asarray(x, np.float64).sum(axis=0) for name, x in unsent.items()}
 
     def gradients(self, seed: int) -> Arrays:
         """Random gradients of very different sizes, of all replicas: `[replica, *shape]`."""
@@ -217,8 +217,8 @@ def _check_zeros(run: _Run) -> None:
 
 def _check_same_bits(run: _Run) -> None:
     gradients = run.gradients(0)
-    one, other = ({name: np.asarray(x) for name, x in run.one(gradients, run.state, 0)[0].items()} for _ in range(2))
-    for name, x in one.items():
+    first, other = ({name: np.asarray(x) for name, x in run.one(gradients, run.state, 0)[0].items()} for _ in range(2))
+    for name, x in first.items():
         _require(x.tobytes() == other[name].tobytes(), f"gradient {name}: equal inputs and keys gave different means")
 
 
@@ -251,9 +251,9 @@ def _check_unbiased(run: _Run, name: str) -> None:
     """That the error of a mean becomes smaller on average over several keys."""
     gradients, state = run.gradients(0), run.init()
     true = gradients[name].astype(np.float64).mean(axis=0)
-    found = [np.asarray(run.one(gradients, state, seed)[0][name], np.float64) for seed in range(4)]
-    single = np.mean([np.linalg.norm(x - true) for x in found])
-    average = np.linalg.norm(np.mean(found, axis=0) - true)
+    means = [np.asarray(run.one(gradients, state, seed)[0][name], np.float64) for seed in range(4)]
+    single = np.mean([np.linalg.norm(x - true) for x in means])
+    average = np.linalg.norm(np.mean(means, axis=0) - true)
     rounding = 2.0**-7 * np.linalg.norm(true) if run.shapes[name].dtype == jnp.bfloat16 else 1e-5
     _require(
         average <= _NOISE * single + rounding,
@@ -267,24 +267,24 @@ def _check_bytes(run: _Run) -> None:
     if "common" in run.state:
         return  # Warm-ups: the program has the collectives of every stage.
     slow = Axis.REPLICA.value
-    reported, found = run.metrics[f"bytes_sent/{slow}"], sent_bytes(run.lowered, run.mesh)[slow]
+    reported, sent = run.metrics[f"bytes_sent/{slow}"], sent_bytes(run.lowered, run.mesh)[slow]
     _require(
-        abs(reported - found) <= 1e-6 * found,
-        f"the metric bytes_sent/{slow} is {reported:,.0f}, but the collectives of the program send {found:,.0f} bytes",
+        abs(reported - sent) <= 1e-6 * sent,
+        f"the metric bytes_sent/{slow} is {reported:,.0f}, but the collectives of the program send {sent:,.0f} bytes",
     )
     local = {name: NamedSharding(run.mesh, run.specs[name]).shard_shape(x.shape) for name, x in run.shapes.items()}
     machine = Machine(dict.fromkeys((slow, *run.inner), Link(1e-5, 1e9)))
     predicted = predict(run.exchange, Gradients(local, run.sizes[slow], run.layout), machine).sent_bytes
     _require(
-        abs(predicted - found) <= _MOST_MISPREDICTED * found,
-        f"`cost` predicts {predicted:,.0f} bytes over {slow}, but the program sends {found:,.0f}",
+        abs(predicted - sent) <= _MOST_MISPREDICTED * sent,
+        f"`cost` predicts {predicted:,.0f} bytes over {slow}, but the program sends {sent:,.0f}",
     )
 
 
 def _check_single_replica(run: _Run) -> None:
     several, alone = (
-        jax.eval_shape(lambda one=one: one.init(run.shapes))
-        for one in (run.exchange.build(GradientLayout()), run.exchange.build_single_replica(GradientLayout()))
+        jax.eval_shape(lambda exchange=exchange: exchange.init(run.shapes))
+        for exchange in (run.exchange.build(GradientLayout()), run.exchange.build_single_replica(GradientLayout()))
     )
     _require(
         jax.tree.structure(several) == jax.tree.structure(alone),
@@ -299,11 +299,11 @@ def _check_resplit(before: _Run, after: _Run) -> None:
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
         for (name, x), spec in zip(_flat(after.init()).items(), _flat(after.places).values(), strict=True)
     }
-    found = {name: jnp.asarray(np.asarray(x)) for name, x in _flat(before.state).items()}
-    split = resplit(found, wanted, fresh=lambda: _flat(after.init()))
+    stored = {name: jnp.asarray(np.asarray(x)) for name, x in _flat(before.state).items()}
+    split = resplit(stored, wanted, fresh=lambda: _flat(after.init()))
     for name, x in split.items():
         if PER_REPLICA in name.split(".")[1:2]:
-            sums = [np.asarray(state, np.float64).sum(axis=0) for state in (x, found.get(name, x))]
+            sums = [np.asarray(state, np.float64).sum(axis=0) for state in (x, stored.get(name, x))]
             error = np.abs(sums[0] - sums[1]).max(initial=0)
             _require(error <= 1e-4, f"{name}: its sum over the replicas changes by {error:.3g}")
     restored = jax.tree.unflatten(jax.tree.structure(after.init()), list(split.values()))

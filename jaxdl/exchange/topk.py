@@ -99,7 +99,9 @@ class TopK(Compressed, kind="topk"):
     def candidates(cls, densities: Sequence[float], num_replicas: int) -> dict[str, list[ExchangeConfig]]:
         """The densities with all-gather, and where there are many replicas also with all-to-all."""
         algorithms = ALGORITHMS if num_replicas > _FEW_REPLICAS else ALGORITHMS[:1]
-        return {"topk": [cls(density=density, algorithm=one) for density in densities for one in algorithms]}
+        return {
+            "topk": [cls(density=density, algorithm=algorithm) for density in densities for algorithm in algorithms]
+        }
 
     def check_optimizer(self, optimizer: Config) -> None:
         """Raises ValueError when the optimizer has momentum as well."""
@@ -135,14 +137,14 @@ class TopK(Compressed, kind="topk"):
     def send(self, message: Message, context: Context) -> Sent:
         """The mean of the largest entries of each replica's bucket."""
         bucket, axis, key = message.bucket, context.axis, context.device_key(message)
-        own = bucket.join(message.summand)
-        k = self.num_kept(own.size)
+        summand = bucket.join(message.summand)
+        k = self.num_kept(summand.size)
         window_key, second_key = jax.random.split(jax.random.fold_in(key, lax.axis_index(axis)))
-        values, indices = select_top_k(own, k, self.method, key=window_key, num_passes=self.num_passes)
+        values, indices = select_top_k(summand, k, self.method, key=window_key, num_passes=self.num_passes)
         total, error = sparse_all_reduce(
             held_back(values, message.last),
             indices,
-            own.size,
+            summand.size,
             axis,
             algorithm=self.algorithm,
             wire=self.wire,
@@ -156,11 +158,13 @@ class TopK(Compressed, kind="topk"):
         def unsent(x: jax.Array) -> jax.Array:
             return x.at[indices].set(0, unique_indices=True, indices_are_sorted=True)
 
-        residual = bucket.split(unsent(own) + error) if self.error_feedback else None
+        residual = bucket.split(unsent(summand) + error) if self.error_feedback else None
         # Sent entries' momentum restarts at zero (momentum factor masking): it would be stale when sent again.
         momentum = None if message.momentum is None else bucket.split(unsent(bucket.join(message.momentum)))
         num_splits = 1 + (residual is not None) + (momentum is not None)
-        sent = {axis: self.sent_bytes(own.size, context.num_replicas)} | bucket.split_bytes(context.layout, num_splits)
+        sent = {axis: self.sent_bytes(summand.size, context.num_replicas)} | bucket.split_bytes(
+            context.layout, num_splits
+        )
         return Sent(bucket, bucket.split(total), residual, sent, k, total[0], momentum)
 
     def bucket_cost(self, bucket: Bucket, gradients: Gradients, machine: Machine) -> Cost:

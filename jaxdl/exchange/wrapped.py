@@ -76,8 +76,8 @@ class Delayed(SummedLater):
                 name: x + rounding_of(local[name], leaves[name].dtype) / num_replicas
                 for name, x in of_replica["residual"].items()
             }
-        own = {where: entries for where, entries in state.items() if where != PER_REPLICA}
-        inner_state = own | ({PER_REPLICA: of_replica} if of_replica else {})
+        other_parts = {where: entries for where, entries in state.items() if where != PER_REPLICA}
+        inner_state = other_parts | ({PER_REPLICA: of_replica} if of_replica else {})
         mean, new, metrics = own_update(self.exchange)(before, inner_state, axis=axis, key=key)
         kept = new.get(PER_REPLICA, {}) | {PENDING: shares_of(leaves, axis)}
         return mean, new | {PER_REPLICA: kept}, metrics
