@@ -72,11 +72,13 @@ class Doorkeeper:
             now = time.monotonic()
             acceptor.tidy(now)
             open_ = acceptor.is_open(now)
-            found = ready([*acceptor.strangers, *([acceptor] if open_ else [])], _POLL_SEC if open_ else LEAST_SEC)
-            for stranger in [one for one in found if isinstance(one, Stranger)]:
+            ready_items = ready(
+                [*acceptor.strangers, *([acceptor] if open_ else [])], _POLL_SEC if open_ else LEAST_SEC
+            )
+            for stranger in [item for item in ready_items if isinstance(item, Stranger)]:
                 if stranger in acceptor:
                     self._listen_to(stranger)
-            if acceptor in found:
+            if acceptor in ready_items:
                 acceptor.accept(time.monotonic())
         acceptor.close()
 
@@ -115,12 +117,12 @@ class Doorkeeper:
                 self._news.get_nowait().guest.close()
 
 
-def put(news: queue.Queue[News], one: News, closed: threading.Event) -> None:
+def put(news: queue.Queue[News], item: News, closed: threading.Event) -> None:
     """Adds to the news when there is room; ends the connection once nobody reads them any more."""
     while not closed.is_set():
         with contextlib.suppress(queue.Full):
-            return news.put(one, timeout=_POLL_SEC)
-    one.guest.close()
+            return news.put(item, timeout=_POLL_SEC)
+    item.guest.close()
 
 
 class Guest:

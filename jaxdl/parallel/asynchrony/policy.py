@@ -293,9 +293,9 @@ def _expected(policy: Policy, standing: Standing, at_us: int, rules: int) -> int
 def _parts(policy: Policy, pending: tuple[Pending, ...]) -> Iterator[Part]:
     """The factors of a weighted mean, each slowed down by its staleness if so asked. Python floats, see `outer`."""
     total = sum(change.weight for change in pending)
-    for one in pending:
-        slower = 1.0 / (1 + one.staleness) if policy.staleness_rate else 1.0
-        yield Part(one.learner, one.round, one.weight / total * slower)
+    for change in pending:
+        slower = 1.0 / (1 + change.staleness) if policy.staleness_rate else 1.0
+        yield Part(change.learner, change.round, change.weight / total * slower)
 
 
 def _grace_us(policy: Policy, standing: Standing) -> int:

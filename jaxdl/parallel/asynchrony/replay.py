@@ -111,8 +111,8 @@ class _Replay:
                 f"line {self._line}: learner {learner} worked from the anchor {record['anchor'][:12]}, which the "
                 "replay never gave it."
             )
-        own = self._learners[learner, self._lives[learner]]
-        sent = own.sent(record["round"], anchor, record["steps"])
+        learner_state = self._learners[learner, self._lives[learner]]
+        sent = learner_state.sent(record["round"], anchor, record["steps"])
         event = Arrive(
             record["at_us"], learner, record["round"], record["version"], record["anchor"], sent.weight,
             record["steps"], sent.digest, sent.finite,
@@ -137,15 +137,15 @@ class _Replay:
             self._next += 1
         return self._records[self._next] if self._next < len(self._records) else None
 
-    def _compare(self, found: Record) -> None:
+    def _compare(self, record: Record) -> None:
         wanted = self._following()
         if wanted is None:
             return  # The tape ended, with its process, before what followed was written.
-        found = as_json(found)
-        if found != wanted:
-            names = [name for name in wanted if found.get(name) != wanted[name]] or [*found]
-            where = ", ".join(f"{name} {found.get(name)!r} instead of {wanted.get(name)!r}" for name in names)
-            kinds = f"the tape has {_shown(wanted)}, the replay {_shown(found)}"
+        record = as_json(record)
+        if record != wanted:
+            names = [name for name in wanted if record.get(name) != wanted[name]] or [*record]
+            where = ", ".join(f"{name} {record.get(name)!r} instead of {wanted.get(name)!r}" for name in names)
+            kinds = f"the tape has {_shown(wanted)}, the replay {_shown(record)}"
             raise Difference(f"line {self._next + 1}: {kinds}; it differs in {where}.")
         self._next += 1
 

@@ -51,13 +51,13 @@ class Service(Policy):
         words = [sys.executable, "-m", "jaxdl.launch", "syncer"]
         for name in Service.model_fields:
             value = getattr(self, name)
-            fields = {name: value} if name != "outer" else {f"outer.{one}": inner for one, inner in value}
-            for path, one in fields.items():
+            fields = {name: value} if name != "outer" else {f"outer.{field}": inner for field, inner in value}
+            for path, setting in fields.items():
                 flag = path.replace("_", "-")
-                if isinstance(one, bool):
-                    words += [f"--{flag}"] if one else []
-                elif one is not None:
-                    words += [f"--{flag}", str(one)]
+                if isinstance(setting, bool):
+                    words += [f"--{flag}"] if setting else []
+                elif setting is not None:
+                    words += [f"--{flag}", str(setting)]
         return words
 
 

@@ -128,22 +128,22 @@ class Simulation:
     def _work(self, learner: int, current: _Current, at_us: int) -> None:
         """Plans the arrival of the next delta."""
         current.asked = True
-        found = current.stay.rounds(current.count, current.steps)
+        plan = current.stay.rounds(current.count, current.steps)
         current.count += 1
-        if found is not None:
-            self._at(at_us + found.took_us, lambda at_us: self._arrive(learner, current, found, at_us))
+        if plan is not None:
+            self._at(at_us + plan.took_us, lambda at_us: self._arrive(learner, current, plan, at_us))
 
-    def _arrive(self, learner: int, current: _Current, found: Round, at_us: int) -> None:
+    def _arrive(self, learner: int, current: _Current, plan: Round, at_us: int) -> None:
         if current.gone:
             return
-        current.round = current.round + 1 if found.number is None else found.number
-        steps = current.steps if found.steps is None else found.steps
+        current.round = current.round + 1 if plan.number is None else plan.number
+        steps = current.steps if plan.steps is None else plan.steps
         worker = self._workers[learner, current.stay.life]
         delta, weight = worker.run(current.anchor, steps)
-        weight = weight if found.weight is None else found.weight
-        anchor = digest(current.anchor) if found.known else ""
+        weight = weight if plan.weight is None else plan.weight
+        anchor = digest(current.anchor) if plan.known else ""
         self._tell(
-            Arrive(at_us, learner, current.round, current.version, anchor, weight, steps, digest(delta), found.finite),
+            Arrive(at_us, learner, current.round, current.version, anchor, weight, steps, digest(delta), plan.finite),
             delta,
         )
 
@@ -201,9 +201,9 @@ def steady(
     """
     stays: dict[int, list[Stay]] = {}
     for learner, speed in enumerate(speeds):
-        join_us, own = learner + 1, sorted((at, back) for who, at, back in kills if who == learner)
+        join_us, deaths = learner + 1, sorted((at, back) for who, at, back in kills if who == learner)
         stays[learner] = []
-        for number, (at, back) in enumerate([*own, (None, 0.0)]):
+        for number, (at, back) in enumerate([*deaths, (None, 0.0)]):
             draw = random.Random(f"{seed} {learner} {number}")
 
             def rounds(_: int, steps: int, draw: random.Random = draw, speed: float = speed) -> Round:
@@ -230,10 +230,10 @@ def decided(records: Sequence[Record]) -> list[Record]:
 
 def simulated(records: Sequence[Record]) -> list[Record]:
     """`decided` by a simulation whose learners come, take their time and go as those of a tape. Raises ValueError."""
-    found: list[Record] = []
-    centre = centre_of(records[0], found.append)
+    new_records: list[Record] = []
+    centre = centre_of(records[0], new_records.append)
     Simulation(centre, from_tape(records)).run()
-    return decided(found)
+    return decided(new_records)
 
 
 def from_tape(records: Sequence[Record]) -> dict[int, list[Stay]]:

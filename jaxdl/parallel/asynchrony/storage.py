@@ -248,11 +248,11 @@ class StateWriter:
 
     def written(self) -> list[int]:
         """The positions of the states that were written since the last call."""
-        found: list[int] = []
+        positions: list[int] = []
         with contextlib.suppress(queue.Empty):
             while True:
-                found.append(self._written.get_nowait())
-        return found
+                positions.append(self._written.get_nowait())
+        return positions
 
     def _write(self, saved: Saved, position: int) -> None:
         try:

@@ -155,7 +155,7 @@ class Acceptor:
         self._num_kept_bytes += stranger.line.num_kept_bytes - stranger.num_kept_bytes
         stranger.num_kept_bytes = stranger.line.num_kept_bytes
         while self._num_kept_bytes > MAX_KEPT_BYTES:
-            self.dropped(max(self._strangers, key=lambda one: one.num_kept_bytes))
+            self.dropped(max(self._strangers, key=lambda candidate: candidate.num_kept_bytes))
         return message
 
     def accept(self, now: float) -> None:

@@ -115,10 +115,10 @@ def find_cluster_spec(timeout_sec: float) -> ClusterSpec | None:
     if None in given:
         if given[1] is None and (tasks := _tasks()).count > 1:
             given, told_by = (given[0], tasks.count, tasks.process if given[2] is None else given[2]), tasks.told_by
-        found = _detected(given, timeout_sec)
-        if found is None:
+        detected = _detected(given, timeout_sec)
+        if detected is None:
             return None
-        given = found
+        given = detected
     address, num_processes, process = given
     if address is None or num_processes is None or process is None:
         names = ("the coordinator's address", "the number of processes", "the number of this process")
@@ -198,16 +198,16 @@ def host_name() -> str:
 def resolved(host: str) -> list[str]:
     """The addresses that a host name resolves to on this machine; empty if it does not resolve."""
     try:
-        return sorted({str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
+        return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
     except OSError:
         return []
 
 
 def loopback(host: str) -> str | None:
     """The loopback address that a name resolves to on this machine; None if it also resolves to another address."""
-    found = resolved(host)
-    inner = [address for address in found if ipaddress.ip_address(address.split("%")[0]).is_loopback]
-    return inner[0] if inner and len(inner) == len(found) else None
+    addresses = resolved(host)
+    inner = [address for address in addresses if ipaddress.ip_address(address.split("%")[0]).is_loopback]
+    return inner[0] if inner and len(inner) == len(addresses) else None
 
 
 def network_address() -> str | None:

@@ -27,12 +27,12 @@ def processes_without(fine: bool) -> str:
     return process_names(missing, member.hosts if member is not None else ["host ?"] * len(every))
 
 
-def from_each_process(own: bytes) -> list[bytes]:
+def from_each_process(payload: bytes) -> list[bytes]:
     """The bytes that each process sends, in the order of the processes; each waits here for the others."""
     if jax.process_count() == 1:
-        return [own]
-    lengths = np.ravel(multihost_utils.process_allgather(np.int32(len(own))))
-    padded = np.frombuffer(own.ljust(max(1, int(lengths.max())), b"\0"), np.uint8)
+        return [payload]
+    lengths = np.ravel(multihost_utils.process_allgather(np.int32(len(payload))))
+    padded = np.frombuffer(payload.ljust(max(1, int(lengths.max())), b"\0"), np.uint8)
     rows = np.asarray(multihost_utils.process_allgather(padded), np.uint8).reshape(len(lengths), -1)
     return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 

@@ -47,17 +47,17 @@ def _source_hashes() -> dict[str, str]:
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flattens nested dictionaries into one with dotted names."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, value in values.items():
         inner = isinstance(value, Mapping) and value
-        found |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
-    return found
+        entries |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+    return entries
 
 
 def process_names(processes: Iterable[int], hosts: Mapping[int, str] | Sequence[str]) -> str:
     """`host1 (process 1), host3 (process 3)`; the first 8 of many."""
     every = list(processes)
-    shown = [f"{hosts[one]} (process {one})" for one in every[:8]]
+    shown = [f"{hosts[process]} (process {process})" for process in every[:8]]
     return ", ".join(shown) + (f" and {len(every) - 8} more" if len(every) > 8 else "")
 
 
@@ -102,8 +102,8 @@ def _unequal(descriptions: Sequence[Mapping[str, Any]], hosts: Sequence[str], *,
     parts = []
     for name in different[:_MOST_NAMED]:
         groups: dict[str, list[int]] = {}
-        for process, one in enumerate(descriptions):
-            groups.setdefault(json.dumps(one.get(name, "missing")), []).append(process)
+        for process, description in enumerate(descriptions):
+            groups.setdefault(json.dumps(description.get(name, "missing")), []).append(process)
         first, *others = groups.items()
         if with_values:
             rest = ", but ".join(f"{_shown(value)} on {process_names(processes, hosts)}" for value, processes in others)
