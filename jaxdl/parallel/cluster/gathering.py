@@ -105,15 +105,15 @@ class Gathering:
             acceptor.tidy(now)
             open_ = acceptor.is_open(now)
             waited = [*acceptor.strangers, *self._guests, *([acceptor] if open_ else [])]
-            found = ready(waited, min(_POLL_SEC if open_ else LEAST_SEC, self._end - now))
+            ready_items = ready(waited, min(_POLL_SEC if open_ else LEAST_SEC, self._end - now))
             # Guests first: a closed connection is noticed before its process connects again. The
             # acceptor last: a stranger that has said its hello cannot be evicted by the next connection.
-            for guest in [one for one in found if isinstance(one, _Guest)]:
+            for guest in [item for item in ready_items if isinstance(item, _Guest)]:
                 self._listen_to(guest)
-            for stranger in [one for one in found if isinstance(one, Stranger)]:
+            for stranger in [item for item in ready_items if isinstance(item, Stranger)]:
                 if stranger in acceptor and not self._is_complete():
                     self._listen_to_stranger(acceptor, stranger)
-            if acceptor in found:
+            if acceptor in ready_items:
                 acceptor.accept(time.monotonic())
             self._send_who_is_here()
 
@@ -174,7 +174,7 @@ class Gathering:
         self._has_news = True
 
     def _welcome(self, guest: _Guest) -> None:
-        for other in [one for one in self._guests if one.claim.process == guest.claim.process]:
+        for other in [candidate for candidate in self._guests if candidate.claim.process == guest.claim.process]:
             self._listen_to(other)  # If it has ended, this is the same process, connected again.
         self._guests.append(guest)
         mistake = self._problem_with(guest.claim)
@@ -243,7 +243,7 @@ class Gathering:
         if len(hosts) < self._spec.num_processes:
             text = missing_message(self._spec, hosts, self._timeout_sec)
             return f"{text} {note}".strip(), False
-        others = [guest.hello for guest in sorted(self._guests, key=lambda one: one.claim.process)]
+        others = [guest.hello for guest in sorted(self._guests, key=lambda guest: guest.claim.process)]
         hellos = [self._own, *(hello for hello in others if hello is not None)]
         names = [hello.host for hello in hellos]
         unequal = difference([hello.description.to_json() for hello in hellos], names)

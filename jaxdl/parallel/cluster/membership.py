@@ -176,11 +176,11 @@ class Membership(abc.ABC):
             while self._posted:
                 self._deliver(self._posted[0])
                 self._posted.popleft()
-            for one in ready([self._woken, *self._lines.values()], next_beat - now):
-                if isinstance(one, Line):
-                    self._read(one)
+            for item in ready([self._woken, *self._lines.values()], next_beat - now):
+                if isinstance(item, Line):
+                    self._read(item)
                 else:
-                    one.recv(2**10)
+                    item.recv(2**10)
             self._check_silence()
 
     def _read(self, line: Line) -> None:

@@ -18,12 +18,12 @@ from jaxdl.parallel.cluster.consistency import process_names
 
 def unreachable_message(spec: ClusterSpec, why: str, timeout_sec: float) -> str:
     """The message of a process that could not reach process 0."""
-    found = resolved(spec.host)
-    at = f"{spec.address} ({', '.join(found)})" if found and found != [spec.host] else spec.address
+    addresses = resolved(spec.host)
+    at = f"{spec.address} ({', '.join(addresses)})" if addresses and addresses != [spec.host] else spec.address
     message = (
         f"process {spec.process} on {host_name()} could not reach process 0 at {at} within {timeout_sec:g} s: {why}."
     )
-    if not found:
+    if not addresses:
         return f"{message} Set JAX_COORDINATOR_ADDRESS to a name that every host can resolve, or to an IP address."
     if loopback(spec.host):
         return (

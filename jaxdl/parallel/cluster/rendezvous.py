@@ -48,13 +48,13 @@ def meet(
     resolve to an address that others reach. Raises, in all processes alike, ConfigError for a mistake in the setup and
     ClusterError for processes that did not join in time.
     """
-    own = loopback(socket.gethostname()) if uses_gloo else None
+    loopback_address = loopback(socket.gethostname()) if uses_gloo else None
     fields = {
         "jaxdl": PROTOCOL,
         "process": spec.process,
         "num_processes": spec.num_processes,
         "host": host_name(),
-        "own_name": [socket.gethostname(), own] if own else None,
+        "own_name": [socket.gethostname(), loopback_address] if loopback_address else None,
         "description": description,
     }
     text = json.dumps(fields)

@@ -173,9 +173,9 @@ def _compare(description: Mapping[str, Any]) -> None:
 
     if jax.process_index() == 0:
         print("note: the processes are connected by JAX alone: it notices a lost one late.", file=sys.stderr)
-    own = np.frombuffer(json.dumps({"host": host_name(), "description": description}).encode(), np.uint8)
-    lengths = np.ravel(multihost_utils.process_allgather(np.int32(len(own))))
-    texts = multihost_utils.process_allgather(np.pad(own, (0, int(lengths.max()) - len(own))))
+    encoded = np.frombuffer(json.dumps({"host": host_name(), "description": description}).encode(), np.uint8)
+    lengths = np.ravel(multihost_utils.process_allgather(np.int32(len(encoded))))
+    texts = multihost_utils.process_allgather(np.pad(encoded, (0, int(lengths.max()) - len(encoded))))
     every = [json.loads(bytes(text[:length])) for text, length in zip(np.atleast_2d(texts), lengths, strict=True)]
     unequal = difference([answer["description"] for answer in every], [answer["host"] for answer in every])
     if unequal is not None:
@@ -186,9 +186,9 @@ def _check_counts() -> None:
     """Raises ConfigError, in all processes alike, when one has more devices than another."""
     import jax
 
-    found = Counter(device.process_index for device in jax.devices())
+    device_counts = Counter(device.process_index for device in jax.devices())
     member = current()
-    names = member.hosts if member is not None else ["host ?"] * len(found)
-    unequal = unequal_counts([found[process] for process in sorted(found)], names)
+    names = member.hosts if member is not None else ["host ?"] * len(device_counts)
+    unequal = unequal_counts([device_counts[process] for process in sorted(device_counts)], names)
     if unequal is not None:
         raise ConfigError(unequal)

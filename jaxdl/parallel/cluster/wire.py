@@ -165,10 +165,10 @@ WaitedT = TypeVar("WaitedT", bound=HasFileno)
 
 def ready(waited: Iterable[WaitedT], timeout_sec: float) -> list[WaitedT]:
     """The items that can be read (or have ended), or can take buffered bytes; empty after `timeout_sec`."""
-    by_number = {one.fileno(): one for one in waited}
+    by_number = {item.fileno(): item for item in waited}
     poll = select.poll()  # Unlike select() it knows file descriptors above 1023.
-    for number, one in by_number.items():
-        line = getattr(one, "line", one)  # The item is a Line or holds one.
+    for number, item in by_number.items():
+        line = getattr(item, "line", item)  # The item is a Line or holds one.
         writes = isinstance(line, Line) and line.waits_to_send
         poll.register(number, select.POLLIN | (select.POLLOUT if writes else 0))
     return [by_number[number] for number, _ in poll.poll(max(0.0, timeout_sec) * 1000)]

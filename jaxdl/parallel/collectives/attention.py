@@ -124,7 +124,7 @@ class _Region:
     @property
     def devices(self) -> PartitionSpec:
         """A dimension for the devices that have different parts."""
-        names = ((one,) if isinstance(one, str) else one or () for one in self.split)
+        names = ((entry,) if isinstance(entry, str) else entry or () for entry in self.split)
         return PartitionSpec(tuple(name for several in names for name in several))
 
     @property

@@ -48,8 +48,8 @@ def gather_blocks(x: jax.Array, blocks: jax.Array, width: int) -> tuple[jax.Arra
     )
     keys = magnitudes(rows)
     if x.size % width:
-        own = starts[:, None] + jnp.arange(width, dtype=jnp.int32) >= wanted[:, None]
-        keys = jnp.where(own, keys, -1)
+        is_own = starts[:, None] + jnp.arange(width, dtype=jnp.int32) >= wanted[:, None]
+        keys = jnp.where(is_own, keys, -1)
     return keys, starts
 
 

@@ -118,12 +118,12 @@ def _one_device(
     x, target, mask = jnp.pad(x, (*fill, (0, 0))), jnp.pad(target, fill), jnp.pad(mask, fill)
 
     def chunk(carry: Any, start: jax.Array) -> Any:
-        own, labels, counts = (lax.dynamic_slice_in_dim(one, start, size, axis=1) for one in (x, target, mask))
-        loss, correct, grad = _token_sums(own, narrow, labels, counts, how)
+        features, labels, counts = (lax.dynamic_slice_in_dim(whole, start, size, axis=1) for whole in (x, target, mask))
+        loss, correct, grad = _token_sums(features, narrow, labels, counts, how)
         if not with_gradients:
             return (carry[0] + loss, carry[1] + correct), ()
         x_grad = _over_vocabulary(lax.psum, how, _product(grad, narrow, ((2,), (1,)), x.dtype))
-        kernel_grad = float32_product(own, grad, (((0, 1), (0, 1)), ((), ())))
+        kernel_grad = float32_product(features, grad, (((0, 1), (0, 1)), ((), ())))
         return (carry[0] + loss, carry[1] + correct, carry[2] + kernel_grad), x_grad
 
     zero = jnp.zeros((), jnp.float32)
@@ -150,11 +150,11 @@ def _token_sums(
     is_target = classes == target[..., None]
     highest = _over_vocabulary(lax.pmax, how, logits.max(axis=-1, keepdims=True))
     place = target[..., None] - classes[..., :1]
-    own = jnp.take_along_axis(logits, jnp.clip(place, 0, kernel.shape[1] - 1), axis=-1)
-    own = _over_vocabulary(lax.psum, how, jnp.where((place >= 0) & (place < kernel.shape[1]), own, 0))
+    target_logit = jnp.take_along_axis(logits, jnp.clip(place, 0, kernel.shape[1] - 1), axis=-1)
+    target_logit = _over_vocabulary(lax.psum, how, jnp.where((place >= 0) & (place < kernel.shape[1]), target_logit, 0))
     powers = jnp.exp(logits - highest)
     # NaN <= x and x <= NaN are false: a NaN is ahead of every number, and so its token is never correct.
-    ahead = ~(logits <= own) | ((logits == own) & (classes < target[..., None]))
+    ahead = ~(logits <= target_logit) | ((logits == target_logit) & (classes < target[..., None]))
     # One sum over the devices; a count of words is exact in float32.
     sums = [powers.sum(axis=-1), ahead.sum(axis=-1, dtype=jnp.float32)]
     if how.label_smoothing:
@@ -164,7 +164,7 @@ def _token_sums(
     # The cross-entropy with a target of 1 - smoothing and smoothing / words everywhere, in closed form.
     words = kernel.shape[1] * (lax.axis_size(how.vocab_axis) if how.vocab_axis else 1)
     wanted, everywhere = 1 - how.label_smoothing, how.label_smoothing / words
-    loss = normalizer - wanted * own[..., 0] + how.z_loss * jnp.square(normalizer)
+    loss = normalizer - wanted * target_logit[..., 0] + how.z_loss * jnp.square(normalizer)
     slope = (mask / total) * (1 + 2 * how.z_loss * normalizer)
     grad = powers * slope[..., None] - jnp.where(is_target & mask[..., None], wanted, 0.0)
     if how.label_smoothing:

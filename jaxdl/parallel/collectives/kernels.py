@@ -122,26 +122,26 @@ class Stage:
         Digit 0 is not counted: it is that of the rest. The digit and the high bits (mostly an exponent) that are shared
         by many keys are counted here and added once: the largest digit, and the NEAR largest high bits.
         """
-        own = (keys - low) >> digit.shift
-        counted = (keys >= low) & (keys >= least) & (own > 0) & (own < 1 << digit.bits)
-        top = jnp.max(jnp.where(counted, own, 0))
+        key_digits = (keys - low) >> digit.shift
+        counted = (keys >= low) & (keys >= least) & (key_digits > 0) & (key_digits < 1 << digit.bits)
+        top = jnp.max(jnp.where(counted, key_digits, 0))
 
         @pl.when(top > 0)
         def _() -> None:
-            steps = (top >> LOW) - (own >> LOW)
-            near, same, one = counted & (steps < NEAR), counted & (own == top), jnp.ones_like(own)
-            packed = jnp.sum(jnp.where(near, one << (FIELD * jnp.where(near, steps, 0)), 0))
+            steps = (top >> LOW) - (key_digits >> LOW)
+            near, same, ones = counted & (steps < NEAR), counted & (key_digits == top), jnp.ones_like(key_digits)
+            packed = jnp.sum(jnp.where(near, ones << (FIELD * jnp.where(near, steps, 0)), 0))
             num_same = jnp.sum(same.astype(jnp.int32))
             which = jnp.arange(NEAR + 1, dtype=jnp.int32)
             count = jnp.where(which < NEAR, (packed >> (FIELD * which)) & ((1 << FIELD) - 1), num_same)
             slot = jnp.where(which < NEAR, (top >> LOW) - which, SLOTS + top)
             self.add(bins, digit.begin + slot, count, (count > 0) & (slot >= 0))
-            self.add(bins, digit.begin + SLOTS + own, one, counted & ~same)
+            self.add(bins, digit.begin + SLOTS + key_digits, ones, counted & ~same)
             far = counted & ~near
 
             @pl.when(jnp.max(far.astype(jnp.int32)) > 0)
             def _() -> None:
-                self.add(bins, digit.begin + (own >> LOW), one, far)
+                self.add(bins, digit.begin + (key_digits >> LOW), ones, far)
 
     def find(self, bins: Any, digit: Digit, rank: Any) -> tuple[jax.Array, jax.Array]:
         """The digit of the key number `rank` (from 1, the largest first), shifted, and its rank among its equals."""
@@ -150,8 +150,8 @@ class Stage:
         def look_up(begin: Any, rank: Any) -> tuple[jax.Array, jax.Array]:
             counts = fetch(bins.at[begin + slots]).astype(jnp.int32)
             at_least = jnp.sum(counts) - jnp.cumsum(counts) + counts
-            found = jnp.sum(((at_least >= rank) & (slots > 0)).astype(jnp.int32))
-            return found, rank - jnp.sum(jnp.where(slots > found, counts, 0))
+            slot = jnp.sum(((at_least >= rank) & (slots > 0)).astype(jnp.int32))
+            return slot, rank - jnp.sum(jnp.where(slots > slot, counts, 0))
 
         high, rank = look_up(digit.begin, rank)
         rest, rank = look_up(digit.begin + SLOTS + (high << LOW), rank)
@@ -184,9 +184,9 @@ class Stage:
 
         def body(places: jax.Array, inside: jax.Array, carried: Any) -> Any:
             entries = fetch(blocks.at[places // width], mask=inside, other=0) * width + places % width
-            own = self.read(x, entries, inside & (entries < x.shape[0]))
-            self.store(keys, places, own, inside)
-            self.tally(bins, own, self.first, least=lowest)
+            entry_keys = self.read(x, entries, inside & (entries < x.shape[0]))
+            self.store(keys, places, entry_keys, inside)
+            self.tally(bins, entry_keys, self.first, least=lowest)
             return carried
 
         self.each_chunk(body)
@@ -200,10 +200,10 @@ class Stage:
 
         self.each_chunk(body)
 
-    def refine_kernel(self, keys: Any, _: Any, found: Any, bins: Any) -> None:
+    def refine_kernel(self, keys: Any, _: Any, threshold: Any, bins: Any) -> None:
         """Finds the first digit of the k-th key, and its rank among those with the same; counts these by the second."""
         low, rank = self.find(bins, self.first, self.k)
-        found[0], found[1] = low, rank
+        threshold[0], threshold[1] = low, rank
 
         def body(places: jax.Array, inside: jax.Array, carried: Any) -> Any:
             self.tally(bins, self.read(keys, places, inside), self.second, low=low)
@@ -211,11 +211,11 @@ class Stage:
 
         self.each_chunk(body)
 
-    def sum_kernel(self, keys: Any, before: Any, bins: Any, found: Any, counts: Any) -> None:
+    def sum_kernel(self, keys: Any, before: Any, bins: Any, threshold: Any, counts: Any) -> None:
         """Finds the k-th key, and its rank among ties; how many keys of each program are above it, and how many tie."""
         second, rank = self.find(bins, self.second, before[1])
         low = before[0] + second
-        found[0], found[1] = low, rank
+        threshold[0], threshold[1] = low, rank
 
         def body(places: jax.Array, inside: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
             above, ties = self.compare(self.read(keys, places, inside), low)
@@ -226,13 +226,13 @@ class Stage:
         counts[pl.program_id(0)] = jnp.sum(above)
         counts[self.programs + pl.program_id(0)] = jnp.sum(ties)
 
-    def pack_kernel(self, keys: Any, found: Any, counts: Any, *refs: Any, width: int = 1) -> None:
+    def pack_kernel(self, keys: Any, threshold: Any, counts: Any, *refs: Any, width: int = 1) -> None:
         """Writes where the k largest keys are, ascending, the first `rank` of all ties among them.
 
         With `blocks` (the first of `refs`) keys are those of the entries of these blocks, and places are the entries'.
         """
         *blocks, packed = refs
-        low, rank = found[0], found[1]
+        low, rank = threshold[0], threshold[1]
         others = jnp.arange(pl.next_power_of_2(self.programs), dtype=jnp.int32)
         earlier = others < pl.program_id(0)
         above = jnp.sum(fetch(counts.at[others], mask=earlier, other=0))
@@ -282,10 +282,10 @@ class Stage:
 
     def select(self, keys: jax.Array, bins: jax.Array, *blocks: jax.Array, width: int = 1) -> tuple[jax.Array, ...]:
         """From keys counted by the first digit: their places int32 `[k]`, the k-th key and its rank, and the bins."""
-        found, bins = self.run(self.refine_kernel, [keys], [2], bins=bins)
-        found, counts = self.run(self.sum_kernel, [keys, found, bins], [2, 2 * self.programs])
-        (places,) = self.run(self.pack_kernel, [keys, found, counts, *blocks], [self.k], width=width)
-        return places, found, bins
+        threshold, bins = self.run(self.refine_kernel, [keys], [2], bins=bins)
+        threshold, counts = self.run(self.sum_kernel, [keys, threshold, bins], [2, 2 * self.programs])
+        (places,) = self.run(self.pack_kernel, [keys, threshold, counts, *blocks], [self.k], width=width)
+        return places, threshold, bins
 
 
 def fits(n: int, k: int) -> bool:
@@ -312,9 +312,9 @@ def largest_by_kernels(x: jax.Array, k: int, leading: int, *, interpret: bool = 
     rounds = pl.cdiv(tiles, MAXIMA_PROGRAMS)
     reading = {"programs": pl.cdiv(tiles, rounds), "warps": MAXIMA_WARPS}
     maxima, bins = stage.run(stage.maxima_kernel, [x], [stage.size], bins=bins, **reading, width=width, rounds=rounds)
-    blocks, found, bins = stage.select(maxima, bins)
+    blocks, threshold, bins = stage.select(maxima, bins)
     with jax.named_scope(GATHERS):
-        keys, bins = inner.run(inner.gather_kernel, [x, blocks, found], [inner.size], bins=bins, width=width)
+        keys, bins = inner.run(inner.gather_kernel, [x, blocks, threshold], [inner.size], bins=bins, width=width)
     return inner.select(keys, bins, blocks, width=width)[0]
 
 
