@@ -54,15 +54,15 @@ class OwnKernels:
         if jax.process_count() == 1 or self._agreed:
             return
         try:
-            own = b"yes" if self._suits_here() else b"no"
+            local_answer = b"yes" if self._suits_here() else b"no"
         except ConfigError as error:
-            own = str(error).encode()
-        answers = from_each_process(own)
+            local_answer = str(error).encode()
+        answers = from_each_process(local_answer)
         for answer in answers:
             if answer not in (b"yes", b"no"):
                 raise ConfigError(answer.decode())
         self._agreed.append(set(answers) == {b"yes"})
-        if own == b"yes" and not self._agreed[0]:
+        if local_answer == b"yes" and not self._agreed[0]:
             self._warn("are not used on another host")
 
     def forget(self) -> None:

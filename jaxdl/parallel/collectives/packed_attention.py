@@ -116,9 +116,11 @@ def _by_turns(
         index, results = carry
         mine, others = documents(*segments, index * how.most + 1, how.most)
         new = several(mine, others)
-        own = [mine.tokens, *(others.tokens for _ in new[1:])]
-        kept = zip(own, new, results, strict=True)
-        return index + 1, tuple(jnp.where(one[:, :, None, None], now, before) for one, now, before in kept)
+        token_masks = [mine.tokens, *(others.tokens for _ in new[1:])]
+        kept = zip(token_masks, new, results, strict=True)
+        return index + 1, tuple(
+            jnp.where(token_mask[:, :, None, None], now, before) for token_mask, now, before in kept
+        )
 
     turns = -(-jnp.max(segments[0]) // how.most)
     zeros = tuple(alike((), jnp.zeros_like(x), *like, *segments)[0] for x in like)

@@ -61,8 +61,8 @@ def define(
 
     primitive.def_impl(lambda *operands, **params: run(*operands, _params=tuple(params.items())))
     primitive.def_abstract_eval(functools.partial(_abstract, name, results, core_ndims))
-    for platform, one in {None: implementation, **(platforms or {})}.items():
-        lowered = mlir.lower_fun(_batched(one, core_ndims), multiple_results=True)
+    for platform, platform_variant in {None: implementation, **(platforms or {})}.items():
+        lowered = mlir.lower_fun(_batched(platform_variant, core_ndims), multiple_results=True)
         mlir.register_lowering(primitive, lowered, platform=platform)
 
     def batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
@@ -75,8 +75,8 @@ def define(
         # `vmap(axis_name=...)` stands in for the devices.
         cores = [jax.ShapeDtypeStruct(_core(x, ndim), x.dtype) for x, ndim in zip(fronted, core_ndims, strict=True)]
         same = [result.same for result in results(*cores, **params)]
-        one = functools.partial(_batched(implementation, core_ndims), **params)
-        outputs = jax.vmap(one, axis_name=axis_data.name)(*fronted)
+        device_function = functools.partial(_batched(implementation, core_ndims), **params)
+        outputs = jax.vmap(device_function, axis_name=axis_data.name)(*fronted)
         outputs = [x[0] if once else x for x, once in zip(outputs, same, strict=True)]
         return outputs, [None if once else 0 for once in same]
 
@@ -112,11 +112,11 @@ def _abstract(
     ]
 
 
-def _batched(one: Implementation, core_ndims: tuple[int, ...]) -> Implementation:
+def _batched(implementation: Implementation, core_ndims: tuple[int, ...]) -> Implementation:
     """An implementation for operands with the same leading batch dimensions."""
 
     def run(*operands: jax.Array, **params: Any) -> Sequence[jax.Array]:
-        mapped: Any = functools.partial(one, **params)
+        mapped: Any = functools.partial(implementation, **params)
         for _ in range(operands[0].ndim - core_ndims[0]):
             mapped = jax.vmap(mapped)
         return mapped(*operands)

@@ -299,8 +299,8 @@ def _mixed(x: jax.Array, second: jax.Array | None = None) -> jax.Array:
 def _seeds(words: jax.Array, stream: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Two uint32 from the key's two words and the number of the stream: a device in one of the two shots."""
     stream = _mixed(stream.astype(jnp.uint32))
-    one, other = words[0], words[1]
-    return _mixed(one + _mixed(other + stream)), _mixed(other ^ _mixed(one ^ ~stream))
+    first, other = words[0], words[1]
+    return _mixed(first + _mixed(other + stream)), _mixed(other ^ _mixed(first ^ ~stream))
 
 
 def _uniform(shape: tuple[int, ...], seeds: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -90,8 +90,8 @@ class SparsePlan:
 
     def positions(self, owner: jax.Array, place: jax.Array) -> jax.Array:
         """The reverse of `owner_and_place`; n for places at the end of the range and beyond n."""
-        found = (place // self.chunk * self.num_devices + owner) * self.chunk + place % self.chunk
-        return jnp.where(place < self.range_size, jnp.minimum(found, self.n), self.n)
+        position = (place // self.chunk * self.num_devices + owner) * self.chunk + place % self.chunk
+        return jnp.where(place < self.range_size, jnp.minimum(position, self.n), self.n)
 
     def spread(self, mine: jax.Array, owner: jax.Array) -> jax.Array:
         """`[n]`: the owner's range at its positions, zero elsewhere."""

@@ -46,7 +46,7 @@ def operations(text: str, axes: Mapping[str, int]) -> list[Operation]:
 
     Operations in a loop or a branch count once.
     """
-    found = []
+    parsed = []
     for line in text.splitlines():
         match = _INSTRUCTION.search(line)
         if match is None or "-done(" in line:
@@ -57,8 +57,8 @@ def operations(text: str, axes: Mapping[str, int]) -> list[Operation]:
             shapes = shapes[len(shapes) // 2 :]  # (operands, results)
         over = () if kind == "sort" else axes_of(line, axes)
         if kind == "sort" or over:
-            found.append(Operation(kind, over, shapes))
-    return found
+            parsed.append(Operation(kind, over, shapes))
+    return parsed
 
 
 def usual_collectives(text: str, axes: Mapping[str, int]) -> list[tuple[str, tuple[str, ...], float]]:
@@ -69,16 +69,16 @@ def usual_collectives(text: str, axes: Mapping[str, int]) -> list[tuple[str, tup
     module = hlo.parse(text)
 
     def of(computation: str) -> list[tuple[str, tuple[str, ...], float]]:
-        found = []
-        for one in module.computations[computation].values():
-            inner = hlo.inner_computations(one)
-            if one.kind == "conditional":
-                found += min(map(of, inner), key=lambda some: sum(size for *_, size in some))
+        messages = []
+        for instruction in module.computations[computation].values():
+            inner = hlo.inner_computations(instruction)
+            if instruction.kind == "conditional":
+                messages += min(map(of, inner), key=lambda some: sum(size for *_, size in some))
             else:
                 for name in inner:
-                    found += of(name)
-            listed = operations(one.line, axes) if hlo.is_collective(one) else []
-            found += [(op.kind, op.axes, op.num_bytes) for op in listed if op.axes]
-        return found
+                    messages += of(name)
+            listed = operations(instruction.line, axes) if hlo.is_collective(instruction) else []
+            messages += [(op.kind, op.axes, op.num_bytes) for op in listed if op.axes]
+        return messages
 
     return of(module.entry)

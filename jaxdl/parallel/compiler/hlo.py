@@ -91,40 +91,45 @@ class Module:
         """The time of all instructions of a computation, one after the other."""
         return sum(self.seconds(computation, instruction) for instruction in self.computations[computation].values())
 
-    def _timed(self, computation: str, one: Instruction) -> float:
-        if one.kind in _CONTROL:
-            return trip_count(one) * max(map(self.total_sec, inner_computations(one)), default=0.0)
-        if not self.is_kernel(one):
+    def _timed(self, computation: str, instruction: Instruction) -> float:
+        if instruction.kind in _CONTROL:
+            return trip_count(instruction) * max(map(self.total_sec, inner_computations(instruction)), default=0.0)
+        if not self.is_kernel(instruction):
             return 0.0
-        moved = self.moved_bytes(computation, one)
-        return max(moved / MEMORY_BYTES_PER_SEC, self.product_sec(computation, one))
+        moved = self.moved_bytes(computation, instruction)
+        return max(moved / MEMORY_BYTES_PER_SEC, self.product_sec(computation, instruction))
 
     @staticmethod
-    def is_kernel(one: Instruction) -> bool:
+    def is_kernel(instruction: Instruction) -> bool:
         """Whether an instruction is work on the device: no message, no control flow, and not without work."""
-        if one.kind in _CONTROL or one.kind in _FREE or is_collective(one) or one.kind.endswith("-done"):
+        if (
+            instruction.kind in _CONTROL
+            or instruction.kind in _FREE
+            or is_collective(instruction)
+            or instruction.kind.endswith("-done")
+        ):
             return False
-        return host_bytes(one) is None
+        return host_bytes(instruction) is None
 
-    def _operands(self, computation: str, one: Instruction) -> list[Instruction]:
+    def _operands(self, computation: str, instruction: Instruction) -> list[Instruction]:
         there = self.computations[computation]
-        return [there[name] for name in one.operands if name in there]
+        return [there[name] for name in instruction.operands if name in there]
 
-    def moved_bytes(self, computation: str, one: Instruction) -> float:
+    def moved_bytes(self, computation: str, instruction: Instruction) -> float:
         """The bytes that an instruction reads and writes, each operand and each result once; those of a loop's body."""
-        if one.kind in _CONTROL:
-            parts = [(name, self.computations[name].values()) for name in inner_computations(one)]
-            return trip_count(one) * max(
+        if instruction.kind in _CONTROL:
+            parts = [(name, self.computations[name].values()) for name in inner_computations(instruction)]
+            return trip_count(instruction) * max(
                 (sum(self.moved_bytes(name, x) for x in part) for name, part in parts), default=0
             )
-        if not self.is_kernel(one):
+        if not self.is_kernel(instruction):
             return 0.0
-        operands = self._operands(computation, one)
-        inside = self.computations.get(one.called("calls") or "") if one.kind == "fusion" else None
+        operands = self._operands(computation, instruction)
+        inside = self.computations.get(instruction.called("calls") or "") if instruction.kind == "fusion" else None
         if inside is None:
-            if one.kind in _SLICES:
-                return 2 * one.num_bytes
-            return _called_bytes(one, operands)
+            if instruction.kind in _SLICES:
+                return 2 * instruction.num_bytes
+            return _called_bytes(instruction, operands)
         # A fusion in a loop over stacked layers reads or writes only a slice of them.
         parameters = [x for x in inside.values() if x.kind == "parameter"]
         parameters.sort(key=lambda x: int(x.line.split(" parameter(")[1].split(")")[0]))
@@ -138,39 +143,42 @@ class Module:
             ):
                 read += parameter.num_bytes
         updates = [x for x in inside.values() if x.kind == "dynamic-update-slice"]
-        written = one.num_bytes
+        written = instruction.num_bytes
         for update in updates:
             written += inside[update.operands[1]].num_bytes - update.num_bytes
         return max(0.0, written) + read
 
-    def product_sec(self, computation: str, one: Instruction) -> float:
+    def product_sec(self, computation: str, instruction: Instruction) -> float:
         """The least time of the products and convolutions of a kernel."""
-        if one.kind == "fusion":
-            callee = one.called("calls")
+        if instruction.kind == "fusion":
+            callee = instruction.called("calls")
             inside = self.computations.get(callee or "", {})
             return sum(self.product_sec(callee or "", x) for x in inside.values())
-        operands = self._operands(computation, one)
+        operands = self._operands(computation, instruction)
         if len(operands) < 2 or not operands[0].shapes or not operands[1].shapes:
             return 0.0
-        dtype, exact = operands[0].shapes[0][0], re.search(r"operand_precision\W+highest", one.line, re.IGNORECASE)
+        dtype, exact = (
+            operands[0].shapes[0][0],
+            re.search(r"operand_precision\W+highest", instruction.line, re.IGNORECASE),
+        )
         peak = EXACT_FLOPS_PER_SEC if exact and dtype == "f32" else FLOPS_PER_SEC.get(dtype, FLOPS_PER_SEC["f32"])
-        return _flops(one, operands) / peak
+        return _flops(instruction, operands) / peak
 
-    def kernels(self, computation: str, one: Instruction) -> dict[str, int]:
+    def kernels(self, computation: str, instruction: Instruction) -> dict[str, int]:
         """The kernels of each sort (conv, matmul, fusion) in an instruction; those of a loop count per iteration."""
-        if one.kind in _CONTROL:
+        if instruction.kind in _CONTROL:
             kernels = Counter[str]()
-            for name in inner_computations(one):
+            for name in inner_computations(instruction):
                 for part in self.computations[name].values():
                     for sort, number in self.kernels(name, part).items():
-                        kernels[sort] += trip_count(one) * number
+                        kernels[sort] += trip_count(instruction) * number
             return kernels
-        if not self.is_kernel(one):
+        if not self.is_kernel(instruction):
             return {}
         sort = "fusion"
-        if "conv" in one.name and one.kind == "custom-call":
+        if "conv" in instruction.name and instruction.kind == "custom-call":
             sort = "conv"
-        elif self.product_sec(computation, one) > 0:
+        elif self.product_sec(computation, instruction) > 0:
             sort = "matmul"
         return {sort: 1}
 
@@ -200,67 +208,69 @@ def shapes_bytes(shapes: Shapes) -> float:
     return float(sum(BYTES.get(dtype, 8) * math.prod(shape) for dtype, shape in shapes))
 
 
-def is_collective(one: Instruction) -> bool:
+def is_collective(instruction: Instruction) -> bool:
     """Whether an instruction is a collective, or the start or end of one."""
     kinds = ("all-", "reduce-scatter", "collective-", "async-", "send", "recv", "ragged-all-to-all")
-    return one.kind.startswith(kinds)
+    return instruction.kind.startswith(kinds)
 
 
-def host_bytes(one: Instruction) -> float | None:
+def host_bytes(instruction: Instruction) -> float | None:
     """The bytes that the start of a copy between the memories of the device and of the host moves; None for others.
 
     They are those of the largest array that is on the device.
     """
-    if not (one.kind.endswith("-start") and _HOST in one.line) or is_collective(one):
+    if not (instruction.kind.endswith("-start") and _HOST in instruction.line) or is_collective(instruction):
         return None
-    arrays = re.findall(r"\w+\[[\d,]*\](?:\{[^}]*\})?", one.result)
+    arrays = re.findall(r"\w+\[[\d,]*\](?:\{[^}]*\})?", instruction.result)
     return max((shapes_bytes(shapes_of(array)) for array in arrays if _HOST not in array), default=0.0)
 
 
-def trip_count(one: Instruction) -> int:
+def trip_count(instruction: Instruction) -> int:
     """The iterations of a loop; 1 if the program does not state them."""
-    match = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', one.line)
+    match = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', instruction.line)
     return int(match[1]) if match else 1
 
 
-def inner_computations(one: Instruction) -> list[str]:
+def inner_computations(instruction: Instruction) -> list[str]:
     """The computations that a loop, a conditional (its branches) or a call runs; none for other instructions."""
-    listed = re.search(r"branch_computations=\{([^}]*)\}", one.line) if one.kind == "conditional" else None
+    listed = (
+        re.search(r"branch_computations=\{([^}]*)\}", instruction.line) if instruction.kind == "conditional" else None
+    )
     names = re.findall(r"%([^\s,}]+)", listed[1]) if listed else []
-    return names + [name for which in _CONTROL.get(one.kind, ()) if (name := one.called(which))]
+    return names + [name for which in _CONTROL.get(instruction.kind, ()) if (name := instruction.called(which))]
 
 
-def _called_bytes(one: Instruction, operands: list[Instruction]) -> float:
+def _called_bytes(instruction: Instruction, operands: list[Instruction]) -> float:
     """The bytes that a custom call, or an instruction that is a kernel by itself, reads and writes."""
     # An operand that is changed in place is counted as its result.
-    places = {int(number) for number in re.findall(r"\{\d*\}: \((\d+), \{", one.line)}
+    places = {int(number) for number in re.findall(r"\{\d*\}: \((\d+), \{", instruction.line)}
     changed = [x.num_bytes for number, x in enumerate(operands) if number in places]
     sizes = [x.num_bytes for number, x in enumerate(operands) if number not in places]
-    if GATHERS not in one.line:
-        return sum(sizes) + one.num_bytes
-    fresh = one.num_bytes - sum(changed)
+    if GATHERS not in instruction.line:
+        return sum(sizes) + instruction.num_bytes
+    fresh = instruction.num_bytes - sum(changed)
     most = fresh or max(sizes, default=0.0)
     return fresh + sum(min(size, most) for size in sizes) + sum(2 * min(size, most) for size in changed)
 
 
-def _flops(one: Instruction, operands: list[Instruction]) -> float:
+def _flops(instruction: Instruction, operands: list[Instruction]) -> float:
     """FLOPs of a product or a convolution: two for each multiplication."""
     (_, first), (_, second) = operands[0].shapes[0], operands[1].shapes[0]
-    if not one.shapes:
+    if not instruction.shapes:
         return 0.0
-    result = one.shapes[0][1]
-    if "__cudnn$fmha" in one.line:  # The operands begin with query and key, [batch, length, heads, head_dim].
-        num_products = 5 if "Backward" in one.line else 2
-        return 2.0 * num_products * math.prod(first) * second[1] * (0.5 if "CAUSAL" in one.line else 1.0)
-    if match := re.search(r'(?:lhs_contracting_dims=\{|"lhs_contracting_dimensions":\[)([^}\]]*)', one.line):
+    result = instruction.shapes[0][1]
+    if "__cudnn$fmha" in instruction.line:  # The operands begin with query and key, [batch, length, heads, head_dim].
+        num_products = 5 if "Backward" in instruction.line else 2
+        return 2.0 * num_products * math.prod(first) * second[1] * (0.5 if "CAUSAL" in instruction.line else 1.0)
+    if match := re.search(r'(?:lhs_contracting_dims=\{|"lhs_contracting_dimensions":\[)([^}\]]*)', instruction.line):
         dims = [int(n) for n in re.findall(r"\d+", match[1])]
         return 2.0 * math.prod(result) * math.prod(first[dim] for dim in dims)
-    if match := re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.line):
+    if match := re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.line):
         # The kernel is the second operand, or the result of a filter gradient; it is applied once per output element.
         kernel, outputs = second, result
-        if "convBackwardFilter" in one.line:
+        if "convBackwardFilter" in instruction.line:
             kernel, outputs = result, second
-        elif "convBackwardInput" in one.line:
+        elif "convBackwardInput" in instruction.line:
             kernel, outputs = second, first
         return 2.0 * math.prod(outputs) * math.prod(kernel) / max(1, kernel[match[2].index("o")])
     return 0.0

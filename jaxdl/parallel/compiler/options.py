@@ -231,17 +231,17 @@ def _of_first(act: Callable[[], bytes], from_each: Callable[[bytes], Sequence[by
     except Exception as error:
         failure, content = error, b"-" + str(error).encode()
     every = from_each(content)
-    for process, one in enumerate(every):
-        if one.startswith(b"-"):
+    for process, answer in enumerate(every):
+        if answer.startswith(b"-"):
             where = f"process {process}: " if len(every) > 1 else ""
-            raise _NotOrderedError(f"{where}{one[1:].decode()}") from failure
+            raise _NotOrderedError(f"{where}{answer[1:].decode()}") from failure
     return every[0][1:]
 
 
-def _compiled(lowered: Any, options: Options, own: Options) -> tuple[Any, Options]:
+def _compiled(lowered: Any, options: Options, further_options: Options) -> tuple[Any, Options]:
     """The compiled function, and all options that XLA has taken."""
     while True:
-        every = own | options
+        every = further_options | options
         try:
             return lowered.compile(compiler_options=every or None), every
         except jax.errors.JaxRuntimeError as error:
@@ -249,13 +249,13 @@ def _compiled(lowered: Any, options: Options, own: Options) -> tuple[Any, Option
             name = problem and (problem[1] or problem[2])
             if problem is None or name is None:
                 raise
-            if name not in own:
+            if name not in further_options:
                 what = "XLA has no such option here" if problem[1] else f"XLA says {problem[3].rstrip('.')}"
                 raise ConfigError(
                     f"--compiler.options {name}={options.get(name)}: {what} (JAX {jax.__version__}). Leave it out, or "
                     "look its name and values up in XLA's debug options."
                 ) from None
-            own = {other: value for other, value in own.items() if other != name}
+            further_options = {other: value for other, value in further_options.items() if other != name}
 
 
 def _value(text: str) -> bool | int | float | str:

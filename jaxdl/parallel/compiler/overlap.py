@@ -156,46 +156,50 @@ def _play(module: Module, computation: str, axes: Mapping[str, int], links: Link
     now = compute = 0.0
     free = {True: 0.0, False: 0.0}
     in_flight: dict[str, Message] = {}
-    found: list[Message] = []
+    messages: list[Message] = []
     spans: list[tuple[float, float, str]] = []
-    for one in module.computations[computation].values():
-        if is_collective(one) and one.kind.endswith("-done"):
-            message = in_flight.pop(one.operands[0], None)
+    for instruction in module.computations[computation].values():
+        if is_collective(instruction) and instruction.kind.endswith("-done"):
+            message = in_flight.pop(instruction.operands[0], None)
             if message is not None:
                 message.needed_sec = now
                 now = max(now, message.end_sec)
             continue
-        if is_collective(one):
-            message = _message(module, one, axes)
+        if is_collective(instruction):
+            message = _message(module, instruction, axes)
             if message is None:
-                if one.kind.endswith("-update") and one.operands and one.operands[0] in in_flight:
-                    in_flight[one.name] = in_flight.pop(one.operands[0])
+                if (
+                    instruction.kind.endswith("-update")
+                    and instruction.operands
+                    and instruction.operands[0] in in_flight
+                ):
+                    in_flight[instruction.name] = in_flight.pop(instruction.operands[0])
                 continue
             message.started_sec = now
             stream = links.apart and message.over_replica
             message.begin_sec = max(now, free[stream])
             message.end_sec = message.begin_sec + links.seconds(message.over_replica, message.sent_bytes)
             free[stream] = message.end_sec
-            found.append(message)
+            messages.append(message)
             if message.is_async:
-                in_flight[one.name] = message
+                in_flight[instruction.name] = message
             else:
                 message.needed_sec, now = now, message.end_sec
             continue
-        seconds, kernels = module.seconds(computation, one), module.kernels(computation, one)
-        inner = _inner(module, one, axes, links)
+        seconds, kernels = module.seconds(computation, instruction), module.kernels(computation, instruction)
+        inner = _inner(module, instruction, axes, links)
         compute += seconds
         # Messages of a loop wait for those in flight, and later ones wait for them.
         streams = {links.apart and message.over_replica for message in inner.messages} if inner else set()
         now = max([now, *(free[stream] for stream in streams)])
         for message in inner.messages if inner else ():
-            lasts, message.times = message.seconds, message.times * trip_count(one)
+            lasts, message.times = message.seconds, message.times * trip_count(instruction)
             message.started_sec = message.begin_sec = now
             message.end_sec = message.needed_sec = now + lasts
-            found.append(message)
-        lasts = max(seconds, inner.total_sec * trip_count(one)) if inner else seconds
+            messages.append(message)
+        lasts = max(seconds, inner.total_sec * trip_count(instruction)) if inner else seconds
         if lasts > 0:
-            spans.append((now, now + lasts, part_of(one)))
+            spans.append((now, now + lasts, part_of(instruction)))
         for message in in_flight.values():
             message.compute_sec += seconds
             beside = max(0.0, min(now + lasts, message.end_sec) - max(now, message.begin_sec))
@@ -205,21 +209,23 @@ def _play(module: Module, computation: str, axes: Mapping[str, int], links: Link
         now += lasts
         for stream in streams:
             free[stream] = now
-    return Timeline(found, spans, max(now, *free.values()), compute)
+    return Timeline(messages, spans, max(now, *free.values()), compute)
 
 
-def _inner(module: Module, one: Instruction, axes: Mapping[str, int], links: Links) -> Timeline | None:
+def _inner(module: Module, instruction: Instruction, axes: Mapping[str, int], links: Links) -> Timeline | None:
     """A simulation of one iteration of a loop, or of the longest branch of a conditional."""
-    played = [_play(module, name, axes, links) for name in inner_computations(one) if name in module.computations]
+    played = [
+        _play(module, name, axes, links) for name in inner_computations(instruction) if name in module.computations
+    ]
     return max(played, key=lambda inner: inner.total_sec, default=None)
 
 
-def _message(module: Module, one: Instruction, axes: Mapping[str, int]) -> Message | None:
+def _message(module: Module, instruction: Instruction, axes: Mapping[str, int]) -> Message | None:
     """The collective that an instruction is or starts; None for one among single devices."""
-    line, kind, result = one.line, one.kind, one.result
+    line, kind, result = instruction.line, instruction.kind, instruction.result
     is_async = kind.endswith("-start")
     if kind == "async-start":
-        wrapped = module.computations.get(one.called("calls") or "", {})
+        wrapped = module.computations.get(instruction.called("calls") or "", {})
         inside = next((x for x in wrapped.values() if x.kind in KINDS), None)
         if inside is None:
             return None
@@ -231,8 +237,8 @@ def _message(module: Module, one: Instruction, axes: Mapping[str, int]) -> Messa
     if not over:
         return None
     shapes = shapes_of(re.sub(r"/\*.*?\*/", "", result))
-    if one.kind.endswith("-start") and one.kind not in ("async-start", "all-reduce-start"):
+    if instruction.kind.endswith("-start") and instruction.kind not in ("async-start", "all-reduce-start"):
         shapes = shapes[len(shapes) // 2 :]  # (operands, results)
     ways = math.prod(axes[axis] for axis in over)
     sent = sent_bytes(base, ways, shapes_bytes(shapes))
-    return Message(one.name, base, over, sent, is_async)
+    return Message(instruction.name, base, over, sent, is_async)

@@ -26,15 +26,15 @@ def profile_of(text: str, axes: Mapping[str, int], links: Links) -> bytes:
     timeline = play(module, axes, links)
     early = {over_replica: _early(timeline, over_replica) for over_replica in (True, False)}
     messages = {message.name: early[message.over_replica] * message.seconds for message in timeline.messages}
-    found, scheduled = [], [module.entry]
+    costs, scheduled = [], [module.entry]
     for name in scheduled:  # Loops inside are scheduled too, each for itself.
-        for one in module.computations[name].values():
-            scheduled += [inner for inner in inner_computations(one) if inner not in scheduled]
-            if one.name in messages:
-                found.append((one.name, 1e6 * messages[one.name]))
-            elif (seconds := module.seconds(name, one)) > 0:
-                found.append((one.name, max(_LEAST_US, 1e6 * seconds)))
-    return b"".join(_field(1, _field(1, name.encode()) + b"\x11" + struct.pack("<d", cost)) for name, cost in found)
+        for instruction in module.computations[name].values():
+            scheduled += [inner for inner in inner_computations(instruction) if inner not in scheduled]
+            if instruction.name in messages:
+                costs.append((instruction.name, 1e6 * messages[instruction.name]))
+            elif (seconds := module.seconds(name, instruction)) > 0:
+                costs.append((instruction.name, max(_LEAST_US, 1e6 * seconds)))
+    return b"".join(_field(1, _field(1, name.encode()) + b"\x11" + struct.pack("<d", cost)) for name, cost in costs)
 
 
 def _early(timeline: Timeline, over_replica: bool) -> float:
