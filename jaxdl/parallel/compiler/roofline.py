@@ -58,41 +58,49 @@ def kernels(module: Module) -> list[Kernel]:
 
 
 def _kernels(module: Module, computation: str, times: int) -> Iterable[Kernel]:
-    for one in module.computations[computation].values():
-        inner = [name for name in inner_computations(one) if name in module.computations]
+    for instruction in module.computations[computation].values():
+        inner = [name for name in inner_computations(instruction) if name in module.computations]
         if inner:
-            yield from _kernels(module, max(inner, key=module.total_sec), times * trip_count(one))
-        elif (copied := host_bytes(one)) is not None:
-            yield Kernel(one.name, "copy, host", part_of(one), times, 0.0, 0.0, host_bytes=copied)
-        elif module.is_kernel(one):
-            moved, product = module.moved_bytes(computation, one), module.product_sec(computation, one)
-            yield Kernel(one.name, _kind(one), part_of(one), times, moved, product, _RECOMPUTED in one.line)
+            yield from _kernels(module, max(inner, key=module.total_sec), times * trip_count(instruction))
+        elif (copied := host_bytes(instruction)) is not None:
+            yield Kernel(instruction.name, "copy, host", part_of(instruction), times, 0.0, 0.0, host_bytes=copied)
+        elif module.is_kernel(instruction):
+            moved, product = module.moved_bytes(computation, instruction), module.product_sec(computation, instruction)
+            yield Kernel(
+                instruction.name,
+                _kind(instruction),
+                part_of(instruction),
+                times,
+                moved,
+                product,
+                _RECOMPUTED in instruction.line,
+            )
 
 
-def part_of(one: Instruction) -> str:
+def part_of(instruction: Instruction) -> str:
     """Whether an instruction belongs to embedding tables, the forward pass, the backward pass or the rest of a step."""
-    if TABLES in one.line:
+    if TABLES in instruction.line:
         return "tables"
-    if "transpose(jvp" in one.line:
+    if "transpose(jvp" in instruction.line:
         return "backward"
-    return "forward" if "jvp(" in one.line else "rest"
+    return "forward" if "jvp(" in instruction.line else "rest"
 
 
-def _kind(one: Instruction) -> str:
-    if match := re.search(r'custom_call_target="([^"]*)"', one.line):
+def _kind(instruction: Instruction) -> str:
+    if match := re.search(r'custom_call_target="([^"]*)"', instruction.line):
         return match[1].strip("_").replace("$", " ")
-    match = re.search(r"kind=k(\w+)", one.line) if one.kind == "fusion" else None
-    return _FUSIONS.get(match[1], match[1]) if match else one.kind
+    match = re.search(r"kind=k(\w+)", instruction.line) if instruction.kind == "fusion" else None
+    return _FUSIONS.get(match[1], match[1]) if match else instruction.kind
 
 
-def summed(found: Iterable[Kernel]) -> dict[str, dict[str, Any]]:
+def summed(all_kernels: Iterable[Kernel]) -> dict[str, dict[str, Any]]:
     """The kernels by kind and part, the longest first, and `all` of them: number, bytes and seconds of a step."""
     rows: dict[str, dict[str, Any]] = {}
-    for one in found:
-        for name in (f"{one.kind}, {one.part}", "all"):
+    for kernel in all_kernels:
+        for name in (f"{kernel.kind}, {kernel.part}", "all"):
             row = rows.setdefault(name, {"kernels": 0, "bytes": 0.0, "product_sec": 0.0, "least_sec": 0.0})
-            row["kernels"] += one.times
-            row["bytes"] += one.times * one.moved_bytes
-            row["product_sec"] += one.times * one.product_sec
-            row["least_sec"] += one.times * one.least_sec
+            row["kernels"] += kernel.times
+            row["bytes"] += kernel.times * kernel.moved_bytes
+            row["product_sec"] += kernel.times * kernel.product_sec
+            row["least_sec"] += kernel.times * kernel.least_sec
     return dict(sorted(rows.items(), key=lambda row: (row[0] == "all", -row[1]["least_sec"])))

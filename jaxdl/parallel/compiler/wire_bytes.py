@@ -99,13 +99,13 @@ def collectives(program: Lowered | ir.Module) -> list[Collective]:
 
     @functools.cache
     def of_function(name: str) -> tuple[Collective, ...]:
-        found: list[Collective] = []
+        function_collectives: list[Collective] = []
         for operation in _operations(symbols[name].operation):
             if callee := _CALLEES.get(operation.name):
-                found += of_function(operation.attributes[callee].value)
+                function_collectives += of_function(operation.attributes[callee].value)
             elif kind := _collective_kind(operation):
-                found.append(_collective(kind, operation, symbols))
-        return tuple(found)
+                function_collectives.append(_collective(kind, operation, symbols))
+        return tuple(function_collectives)
 
     return list(of_function("main"))
 

@@ -207,8 +207,8 @@ class Window:
         """A further batch, int32 `[examples, ids]`: `ids` are those of this process, `whole` those of all."""
         distinct = {}
         for name, columns in self._columns.items():
-            found = np.unique(whole[:, columns])
-            distinct[name] = found[found >= 0].astype(np.int64)
+            distinct_ids = np.unique(whole[:, columns])
+            distinct[name] = distinct_ids[distinct_ids >= 0].astype(np.int64)
         self._batches.append((ids, distinct))
 
     def planned(self) -> tuple[np.ndarray, dict[str, Swap]]:
@@ -221,11 +221,11 @@ class Window:
         for name, plan in self._plans.items():
             swaps[name] = plan.planned(now[name], [others[name] for _, others in self._batches])
             mine = ids[:, self._columns[name]]
-            found = np.where(mine >= 0, plan.slot_of[np.maximum(mine, 0)], -1)
-            if ((found < 0) & (mine >= 0)).any():
+            id_slots = np.where(mine >= 0, plan.slot_of[np.maximum(mine, 0)], -1)
+            if ((id_slots < 0) & (mine >= 0)).any():
                 raise ConfigError(
                     f"table {name}: the data has other ids for an example in its batch than where ids are read alone. "
                     "A source of your own that changes `batch` changes `ids` too, and both return the same each time."
                 )
-            slots[:, self._columns[name]] = found
+            slots[:, self._columns[name]] = id_slots
         return slots, swaps

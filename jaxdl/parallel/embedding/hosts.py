@@ -71,10 +71,10 @@ class HostRows:
 
     def _number(self, axes: Sequence[str]) -> int:
         """The place of this process along them."""
-        found = 0
+        number = 0
         for axis in host_axes(axes):
-            found = found * self._sizes[axis] + int(self._here[axis])
-        return found
+            number = number * self._sizes[axis] + int(self._here[axis])
+        return number
 
     def _devices(self, mesh: Mesh) -> Iterator[Device]:
         sizes, spread, seen = self.buffer.sizes, self.buffer.spread, set()
@@ -132,9 +132,9 @@ class HostRows:
     def on_devices(self, arrays: Mapping[str, jax.Array]) -> Iterator[tuple[Device, dict[str, np.ndarray]]]:
         """What the devices of this process have of arrays of the buffer, of copies the first alone."""
         shards = {what: {shard.device: shard.data for shard in x.addressable_shards} for what, x in arrays.items()}
-        for one in self.devices:
-            if one.is_first:
-                yield one, {what: np.asarray(x[one.device]) for what, x in shards.items()}
+        for device in self.devices:
+            if device.is_first:
+                yield device, {what: np.asarray(x[device.device]) for what, x in shards.items()}
 
     # Arrays of all processes.
 
@@ -162,7 +162,7 @@ def local_part(x: jax.Array) -> np.ndarray:
 
 def _along(axes: Sequence[str], place: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
     """The number of a place in the mesh along these axes."""
-    found = 0
+    number = 0
     for axis in axes:
-        found = found * sizes[axis] + int(place[axis])
-    return found
+        number = number * sizes[axis] + int(place[axis])
+    return number

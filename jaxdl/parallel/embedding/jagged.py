@@ -50,11 +50,11 @@ def buckets(features: Sequence[Feature], examples: int) -> tuple[Capacity, ...]:
     """The capacities for blocks of so many examples, each larger than the one before; the last one holds any block."""
     most = [feature.num_ids for feature in features]
     now = [_usual(feature, examples) if is_jagged(feature) else feature.num_ids for feature in features]
-    found = [tuple(now)]
+    capacities = [tuple(now)]
     while now != most:
         now = [min(2 * number, limit) for number, limit in zip(now, most, strict=True)]
-        found.append(tuple(now))
-    return tuple(found)
+        capacities.append(tuple(now))
+    return tuple(capacities)
 
 
 def _usual(feature: Feature, examples: int) -> int:
@@ -100,5 +100,5 @@ def examples_of(lengths: jax.Array, room: jax.Array, width: int) -> jax.Array:
     ends = jnp.cumsum(lengths, axis=1)
     columns = jnp.minimum(jnp.arange(width, dtype=jnp.int32), room - 1)
     places = jnp.arange(lengths.shape[1], dtype=jnp.int32)[:, None] * room + columns
-    found = jax.vmap(lambda one: jnp.searchsorted(one, places.reshape(-1), side="right"))(ends)
-    return jnp.minimum(found, lengths.shape[1] - 1).astype(jnp.int32).reshape(-1, *places.shape)
+    examples = jax.vmap(lambda block_ends: jnp.searchsorted(block_ends, places.reshape(-1), side="right"))(ends)
+    return jnp.minimum(examples, lengths.shape[1] - 1).astype(jnp.int32).reshape(-1, *places.shape)

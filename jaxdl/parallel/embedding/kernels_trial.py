@@ -23,19 +23,19 @@ def sums_are_right(num_ids: int = _NUM_IDS, columns: int = _COLUMNS, *, interpre
     grads = rng.standard_normal((_VECTORS, columns)).astype(np.float32)
     run = jax.jit(functools.partial(kernels.sums_by_kernels, num_rows=_ROWS, interpret=interpret))
     operands = [jnp.asarray(x) for x in (rows, vectors, grads)]
-    found, again = ([np.asarray(x) for x in run(*operands)] for _ in range(2))
+    results, again = ([np.asarray(x) for x in run(*operands)] for _ in range(2))
     wanted = np.zeros((_ROWS, columns))
     np.add.at(wanted, rows[rows < _ROWS], grads[vectors[rows < _ROWS]].astype(np.float64))
     size = np.zeros(_ROWS)
     np.add.at(size, rows[rows < _ROWS], 1)
     touched = np.unique(rows[rows < _ROWS])
     count = len(touched)
-    if not np.array_equal(found[0][:count], touched) or (found[0][count:] < _ROWS).any():
+    if not np.array_equal(results[0][:count], touched) or (results[0][count:] < _ROWS).any():
         return False
-    error = np.abs(found[1][:count] - wanted[touched]) / np.sqrt(size[touched])[:, None]
+    error = np.abs(results[1][:count] - wanted[touched]) / np.sqrt(size[touched])[:, None]
     squares = np.sum(wanted[touched] ** 2, axis=1)
-    same = all(np.array_equal(x[:count], y[:count]) for x, y in zip(found, again, strict=True))
-    return same and bool((error < _CLOSE).all()) and np.allclose(found[2][:count], squares, rtol=1e-3, atol=1e-3)
+    same = all(np.array_equal(x[:count], y[:count]) for x, y in zip(results, again, strict=True))
+    return same and bool((error < _CLOSE).all()) and np.allclose(results[2][:count], squares, rtol=1e-3, atol=1e-3)
 
 
 def updates_are_right(optimizer: RowOptimizer, columns: int = _COLUMNS, *, interpret: bool = False) -> bool:

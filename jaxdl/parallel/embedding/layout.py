@@ -219,7 +219,7 @@ def make_buffers(
     columns = {feature: table.columns for table in tables for feature in table.features}
     vector = first_columns({feature: columns[feature] for feature in num_ids})
     order = {feature: number for number, feature in enumerate(num_ids)}
-    found = []
+    buffers = []
     for number, members in enumerate(_alike(tables, config)):
         scheme, optimizer = config.scheme_of(members[0].name), members[0].optimizer or config.optimizer
         spread = scheme.spread
@@ -251,15 +251,15 @@ def make_buffers(
                 f"table {members[0].name} and others of its kind: a device has {made.local_rows:,} rows of them, and "
                 f"may have {MOST_LOCAL_ROWS - 1:,} (int32). Spread them over more devices: another scheme, or mesh."
             )
-        found.append(made)
-    return tuple(found)
+        buffers.append(made)
+    return tuple(buffers)
 
 
 def _alike(tables: Sequence[Table], config: EmbeddingConfig) -> list[list[Table]]:
     """The tables that share a buffer: those with as many columns, one scheme and one optimizer."""
     schemes = config.schemes_of([table.name for table in tables])
     parts = [(schemes[table.name], table.optimizer or config.optimizer) for table in tables]
-    texts = {number: repr(one) for number, one in {id(one): one for pair in parts for one in pair}.items()}
+    texts = {number: repr(part) for number, part in {id(part): part for pair in parts for part in pair}.items()}
     groups: dict[tuple[int, str, str], list[Table]] = {}
     for table, (scheme, optimizer) in zip(tables, parts, strict=True):
         groups.setdefault((table.columns, texts[id(scheme)], texts[id(optimizer)]), []).append(table)
@@ -274,7 +274,7 @@ def spread_evenly(
     The cost of a table is what its lookups read and what it sends; of two equal ones that with fewer rows is cheaper.
     """
     loads = [(0, 0)] * num_places
-    found = [assigned.get(table.name, -1) for table in tables]
+    places = [assigned.get(table.name, -1) for table in tables]
     costs = [
         (sum(num_ids[feature] + 1 for feature in table.features) * table.columns, table.rows * table.columns)
         for table in tables
@@ -283,15 +283,15 @@ def spread_evenly(
     def add(index: int, place: int) -> None:
         loads[place] = (loads[place][0] + costs[index][0], loads[place][1] + costs[index][1])
 
-    for index, place in enumerate(found):
+    for index, place in enumerate(places):
         if place >= num_places:
             raise ConfigError(
                 f"--embedding.places {tables[index].name!r}: place {place} of {num_places}. Count from 0."
             )
         if place >= 0:
             add(index, place)
-    for index in sorted((i for i, place in enumerate(found) if place < 0), key=lambda i: costs[i], reverse=True):
-        place = min(range(num_places), key=lambda one: (loads[one], one))
-        found[index] = place
+    for index in sorted((i for i, place in enumerate(places) if place < 0), key=lambda i: costs[i], reverse=True):
+        place = min(range(num_places), key=lambda candidate: (loads[candidate], candidate))
+        places[index] = place
         add(index, place)
-    return tuple(found)
+    return tuple(places)

@@ -28,8 +28,8 @@ def all_gather(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     if not slow or not others:
         return lax.all_gather(x, tuple(axes))
     # First between nodes, where each device of a node sends its own part.
-    found = lax.all_gather(lax.all_gather(x, slow), others)
-    return jnp.moveaxis(found, 0, 1).reshape(-1, *x.shape)
+    gathered = lax.all_gather(lax.all_gather(x, slow), others)
+    return jnp.moveaxis(gathered, 0, 1).reshape(-1, *x.shape)
 
 
 def all_reduce(x: jax.Array, axes: Sequence[str], sizes: Mapping[str, int]) -> jax.Array:

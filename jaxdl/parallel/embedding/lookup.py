@@ -59,12 +59,12 @@ def locate(buffer: Buffer, ids: jax.Array, lengths: jax.Array | None) -> Located
     if buffer.jagged_ranks:
         sent = jnp.concatenate([sent, _lengths(buffer, counts)], axis=2)
     here = lax.axis_index(buffer.spread.outer) if buffer.spread.outer else 0
-    found = _gathered(buffer, _to_outer(buffer, jnp.moveaxis(sent, 1, 0)))
-    vectors = _vectors(buffer, found[:, buffer.num_entries :], here, ids.shape[0]) if buffer.jagged_ranks else None
-    found = found[:, : buffer.num_entries]
+    received = _gathered(buffer, _to_outer(buffer, jnp.moveaxis(sent, 1, 0)))
+    vectors = _vectors(buffer, received[:, buffer.num_entries :], here, ids.shape[0]) if buffer.jagged_ranks else None
+    received = received[:, : buffer.num_entries]
     offset, limit = jnp.asarray(offsets)[here], jnp.asarray(limits)[here]
-    device, row = spread_out(found, buffer.row_ways, buffer.groups)
-    known = (found >= 0) & (found < limit)
+    device, row = spread_out(received, buffer.row_ways, buffer.groups)
+    known = (received >= 0) & (received < limit)
     if buffer.row_ways > 1:
         known &= device == lax.axis_index(buffer.spread.inner)
     means = jnp.asarray([slot.pooling == "mean" for slot in buffer.slots])
@@ -100,23 +100,25 @@ def _vectors(buffer: Buffer, lengths: jax.Array, here: jax.Array | int, local_ba
         if rank in buffer.jagged_ranks:
             mine = lengths[:, buffer.jagged_ranks.index(rank)].reshape(num_blocks, local_batch)
             room = [buffer.slots[slots[rank]].num_ids if rank < len(slots) else 1 for slots in buffer.ranked]
-            found = examples_of(mine, jnp.asarray(room, jnp.int32)[here], width) + blocks
-            example = found.reshape(lengths.shape[0], width)
+            examples = examples_of(mine, jnp.asarray(room, jnp.int32)[here], width) + blocks
+            example = examples.reshape(lengths.shape[0], width)
         parts.append(example * num_ranks + rank)
     return jnp.concatenate(parts, axis=1)
 
 
-def pooled(buffer: Buffer, rows: jax.Array, found: Located, send: Wire) -> jax.Array:
+def pooled(buffer: Buffer, rows: jax.Array, located: Located, send: Wire) -> jax.Array:
     """The sums of the vectors of this device's examples, float32 `[local batch, slots, columns]`, times the factors.
 
     `rows` are those of this device, `[local rows, local columns]`.
     """
     sums, first = [], 0
     for rank, width in enumerate(buffer.widths):
-        mine = found.rows[:, first : first + width]
+        mine = located.rows[:, first : first + width]
         if rank in buffer.jagged_ranks:
-            assert found.vectors is not None
-            sums.append(_jagged_sum(buffer, rows, mine, found.vectors[:, first : first + width] // len(buffer.widths)))
+            assert located.vectors is not None
+            sums.append(
+                _jagged_sum(buffer, rows, mine, located.vectors[:, first : first + width] // len(buffer.widths))
+            )
         else:
             sums.append(_sum(buffer, [_vector(rows, mine[:, i]) for i in range(width)], mine))
         first += width
@@ -125,19 +127,21 @@ def pooled(buffer: Buffer, rows: jax.Array, found: Located, send: Wire) -> jax.A
     if buffer.spread.outer:
         back = send(back, lambda x: lax.all_to_all(x, buffer.spread.outer, 0, 0, tiled=False))
     flat = jnp.moveaxis(back, 0, 1).reshape(back.shape[1], back.shape[0] * back.shape[2], back.shape[3])
-    return jnp.take(flat, _ranks(buffer), axis=1) * found.factors
+    return jnp.take(flat, _ranks(buffer), axis=1) * located.factors
 
 
 def _vector(rows: jax.Array, places: jax.Array) -> jax.Array:
     return rows.at[places].get(mode="fill", fill_value=0).astype(jnp.float32)
 
 
-def _sum(buffer: Buffer, found: Sequence[jax.Array], places: jax.Array) -> jax.Array:
+def _sum(buffer: Buffer, vectors: Sequence[jax.Array], places: jax.Array) -> jax.Array:
     """The sum of the vectors of an example's ids, `[examples, columns]`, one after the other in each group of rows."""
-    if len(found) == 1 or buffer.groups == 1:
-        return _in_order(found)
+    if len(vectors) == 1 or buffer.groups == 1:
+        return _in_order(vectors)
     group = places % buffer.groups
-    parts = [[jnp.where((group[:, i] == k)[:, None], x, 0) for i, x in enumerate(found)] for k in range(buffer.groups)]
+    parts = [
+        [jnp.where((group[:, i] == k)[:, None], x, 0) for i, x in enumerate(vectors)] for k in range(buffer.groups)
+    ]
     return _in_pairs([_in_order(part) for part in parts])
 
 
@@ -146,19 +150,19 @@ def _jagged_sum(buffer: Buffer, rows: jax.Array, places: jax.Array, examples: ja
     flat, owner, count = places.reshape(-1), examples.reshape(-1), places.shape[0]
     if buffer.groups == 1:
         return jax.ops.segment_sum(_vector(rows, flat), owner, count, indices_are_sorted=True)
-    found = jax.ops.segment_sum(
+    group_sums = jax.ops.segment_sum(
         _vector(rows, flat), owner * buffer.groups + flat % buffer.groups, count * buffer.groups
     )
-    parts = found.reshape(count, buffer.groups, -1)
+    parts = group_sums.reshape(count, buffer.groups, -1)
     return _in_pairs([parts[:, k] for k in range(buffer.groups)])
 
 
-def owned_grads(buffer: Buffer, grads: jax.Array, found: Located, send: Wire) -> jax.Array:
+def owned_grads(buffer: Buffer, grads: jax.Array, located: Located, send: Wire) -> jax.Array:
     """The gradients of the sums of all examples of this device's group, `[examples, ranks, local columns]`.
 
     `grads` are those of the pooled vectors of this device's examples, `[local batch, slots, columns]`.
     """
-    grads = grads * found.factors
+    grads = grads * located.factors
     places = np.full(buffer.num_outer * len(buffer.widths), len(buffer.slots))
     places[_ranks(buffer)] = np.arange(len(buffer.slots))
     padded = jnp.concatenate([grads, jnp.zeros((grads.shape[0], 1, grads.shape[2]), grads.dtype)], axis=1)

@@ -157,16 +157,16 @@ _Block = tuple[tuple[int, int], tuple[slice, ...], np.ndarray]
 def _blocks(shape: Any, allocate: Callable[[tuple[int, ...]], np.ndarray]) -> list[_Block]:
     """The different shards that this process has of an array."""
     assert isinstance(shape.sharding, NamedSharding)
-    found: dict[Any, _Block] = {}
+    blocks: dict[Any, _Block] = {}
     for index in shape.sharding.addressable_devices_indices_map(shape.shape).values():
         assert index is not None
         rows, *columns = index
         start, stop, _ = rows.indices(shape.shape[0])
         bounds = [piece.indices(size)[:2] for piece, size in zip(columns, shape.shape[1:], strict=True)]
-        if (start, stop, *bounds) not in found:
+        if (start, stop, *bounds) not in blocks:
             block = allocate((stop - start, *(end - begin for begin, end in bounds)))
-            found[start, stop, *bounds] = (start, stop), tuple(slice(*bound) for bound in bounds), block
-    return list(found.values())
+            blocks[start, stop, *bounds] = (start, stop), tuple(slice(*bound) for bound in bounds), block
+    return list(blocks.values())
 
 
 def _block(blocks: Sequence[_Block], shape: Sequence[int], index: tuple[slice, ...] | None) -> np.ndarray:
