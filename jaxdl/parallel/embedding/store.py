@@ -64,7 +64,7 @@ class Store:
         slots = {table.name: table.rows for table in tables.tables}
         self.whole = {table.name: table for table in whole if slots[table.name] != table.rows}
         if not self.whole:
-            most = max(whole, key=lambda one: one.rows)
+            most = max(whole, key=lambda table: table.rows)
             raise ConfigError(
                 f"--embedding.cache: no table that may have one has {self.config.min_rows:,} rows or more; the "
                 f"largest, {most.name}, has {most.rows:,}. Set --embedding.cache.min-rows, or leave out the cache."
@@ -140,7 +140,8 @@ class Store:
             host = self._cached[name]
             kept = {ROWS: False} | dict(host.buffer.optimizer.row_numbers)
             self.rows[name] = {
-                what: self._allocated(f"{name}.{what}", host.shape(name, one_number=one)) for what, one in kept.items()
+                what: self._allocated(f"{name}.{what}", host.shape(name, one_number=one_number))
+                for what, one_number in kept.items()
             }
 
     def in_order(self, name: str) -> dict[str, np.ndarray]:
@@ -202,15 +203,15 @@ class Store:
         while self._leaving and (again or len(self._leaving) > self.config.window):
             self._arrive(self._leaving.popleft())
 
-    def _arrive(self, one: _Leaving) -> None:
-        for buffer, pieces in one.taken.items():
-            values = {what: of_devices(x) for what, x in one.values[buffer].items()}
+    def _arrive(self, leaving: _Leaving) -> None:
+        for buffer, pieces in leaving.taken.items():
+            values = {what: of_devices(x) for what, x in leaving.values[buffer].items()}
             for name, device, mine, places in pieces:
-                numbers = self._cached[name].numbers(one.ids[name][mine])
+                numbers = self._cached[name].numbers(leaving.ids[name][mine])
                 for what, x in values.items():
                     kept = self.rows[name][what]
                     kept[numbers, *device.of(kept)] = x[device.device][places]
-        for name, ids in one.ids.items():
+        for name, ids in leaving.ids.items():
             self._in_flight[name][ids] = False
 
     def write_back(self, state: TableState) -> None:
@@ -240,11 +241,11 @@ class Store:
         """Each process plans for itself, from the ids of whole batches: if they differed, rows would get mixed up."""
         if jax.process_count() == 1:
             return
-        own = 0
+        checksum = 0
         for ids in self._id_of.values():
-            own = zlib.crc32(ids.data, own)
+            checksum = zlib.crc32(ids.data, checksum)
         wait_for_all()  # One process may have more to copy than another, and Gloo does not wait this long.
-        if len(set(from_each_process(own.to_bytes(4, "big")))) > 1:
+        if len(set(from_each_process(checksum.to_bytes(4, "big")))) > 1:
             raise ConfigError(
                 "--embedding.cache: the processes have other rows in their slots, so they read other ids for the same "
                 "examples. Check that the data are the same on all hosts, and that a source of your own returns the "
@@ -256,20 +257,23 @@ class Store:
     @property
     def layout(self) -> tuple[Places, ...]:
         """Where rows are in checkpoints: those of buffers with a cache as processes hold them, others as devices do."""
-        return tuple(self._hosts[one.buffer].places if one.buffer in self._hosts else one for one in self.tables.layout)
+        return tuple(
+            self._hosts[places.buffer].places if places.buffer in self._hosts else places
+            for places in self.tables.layout
+        )
 
     def abstract(self, state: Mapping[str, Any]) -> Any:
         """The shapes of what a checkpoint has for a state of shapes."""
-        found: dict[str, Any] = dict(state)
+        abstract_state: dict[str, Any] = dict(state)
         for name, host in self._hosts.items():
             specs = self.tables.specs[name]
-            found[name] = {what: host.abstract(x, specs[what]) for what, x in state[name].items()}
-        return found
+            abstract_state[name] = {what: host.abstract(x, specs[what]) for what, x in state[name].items()}
+        return abstract_state
 
     def stored(self, state: TableState) -> TableState:
         """What a checkpoint has: a copy, which further steps do not change."""
         self.write_back(state)
-        found = dict(state)
+        stored_state = dict(state)
         for buffer, host in self._hosts.items():
             arrays = {
                 what: self._copy(f"{buffer}.{what}", (host.places.local_rows, *host.width(x)))
@@ -283,8 +287,8 @@ class Store:
                     numbers = host.numbers(ids)
                     for what, x in arrays.items():
                         host.part_of(name, x)[numbers, *device.of(x)] = values[what][places]
-            found[buffer] = {what: host.array(x, self.tables.specs[buffer][what]) for what, x in arrays.items()}
-        return found
+            stored_state[buffer] = {what: host.array(x, self.tables.specs[buffer][what]) for what, x in arrays.items()}
+        return stored_state
 
     def _uncached(self, host: HostRows, part: int) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
         """(table, ids, their rows) of the tables without a cache in a part of a buffer that also has others."""
@@ -300,13 +304,13 @@ class Store:
     def live(self, stored: TableState) -> TableState:
         """The state on the devices for what a checkpoint had, with empty slots; fills the store."""
         self._begin()
-        found, shardings = dict(stored), self.tables.shardings()
+        live_state, shardings = dict(stored), self.tables.shardings()
         for buffer, host in self._hosts.items():
             arrays = {what: local_part(x) for what, x in stored[buffer].items()}
             for name in self._of(host):
                 for what, x in arrays.items():
                     self.rows[name][what][:] = host.part_of(name, x)
-            found[buffer] = {
+            live_state[buffer] = {
                 what: jax.make_array_from_callback(
                     self.tables.shapes[buffer][what].shape,
                     shardings[buffer][what],
@@ -314,15 +318,18 @@ class Store:
                 )
                 for what, x in arrays.items()
             }
-        return found
+        return live_state
 
     def _without_slots(self, host: HostRows, x: np.ndarray, index: tuple[slice, ...] | None) -> np.ndarray:
         """What a device has of a buffer while all slots are empty; `x` is this process's part of the buffer's array."""
         assert index is not None
         start, stop, _ = index[0].indices(host.buffer.places.num_rows)
         columns = [
-            slice((one.start or 0) - host.columns.start, None if one.stop is None else one.stop - host.columns.start)
-            for one in index[1:]
+            slice(
+                (bounds.start or 0) - host.columns.start,
+                None if bounds.stop is None else bounds.stop - host.columns.start,
+            )
+            for bounds in index[1:]
         ]
         made = np.zeros((stop - start, *x[:0, *columns].shape[1:]), np.float32)
         for part in range(start // host.buffer.local_rows, stop // host.buffer.local_rows):

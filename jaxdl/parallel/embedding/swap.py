@@ -45,8 +45,8 @@ class Swapper:
         self._program = jax.jit(functools.partial(_swapped, tables), donate_argnums=0)
         mesh = tables.mesh
         self._everywhere = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
-        [one, *_] = hosts.values()
-        self._place = {number: place for place, number in enumerate(one.device_numbers)}
+        [first_host, *_] = hosts.values()
+        self._place = {number: place for place, number in enumerate(first_host.device_numbers)}
 
     def __call__(self, state: TableState, lists: Any) -> tuple[TableState, Any]:
         """(the state, which is donated, after the swap; buffer -> rows that leave `[device, row, ...]`)."""
@@ -130,20 +130,20 @@ def _swapped(tables: Tables, state: TableState, lists: Any) -> tuple[TableState,
 
     def one_device(state: TableState, lists: Any) -> tuple[TableState, Any]:
         after, values = dict(state), {}
-        for name, one in lists.items():
-            leave, come = one["evicted"][0], one["loaded"][0]
+        for name, swap in lists.items():
+            leave, come = swap["evicted"][0], swap["loaded"][0]
             values[name] = {
                 what: x.at[leave].get(mode="fill", fill_value=0, unique_indices=True)[None]
                 for what, x in state[name].items()
             }
             after[name] = {
-                what: x.at[come].set(one["values"][what][0], mode="drop", unique_indices=True)
+                what: x.at[come].set(swap["values"][what][0], mode="drop", unique_indices=True)
                 for what, x in state[name].items()
             }
         return after, values
 
     everywhere = PartitionSpec(tuple(tables.mesh.axis_names))
-    specs = {name: {what: tables.specs[name][what] for what in one} for name, one in state.items()}
+    specs = {name: {what: tables.specs[name][what] for what in arrays} for name, arrays in state.items()}
     mapped: Any = jax.shard_map(
         one_device, mesh=tables.mesh, in_specs=(specs, everywhere), out_specs=(specs, everywhere), check_vma=False
     )

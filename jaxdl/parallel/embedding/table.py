@@ -81,12 +81,12 @@ class EmbeddingConfig(Config):
         for number, (pattern, _) in enumerate(self.schemes):
             first.setdefault(pattern, number)
         wild = [number for number, (pattern, _) in enumerate(self.schemes) if _is_wild(pattern)]
-        found = {}
+        pattern_numbers = {}
         for table in tables:
             named = first.get(table, len(self.schemes))
             earlier = (pattern for pattern in wild if pattern < named and selects(self.schemes[pattern][0], table))
-            found[table] = next(earlier, named)
-        return found
+            pattern_numbers[table] = next(earlier, named)
+        return pattern_numbers
 
 
 def selects(pattern: str, table: str) -> bool:
@@ -122,9 +122,9 @@ def check_tables(tables: Sequence[Table], features: Sequence[str], config: Embed
         if feature not in known:
             raise ConfigError(f"tables: no table has the feature {feature!r} of the data. Add one.")
     for name, place in config.places:
-        if place < 0 or [one for one, _ in config.places].count(name) > 1:
+        if place < 0 or [placed_name for placed_name, _ in config.places].count(name) > 1:
             raise ConfigError(f"--embedding.places {name!r} {place}: give each table one place, 0 or more.")
-        table = next((one for one in tables if one.name == name), None)
+        table = next((candidate for candidate in tables if candidate.name == name), None)
         if table is None or not config.scheme_of(name).assigned:
             reason = "there is no such table" if table is None else f"{config.scheme_of(name).kind} has no place"
             raise ConfigError(f"--embedding.places {name!r}: {reason}. Leave it out.")

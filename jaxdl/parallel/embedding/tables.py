@@ -94,8 +94,8 @@ class Tables:
         return {
             buffer.name: {ROWS: buffer.rows_spec}
             | {
-                name: buffer.number_spec if one else buffer.rows_spec
-                for name, one in buffer.optimizer.row_numbers.items()
+                name: buffer.number_spec if one_number else buffer.rows_spec
+                for name, one_number in buffer.optimizer.row_numbers.items()
             }
             for buffer in self.buffers
         }
@@ -104,14 +104,14 @@ class Tables:
         """The fresh state, equal on every mesh and under every scheme."""
 
         def one_device(words: jax.Array) -> TableState:
-            found = {}
+            state = {}
             for buffer in self.buffers:
                 rows = initial_rows(buffer, words)
-                found[buffer.name] = {ROWS: rows} | {
-                    name: jnp.zeros(rows.shape[:1] if one else rows.shape, jnp.float32)
-                    for name, one in buffer.optimizer.row_numbers.items()
+                state[buffer.name] = {ROWS: rows} | {
+                    name: jnp.zeros(rows.shape[:1] if one_number else rows.shape, jnp.float32)
+                    for name, one_number in buffer.optimizer.row_numbers.items()
                 }
-            return found
+            return state
 
         # Folded with 2: a split of the key, for all else, has two folds with 0 and 1.
         words = jax.random.key_data(jax.random.fold_in(key, 2))
@@ -136,11 +136,11 @@ class Tables:
         """
         draws, buffers = key is not None, self.buffers_for(located.capacity)
 
-        def one_device(rows: dict[str, jax.Array], found: dict[str, lookup.Located], words: jax.Array) -> jax.Array:
+        def one_device(rows: dict[str, jax.Array], located: dict[str, lookup.Located], words: jax.Array) -> jax.Array:
             parts = {}
             send = make_wire(self.config.forward_wire, words if draws else None, self.mesh)
             for buffer in buffers:
-                sums = lookup.pooled(buffer, rows[buffer.name], found[buffer.name], send)
+                sums = lookup.pooled(buffer, rows[buffer.name], located[buffer.name], send)
                 parts |= {slot.vector: sums[:, number] for number, slot in enumerate(buffer.slots)}
             return jnp.concatenate([parts[first] for first in sorted(parts)], axis=1)
 
@@ -163,7 +163,7 @@ class Tables:
         def one_device(
             located: dict[str, lookup.Located], grads: jax.Array, words: jax.Array
         ) -> tuple[Found, jax.Array]:
-            found, square = {}, jnp.float32(0)
+            touched, square = {}, jnp.float32(0)
             send = make_wire(self.config.backward_wire, words if draws else None, self.mesh)
             for buffer in buffers:
                 mine = [grads[:, slot.vector : slot.vector + buffer.columns] for slot in buffer.slots]
@@ -173,9 +173,9 @@ class Tables:
                     rows = update.of_all_rows(buffer, where, here)
                 else:
                     rows = update.of_all_copies(buffer, update.touched(buffer, where, here), send)
-                found[buffer.name] = rows
+                touched[buffer.name] = rows
                 square = square + update.square_sum(buffer, rows)
-            return found, square
+            return touched, square
 
         everywhere = self._everywhere
         run = self._mapped(one_device, (everywhere, everywhere, PartitionSpec()), (everywhere, PartitionSpec()))
@@ -197,16 +197,16 @@ class Tables:
         updates of the run with this one.
         """
 
-        def one_device(state: TableState, found: Found, numbers: Any) -> TableState:
+        def one_device(state: TableState, touched: Found, numbers: Any) -> TableState:
             kept, factor, rate, count = numbers
             after = {}
             for buffer in self.buffers:
-                own = dict(state[buffer.name])
-                rows, own = update.update_rows(
-                    buffer, own.pop(ROWS), own, found[buffer.name],
+                optimizer_state = dict(state[buffer.name])
+                rows, optimizer_state = update.update_rows(
+                    buffer, optimizer_state.pop(ROWS), optimizer_state, touched[buffer.name],
                     kept=kept, factor=factor, rate=rate[buffer.name], count=count,
                 )  # fmt: skip
-                after[buffer.name] = {ROWS: rows} | own
+                after[buffer.name] = {ROWS: rows} | optimizer_state
             return after
 
         rate = {buffer.name: learning_rate * buffer.optimizer.rate_factor for buffer in self.buffers}

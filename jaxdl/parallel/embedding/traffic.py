@@ -40,12 +40,12 @@ def messages(
     examples = outer * inner * local_batch
     ranks, entries = len(buffer.widths), buffer.num_entries
     numbers = entries + len(buffer.jagged_ranks)
-    found: list[Message] = []
+    collectives: list[Message] = []
 
     def add(what: str, kind: str, axes: Sequence[str], num_bytes: int) -> None:
         along = tuple(axis for axis in axes if sizes[axis] > 1)
         if along:
-            found.append(Message(buffer.name, what, kind, along, num_bytes))
+            collectives.append(Message(buffer.name, what, kind, along, num_bytes))
 
     def gather(what: str, axes: Sequence[str], num_bytes: int) -> None:
         slow, others = levels.split(axes)
@@ -81,7 +81,7 @@ def messages(
         if buffer.column_ways > 1 and buffer.optimizer.needs_square:
             add("numbers", "all-gather", spread.inner, inner * copies * num_ids * _FLOAT_BYTES)
     add("numbers", "all-reduce", spread.owners, _FLOAT_BYTES)
-    return found
+    return collectives
 
 
 def axis_bytes(kind: str, axes: Sequence[str], num_bytes: float, sizes: Mapping[str, int], axis: str) -> float:
@@ -92,10 +92,10 @@ def axis_bytes(kind: str, axes: Sequence[str], num_bytes: float, sizes: Mapping[
     """
     if axis not in axes or sizes[axis] < 2 or (kind != "all-to-all" and axis != axes[0]):
         return 0.0
-    ways = sizes[axis] if kind == "all-to-all" else math.prod(sizes[one] for one in axes)
+    ways = sizes[axis] if kind == "all-to-all" else math.prod(sizes[name] for name in axes)
     return num_bytes * {"reduce-scatter": ways - 1, "all-reduce": 2 * (ways - 1) / ways}.get(kind, (ways - 1) / ways)
 
 
-def sent_bytes(found: Sequence[Message], sizes: Mapping[str, int], axis: str) -> float:
+def sent_bytes(collectives: Sequence[Message], sizes: Mapping[str, int], axis: str) -> float:
     """The bytes that one device sends along a mesh axis in all messages."""
-    return sum(axis_bytes(message.kind, message.axes, message.num_bytes, sizes, axis) for message in found)
+    return sum(axis_bytes(message.kind, message.axes, message.num_bytes, sizes, axis) for message in collectives)

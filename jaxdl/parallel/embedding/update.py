@@ -44,22 +44,22 @@ class Touched(NamedTuple):
     """The sum of squares of each row of `grads`, `[n]`; anything past the end."""
 
 
-def touched(buffer: Buffer, found: Located, grads: jax.Array) -> Touched:
+def touched(buffer: Buffer, located: Located, grads: jax.Array) -> Touched:
     """The rows of this device that the examples of its group touch; `grads` are what `owned_grads` returned.
 
     Equal rows are summed in the order of examples, so the bits do not depend on how examples are spread.
     """
     flat = grads.reshape(-1, grads.shape[-1])
-    rows, vectors = found.rows.reshape(-1), _gradient_places(buffer, found)
-    return summed(rows, vectors, flat, buffer.local_rows, in_order=found.vectors is None)
+    rows, vectors = located.rows.reshape(-1), _gradient_places(buffer, located)
+    return summed(rows, vectors, flat, buffer.local_rows, in_order=located.vectors is None)
 
 
-def _gradient_places(buffer: Buffer, found: Located) -> jax.Array:
+def _gradient_places(buffer: Buffer, located: Located) -> jax.Array:
     """Of each entry, its place in the gradients of all examples and ranks."""
-    if found.vectors is not None:
-        return found.vectors.reshape(-1)
+    if located.vectors is not None:
+        return located.vectors.reshape(-1)
     ranks = np.repeat(np.arange(len(buffer.widths)), buffer.widths)
-    vectors = np.arange(len(found.rows))[:, None] * len(buffer.widths) + ranks
+    vectors = np.arange(len(located.rows))[:, None] * len(buffer.widths) + ranks
     return jnp.asarray(vectors.reshape(-1), jnp.int32)
 
 
@@ -77,9 +77,9 @@ def _sums_by_xla(keys: jax.Array, wanted: jax.Array, grads: jax.Array, *, num_ro
     """The fields of `Touched`, from rows in rising order and the places of their gradients."""
     starts = jnp.concatenate([jnp.ones(1, bool), keys[1:] != keys[:-1]])
     segments = jnp.cumsum(starts, dtype=jnp.int32) - 1
-    found = jnp.take(grads, wanted, axis=0)
-    found = jnp.where((keys < num_rows)[:, None], found, 0)
-    sums = jax.ops.segment_sum(found, segments, keys.size, indices_are_sorted=True)
+    entry_grads = jnp.take(grads, wanted, axis=0)
+    entry_grads = jnp.where((keys < num_rows)[:, None], entry_grads, 0)
+    sums = jax.ops.segment_sum(entry_grads, segments, keys.size, indices_are_sorted=True)
     # Places past the end differ from each other, so that a scatter's indices are unique.
     beyond = num_rows + jnp.arange(keys.size, dtype=jnp.int32)
     places = jnp.where(starts, segments, keys.size)
@@ -106,21 +106,23 @@ def _sums_types(keys: Any, wanted: Any, grads: Any, *, num_rows: int) -> Sequenc
 _sums_p = define("sum_rows", _sums_by_xla, _sums_types, core_ndims=(1, 1, 2), platforms={"cuda": _sums_on_cuda})
 
 
-def of_all_copies(buffer: Buffer, found: Touched, send: Wire) -> Touched:
+def of_all_copies(buffer: Buffer, touched_rows: Touched, send: Wire) -> Touched:
     """What the examples of all copies of the rows touch, the same on each of them.
 
     Every copy gets every other's rows and sums, and adds them up in the same order. If the rows of each fit into the
     room of a message, no more is sent.
     """
     if buffer.num_copies == 1:
-        return found
+        return touched_rows
     axes, count = buffer.spread.copies, buffer.local_rows
-    total = buffer.num_copies * found.rows.size
+    total = buffer.num_copies * touched_rows.rows.size
 
-    def exchanged(room: int, found: Touched) -> Touched:
+    def exchanged(room: int, local_touched: Touched) -> Touched:
         # Touched rows come first.
-        rows = levels.all_gather(found.rows[:room], axes).reshape(-1)
-        grads = send(found.grads[:room], lambda x: levels.all_gather(x, axes)).reshape(-1, found.grads.shape[-1])
+        rows = levels.all_gather(local_touched.rows[:room], axes).reshape(-1)
+        grads = send(local_touched.grads[:room], lambda x: levels.all_gather(x, axes)).reshape(
+            -1, local_touched.grads.shape[-1]
+        )
         sums = summed(rows, jnp.arange(rows.size, dtype=jnp.int32), grads, count)
         beyond = count + jnp.arange(rows.size, total, dtype=jnp.int32)
         padding = jnp.zeros((total - rows.size, grads.shape[-1]), grads.dtype)
@@ -130,20 +132,20 @@ def of_all_copies(buffer: Buffer, found: Touched, send: Wire) -> Touched:
             jnp.concatenate([sums.squares, padding[:, 0]]),
         )
 
-    room = buffer.room(found.rows.size)
-    if room == found.rows.size:
-        return exchanged(room, found)
+    room = buffer.room(touched_rows.rows.size)
+    if room == touched_rows.rows.size:
+        return exchanged(room, touched_rows)
     # All devices must choose alike, or some would wait for a message that nobody sends.
-    most = lax.pmax(jnp.sum(found.rows < count), tuple(buffer.sizes))
-    every = found.rows.size
-    return lax.cond(most <= room, lambda x: exchanged(room, x), lambda x: exchanged(every, x), found)
+    most = lax.pmax(jnp.sum(touched_rows.rows < count), tuple(buffer.sizes))
+    every = touched_rows.rows.size
+    return lax.cond(most <= room, lambda x: exchanged(room, x), lambda x: exchanged(every, x), touched_rows)
 
 
 def of_all_rows(buffer: Buffer, located: Located, grads: jax.Array) -> Touched:
     """As `touched` and `of_all_copies`, by a sum of gradients of all rows: for tables with few."""
-    found = jnp.take(grads.reshape(-1, grads.shape[-1]), _gradient_places(buffer, located), axis=0)
+    entry_grads = jnp.take(grads.reshape(-1, grads.shape[-1]), _gradient_places(buffer, located), axis=0)
     rows, count = located.rows.reshape(-1), buffer.local_rows
-    marked = jnp.concatenate([found, jnp.ones((rows.size, 1), found.dtype)], axis=1)
+    marked = jnp.concatenate([entry_grads, jnp.ones((rows.size, 1), entry_grads.dtype)], axis=1)
     total = jnp.zeros((count, marked.shape[1]), jnp.float32).at[rows].add(marked, mode="drop")
     if buffer.num_copies > 1:
         total = levels.all_reduce(total, buffer.spread.copies, buffer.sizes)
@@ -152,9 +154,9 @@ def of_all_rows(buffer: Buffer, located: Located, grads: jax.Array) -> Touched:
     return Touched(jnp.where(total[:, -1] > 0, places, count + places), sums, jnp.sum(sums**2, axis=1))
 
 
-def square_sum(buffer: Buffer, found: Touched) -> jax.Array:
+def square_sum(buffer: Buffer, touched_rows: Touched) -> jax.Array:
     """The sum of squares of the gradients of all rows of the buffer, the same on all devices."""
-    total = jnp.sum(jnp.where(found.rows < buffer.local_rows, found.squares, 0))
+    total = jnp.sum(jnp.where(touched_rows.rows < buffer.local_rows, touched_rows.squares, 0))
     axes = buffer.spread.owners
     return lax.psum(total, axes) if axes else total
 

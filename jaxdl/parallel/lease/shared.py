@@ -42,9 +42,9 @@ def check_shared(folder: Path) -> None:
         name = of_first_process(make).decode()
         if jax.process_count() == 1 or not name:
             return
-        found = appears(folder / name, SHARED_SEC)
+        is_visible = appears(folder / name, SHARED_SEC)
         wait_for_all()  # Gloo does not wait this long.
-        if missing := processes_without(found):
+        if missing := processes_without(is_visible):
             raise ConfigError(
                 f"the hosts do not see the same --workdir: {folder} on {missing} is not the folder of the first "
                 "process. Use a folder on a shared file system."
