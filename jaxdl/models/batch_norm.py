@@ -112,7 +112,7 @@ def _backward(options: BatchNormOptions, saved: Any, cotangents: tuple[jax.Array
     if recomputed:
         x, cotangent, means = lax.optimization_barrier((x, cotangent, means))
         wide, centred = _grouped(masked(cotangent, x), options).astype(jnp.float32), _centred(x, mean, options)
-    mean_cotangent, mean_product = (_along(one, wide) for one in means)
+    mean_cotangent, mean_product = (_along(group_mean, wide) for group_mean in means)
     x_gradient = wide - mean_cotangent - centred * (_along(jnp.square(inverse), wide) * mean_product)
     x_gradient = (_along(inverse * scale, wide) * x_gradient).astype(x.dtype).reshape(x.shape)
     scale_gradient, bias_gradient = (own_product * inverse).sum(axis=0), own_sum.sum(axis=0)

@@ -172,7 +172,7 @@ class Attention(nnx.Module):
     def keys_values(self, x: jax.Array, angles: Angles | None = None) -> tuple[jax.Array, jax.Array]:
         """The keys and the values of `x`, [batch, length, kv_heads, head_dim] each."""
         made = self._placed("key", x, angles), linear(self, "value", x)
-        key, value = (sharding.constrain(one, "batch", "length", "kv_heads", "head_dim") for one in made)
+        key, value = (sharding.constrain(projected, "batch", "length", "kv_heads", "head_dim") for projected in made)
         return key, value
 
     def merged(self, mixed: jax.Array) -> jax.Array:

@@ -144,18 +144,22 @@ class Block(nnx.Module):
 
     def encoded(self, x: jax.Array, rows: _Rows, keys: jax.Array | None) -> jax.Array:
         """[batch, length, embed] -> [batch, length, embed]; `keys` are the random keys of the rows in this layer."""
-        own = functools.partial(self.attention, angles=rows.angles, segments=rows.segments, keys=fold(keys, 3))
-        return self.add("mlp", self.add("attention", x, own, keys), self.mlp, keys)
+        self_attention = functools.partial(
+            self.attention, angles=rows.angles, segments=rows.segments, keys=fold(keys, 3)
+        )
+        return self.add("mlp", self.add("attention", x, self_attention, keys), self.mlp, keys)
 
     def decoded(
         self, x: jax.Array, rows: _Rows, memory: jax.Array, source_segments: jax.Array, keys: jax.Array | None
     ) -> jax.Array:
         """As `encoded`; `memory` [batch, source_length, embed] is what the encoder made of the sources."""
-        own = functools.partial(self.attention, angles=rows.angles, segments=rows.segments, keys=fold(keys, 3))
+        self_attention = functools.partial(
+            self.attention, angles=rows.angles, segments=rows.segments, keys=fold(keys, 3)
+        )
         other = functools.partial(
             self.cross, source=memory, segments=rows.segments, key_segments=source_segments, keys=fold(keys, 4)
         )
-        x = self.add("cross", self.add("attention", x, own, keys), other, keys)
+        x = self.add("cross", self.add("attention", x, self_attention, keys), other, keys)
         return self.add("mlp", x, self.mlp, keys)
 
     def add(
@@ -266,7 +270,7 @@ class EncoderDecoderModule(nnx.Module):
                 return layer.attention.merged(mixed)
 
             def other(y: jax.Array) -> jax.Array:
-                key, value = (lax.dynamic_index_in_dim(one, index, keepdims=False) for one in source)
+                key, value = (lax.dynamic_index_in_dim(stacked, index, keepdims=False) for stacked in source)
                 with portable_attention():  # As in `attend_cached`.
                     mixed = attend(layer.cross.queries(y), key, value, causal=False, key_lengths=lengths)
                 return layer.cross.merged(mixed)

@@ -167,12 +167,12 @@ def _max_pool_forward(x: jax.Array, size: int, stride: int, padding: int) -> tup
     for number in range(size * size):
         down, right = divmod(number, size)
         last = x.shape[0], down + stride * rows + 1, right + stride * columns + 1, x.shape[3]
-        one = lax.slice(padded, (0, down, right, 0), last, (1, stride, stride, 1))
+        candidates = lax.slice(padded, (0, down, right, 0), last, (1, stride, stride, 1))
         if largest is None or place is None:
-            largest, place = one, jnp.zeros(one.shape, jnp.uint8)
+            largest, place = candidates, jnp.zeros(candidates.shape, jnp.uint8)
         else:
-            place = jnp.where(one > largest, jnp.uint8(number), place)
-            largest = jnp.maximum(largest, one)
+            place = jnp.where(candidates > largest, jnp.uint8(number), place)
+            largest = jnp.maximum(largest, candidates)
     assert largest is not None
     # The barrier lets XLA compute both in one kernel, not the places in one that reads x again.
     largest, place = lax.optimization_barrier((largest, place))

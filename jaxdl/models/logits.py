@@ -94,7 +94,7 @@ class Logits:
 def materialize(outputs: Any) -> Any:
     """A network's outputs, with the logits that were not made yet made."""
     return jax.tree.map(
-        lambda one: one.materialize() if isinstance(one, Logits) else one,
+        lambda leaf: leaf.materialize() if isinstance(leaf, Logits) else leaf,
         outputs,
         is_leaf=lambda node: isinstance(node, Logits),
     )
@@ -125,8 +125,8 @@ def log_likelihoods(outputs: Any, target: jax.Array, most: int) -> jax.Array:
     wanted = -(-batch * length * vocab // most)
     num = next(num for num in range(min(wanted, length), length + 1) if length % num == 0)
     pieces = (jnp.moveaxis(x.reshape(batch, num, length // num, *x.shape[2:]), 1, 0) for x in (outputs.x, target))
-    found = lax.map(lambda piece: scores(replace(outputs, x=piece[0]).materialize(), piece[1]), tuple(pieces))
-    return jnp.moveaxis(found, 0, 1).reshape(batch, length)
+    piece_scores = lax.map(lambda piece: scores(replace(outputs, x=piece[0]).materialize(), piece[1]), tuple(pieces))
+    return jnp.moveaxis(piece_scores, 0, 1).reshape(batch, length)
 
 
 def of_tokens(outputs: Any, positions: jax.Array) -> jax.Array:

@@ -139,7 +139,7 @@ def _through_summed_layers(
 
     def sum_of(variables: Sequence[nnx.Variable], num_stacked: int) -> _Sum:
         shapes = [(variable.get_metadata()["axes"], variable[...].shape[num_stacked:]) for variable in variables]
-        return _Sum(layout, tuple(layout.grad_spec(*one) for one in shapes), dtype)
+        return _Sum(layout, tuple(layout.grad_spec(*axes_and_shape) for axes_and_shape in shapes), dtype)
 
     layer_sum = sum_of(jax.tree.leaves(layers, is_leaf=lambda node: isinstance(node, nnx.Variable)), 1)
     outlets, carrier = _pair(_outlets_and_carrier(leaves, layer_sum))
@@ -188,7 +188,9 @@ def _outlets_and_carrier_backward(
     how: _Sum, _: None, cotangents: tuple[list[jax.Array], list[jax.Array]]
 ) -> tuple[Any]:
     later, first = cotangents
-    return ([jnp.concatenate([one[None], rest]) for one, rest in zip(how.mean(first), later, strict=True)],)
+    return (
+        [jnp.concatenate([first_grad[None], rest]) for first_grad, rest in zip(how.mean(first), later, strict=True)],
+    )
 
 
 _outlets_and_carrier.defvjp(_outlets_and_carrier_forward, _outlets_and_carrier_backward)
@@ -210,8 +212,8 @@ def _layer_in_use_forward(
 
 
 def _layer_in_use_backward(how: _Sum, outlets: list[None], cotangents: tuple[list[jax.Array], list[jax.Array]]) -> Any:
-    own, before = cotangents
-    return None, how.split(own), how.mean(before) if outlets else []
+    layer_grads, before = cotangents
+    return None, how.split(layer_grads), how.mean(before) if outlets else []
 
 
 _layer_in_use.defvjp(_layer_in_use_forward, _layer_in_use_backward)

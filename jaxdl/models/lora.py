@@ -57,13 +57,13 @@ class LoRA(Config):
         """Gives the matrices of a block their adapters. Raises ConfigError for a pattern that selects none."""
         if not self.rank:
             return
-        found: dict[str, tuple[nnx.Module, nnx.Param[jax.Array]]] = {}
+        matrices: dict[str, tuple[nnx.Module, nnx.Param[jax.Array]]] = {}
         for path, module in nnx.iter_modules(block):
-            for name, one in vars(module).items():
-                if isinstance(one, nnx.Param) and len(one.shape) > 1:
-                    found["/".join((*map(str, path), name))] = module, one
-        check_patterns(self.targets, list(found), "--model.lora.targets")
-        for full, (module, kernel) in found.items():
+            for name, variable in vars(module).items():
+                if isinstance(variable, nnx.Param) and len(variable.shape) > 1:
+                    matrices["/".join((*map(str, path), name))] = module, variable
+        check_patterns(self.targets, list(matrices), "--model.lora.targets")
+        for full, (module, kernel) in matrices.items():
             if any(matches(full, pattern) for pattern in self.targets):
                 self._add_to(module, full.rpartition("/")[2], kernel, rngs)
 
@@ -80,15 +80,15 @@ class LoRA(Config):
 
     def merged(self, params: Params) -> Params:
         """The parameters of the network without adapters that computes the same, in float32; they may be stacked."""
-        found: Params = {}
+        merged_params: Params = {}
         for name, x in params.items():
             if isinstance(x, dict):
-                found[name] = self.merged(x)
+                merged_params[name] = self.merged(x)
             elif name + _A in params:
-                found[name] = _sum(x, params[name + _A], params[name + _B], self.alpha / self.rank)
+                merged_params[name] = _sum(x, params[name + _A], params[name + _B], self.alpha / self.rank)
             elif not name.endswith((_A, _B)):
-                found[name] = x
-        return found
+                merged_params[name] = x
+        return merged_params
 
 
 @jax.jit

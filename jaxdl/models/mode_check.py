@@ -28,15 +28,15 @@ def check_evaluation(network: Network, inputs: Sequence[Any], allows: Collection
     evaluated as it is trained, with dropout or with the statistics of the batch. `allows` says which it may do.
     """
     outputs, wrong = _traced(network, inputs)
-    if not (wrong := [one for one in wrong if one not in allows]):
+    if not (wrong := [kind for kind in wrong if kind not in allows]):
         return outputs
     what = network.what or "the network"
     does = {"random": "its outputs depend on a random key", "state": "what it keeps changes"}
     effect = {"random": "dropout would be on, with the same mask each time", "state": "batch norm would take the "
               "statistics of the batch"}  # fmt: skip
     raise ConfigError(
-        f"{what}: in evaluation {' and '.join(does[one] for one in wrong)}, as in training, so "
-        f"{', and '.join(effect[one] for one in wrong)}. {_advice(network, inputs, wrong)} Or, if this is meant, add "
+        f"{what}: in evaluation {' and '.join(does[kind] for kind in wrong)}, as in training, so "
+        f"{', and '.join(effect[kind] for kind in wrong)}. {_advice(network, inputs, wrong)} Or, if this is meant, add "
         f"{' and '.join(wrong)} to --evaluation.allows."
     )
 
@@ -70,16 +70,16 @@ def idle_dropout(network: Network, inputs: Sequence[Any]) -> tuple[list[str], st
     if is_random or not (dropouts or network.key_argument):
         return [], ""
     name = network.called.__qualname__
-    for one, default in _switches(network, inputs).items():
+    for switch, default in _switches(network, inputs).items():
         try:
-            found = _random_in_training(_flipped(network, one, default), inputs)
+            becomes_random = _random_in_training(_flipped(network, switch, default), inputs)
         except ConfigError:
             continue
-        if found:
+        if becomes_random:
             better = "deterministic" if default else "train"
             return list(dropouts), (
-                f"With {one}={not default} of {name} they do. jaxdl does not know this name: rename the "
-                f"argument {better}, or wrap the network in one that has an argument train and hands it on as {one}."
+                f"With {switch}={not default} of {name} they do. jaxdl does not know this name: rename the "
+                f"argument {better}, or wrap the network in one that has an argument train and hands it on as {switch}."
             )
     return list(dropouts), (
         f"Tell the network that it is trained: give {name} an argument train, which is True in training, and hand it "
@@ -111,7 +111,7 @@ def _random_in_training(network: Network, inputs: Sequence[Any]) -> bool:
 def _switches(network: Network, inputs: Sequence[Any]) -> dict[str, bool]:
     """The arguments of a network's call with a default of True or False, and this default."""
     given = without_inputs(network.called, len(inputs))
-    return {one: given[one].default for one in given if isinstance(given[one].default, bool)}
+    return {name: given[name].default for name in given if isinstance(given[name].default, bool)}
 
 
 def _flipped(network: Network, switch: str, default: bool) -> Network:
@@ -124,16 +124,16 @@ def _flipped(network: Network, switch: str, default: bool) -> Network:
 def _advice(network: Network, inputs: Sequence[Any], wrong: Collection[str]) -> str:
     """Sentences on how the network can be told whether it is trained."""
     name = network.called.__qualname__
-    for one, default in _switches(network, inputs).items():
+    for switch, default in _switches(network, inputs).items():
         try:
-            still = _traced(_flipped(network, one, default), inputs)[1]
+            still = _traced(_flipped(network, switch, default), inputs)[1]
         except ConfigError:
             continue
         if not set(still) & set(wrong):
             better = "train" if default else "deterministic"
             return (
-                f"With {one}={not default} of {name} it is not so. jaxdl does not know this name: rename the argument "
-                f"{better}, or wrap the network in one that has an argument train and hands it on as {one}."
+                f"With {switch}={not default} of {name} it is not so. jaxdl does not know this name: rename the "
+                f"argument {better}, or wrap the network in one that has an argument train and hands it on as {switch}."
             )
     return (
         f"Tell the network whether it is trained: give {name} an argument train, which is True in training, and hand "
@@ -152,8 +152,8 @@ def _traced(network: Network, inputs: Sequence[Any]) -> tuple[Any, list[Allowed]
     closed, (outputs, state) = trace(key, network.state_shapes, network.param_shapes, tuple(inputs))
     kept = [_STATE << number for number in range(1, 1 + len(jax.tree.leaves(state)))]
     others = len(closed.jaxpr.invars) - 1 - len(kept)
-    found = sources(closed, [_KEY, *kept, *[_OTHERS] * others])
-    of_outputs, of_state = found[: -len(kept) or None], found[len(found) - len(kept) :]
+    marks = sources(closed, [_KEY, *kept, *[_OTHERS] * others])
+    of_outputs, of_state = marks[: -len(kept) or None], marks[len(marks) - len(kept) :]
     wrong: list[Allowed] = []
     if any(mark & _KEY for mark in of_outputs):
         wrong.append("random")

@@ -22,10 +22,12 @@ _SWITCHES = ("enable_dropout", "use_dropout", "apply_dropout", "with_dropout", "
 network's own setting, and stays as it is."""
 
 
-def mode_arguments(found: Mapping[str, inspect.Parameter], *, train: bool) -> dict[str, bool]:
+def mode_arguments(parameters: Mapping[str, inspect.Parameter], *, train: bool) -> dict[str, bool]:
     """Those parameters of a function that tell whether the network is trained, with their values."""
-    modes = {name: train == value for name, value in TRAINING.items() if name in found and is_switch(found[name])}
-    more = [name for name in _SWITCHES if name in found and is_switch(found[name])]
+    modes = {
+        name: train == value for name, value in TRAINING.items() if name in parameters and is_switch(parameters[name])
+    }
+    more = [name for name in _SWITCHES if name in parameters and is_switch(parameters[name])]
     return modes | (dict.fromkeys(more, train) if not train or not modes else {})
 
 
@@ -37,15 +39,21 @@ def call_modes(function: Callable[..., Any], num_inputs: int, *, train: bool) ->
 def without_inputs(function: Callable[..., Any], num_inputs: int) -> dict[str, inspect.Parameter]:
     """The parameters of a method but for `self` and for its inputs; one with a default of True or False is for none."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    found = inspect.signature(function).parameters
-    taking = [name for name, one in found.items() if one.kind in positional][: 1 + num_inputs]
-    return {name: one for name, one in found.items() if name not in taking or isinstance(one.default, bool)}
+    parameters = inspect.signature(function).parameters
+    taking = [name for name, parameter in parameters.items() if parameter.kind in positional][: 1 + num_inputs]
+    return {
+        name: parameter
+        for name, parameter in parameters.items()
+        if name not in taking or isinstance(parameter.default, bool)
+    }
 
 
-def is_switch(one: inspect.Parameter) -> bool:
+def is_switch(parameter: inspect.Parameter) -> bool:
     """Whether a parameter may be True or False: by default it is, or None, or it has no default."""
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return one.kind not in several and (one.default in (None, inspect.Parameter.empty) or isinstance(one.default, bool))
+    return parameter.kind not in several and (
+        parameter.default in (None, inspect.Parameter.empty) or isinstance(parameter.default, bool)
+    )
 
 
 def set_modes(module: nnx.Module, *, train: bool, given: Collection[str] = ()) -> None:
@@ -71,11 +79,11 @@ def in_mode(module: linen.Module, *, train: bool, given: Collection[str] = ()) -
 def _changed(value: Any, train: bool, given: Collection[str], made: dict[int, Any]) -> Any:
     """`in_mode` of what a module was given; `made` are the copies by the id of the module, which may be shared."""
     if type(value) in (list, tuple):
-        after = [_changed(one, train, (), made) for one in value]
+        after = [_changed(item, train, (), made) for item in value]
         return value if all(map(operator.is_, after, value)) else type(value)(after)
     if isinstance(value, Mapping):
-        pairs = {name: _changed(one, train, (), made) for name, one in value.items()}
-        return value if all(one is value[name] for name, one in pairs.items()) else pairs
+        pairs = {name: _changed(item, train, (), made) for name, item in value.items()}
+        return value if all(item is value[name] for name, item in pairs.items()) else pairs
     if not isinstance(value, linen.Module):
         return value
     if id(value) not in made:
@@ -85,10 +93,10 @@ def _changed(value: Any, train: bool, given: Collection[str], made: dict[int, An
             if field.init and field.name not in ("parent", "name")
         }
         before = {name: getattr(value, name) for name in fields}
-        after = {name: _changed(one, train, (), made) for name, one in before.items()}
-        kept = {name for name, one in fields.items() if before[name] is not one.default} | set(given)
+        after = {name: _changed(field_value, train, (), made) for name, field_value in before.items()}
+        kept = {name for name, field in fields.items() if before[name] is not field.default} | set(given)
         after |= _fields(before, train=train, given=kept)
-        differing = {name: one for name, one in after.items() if one is not before[name]}
+        differing = {name: field_value for name, field_value in after.items() if field_value is not before[name]}
         made[id(value)] = value.clone(**differing) if differing else value
     return made[id(value)]
 

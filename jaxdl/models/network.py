@@ -100,7 +100,7 @@ class Network:
             abstract = nnx.eval_shape(lambda: self._made(nnx.Rngs(0)))
         self._graphdef, params, keys, rest = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
         self._type = type(abstract)
-        self._keys = [(path, one) for path, one in nnx.to_flat_state(keys)]
+        self._keys = [(path, variable) for path, variable in nnx.to_flat_state(keys)]
         self._param_names, self._state_names = Names(nnx.to_pure_dict(params)), Names(nnx.to_pure_dict(rest))
         axes = jax.tree.map(self._axes, params, is_leaf=lambda node: isinstance(node, nnx.Variable))
         stacks = nnx_stacks(abstract)
@@ -192,16 +192,16 @@ class Network:
         Each row of `inputs` has its own; None in evaluation, where the number of rows may not be known.
         """
         flat = []
-        for index, (path, one) in enumerate(self._keys):
-            own = jax.random.fold_in(jax.random.key(0) if key is None else key, index)
-            if isinstance(one, RowKeys):
+        for index, (path, variable) in enumerate(self._keys):
+            variable_key = jax.random.fold_in(jax.random.key(0) if key is None else key, index)
+            if isinstance(variable, RowKeys):
                 numbers = jnp.arange(len(inputs[0])) if rows is None and inputs is not None else rows
-                flat.append((path, own if numbers is None else row_keys(own, numbers)))
-            elif isinstance(one, nnx.RngKey):
-                own = own if rows is None else jax.random.fold_in(own, rows[0])
-                flat.append((path, jax.random.split(own, one.shape) if one.shape else own))
+                flat.append((path, variable_key if numbers is None else row_keys(variable_key, numbers)))
+            elif isinstance(variable, nnx.RngKey):
+                variable_key = variable_key if rows is None else jax.random.fold_in(variable_key, rows[0])
+                flat.append((path, jax.random.split(variable_key, variable.shape) if variable.shape else variable_key))
             else:
-                flat.append((path, jnp.zeros(one.shape, one.dtype)))
+                flat.append((path, jnp.zeros(variable.shape, variable.dtype)))
         return nnx.from_flat_state(flat)
 
     def _looped(self, variable: nnx.Variable) -> bool:
@@ -235,13 +235,13 @@ class Names:
 
     def from_leaves(self, leaves: Sequence[Any]) -> dict[str, Any]:
         """Leaves by name, from their list in the order of the first tree."""
-        found: dict[str, Any] = {}
+        tree: dict[str, Any] = {}
         for (*parents, last), leaf in zip(self._paths, leaves, strict=True):
-            inner = found
+            inner = tree
             for part in parents:
                 inner = inner.setdefault(part, {})
             inner[last] = leaf
-        return found
+        return tree
 
     def tree(self, named: Mapping[str, Any]) -> Any:
         """The tree of the first one's structure with these leaves."""
@@ -281,16 +281,16 @@ def check_arrays(what: str | None, params: Params, state: ModelState) -> None:
     names = {_names(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
     if not jax.tree.leaves(params):
         raise ConfigError(f"{what or 'a network'}: it has no parameters, so there is nothing to train.")
-    for path, one in jax.tree_util.tree_flatten_with_path(params)[0]:
-        if one.dtype != jnp.float32:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if leaf.dtype != jnp.float32:
             raise ConfigError(
-                f"{what or 'a network'}: the parameter {'/'.join(_names(path))} is {one.dtype}. Parameters are kept in "
-                "float32: make it so (param_dtype=float32); --precision sets the dtype of the computation."
+                f"{what or 'a network'}: the parameter {'/'.join(_names(path))} is {leaf.dtype}. Parameters are kept "
+                "in float32: make it so (param_dtype=float32); --precision sets the dtype of the computation."
             )
-    for path, one in jax.tree_util.tree_flatten_with_path(state)[0]:
-        if not jnp.issubdtype(one.dtype, jnp.floating):
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ConfigError(
-                f"{what or 'a network'}: the variable {'/'.join(_names(path))} is {one.dtype}. What a network keeps "
+                f"{what or 'a network'}: the variable {'/'.join(_names(path))} is {leaf.dtype}. What a network keeps "
                 "besides its parameters is averaged over the replicas, so it must be floating-point numbers: make it "
                 "so, or make it an nnx.Param, a constant, or a number that is computed in the call."
             )
