@@ -98,8 +98,8 @@ class OwnModel(Model, kind=None):
         """The types of `further_options`: of a number, any number, unless it is annotated as a whole one."""
         whole = [name for name, parameter in self._parameters().items() if parameter.annotation in (int, "int")]
         return {
-            name: int | float if type(one) is int and name not in whole else type(one)
-            for name, one in self.further_options.items()
+            name: int | float if type(option) is int and name not in whole else type(option)
+            for name, option in self.further_options.items()
         }
 
     def _parameters(self) -> dict[str, inspect.Parameter]:
@@ -112,8 +112,14 @@ class OwnModel(Model, kind=None):
 
     def _filled(self, name: str, wanted: Mapping[str, Any], sizes: Mapping[str, Any], note: str = "") -> dict[str, Any]:
         """The arguments among `wanted`, and those of the sizes that are wanted besides; `note` is for the message."""
-        own = {one: value for one, value in self.arguments.items() if one in wanted or takes_any(wanted)}
-        given = {one: value for one, value in sizes.items() if one in wanted and one not in own} | own
+        user_arguments = {
+            argument: value for argument, value in self.arguments.items() if argument in wanted or takes_any(wanted)
+        }
+        given = {
+            argument: value
+            for argument, value in sizes.items()
+            if argument in wanted and argument not in user_arguments
+        } | user_arguments
         others = f", and the data gives only {', '.join(sizes)}{note}"
         check_given(f"{self.users_name}: {name}", wanted, given, type(self).__name__, others)
         return given
@@ -159,8 +165,8 @@ class FromModule(OwnModel, kind="from_module"):
         return self
 
     def _parameters(self) -> dict[str, inspect.Parameter]:
-        found = parameters(self._function)
-        return {name: parameter for name, parameter in found.items() if name not in (*_LINEN, _RNGS)}
+        all_parameters = parameters(self._function)
+        return {name: parameter for name, parameter in all_parameters.items() if name not in (*_LINEN, _RNGS)}
 
     @property
     def _function(self) -> Callable[..., Any]:
@@ -232,7 +238,7 @@ class FromFunctions(OwnModel, kind="from_functions"):
     def _parameters(self) -> dict[str, inspect.Parameter]:
         init, apply = (list(parameters(function).items())[1:] for function in self._functions)
         given = (mode_arguments(dict(apply), train=True).keys() - self.arguments.keys()) | {"state", *_KEYS}
-        return {name: one for name, one in init + apply if name not in given}
+        return {name: parameter for name, parameter in init + apply if name not in given}
 
     @property
     def _functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -256,13 +262,15 @@ class FromFunctions(OwnModel, kind="from_functions"):
         keys = [name for name in _KEYS if name in free]
         modes = {name: free[name] for name in mode_arguments(free, train=True)}
         # A value that the user gave holds in training; in evaluation the mode does.
-        own = {name: self.arguments[name] for name in modes if name in self.arguments}
+        user_modes = {name: self.arguments[name] for name in modes if name in self.arguments}
         named = {name: parameter for name, parameter in free.items() if name not in modes and name not in keys}
         arguments = self._filled(apply.__name__, named, sizes, f"; an argument {' or '.join(_KEYS)} is a random key")
         read = [name for name, _ in for_apply[1 + has_state :]][: len(inputs)]
         zeros = [name for name in read if name in dict(for_init) and name not in self.arguments]
         note = f"; only {' and '.join(read)}, as {apply.__name__} calls its inputs, would be zeros" if read else ""
-        start = self._filled(init.__name__, {name: one for name, one in for_init if name not in zeros}, sizes, note)
+        start = self._filled(
+            init.__name__, {name: parameter for name, parameter in for_init if name not in zeros}, sizes, note
+        )
 
         def make(key: jax.Array) -> tuple[Any, Any]:
             batch = dict(zip(read, blank(inputs), strict=False))
@@ -277,7 +285,7 @@ class FromFunctions(OwnModel, kind="from_functions"):
         def run(
             params: Any, state: Any, inputs: Sequence[jax.Array], train: bool, key: jax.Array | None, **switches: Any
         ) -> Any:
-            mode = mode_arguments(modes, train=train) | (own if train else {})
+            mode = mode_arguments(modes, train=train) | (user_modes if train else {})
             more = arguments | mode | dict.fromkeys(keys, key) | switches
             if not has_state:
                 return apply(params, *inputs, **more), state

@@ -76,7 +76,7 @@ class PerceptronModule(nnx.Module):
         keys = self.row_keys[...] if train and self.row_keys is not None else None
         for number in range(1, self.num_hidden + 1):
             x = nnx.relu(getattr(self, f"hidden{number}")(x))
-            own = fold(keys, number)
-            if own is not None:
-                x = jnp.where(kept(own, self.rate, x.shape), x / (1 - self.rate), 0).astype(x.dtype)
+            layer_keys = fold(keys, number)
+            if layer_keys is not None:
+                x = jnp.where(kept(layer_keys, self.rate, x.shape), x / (1 - self.rate), 0).astype(x.dtype)
         return self.head(x)

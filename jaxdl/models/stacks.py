@@ -52,8 +52,8 @@ def named_stacks(axes: LogicalAxes) -> dict[str, Dims]:
     at first.
     """
     flat = jax.tree_util.tree_flatten_with_path(axes, is_leaf=is_names)[0]
-    found = {_name(path): (names, _counting(names)) for path, names in flat}
-    return {name: dims for name, (names, dims) in found.items() if dims and not _always_known(names)}
+    named_dims = {_name(path): (names, _counting(names)) for path, names in flat}
+    return {name: dims for name, (names, dims) in named_dims.items() if dims and not _always_known(names)}
 
 
 def _always_known(names: tuple[str, ...]) -> bool:
@@ -126,10 +126,10 @@ def nnx_stacks(module: nnx.Module) -> Stacks:
     for path, part in nnx.iter_graph(module):
         if isinstance(part, nnx.Module):
             num_dims = dict(_num_dims(part))
-            for name, one in vars(part).items():
-                if isinstance(one, nnx.Param) and hasattr(one, "shape"):
-                    made = one.get_metadata().get(_SHAPE)
-                    shapes[*map(str, path), name] = (tuple(one.shape), made, num_dims.get(name))
+            for name, variable in vars(part).items():
+                if isinstance(variable, nnx.Param) and hasattr(variable, "shape"):
+                    made = variable.get_metadata().get(_SHAPE)
+                    shapes[*map(str, path), name] = (tuple(variable.shape), made, num_dims.get(name))
     return _stacks(shapes)
 
 
@@ -181,12 +181,12 @@ def _stacks(shapes: Mapping[tuple[str, ...], _Shapes]) -> Stacks:
     nearest parameter of which it is known has them, counted from the front or from the back.
     """
     choices = {path: _choices(*of_one) for path, of_one in shapes.items()}
-    stacks = {path: found[0] for path, found in choices.items()}
-    known = {path: found[0] for path, found in choices.items() if len(found) == 1 and found[0]}
+    stacks = {path: candidates[0] for path, candidates in choices.items()}
+    known = {path: candidates[0] for path, candidates in choices.items() if len(candidates) == 1 and candidates[0]}
     unclear: list[str] = []
-    for path, found in choices.items():
-        if len(found) > 1:
-            stacks[path], is_sure = _as_nearest(path, found, len(shapes[path][0]), known, shapes)
+    for path, candidates in choices.items():
+        if len(candidates) > 1:
+            stacks[path], is_sure = _as_nearest(path, candidates, len(shapes[path][0]), known, shapes)
             unclear += [] if is_sure else [f"{'/'.join(path)} (dimension {', '.join(map(str, stacks[path]))})"]
     return Stacks(stacks, tuple(unclear))
 
@@ -203,15 +203,15 @@ def _as_nearest(
     # `sorted` keeps the order of the network among those that are as near.
     nearest = sorted(known, key=lambda other: -_num_common(path, other))
     for _, group in itertools.groupby(nearest, key=lambda other: _num_common(path, other)):
-        found: dict[Dims, None] = {}
+        sole_fits: dict[Dims, None] = {}
         for other in group:
             dims, more = known[other], num_dims - len(shapes[other][0])
-            fits = [one for one in dict.fromkeys([dims, tuple(dim + more for dim in dims)]) if one in choices]
+            fits = [choice for choice in dict.fromkeys([dims, tuple(dim + more for dim in dims)]) if choice in choices]
             guess = fits[0] if fits and guess == choices[0] else guess
             if len(fits) == 1:
-                found[fits[0]] = None
-        if found:
-            return next(iter(found)), len(found) == 1
+                sole_fits[fits[0]] = None
+        if sole_fits:
+            return next(iter(sole_fits)), len(sole_fits) == 1
     return guess, False
 
 
@@ -221,7 +221,7 @@ def _choices(whole: tuple[int, ...], single: tuple[int, ...] | None, num_dims: i
     if num <= 0 or (num > 1 and single == ()):  # A scalar that another value replaced is no stack of stacks.
         return [()]
     dims = itertools.combinations(range(len(whole)), num)
-    left = [one for one in dims if tuple(size for dim, size in enumerate(whole) if dim not in one) == single]
+    left = [choice for choice in dims if tuple(size for dim, size in enumerate(whole) if dim not in choice) == single]
     return left or [() if num_dims is None else tuple(range(num))]
 
 
