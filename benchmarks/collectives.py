@@ -50,9 +50,9 @@ def main(args: list[str]) -> None:
     plan = make_plan(command.experiment, devices)
     mesh, console = plan.parts.layout.mesh, Console(width=150)
     for name, compiled in compile_programs(plan, command.only):
-        found = operations(compiled.as_text() or "", mesh.shape)
-        console.print(table_of(found, f"{command.config}, exchange {plan.experiment.exchange.kind}: {name}"))
-        console.print(over_replica(found, mesh.shape))
+        collectives = operations(compiled.as_text() or "", mesh.shape)
+        console.print(table_of(collectives, f"{command.config}, exchange {plan.experiment.exchange.kind}: {name}"))
+        console.print(over_replica(collectives, mesh.shape))
         if (memory := compiled.memory_analysis()) is None:
             continue
         console.print(
@@ -61,27 +61,27 @@ def main(args: list[str]) -> None:
         )
 
 
-def over_replica(found: Sequence[Operation], axes: Mapping[str, int]) -> str:
+def over_replica(collectives: Sequence[Operation], axes: Mapping[str, int]) -> str:
     """How many of the operations cross `replica`, and the bytes that one device sends in them, in words."""
-    crossing = [one for one in found if Axis.REPLICA.value in one.axes]
-    sent = sum(one.sent_bytes(axes) for one in crossing)
+    crossing = [collective for collective in collectives if Axis.REPLICA.value in collective.axes]
+    sent = sum(collective.sent_bytes(axes) for collective in crossing)
     return f"over replica: {len(crossing)} collectives, in which one device sends {sent:,.0f} bytes"
 
 
-def table_of(found: list[Operation], title: str) -> Table:
+def table_of(collectives: list[Operation], title: str) -> Table:
     """The operations as a table: equal ones share a row, the largest first."""
     columns = ("operation", "over", "results", "number", "MiB together")
     table = make_table(title, columns, left=columns[:3])
-    rows = Counter(found)
-    for one, number in sorted(rows.items(), key=lambda row: -row[0].num_bytes * row[1]):
-        shapes = ", ".join(f"{dtype}[{','.join(map(str, shape))}]" for dtype, shape in one.shapes[:3])
-        more = f" and {len(one.shapes) - 3} more" if len(one.shapes) > 3 else ""
+    rows = Counter(collectives)
+    for collective, number in sorted(rows.items(), key=lambda row: -row[0].num_bytes * row[1]):
+        shapes = ", ".join(f"{dtype}[{','.join(map(str, shape))}]" for dtype, shape in collective.shapes[:3])
+        more = f" and {len(collective.shapes) - 3} more" if len(collective.shapes) > 3 else ""
         table.add_row(
-            one.kind,
-            "+".join(one.axes) or "-",
+            collective.kind,
+            "+".join(collective.axes) or "-",
             shapes + more,
             str(number),
-            f"{one.num_bytes * number / 2**20:,.3f}",
+            f"{collective.num_bytes * number / 2**20:,.3f}",
         )
     return table
 

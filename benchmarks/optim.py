@@ -79,32 +79,32 @@ def main(args: list[str]) -> None:
     command = parse_bench(OptimBench, args, __name__, devices=2, num_repeats=1)
     config = MeshConfig(fsdp=command.devices, cpu_devices=None if gpus_chosen() else command.devices)
     start_devices(config)
-    mesh, console, found = make_mesh(config), Console(width=150), {}
+    mesh, console, results = make_mesh(config), Console(width=150), {}
     for name in command.models:
-        found[name] = measure(name, mesh, command.num_repeats)
-        console.print(_table(name, found[name], mesh))
+        results[name] = measure(name, mesh, command.num_repeats)
+        console.print(_table(name, results[name], mesh))
     console.print(
         "One device's work: the update of all parameters, or of a device's part, on one device with the machine to "
         "itself, without messages. All at once: every device, with gathering the parameters. Virtual devices share the "
         "machine's cores, so the whole update on each multiplies the work by their number; GPUs run it in parallel.",
         soft_wrap=True,
     )
-    write_json(command.json, found)
+    write_json(command.json, results)
 
 
 def measure(name: str, mesh: Mesh, num_repeats: int) -> dict[str, Any]:
     """The figures of both sides for a model."""
     parts = {side: _parts(name, config, mesh) for side, config in SIDES.items()}
-    found: dict[str, Any] = {side: _program(part) for side, part in parts.items()}
+    figures: dict[str, Any] = {side: _program(part) for side, part in parts.items()}
     for label, make in (("one device", _alone), ("all at once", _together)):
         made = ((side, make(part)) for side, part in parts.items())
         runs = {side: run for side, run in made if run is not None}
         times = time_in_turns(runs, num_repeats) if len(runs) == len(SIDES) else {}
         runs.clear()  # They keep references to their arrays.
         for side in SIDES:
-            found[side][label] = times.get(side, [])
-    found["num_parameters"] = sum(x.size for x in jax.tree.leaves(parts["all on each"].network.param_shapes))
-    return found
+            figures[side][label] = times.get(side, [])
+    figures["num_parameters"] = sum(x.size for x in jax.tree.leaves(parts["all on each"].network.param_shapes))
+    return figures
 
 
 def _parts(name: str, sharding: ShardingConfig, mesh: Mesh) -> Parts:
@@ -186,25 +186,25 @@ def _together(parts: Parts) -> Callable[[], None] | None:
     return make_updates(parts)
 
 
-def _table(name: str, found: dict[str, Any], mesh: Mesh) -> Table:
+def _table(name: str, figures: dict[str, Any], mesh: Mesh) -> Table:
     experiment, _ = MODELS[name]
-    title = f"{name}, {found['num_parameters'] / 1e6:.1f} M parameters, {experiment.optimizer.kind}, "
+    title = f"{name}, {figures['num_parameters'] / 1e6:.1f} M parameters, {experiment.optimizer.kind}, "
     columns = (
         "update", "all-reduces of norms", "all-gathers", "optimizer, MB a device", "GB read and written",
         "one device: ms", "all at once: ms",
     )  # fmt: skip
     table = make_table(f"{title}{mesh.size} x {mesh.devices.flat[0].device_kind}", columns, box=SIMPLE_HEAD)
     for side in SIDES:
-        one = found[side]
+        of_side = figures[side]
         table.add_row(
             side,
-            str(one["norm_all_reduces"]),
-            str(one["all_gathers"]),
-            f"{one['optimizer_bytes'] / 1e6:.1f}",
-            f"{one['bytes_accessed'] / 1e9:.2f}",
-            *(f"{1e3 * statistics.median(one[label]):.1f}" if one[label] else "no room" for label in _LABELS),
+            str(of_side["norm_all_reduces"]),
+            str(of_side["all_gathers"]),
+            f"{of_side['optimizer_bytes'] / 1e6:.1f}",
+            f"{of_side['bytes_accessed'] / 1e9:.2f}",
+            *(f"{1e3 * statistics.median(of_side[label]):.1f}" if of_side[label] else "no room" for label in _LABELS),
         )
-    first, second = (found[side] for side in SIDES)
+    first, second = (figures[side] for side in SIDES)
     ratios = [f"{median_ratio(first[label], second[label]):.2f} x" if first[label] else "-" for label in _LABELS]
     table.add_row("all / a part", "", "", f"{first['optimizer_bytes'] / second['optimizer_bytes']:.2f} x", "", *ratios)
     return table

@@ -59,25 +59,25 @@ def main(args: list[str]) -> None:
         tokenizer = folder / "tokenizer.json"
         train = Train(out=tokenizer, vocab_size=command.vocab_size, max_bytes=10_000_000)
         console.print(train_tokenizer([str(folder / "0.jsonl")], train, console), soft_wrap=True)
-        found: dict[str, list[float]] = {"tokenizers alone": [], "jaxdl": []}
+        speeds: dict[str, list[float]] = {"tokenizers alone": [], "jaxdl": []}
         for number, part in enumerate(parts):
             num_bytes = sum(len(text.encode()) for text in part)
             seconds, alone = _library(tokenizer, part)
-            found["tokenizers alone"].append(num_bytes / 1e6 / seconds)
+            speeds["tokenizers alone"].append(num_bytes / 1e6 / seconds)
             seconds, tokens = _jaxdl(folder, tokenizer, number, console)
-            found["jaxdl"].append(num_bytes / 1e6 / seconds)
+            speeds["jaxdl"].append(num_bytes / 1e6 / seconds)
             assert tokens == alone, "both sides have the same tokens"
     cores = len(os.sched_getaffinity(0))
     table = make_table(
         f"{command.megabytes} MB of text, {len(texts):,} documents, {command.num_parts} parts, {cores} cores: MB/s",
         ("", "median", "min", "max"),
     )
-    for side, rates in found.items():
+    for side, rates in speeds.items():
         table.add_row(side, *(f"{value:.2f}" for value in (statistics.median(rates), min(rates), max(rates))))
     console.print(table)
-    ratio = median_ratio(found["jaxdl"], found["tokenizers alone"])
+    ratio = median_ratio(speeds["jaxdl"], speeds["tokenizers alone"])
     console.print(f"jaxdl over tokenizers alone: {ratio:.2f} (the median of the parts' ratios)")
-    write_json(command.json, {"megabytes": command.megabytes, "cores": cores, "mb_per_sec": found, "ratio": ratio})
+    write_json(command.json, {"megabytes": command.megabytes, "cores": cores, "mb_per_sec": speeds, "ratio": ratio})
 
 
 def _texts(num_bytes: int) -> Iterator[str]:
@@ -113,7 +113,7 @@ def _library(tokenizer: Path, texts: list[str]) -> tuple[float, int]:
             batch.append(text)
             size += len(text)
         if text is None or size >= _BATCH_BYTES:
-            tokens += sum(len(one) for one in encoder.encode_batch_fast(batch, add_special_tokens=False))
+            tokens += sum(len(encoding) for encoding in encoder.encode_batch_fast(batch, add_special_tokens=False))
             batch, size = [], 0
     return time.perf_counter() - start, tokens
 

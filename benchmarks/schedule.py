@@ -68,7 +68,7 @@ def main(args: list[str]) -> None:
     compiler = command.experiment.compiler
     ordered, gbps = speeds(command.gbps, compiler.network_gbps)
     console = Console(width=150)
-    found: dict[str, Timeline] = {}
+    timelines: dict[str, Timeline] = {}
     for exchange in exchanges(command):
         plan = make_plan(command.experiment.replaced({"exchange": exchange}), devices)
         experiment = plan.experiment.replaced({"compiler.network_gbps": ordered})
@@ -80,10 +80,10 @@ def main(args: list[str]) -> None:
         for program, compiled in compile_programs(replace(plan, experiment=experiment), command.only):
             label = f"{name}: {program}" if plan.parts.agreement.keeps_replicas else name
             text = compiled.as_text() or ""
-            found[label] = play(hlo.parse(text), plan.parts.layout.mesh.shape, links)
-            console.print(messages_table(found[label], label))
-    console.print(summary_table(found, f"{command.config}, {gbps:g} Gb/s"))
-    values = {name: as_json(timeline) for name, timeline in found.items()}
+            timelines[label] = play(hlo.parse(text), plan.parts.layout.mesh.shape, links)
+            console.print(messages_table(timelines[label], label))
+    console.print(summary_table(timelines, f"{command.config}, {gbps:g} Gb/s"))
+    values = {name: as_json(timeline) for name, timeline in timelines.items()}
     write_json(command.json, values)
     if command.plot:
         replace_file(command.plot, figure(values))
@@ -104,13 +104,13 @@ def speeds(gbps: float | None, network_gbps: float | None) -> tuple[float, float
 
 def exchanges(command: ScheduleBench) -> list[ExchangeConfig]:
     """The exchanges to show: that of the experiment, and with `all_exchanges` one of each other kind."""
-    own = command.experiment.exchange
-    if not isinstance(own, ExchangeConfig):
+    exchange = command.experiment.exchange
+    if not isinstance(exchange, ExchangeConfig):
         raise ConfigError("--exchange auto: a schedule belongs to one exchange. Give one, such as --exchange topk.")
     if not command.all_exchanges:
-        return [own]
-    same = {"delay_steps": own.delay_steps, "bucket_mib": own.bucket_mib}
-    return [own, *(kind(**same) for kind in kinds().values() if kind is not type(own))]
+        return [exchange]
+    same = {"delay_steps": exchange.delay_steps, "bucket_mib": exchange.bucket_mib}
+    return [exchange, *(kind(**same) for kind in kinds().values() if kind is not type(exchange))]
 
 
 def _devices(command: ScheduleBench) -> list[Any] | None:
@@ -127,17 +127,19 @@ def messages_table(timeline: Timeline, title: str) -> Table:
     """The messages over the slow network one by one; those inside a replica by kind."""
     columns = ("message", "over", "MB sent", "starts in backward", "ms", "kernels beside", "their ms", "hidden")
     table = make_table(title, columns, left=("message", "over", "kernels beside"))
-    for one in timeline.exchange:
-        kernels = ", ".join(f"{number} {sort}" for sort, number in sorted(one.kernels.items()))
+    for message in timeline.exchange:
+        kernels = ", ".join(f"{number} {sort}" for sort, number in sorted(message.kernels.items()))
         table.add_row(
-            one.kind + ("" if one.is_async else " (waits)") + (f" x {one.times}" if one.times > 1 else ""),
-            "+".join(one.axes),
-            f"{one.sent_bytes / 1e6:.3f}",
-            f"{100 * place_in_backward(timeline, one):.0f} %",
-            f"{1e3 * one.seconds:.3f}",
+            message.kind
+            + ("" if message.is_async else " (waits)")
+            + (f" x {message.times}" if message.times > 1 else ""),
+            "+".join(message.axes),
+            f"{message.sent_bytes / 1e6:.3f}",
+            f"{100 * place_in_backward(timeline, message):.0f} %",
+            f"{1e3 * message.seconds:.3f}",
             kernels or "-",
-            f"{1e3 * one.compute_sec:.3f}",
-            f"{100 * one.hidden:.0f} %",
+            f"{1e3 * message.compute_sec:.3f}",
+            f"{100 * message.hidden:.0f} %",
         )
     for kind, (number, sent, seconds) in inner_messages(timeline).items():
         table.add_row(f"{kind} x {number}", "inside", f"{sent / 1e6:.3f}", "", f"{1e3 * seconds:.3f}", "", "", "")
@@ -152,32 +154,32 @@ def place_in_backward(timeline: Timeline, message: Message) -> float:
 
 def inner_messages(timeline: Timeline) -> dict[str, tuple[int, float, float]]:
     """Of the messages inside a replica: kind -> (number, bytes, seconds)."""
-    found: dict[str, tuple[int, float, float]] = {}
+    by_kind: dict[str, tuple[int, float, float]] = {}
     for message in timeline.messages:
         if not message.over_replica:
-            number, sent, seconds = found.get(message.kind, (0, 0.0, 0.0))
-            found[message.kind] = (
+            number, sent, seconds = by_kind.get(message.kind, (0, 0.0, 0.0))
+            by_kind[message.kind] = (
                 number + message.times,
                 sent + message.times * message.sent_bytes,
                 seconds + message.times * message.seconds,
             )
-    return found
+    return by_kind
 
 
-def summary_table(found: dict[str, Timeline], title: str) -> Table:
+def summary_table(timelines: dict[str, Timeline], title: str) -> Table:
     """A row for each exchange."""
     columns = ("exchange", "messages", "MB sent", "network ms", "hidden", "kernels ms", "step ms", "waits ms")
     table = make_table(title, columns)
-    for name, one in found.items():
+    for name, timeline in timelines.items():
         table.add_row(
             name,
-            str(len(one.exchange)),
-            f"{one.sent_bytes / 1e6:.3f}",
-            f"{1e3 * one.network_sec:.3f}",
-            f"{100 * one.hidden_share:.0f} % of the bytes",
-            f"{1e3 * one.compute_sec:.2f}",
-            f"{1e3 * one.total_sec:.2f}",
-            f"{1e3 * one.waiting_sec:.2f}",
+            str(len(timeline.exchange)),
+            f"{timeline.sent_bytes / 1e6:.3f}",
+            f"{1e3 * timeline.network_sec:.3f}",
+            f"{100 * timeline.hidden_share:.0f} % of the bytes",
+            f"{1e3 * timeline.compute_sec:.2f}",
+            f"{1e3 * timeline.total_sec:.2f}",
+            f"{1e3 * timeline.waiting_sec:.2f}",
         )
     return table
 
@@ -199,7 +201,7 @@ def as_json(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def figure(found: Mapping[str, Mapping[str, Any]]) -> bytes:
+def figure(timelines: Mapping[str, Mapping[str, Any]]) -> bytes:
     """A PNG: for each exchange kernels, messages inside a replica, and messages over the slow network, over time.
 
     Args:
@@ -207,20 +209,26 @@ def figure(found: Mapping[str, Mapping[str, Any]]) -> bytes:
     """
     colors = {"forward": style.FORWARD, "backward": style.BACKWARD}
     colors |= dict.fromkeys(("tables", "rest"), style.OTHER_KERNELS)
-    chosen = style.looks(list(found))
-    inner = any(Axis.REPLICA.value not in message["axes"] for one in found.values() for message in one["messages"])
+    chosen = style.looks(list(timelines))
+    inner = any(
+        Axis.REPLICA.value not in message["axes"] for timeline in timelines.values() for message in timeline["messages"]
+    )
     rows = ["kernels", *(["inside replicas"] if inner else []), "over replicas"]
     heights = 0.22 * len(rows) + 0.62
-    drawn = style.new_figure(12.5, 1.2 + heights * len(found), "One training step: kernels and messages, all modelled")
-    panels = drawn.subplots(len(found), 1, sharex=True, squeeze=False)[:, 0]
-    for panel, (name, one) in zip(panels, found.items(), strict=True):
+    drawn = style.new_figure(
+        12.5, 1.2 + heights * len(timelines), "One training step: kernels and messages, all modelled"
+    )
+    panels = drawn.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+    for panel, (name, timeline) in zip(panels, timelines.items(), strict=True):
         for what, color in colors.items():
-            _bars(panel, 0, [(begin, end) for begin, end, which in one["spans"] if which == what], color)
-        for message in one["messages"]:
+            _bars(panel, 0, [(begin, end) for begin, end, which in timeline["spans"] if which == what], color)
+        for message in timeline["messages"]:
             over = Axis.REPLICA.value in message["axes"]
             color = chosen[name].color if over else style.INNER_MESSAGES
             _bars(panel, len(rows) - 1 if over else 1, [(message["begin_sec"], message["end_sec"])], color)
-        title = f"{name}: {1e3 * one['step_sec']:.1f} ms, {100 * one['hidden_share']:.0f} % of the bytes hidden"
+        title = (
+            f"{name}: {1e3 * timeline['step_sec']:.1f} ms, {100 * timeline['hidden_share']:.0f} % of the bytes hidden"
+        )
         style.dress(panel, style.wrap_name(title, 110))
         style.rows_of_names(panel, rows)
     panels[-1].set_xlabel("ms since the step began", color=style.GREY, fontsize=style.SMALL)

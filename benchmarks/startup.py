@@ -43,15 +43,15 @@ class StartupBench:
 def main(args: list[str]) -> None:
     """Starts the commands in turns and prints the medians."""
     command = parse_bench(StartupBench, args, __name__, num_repeats=1)
-    found: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    seconds: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for _ in range(command.num_repeats):
         for name, (line, until_first) in COMMANDS.items():
-            found[name].append(cpu_sec(line, until_first=until_first))
+            seconds[name].append(cpu_sec(line, until_first=until_first))
     table = make_table("python -m jaxdl.train: CPU seconds", ("", "median", "min", "max"))
-    for name, times in found.items():
+    for name, times in seconds.items():
         table.add_row(name, *(f"{value:.2f}" for value in (statistics.median(times), min(times), max(times))))
     Console().print(table)
-    write_json(command.json, found)
+    write_json(command.json, seconds)
 
 
 def cpu_sec(line: list[str], *, until_first: bool) -> float:

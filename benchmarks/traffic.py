@@ -78,10 +78,10 @@ def measure(command: TrafficBench) -> list[ExchangeBytes]:
     """The bytes of every kind of exchange, in the settings that differ in bytes."""
     configs = [config for kind in kinds().values() for config in kind.variants()]
     sent = {config.label: exchange_bytes(config, command) for config in configs}
-    slow = {name: found[Axis.REPLICA.value] for name, found in sent.items()}
+    slow = {name: by_axis[Axis.REPLICA.value] for name, by_axis in sent.items()}
     return [
-        ExchangeBytes(name, found, slow[name] / slow["dense float32"], slow[name] / slow["dense bfloat16"])
-        for name, found in sent.items()
+        ExchangeBytes(name, by_axis, slow[name] / slow["dense float32"], slow[name] / slow["dense bfloat16"])
+        for name, by_axis in sent.items()
     ]
 
 

@@ -41,7 +41,7 @@ def machine_lines(plan: Plan, workdir: Path) -> list[Line]:
     """Versions, devices, memory for the batches, and room for the checkpoints in the workdir."""
     mesh = plan.parts.layout.mesh
     device = mesh.devices.flat[0]
-    found = versions()
+    installed = versions()
     state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(plan.parts.state_spec.shapes))
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,9 @@ def machine_lines(plan: Plan, workdir: Path) -> list[Line]:
     batches = processes_of_host() * max(_AHEAD * image * size // jax.process_count() for image, size in sizes)
     memory = available_bytes()
     return [
-        Line("versions", ", ".join(f"{name} {found[name]}" for name in ("python", "jax", "jaxlib", "flax", "optax"))),
+        Line(
+            "versions", ", ".join(f"{name} {installed[name]}" for name in ("python", "jax", "jaxlib", "flax", "optax"))
+        ),
         Line(
             "devices",
             f"{mesh.size} x {device.device_kind} ({device.platform}) of {jax.process_count()} processes, "
@@ -69,11 +71,11 @@ def machine_lines(plan: Plan, workdir: Path) -> list[Line]:
 def data_lines(plan: Plan, *, is_rehearsal: bool) -> list[Line]:
     """The number of images; the benchmark's are ImageNet's."""
     train, test = len(plan.splits.train), len(plan.splits.test)
-    found = f"{train:,} to train on, {test:,} to validate"
+    sizes_text = f"{train:,} to train on, {test:,} to validate"
     if is_rehearsal:
-        return [Line("images", f"{found} (a rehearsal)")]
+        return [Line("images", f"{sizes_text} (a rehearsal)")]
     fine = (train, test) == (TRAIN_IMAGES, VALIDATION_IMAGES)
-    return [Line("images", found + ("" if fine else f", not {TRAIN_IMAGES:,} and {VALIDATION_IMAGES:,}"), fine)]
+    return [Line("images", sizes_text + ("" if fine else f", not {TRAIN_IMAGES:,} and {VALIDATION_IMAGES:,}"), fine)]
 
 
 def network_lines(plan: Plan) -> tuple[list[Line], float | None]:
@@ -95,7 +97,7 @@ def network_lines(plan: Plan) -> tuple[list[Line], float | None]:
         )
     ]
     try:
-        seconds = {one.label: predict(one, gradients, machine).total_sec for one in (Dense(), config)}
+        seconds = {exchange.label: predict(exchange, gradients, machine).total_sec for exchange in (Dense(), config)}
     except ValueError:  # The cost model lacks a measurement for this exchange.
         return lines, None
     lines += [Line(f"exchange {name}", f"{1e3 * took:.1f} ms predicted") for name, took in seconds.items()]

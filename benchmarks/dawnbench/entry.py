@@ -140,8 +140,10 @@ def main(args: list[str]) -> None:
             row = reached(check_entry(Path(name).with_suffix(".json")))
         except ConfigError as error:
             fail(str(error))
-        found = f"{TARGET:g} % top-5 after epoch {row.epoch}, {3600 * row.hours:.1f} s" if row else "target not reached"
-        print(f"{name}: a valid entry; {found}")
+        outcome = (
+            f"{TARGET:g} % top-5 after epoch {row.epoch}, {3600 * row.hours:.1f} s" if row else "target not reached"
+        )
+        print(f"{name}: a valid entry; {outcome}")
 
 
 if __name__ == "__main__":

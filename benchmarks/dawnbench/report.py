@@ -41,7 +41,7 @@ class PhaseSpeed(NamedTuple):
 
 def epochs_of(run: Run, before_sec: float) -> list[Epoch]:
     """A line for each evaluation. `before_sec` passed from the start of the clock to that of the training."""
-    history, found = run.history, []
+    history, epochs = run.history, []
     for row in range(len(history["step"])):
         top1, top5 = history["eval/accuracy"][row], history["eval/accuracy_top5"][row]
         if not _is_number(top1):
@@ -49,8 +49,8 @@ def epochs_of(run: Run, before_sec: float) -> list[Epoch]:
         phases = {name for name in history if name.startswith("seconds/")}
         counted = phases - {"seconds/eval", "seconds/checkpoint"}
         seconds = before_sec + sum(history[name][row] for name in counted if _is_number(history[name][row]))
-        found.append(Epoch(math.floor(history["epoch"][row] + 1e-9), seconds / 3600, 100 * top1, 100 * top5))
-    return found
+        epochs.append(Epoch(math.floor(history["epoch"][row] + 1e-9), seconds / 3600, 100 * top1, 100 * top5))
+    return epochs
 
 
 def was_resumed(run: Run) -> bool:
@@ -62,7 +62,7 @@ def was_resumed(run: Run) -> bool:
 
 def phase_speeds(run: Run) -> list[PhaseSpeed]:
     """The speed of each phase."""
-    history, found = run.history, []
+    history, phases = run.history, []
     for segment in run.plan.timeline.segments:
         assert segment.phase is not None
         end = segment.first + segment.num_steps
@@ -73,8 +73,8 @@ def phase_speeds(run: Run) -> list[PhaseSpeed]:
         ]
         speed = statistics.median(speeds) if speeds else float("nan")
         phase = segment.phase
-        found.append(PhaseSpeed(phase.size, phase.epochs, segment.batch_size, segment.num_steps, speed))
-    return found
+        phases.append(PhaseSpeed(phase.size, phase.epochs, segment.batch_size, segment.num_steps, speed))
+    return phases
 
 
 def exchange_seconds(plan: Plan, num_repeats: int = 5) -> float | None:
@@ -84,8 +84,8 @@ def exchange_seconds(plan: Plan, num_repeats: int = 5) -> float | None:
     replicas = mesh.shape[Axis.REPLICA]
     if replicas == 1:
         return None
-    places = jax.tree.map(lambda one: PartitionSpec(Axis.REPLICA.value, *one), spec.grads, is_leaf=is_spec)
-    shardings = jax.tree.map(lambda one: NamedSharding(mesh, one), places, is_leaf=is_spec)
+    places = jax.tree.map(lambda leaf_spec: PartitionSpec(Axis.REPLICA.value, *leaf_spec), spec.grads, is_leaf=is_spec)
+    shardings = jax.tree.map(lambda place: NamedSharding(mesh, place), places, is_leaf=is_spec)
 
     def gradients() -> Any:
         leaves, treedef = jax.tree.flatten(parts.network.param_shapes)
@@ -156,9 +156,9 @@ def write_report(
 def _published(target: Epoch | None) -> list[str]:
     """The table of the published times, beside that of `target`; None when there is nothing to compare."""
     lines = ["| date | team | hardware | time | this run is |", "|---|---|---|---|---|"]
-    for one in PUBLISHED:
-        ratio = f"{one.seconds / (3600 * target.hours):.2f} x as fast" if target else "not to be compared"
-        lines.append(f"| {one.date} | {one.team} | {one.hardware} | {_time(one.seconds)} | {ratio} |")
+    for entry in PUBLISHED:
+        ratio = f"{entry.seconds / (3600 * target.hours):.2f} x as fast" if target else "not to be compared"
+        lines.append(f"| {entry.date} | {entry.team} | {entry.hardware} | {_time(entry.seconds)} | {ratio} |")
     return lines
 
 
@@ -167,18 +167,18 @@ def _phases(run: Run, exchange_sec: float | None) -> list[str]:
     devices = run.plan.parts.layout.mesh.size
     heads = ["epochs", "pixels", "batch", "steps", "images/s", "a device", "ms a step", "exchange alone / step"]
     lines = ["## Phases", "", "| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    for one in phase_speeds(run):
-        share = "-" if exchange_sec is None else f"{100 * exchange_sec / one.step_sec:.0f} %"
+    for row in phase_speeds(run):
+        share = "-" if exchange_sec is None else f"{100 * exchange_sec / row.step_sec:.0f} %"
         lines.append(
-            f"| {one.epochs:g} | {one.size} | {one.batch_size:,} | {one.num_steps:,} | {one.images_per_sec:,.0f} | "
-            f"{one.images_per_sec / devices:,.0f} | {1e3 * one.step_sec:.1f} | {share} |"
+            f"| {row.epochs:g} | {row.size} | {row.batch_size:,} | {row.num_steps:,} | {row.images_per_sec:,.0f} | "
+            f"{row.images_per_sec / devices:,.0f} | {1e3 * row.step_sec:.1f} | {share} |"
         )
     lines += ["", "Images a second are those of the training steps, waiting for data included; medians."]
     published = ", ".join(f"{size}: {round(speed / 128):,}" for size, speed in ALIBABA_IMAGES_PER_SEC.items())
     lines += [f"Alibaba's entry, on each of its V100 and with its evaluations, by pixels: {published}.", ""]
     if exchange_sec is None:
         return [*lines, "One node: no gradient was exchanged."]
-    sent = [one for one in run.history["train/exchange/bytes_sent/replica"] if _is_number(one)]
+    sent = [num_bytes for num_bytes in run.history["train/exchange/bytes_sent/replica"] if _is_number(num_bytes)]
     name = run.plan.exchange.label
     lines += [
         f"Exchange: {name}, {sent[-1] / 1e6:,.2f} MB that a device sends in a step. By itself it took "

@@ -87,8 +87,8 @@ class _Side:
 
     def counted(self) -> tuple[int, int]:
         """(distinct rows of batches so far that were in a slot, all of them)."""
-        found = self.plan.caches.counted if self.plan.caches else {"device": 0, "host": 0}
-        return found["device"], found["device"] + found["host"]
+        counts = self.plan.caches.counted if self.plan.caches else {"device": 0, "host": 0}
+        return counts["device"], counts["device"] + counts["host"]
 
     def step(self) -> float:
         """Seconds of a step, with its swap; reading the batch is not counted."""
@@ -105,15 +105,17 @@ class _Side:
         assert tables is not None
         if caches is not None:
             caches.store.write_back(self.state.tables)
-        found = {}
+        by_table = {}
         for buffer in tables.buffers:
             for table in buffer.tables:
                 if caches is not None and table.name in caches.store.rows:
-                    found[table.name] = caches.store.in_order(table.name)
+                    by_table[table.name] = caches.store.in_order(table.name)
                     continue
                 places = buffer.places.of(table.name, np.arange(table.rows))
-                found[table.name] = {what: np.asarray(x)[places] for what, x in self.state.tables[buffer.name].items()}
-        return found
+                by_table[table.name] = {
+                    what: np.asarray(x)[places] for what, x in self.state.tables[buffer.name].items()
+                }
+        return by_table
 
 
 def main(args: list[str]) -> None:
@@ -156,13 +158,15 @@ def measure(command: CacheBench, say: Any) -> list[CacheTimes]:
         for name, side in sides.items():
             seconds[name].append(side.step())
     # Slots fill up, and programs for other numbers of rows compile, in the first steps.
-    late = {name: found[len(found) // 4 :] for name, found in seconds.items()}
+    late = {name: side_seconds[len(side_seconds) // 4 :] for name, side_seconds in seconds.items()}
     expected = sides[WHOLE].tables()
     rows = []
     for name, side in sides.items():
         (hits, lookups), (hits_before, lookups_before) = side.counted(), before[name]
         equal = all(
-            np.array_equal(x, expected[table][what]) for table, one in side.tables().items() for what, x in one.items()
+            np.array_equal(x, expected[table][what])
+            for table, arrays in side.tables().items()
+            for what, x in arrays.items()
         )
         rows.append(
             CacheTimes(

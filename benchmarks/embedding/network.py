@@ -92,7 +92,8 @@ def measure_steps(
             known = schemes | cluster.planned(choices, rate)
             floors, seconds = cluster.in_turns(list(known), (None, rate), command.num_rounds)
             before, medians = (
-                {one: statistics.median(some) for one, some in times.items()} for times in (floors, seconds)
+                {config_name: statistics.median(some) for config_name, some in times.items()}
+                for times in (floors, seconds)
             )
             for name, config in known.items():
                 added = costs_of(work, config, machine).slow_sec - costs_of(work, config, started).slow_sec
@@ -138,8 +139,8 @@ class _Cluster:
         self.workers.ask("setup", experiment=experiment.to_json(), configs=given)
         for name in configs:
             self.console.print(f"compiling: {name}")
-            [found] = self.workers.ask("compile", only=[0], name=name)
-            self.workers.ask("load", only=range(1, experiment.mesh.replica), name=name, **found)
+            [compiled] = self.workers.ask("compile", only=[0], name=name)
+            self.workers.ask("load", only=range(1, experiment.mesh.replica), name=name, **compiled)
         self.workers.ask("start", names=list(configs))
         self.network.set_cores(limited=True)
 
@@ -155,13 +156,13 @@ class _Cluster:
         self.add(configs)
         [seconds] = self.in_turns(list(configs), (rate,), _TRIAL_ROUNDS)
         chosen, name = quickest(seconds), f"{PLAN} for {rate}"
-        for (one, sec), choice in zip(seconds.items(), choices, strict=True):
-            mark = " (the plan)" if one == chosen else ""
+        for (trial_name, sec), choice in zip(seconds.items(), choices, strict=True):
+            mark = " (the plan)" if trial_name == chosen else ""
             self.console.print(f"{rate}: {describe_schemes(choice.schemes)}: {statistics.median(sec):.3f} s{mark}")
         self.workers.ask("keep", name=chosen, among=list(configs), renamed=name)
-        found = self.with_variants({name: configs[chosen]})
-        self.add({one: config for one, config in found.items() if one != name})
-        return found
+        variants = self.with_variants({name: configs[chosen]})
+        self.add({variant: config for variant, config in variants.items() if variant != name})
+        return variants
 
     def in_turns(
         self, names: Sequence[str], rates: Sequence[str | None], num_rounds: int
@@ -170,15 +171,15 @@ class _Cluster:
 
         Every round has all rates, so that what else the machine does disturbs them alike.
         """
-        found: list[dict[str, list[float]]] = [{name: [] for name in names} for _ in rates]
+        by_rate: list[dict[str, list[float]]] = [{name: [] for name in names} for _ in rates]
         for number in range(num_rounds):
             order = names[::-1] if number % 2 else names
-            for rate, seconds in zip(rates, found, strict=True):
+            for rate, seconds in zip(rates, by_rate, strict=True):
                 self.network.set_rate(rate)
                 self._steps(order[0], 1)  # Connections get used to the rate.
-                for one in order:
-                    seconds[one] += self._steps(one, _STEPS)
-        return found
+                for config_name in order:
+                    seconds[config_name] += self._steps(config_name, _STEPS)
+        return by_rate
 
     def _steps(self, name: str, count: int) -> list[float]:
         """Seconds of steps; each ends when it has ended on every host."""
@@ -187,7 +188,7 @@ class _Cluster:
 
 def _experiment(command: EmbeddingBench) -> Experiment:
     data = Clicks(
-        rows=tuple(max(1, one // command.divide_rows) for one in CRITEO_ROWS),
+        rows=tuple(max(1, num_rows // command.divide_rows) for num_rows in CRITEO_ROWS),
         num_ids=CRITEO_NUM_IDS,
         skew=command.skew,
         train_examples=command.batch_size,

@@ -90,7 +90,7 @@ def instance(shards: int, devices: int, slack: float, seed: int) -> tuple[np.nda
 
 def measure(shards: int, devices: int, slack: float, seeds: int) -> PlacedLoads:
     """The worst of the instances with these seeds."""
-    found = []
+    instances = []
     for seed in range(seeds):
         costs, sizes, memory = instance(shards, devices, slack, seed)
         begin = time.perf_counter()
@@ -101,9 +101,9 @@ def measure(shards: int, devices: int, slack: float, seeds: int) -> PlacedLoads:
         bound = lower_bound(costs, devices, sizes, memory)
         loads = [makespan(costs, other, devices) / bound for other in others]
         fit = [bool(np.bincount(other, sizes, devices).max() <= memory) for other in others]
-        found.append((*loads, ours.makespan / bound, *fit, seconds))
-    worst = np.max(found, axis=0)
-    fits = np.sum(found, axis=0)
+        instances.append((*loads, ours.makespan / bound, *fit, seconds))
+    worst = np.max(instances, axis=0)
+    fits = np.sum(instances, axis=0)
     return PlacedLoads(
         shards, devices, slack, worst[0], worst[1], int(fits[5]), worst[2], int(fits[6]), worst[3], float(worst[7])
     )

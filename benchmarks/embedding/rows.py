@@ -95,13 +95,13 @@ def main(args: list[str]) -> None:
     command = parse_command(args)
     console = Console(width=130)
     if command.h100:
-        found = {name: _compiled_for_h100(command, name) for name in command.optimizers}
-        for name, one in found.items():
-            console.print(roofline.table(f"{_title(command)}, {name}, compiled for one H100", one, None))
+        results = {name: _compiled_for_h100(command, name) for name in command.optimizers}
+        for name, figures in results.items():
+            console.print(roofline.table(f"{_title(command)}, {name}, compiled for one H100", figures, None))
     else:
-        found = measure(command)
-        _print(command, found, console)
-    write_json(command.json, found)
+        results = measure(command)
+        _print(command, results, console)
+    write_json(command.json, results)
 
 
 def parse_command(args: list[str]) -> RowsBench:
@@ -134,12 +134,12 @@ def make_step(tables: Tables) -> Step:
 
     def step(state: TableState, ids: jax.Array, grads: jax.Array, count: Any) -> tuple[TableState, jax.Array]:
         located = tables.locate(ids)
-        vectors = tables.lookup({name: one["rows"] for name, one in state.items()}, located)
+        vectors = tables.lookup({name: arrays["rows"] for name, arrays in state.items()}, located)
         # As in training, the gradients are there when the lookup is done.
         vectors, grads = lax.optimization_barrier((vectors, grads))
-        found, _ = tables.gradients(located, grads)
+        row_grads, _ = tables.gradients(located, grads)
         after = tables.update(
-            state, found, kept=jnp.bool_(True), factor=jnp.float32(1), learning_rate=jnp.float32(RATE),
+            state, row_grads, kept=jnp.bool_(True), factor=jnp.float32(1), learning_rate=jnp.float32(RATE),
             count=count,
         )  # fmt: skip
         return after, vectors
@@ -175,11 +175,11 @@ def measure(command: RowsBench) -> dict[str, Any]:
     """The speed of a copy, bytes a second, and of each optimizer the seconds of a step of each side, and figures."""
     batches = [make_ids(command, number) for number in range(_NUM_BATCHES)]
     split = [np.split(ids, command.num_tables, axis=1) for ids in batches]
-    distinct = statistics.mean(sum(len(np.unique(part)) for part in one) for one in split)
-    found = {name: _measured(command, name, batches, distinct) for name in command.optimizers}
+    distinct = statistics.mean(sum(len(np.unique(part)) for part in batch_parts) for batch_parts in split)
+    by_optimizer = {name: _measured(command, name, batches, distinct) for name in command.optimizers}
     device = jax.devices()[0].device_kind
     return {"device": device, "jax": jax.__version__, "copy_bytes_per_sec": copy_speed(), "distinct_rows": distinct,
-            "looked_up_rows": batches[0].size, "optimizers": found}  # fmt: skip
+            "looked_up_rows": batches[0].size, "optimizers": by_optimizer}  # fmt: skip
 
 
 def copy_speed() -> float:
@@ -201,7 +201,7 @@ def _measured(command: RowsBench, optimizer: str, batches: list[np.ndarray], dis
 
     @jax.jit
     def lookup(state: TableState, ids: jax.Array) -> jax.Array:
-        return tables.lookup({name: one["rows"] for name, one in state.items()}, tables.locate(ids))
+        return tables.lookup({name: arrays["rows"] for name, arrays in state.items()}, tables.locate(ids))
 
     def ours(step: Step) -> Any:
         nonlocal state
@@ -219,14 +219,14 @@ def _measured(command: RowsBench, optimizer: str, batches: list[np.ndarray], dis
     if command.against and rows_torch.has(optimizer):
         different = check(command, optimizer)
         sides |= {
-            name: functools.partial(one, command.num_steps)
-            for name, one in rows_torch.sides(command, optimizer, batches, np.asarray(grads), RATE).items()
+            name: functools.partial(side, command.num_steps)
+            for name, side in rows_torch.sides(command, optimizer, batches, np.asarray(grads), RATE).items()
         }
     times = time_in_turns(sides, command.num_repeats)
     seconds = {name: [value / command.num_steps for value in values] for name, values in times.items()}
-    found = trace.kernels(sides[OURS], command.num_steps) if command.profile else []
+    kernels = trace.kernels(sides[OURS], command.num_steps) if command.profile else []
     least = least_bytes(command, tables, distinct)
-    return {"seconds": seconds, "least_bytes": least, "different": different, "kernels": found}
+    return {"seconds": seconds, "least_bytes": least, "different": different, "kernels": kernels}
 
 
 def _compiled(tables: Tables, state: Any, ids: Any, grads: Any) -> jax.stages.Compiled:
@@ -262,12 +262,14 @@ def check(command: RowsBench, optimizer: str) -> dict[str, float]:
     for number, ids in enumerate(batches):
         state, _ = step(state, jnp.asarray(ids), grads, np.float32(1 + number))
     wanted = rows_of(tables, state)
-    found = {}
-    for name, one in rows_torch.trained(small, optimizer, batches, np.asarray(grads), RATE, first).items():
-        found[name] = float(np.linalg.norm(one - wanted) / np.linalg.norm(wanted - first))
-        if not found[name] < MOST_DIFFERENT:
-            raise ConfigError(f"{name}, {optimizer}: its rows differ from ours by {found[name]:.2g} of their change.")
-    return found
+    differences = {}
+    for name, trained_rows in rows_torch.trained(small, optimizer, batches, np.asarray(grads), RATE, first).items():
+        differences[name] = float(np.linalg.norm(trained_rows - wanted) / np.linalg.norm(wanted - first))
+        if not differences[name] < MOST_DIFFERENT:
+            raise ConfigError(
+                f"{name}, {optimizer}: its rows differ from ours by {differences[name]:.2g} of their change."
+            )
+    return differences
 
 
 def rows_of(tables: Tables, state: Mapping[str, Mapping[str, jax.Array]]) -> np.ndarray:
@@ -297,28 +299,28 @@ def _title(command: RowsBench) -> str:
     return f"{sizes}, batch {command.batch_size:,} with {command.num_ids} ids each"
 
 
-def _print(command: RowsBench, found: dict[str, Any], console: Console) -> None:
+def _print(command: RowsBench, results: dict[str, Any], console: Console) -> None:
     columns = ("", "ms a step", "min", "max", "million rows/s", "of the copy's speed", "jaxdl is faster")
-    table = make_table(f"{_title(command)}, {found['device']}", ("optimizer", *columns), left=("optimizer", ""))
-    for optimizer, one in found["optimizers"].items():
-        for side, values in one["seconds"].items():
+    table = make_table(f"{_title(command)}, {results['device']}", ("optimizer", *columns), left=("optimizer", ""))
+    for optimizer, figures in results["optimizers"].items():
+        for side, values in figures["seconds"].items():
             middle = statistics.median(values)
-            least = one["least_bytes"][LOOKUP if side == LOOKUP else OURS] / found["copy_bytes_per_sec"]
+            least = figures["least_bytes"][LOOKUP if side == LOOKUP else OURS] / results["copy_bytes_per_sec"]
             milliseconds = [f"{1e3 * value:.3f}" for value in (middle, min(values), max(values))]
-            faster = "" if side in (OURS, LOOKUP) else f"{median_ratio(values, one['seconds'][OURS]):.2f} x"
-            rate = f"{found['looked_up_rows'] / middle / 1e6:,.1f}"
+            faster = "" if side in (OURS, LOOKUP) else f"{median_ratio(values, figures['seconds'][OURS]):.2f} x"
+            rate = f"{results['looked_up_rows'] / middle / 1e6:,.1f}"
             table.add_row(optimizer, side, *milliseconds, rate, f"{least / middle:.1%}", faster)
         table.add_section()
     console.print(table)
-    for optimizer, one in found["optimizers"].items():
-        if one["kernels"]:
-            console.print(trace.table(f"{optimizer}: the kernels with the most time", one["kernels"][:_SHOWN]))
-    speed = f"{found['copy_bytes_per_sec'] / 1e12:.3f} TB/s"
-    share = f"{found['distinct_rows']:,.0f} of {found['looked_up_rows']:,} rows of a batch are distinct"
-    console.print(f"a copy moves {speed}, read and written; {share}; JAX {found['jax']}", highlight=False)
+    for optimizer, figures in results["optimizers"].items():
+        if figures["kernels"]:
+            console.print(trace.table(f"{optimizer}: the kernels with the most time", figures["kernels"][:_SHOWN]))
+    speed = f"{results['copy_bytes_per_sec'] / 1e12:.3f} TB/s"
+    share = f"{results['distinct_rows']:,.0f} of {results['looked_up_rows']:,} rows of a batch are distinct"
+    console.print(f"a copy moves {speed}, read and written; {share}; JAX {results['jax']}", highlight=False)
     if jax.default_backend() == "gpu":
         console.print(f"by {'kernels of our own' if SUMS.used() else 'plain XLA'}")
-    worst = {name: most for one in found["optimizers"].values() for name, most in one["different"].items()}
+    worst = {name: most for figures in results["optimizers"].values() for name, most in figures["different"].items()}
     if worst:
         text = ", ".join(f"{name} {most:.1e}" for name, most in worst.items())
         console.print(f"rows after {_CHECKED_STEPS} steps of small tables, relative to ours: {text}", highlight=False)

@@ -38,13 +38,13 @@ def trained(
     command: RowsBench, optimizer: str, batches: Sequence[np.ndarray], grads: np.ndarray, rate: float, first: np.ndarray
 ) -> dict[str, np.ndarray]:
     """The rows of all tables after a step of each batch, from the rows `first`, of both ways."""
-    found = {}
+    rows = {}
     for name, apart in _KINDS.items():
         side = _Side(command, optimizer, batches, grads, rate, apart)
         side.set(first)
         side.run(len(batches))
-        found[name] = side.rows()
-    return found
+        rows[name] = side.rows()
+    return rows
 
 
 _KINDS = {EACH: True, ONE: False}
@@ -95,8 +95,8 @@ class _Side:
         for step in range(number):
             self._optimizer.zero_grad(set_to_none=True)
             ids = self._batches[step % len(self._batches)]
-            found = [bag(one) for bag, one in zip(self._bags, ids, strict=True)]
-            vectors = self._torch.cat(found, dim=1) if len(found) > 1 else found[0]
+            pooled = [bag(table_ids) for bag, table_ids in zip(self._bags, ids, strict=True)]
+            vectors = self._torch.cat(pooled, dim=1) if len(pooled) > 1 else pooled[0]
             vectors.backward(self._grads)
             self._optimizer.step()
         if self._device == "cuda":

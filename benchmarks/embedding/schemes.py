@@ -184,13 +184,13 @@ def _time_steps(command: EmbeddingBench) -> None:
 
 def workload(command: EmbeddingBench) -> Workload:
     """The tables of the options, and what a batch does with them."""
-    rows = [max(1, one // command.divide_rows) for one in CRITEO_ROWS]
+    rows = [max(1, num_rows // command.divide_rows) for num_rows in CRITEO_ROWS]
     tables = tuple(
         Table(name=f"feature{i:02d}", rows=count, columns=command.columns, features=(f"feature{i:02d}",))
         for i, count in enumerate(rows)
     )
     num_ids = {f"feature{i:02d}": count for i, count in enumerate(CRITEO_NUM_IDS)}
-    jagged = {one.name: one for one in jagged_features()} if command.jagged else {}
+    jagged = {feature.name: feature for feature in jagged_features()} if command.jagged else {}
     means = [jagged[name].mean_ids or count if jagged else count for name, count in num_ids.items()]
     distinct = {
         table.name: distinct_rows(table.rows, int(mean * command.batch_size // command.nodes), command.skew)
@@ -211,7 +211,7 @@ def measure(command: EmbeddingBench) -> tuple[list[Bytes], Counter[str]]:
     costs = dict(plan.alone) | {PLAN: plan.costs}
     configs[PLAN] = plan.config(base)
     sent = {name: sent_along_axes(work, config) for name, config in configs.items()}
-    slow = {name: one[Axis.REPLICA.value] for name, one in sent.items()}
+    slow = {name: by_axis[Axis.REPLICA.value] for name, by_axis in sent.items()}
     columns = dataclasses.replace(work, jagged={})
     in_columns = {name: predicted_bytes(columns, config) for name, config in configs.items()}
     rows = [

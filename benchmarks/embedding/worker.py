@@ -88,7 +88,7 @@ class Worker:
         """Forgets some configs but one, which has another name from now on."""
         tables: list[dict[str, Any]] = [self._plans, self._steps, self._states, self._batches, self._taken]
         for table in tables:
-            forgotten = {one: table.pop(one, 0) for one in among}
+            forgotten = {config_name: table.pop(config_name, 0) for config_name in among}
             table[renamed] = forgotten[name]
 
     def run(self, name: str, num_steps: int) -> list[float]:

@@ -26,13 +26,13 @@ DISK = "#1b998b"
 def layout() -> dict[str, Any]:
     """What tests/test_floors.py enforces: the floors, from the ground up, and who may do what."""
     wanted = {"FLOORS": "floors", "MENTION_SHARD_MAP": "shard_map", "TOUCH_THE_DISK": "disk"}
-    found: dict[str, Any] = {}
+    rules: dict[str, Any] = {}
     for node in ast.parse(LAYOUT_FILE.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in wanted:
             value = ast.literal_eval(node.value)
             key = wanted[node.targets[0].id]
-            found[key] = [sorted(rooms) for rooms in value] if key == "floors" else sorted(value)
-    return found
+            rules[key] = [sorted(rooms) for rooms in value] if key == "floors" else sorted(value)
+    return rules
 
 
 def floors() -> bytes:

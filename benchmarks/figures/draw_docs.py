@@ -34,7 +34,7 @@ DOCS = ROOT / "docs"
 
 def cluster(data: dict[str, Any]) -> bytes:
     """The figure of `python -m jaxdl.bench cluster`."""
-    series = {name: cluster_report.Curves(**one) for name, one in data["series"].items()}
+    series = {name: cluster_report.Curves(**curve) for name, curve in data["series"].items()}
     return cluster_report.figure(data["dense_over_computation"], series, data["title"])
 
 

@@ -57,12 +57,12 @@ HARMS = (Harm(25, "run"), Harm(45, "server", 3), Harm(65, "node", 30), Harm(90, 
 def made_up(seed: int, steps: int) -> list[Asked]:
     """Ten runs: when they come, how long they are, and what they may have. Every third keeps two nodes."""
     draw = random.Random(seed)
-    found, at = [], 0.0
+    runs, at = [], 0.0
     for number in range(10):
         sizes = (2,) if number % 3 == 2 else draw.choice([(1, 2, 4), (1, 2, 3, 4), (1, 2, 3, 4, 6)])
-        found.append(Asked(f"run{number}", number, at, draw.randrange(steps // 2, 2 * steps, 10), sizes))
+        runs.append(Asked(f"run{number}", number, at, draw.randrange(steps // 2, 2 * steps, 10), sizes))
         at += draw.expovariate(1 / 10)
-    return found
+    return runs
 
 
 class Played:
@@ -83,19 +83,19 @@ class Played:
     def play(self) -> None:
         """Returns when all runs have completed. Raises RuntimeError if that takes too long, or one has failed."""
         self._serve()
-        plan = [(one.arrival_sec, lambda one=one: self._submit(one)) for one in self.asked]
-        plan += [(one.at_sec, lambda one=one: self._harm(one)) for one in HARMS]
+        plan = [(run.arrival_sec, lambda run=run: self._submit(run)) for run in self.asked]
+        plan += [(harm.at_sec, lambda harm=harm: self._harm(harm)) for harm in HARMS]
         self._later = plan
         try:
             while self._later or not self._over():
                 now = time.time() - self.began
-                due = sorted((one for one in self._later if one[0] <= now), key=lambda one: one[0])
-                self._later = [one for one in self._later if one[0] > now]
+                due = sorted((entry for entry in self._later if entry[0] <= now), key=lambda entry: entry[0])
+                self._later = [entry for entry in self._later if entry[0] > now]
                 for _, act in due:
                     act()
                 if now > self._args.limit_sec:
                     raise RuntimeError(f"{self.folder}: not over after {now:.0f} s: {self.store.view()}")
-                if self._over() and not any(one[0] <= self.asked[-1].arrival_sec for one in self._later):
+                if self._over() and not any(entry[0] <= self.asked[-1].arrival_sec for entry in self._later):
                     return  # What would still be harmed has ended.
                 time.sleep(0.1)
         except BaseException:
@@ -135,10 +135,10 @@ class Played:
             self._server.wait()
             self._server = None
 
-    def _submit(self, one: Asked) -> None:
-        command = train_command(one, self.folder, self._args.step_sec)
-        made = self.store.submit(command, (STATIC_NODES,) if self._static else one.sizes)
-        self.names[made.name] = one.name
+    def _submit(self, run: Asked) -> None:
+        command = train_command(run, self.folder, self._args.step_sec)
+        made = self.store.submit(command, (STATIC_NODES,) if self._static else run.sizes)
+        self.names[made.name] = run.name
 
     def _harm(self, harm: Harm) -> None:
         """Kills what there is, a run that makes steps: it waits until there is one."""
@@ -168,41 +168,41 @@ class Played:
 
     def _attempts(self) -> list[tuple[str, list[str], dict[str, Any]]]:
         """Runs, nodes and process ids of the attempts that run now, as the journal says, and have made steps."""
-        found = {}
+        running = {}
         for event in map(json.loads, (self.store.folder / "journal.jsonl").read_text(encoding="utf-8").splitlines()):
             folder = self.store.folder / "runs" / event["run"] / "attempts" / str(event.get("attempt"))
             if event["what"] == "started":
-                found[event["run"]] = (event["nodes"], folder / PIDS_FILE)
+                running[event["run"]] = (event["nodes"], folder / PIDS_FILE)
             elif event["what"] != "killed":
-                found.pop(event["run"], None)
+                running.pop(event["run"], None)
         ready = []
-        for run, (nodes, path) in sorted(found.items()):
+        for run, (nodes, path) in sorted(running.items()):
             log = self.folder / "steps" / f"{self.names[run]}.jsonl"
             if path.exists() and log.exists() and log.stat().st_mtime > path.stat().st_mtime + 5:
                 ready.append((run, nodes, json.loads(path.read_text(encoding="utf-8"))))
         return ready
 
 
-def options_of(one: Asked) -> dict[str, object]:
+def options_of(run: Asked) -> dict[str, object]:
     """What of the config is a run's own."""
-    return {"--seed": one.seed, "--steps": one.steps}
+    return {"--seed": run.seed, "--steps": run.steps}
 
 
-def train_command(one: Asked, folder: Path, step_sec: float) -> list[str]:
+def train_command(run: Asked, folder: Path, step_sec: float) -> list[str]:
     """The command of a run, as it is submitted."""
-    log, workdir = folder / "steps" / f"{one.name}.jsonl", folder / one.name
+    log, workdir = folder / "steps" / f"{run.name}.jsonl", folder / run.name
     words = ["python", str(ROOT / "benchmarks" / "fleet" / "paced_train.py"), str(step_sec), str(log)]
     words += ["--config", str(CONFIG), "--workdir", str(workdir), "--mesh.replica", "{nodes}"]
-    return words + [str(word) for pair in options_of(one).items() for word in pair]
+    return words + [str(word) for pair in options_of(run).items() for word in pair]
 
 
 def whole(asked: list[Asked], folder: Path) -> None:
     """Trains each run on two devices of this process, without pace, harm, fleet or launcher."""
     with shared_programs():
-        for one in asked:
-            options = {**options_of(one), "--mesh.replica": STATIC_NODES, "--mesh.cpu-devices": STATIC_NODES}
+        for run in asked:
+            options = {**options_of(run), "--mesh.replica": STATIC_NODES, "--mesh.cpu-devices": STATIC_NODES}
             words = [str(word) for pair in options.items() for word in pair]
-            jaxdl.train(jaxdl.load(CONFIG, words), folder / one.name, quiet=True)
+            jaxdl.train(jaxdl.load(CONFIG, words), folder / run.name, quiet=True)
 
 
 def compiled_once(out: Path) -> dict[str, str]:

@@ -23,8 +23,10 @@ def init(key: jax.Array, image: jax.Array, num_classes: int) -> dict[str, jax.Ar
     """The parameters of the MLP 64-64-64-10."""
     sizes = [image[0].size, 64, 64, num_classes]
     params = {}
-    for number, (one, rows, columns) in enumerate(zip(jax.random.split(key, 3), sizes[:-1], sizes[1:], strict=True)):
-        params[f"weight_{number}"] = jax.random.normal(one, (rows, columns)) * (2 / rows) ** 0.5
+    for number, (layer_key, rows, columns) in enumerate(
+        zip(jax.random.split(key, 3), sizes[:-1], sizes[1:], strict=True)
+    ):
+        params[f"weight_{number}"] = jax.random.normal(layer_key, (rows, columns)) * (2 / rows) ** 0.5
         params[f"bias_{number}"] = jnp.zeros(columns)
     return params
 

@@ -66,7 +66,7 @@ class Attempt:
 def read_attempts(folder: Path, names: Mapping[str, str]) -> list[Attempt]:
     """The attempts of a play that have ended; `names` are those of the runs by their number in the fleet."""
     logs = {name: lines(folder / "steps" / f"{name}.jsonl") for name in names.values()}
-    found: list[Attempt] = []
+    attempts: list[Attempt] = []
     open_: dict[str, Attempt] = {}
     last: dict[str, Attempt] = {}
     for event in lines(folder / "fleet" / "journal.jsonl"):
@@ -85,27 +85,27 @@ def read_attempts(folder: Path, names: Mapping[str, str]) -> list[Attempt]:
         elif event["what"] == "stopping":
             open_[name].asked, open_[name].decided = event["at"], " -> " in event["reason"]
         elif event["what"] in ("left", "ended"):
-            one = last[name] = open_.pop(name)
-            one.ended, one.code = event["at"], event["code"]
-            made = [line for line in logs[name] if one.started <= line["at"] <= one.ended]
-            one.steps = tuple((line["step"], line["at"]) for line in made)
-            one.processes = {(line["pid"], line["nodes"]) for line in made}
-            found.append(one)
+            attempt = last[name] = open_.pop(name)
+            attempt.ended, attempt.code = event["at"], event["code"]
+            made = [line for line in logs[name] if attempt.started <= line["at"] <= attempt.ended]
+            attempt.steps = tuple((line["step"], line["at"]) for line in made)
+            attempt.processes = {(line["pid"], line["nodes"]) for line in made}
+            attempts.append(attempt)
     for name, log in logs.items():
-        if len(log) != sum(len(one.steps) for one in found if one.run == name):
+        if len(log) != sum(len(attempt.steps) for attempt in attempts if attempt.run == name):
             raise ValueError(f"{name}: some of its {len(log)} steps were made outside of its attempts")
-    return found
+    return attempts
 
 
 def names_of(asked: Sequence[Asked], folder: Path) -> dict[str, str]:
     """Number in the fleet -> name, by the workdirs of the submissions."""
-    names = {one.name for one in asked}
-    found = {}
+    names = {run.name for run in asked}
+    by_number = {}
     for path in sorted((folder / "fleet" / "runs").glob("*/submission.json")):
         command = json.loads(path.read_text(encoding="utf-8"))["command"]
         workdir = Path(command[command.index("--workdir") + 1]).name
-        found[path.parent.name] = workdir if workdir in names else ""
-    return found
+        by_number[path.parent.name] = workdir if workdir in names else ""
+    return by_number
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -122,13 +122,13 @@ def check(out: Path, asked: Sequence[Asked], plays: Sequence[str]) -> tuple[list
             attempts = read_attempts(out / play, names_of(asked, out / play))
         except ValueError as error:
             return [f"{play}: {error}"], []
-        problems += [f"{play}: {one}" for one in wrong_starts(asked, attempts)]
-        for one in asked:
-            own = [attempt for attempt in attempts if attempt.run == one.name]
-            problems += [f"{play}, {one.name}: {what}" for what in wrong_steps(one, own)]
-            found = compare(out / play / one.name, out / "whole" / one.name, one, own)
-            problems += [f"{play}, {one.name}: {what}" for what in found.pop("problems")]
-            compared.append({"play": play, "run": one.name, **found})
+        problems += [f"{play}: {problem}" for problem in wrong_starts(asked, attempts)]
+        for run in asked:
+            run_attempts = [attempt for attempt in attempts if attempt.run == run.name]
+            problems += [f"{play}, {run.name}: {what}" for what in wrong_steps(run, run_attempts)]
+            comparison = compare(out / play / run.name, out / "whole" / run.name, run, run_attempts)
+            problems += [f"{play}, {run.name}: {what}" for what in comparison.pop("problems")]
+            compared.append({"play": play, "run": run.name, **comparison})
     return problems, compared
 
 
@@ -136,27 +136,27 @@ def wrong_starts(asked: Sequence[Asked], attempts: Sequence[Attempt]) -> list[st
     """What was lost, or started twice: attempts of a run one after the other, a node with one run at a time."""
     problems = []
     completed = {attempt.run for attempt in attempts if attempt.code == 0}
-    problems += [f"{one.name} has not completed" for one in asked if one.name not in completed]
+    problems += [f"{asked_run.name} has not completed" for asked_run in asked if asked_run.name not in completed]
     by_run, by_node = defaultdict(list), defaultdict(list)
-    for one in attempts:
-        by_run[one.run].append(one)
-        for node in one.nodes:
-            by_node[node].append(one)
+    for attempt in attempts:
+        by_run[attempt.run].append(attempt)
+        for node in attempt.nodes:
+            by_node[node].append(attempt)
     for run, ones in by_run.items():
-        numbers = [one.number for one in ones]
+        numbers = [attempt.number for attempt in ones]
         if len(set(numbers)) != len(numbers) or numbers != sorted(numbers):
             problems.append(f"{run} has attempts {numbers}")
-        if sum(one.code == 0 for one in ones) > 1:
+        if sum(attempt.code == 0 for attempt in ones) > 1:
             problems.append(f"{run} has completed more than once")
     for what, groups in (("run", by_run), ("node", by_node)):
         for name, ones in groups.items():
-            for earlier, later in pairwise(sorted(ones, key=lambda one: one.started)):
+            for earlier, later in pairwise(sorted(ones, key=lambda attempt: attempt.started)):
                 if later.started < earlier.ended:
                     problems.append(f"{what} {name} has two attempts at a time")
     return problems
 
 
-def wrong_steps(one: Asked, attempts: Sequence[Attempt]) -> list[str]:
+def wrong_steps(run: Asked, attempts: Sequence[Attempt]) -> list[str]:
     """Steps that an attempt should not have made: each follows the last, but for those that a kill took."""
     problems, done = [], 0
     for attempt in attempts:
@@ -172,29 +172,29 @@ def wrong_steps(one: Asked, attempts: Sequence[Attempt]) -> list[str]:
             if not 0 <= again <= most:
                 problems.append(f"attempt {attempt.number} began at step {steps[0]} after step {done}")
             done = steps[-1]
-    return problems if done == one.steps else [*problems, f"it ended at step {done} of {one.steps}"]
+    return problems if done == run.steps else [*problems, f"it ended at step {done} of {run.steps}"]
 
 
 def earlier_saved(attempts: Sequence[Attempt], attempt: Attempt) -> bool:
     """Whether the attempt before, that made steps, ended by SIGTERM, so that it had saved them."""
-    before = [one for one in attempts if one.number < attempt.number and one.steps]
+    before = [other for other in attempts if other.number < attempt.number and other.steps]
     return bool(before) and before[-1].code == 143
 
 
-def compare(workdir: Path, reference: Path, one: Asked, attempts: Sequence[Attempt]) -> dict[str, Any]:
+def compare(workdir: Path, reference: Path, run: Asked, attempts: Sequence[Attempt]) -> dict[str, Any]:
     """The metrics of a run beside those of the same run on `whole_nodes`, never resized or killed."""
     ours, theirs = metrics(workdir), metrics(reference)
     problems = [f"metrics.jsonl has {what} twice" for what in doubled(workdir)]
-    if list(ours) != list(range(1, one.steps + 1)):
+    if list(ours) != list(range(1, run.steps + 1)):
         problems.append(f"metrics.jsonl has steps {list(ours)}")
     lacking = [step for step, values in theirs.items() if values.keys() - ours.get(step, {}).keys()]
     if lacking:
         problems.append(f"metrics.jsonl lacks numbers of steps {lacking}")
     nodes = {step: len(attempt.nodes) for attempt in attempts for step, _ in attempt.steps}
-    changed = min((step for step, size in nodes.items() if size != one.whole_nodes), default=one.steps + 1)
+    changed = min((step for step, size in nodes.items() if size != run.whole_nodes), default=run.steps + 1)
     # The last attempt may have had no step to make, but the last evaluation.
-    if attempts and len(attempts[-1].nodes) != one.whole_nodes:
-        changed = min(changed, one.steps)
+    if attempts and len(attempts[-1].nodes) != run.whole_nodes:
+        changed = min(changed, run.steps)
     # The evaluation and the row of a step belong to it.
     equal = [step for step in theirs if ours.get(step) == theirs[step]]
     same = [step for step in theirs if step < changed]
@@ -205,34 +205,34 @@ def compare(workdir: Path, reference: Path, one: Asked, attempts: Sequence[Attem
         for step in theirs
         if step not in lacking
     }
-    final = [ours.get(one.steps, {}).get("eval/loss", float("nan")), theirs[one.steps]["eval/loss"]]
+    final = [ours.get(run.steps, {}).get("eval/loss", float("nan")), theirs[run.steps]["eval/loss"]]
     away = abs(final[0] - final[1]) / max(1.0, abs(final[1]))
-    if not all(one <= TOLERANCE for one in (*losses.values(), away)):  # NaN is not.
+    if not all(difference <= TOLERANCE for difference in (*losses.values(), away)):  # NaN is not.
         problems.append(f"its losses differ by {sorted({*losses.values(), away})[-3:]}, more than {TOLERANCE:g}")
     return {
-        "mesh_changed_at": changed if changed <= one.steps else None,
+        "mesh_changed_at": changed if changed <= run.steps else None,
         "sizes": [len(attempt.nodes) for attempt in attempts],
         "attempts": len(attempts),
-        "steps": one.steps,
+        "steps": run.steps,
         "bit_equal_steps": len(equal),
         "worst_loss": max(losses.values(), default=float("nan")),
         "worst_evaluation": away,
-        "accuracy": [ours.get(one.steps, {}).get("eval/accuracy"), theirs[one.steps]["eval/accuracy"]],
+        "accuracy": [ours.get(run.steps, {}).get("eval/accuracy"), theirs[run.steps]["eval/accuracy"]],
         "problems": problems,
     }
 
 
 def metrics(workdir: Path) -> dict[int, dict[str, float]]:
     """Step -> what was measured in training and evaluation, without times; a step that is there twice comes last."""
-    found: dict[int, dict[str, float]] = {}
+    by_step: dict[int, dict[str, float]] = {}
     for row in lines(workdir / METRICS_FILE):
         values = {name: value for name, value in row.items() if name.startswith(("train/", "eval/"))}
         if "event" in row or not values:
             continue
-        if set(values) & set(found.get(row["step"], {})):
-            found.pop(row["step"])
-        found[row["step"]] = found.get(row["step"], {}) | values
-    return found
+        if set(values) & set(by_step.get(row["step"], {})):
+            by_step.pop(row["step"])
+        by_step[row["step"]] = by_step.get(row["step"], {}) | values
+    return by_step
 
 
 def doubled(workdir: Path) -> list[str]:
@@ -250,36 +250,42 @@ def measure(
     """Play -> its figures, over the time until the first play was over."""
     attempts = {play: read_attempts(out / play, names_of(asked, out / play)) for play in plays}
     until = min(max(attempt.ended for attempt in attempts[play]) - began for play, (began, _) in plays.items())
-    found = {}
+    figures = {}
     for play, (began, harmed) in plays.items():
         ones = attempts[play]
         completion = {
-            one.name: max(a.ended for a in ones if a.run == one.name) - began - one.arrival_sec for one in asked
+            run.name: max(a.ended for a in ones if a.run == run.name) - began - run.arrival_sec for run in asked
         }
-        whole = sum(len(one.nodes) * (one.ended - one.started) for one in ones)
-        busy = sum(len(one.nodes) * (min(one.ended, began + until) - min(one.started, began + until)) for one in ones)
+        whole = sum(len(attempt.nodes) * (attempt.ended - attempt.started) for attempt in ones)
+        busy = sum(
+            len(attempt.nodes) * (min(attempt.ended, began + until) - min(attempt.started, began + until))
+            for attempt in ones
+        )
         lost = {"resized": 0.0, "first": 0.0, "moved": 0.0, "failed": 0.0}
-        for one in ones:
-            lost[one.why] += len(one.nodes) * one.first_sec
+        for attempt in ones:
+            lost[attempt.why] += len(attempt.nodes) * attempt.first_sec
         for before, after in pairs_of(ones):
             if before.asked is not None:
                 lost[after.why] += len(before.nodes) * (before.ended - before.asked)
-        found[play] = {
+        figures[play] = {
             "until_sec": until,
-            "took_sec": max(one.ended for one in ones) - began,
+            "took_sec": max(attempt.ended for attempt in ones) - began,
             "utilization": busy / (num_nodes * until),
             "completion_sec": completion,
             "mean_completion_sec": sum(completion.values()) / len(completion),
             "fairness_loss": unfairness(asked, ones, began, until, num_nodes),
             "lost": {why: sec / whole for why, sec in lost.items()},
-            "attempts": {why: sum(one.why == why for one in ones) for why in lost},
-            "stopped_sec": [one.ended - one.asked for one in ones if one.asked is not None],
-            "first_step_sec": [one.first_sec for one in ones if one.steps],
-            "steps_made_again": sum(len(one.steps) for one in ones) - sum(one.steps for one in asked),
+            "attempts": {why: sum(attempt.why == why for attempt in ones) for why in lost},
+            "stopped_sec": [attempt.ended - attempt.asked for attempt in ones if attempt.asked is not None],
+            "first_step_sec": [attempt.first_sec for attempt in ones if attempt.steps],
+            "steps_made_again": sum(len(attempt.steps) for attempt in ones) - sum(run.steps for run in asked),
             "harmed": [{**harm, "at": harm["at"] - began} for harm in harmed],
-            "bars": [(one.run, one.nodes, one.started - began, one.first_sec, one.ended - began) for one in ones],
+            "bars": [
+                (attempt.run, attempt.nodes, attempt.started - began, attempt.first_sec, attempt.ended - began)
+                for attempt in ones
+            ],
         }
-    return found
+    return figures
 
 
 def pairs_of(attempts: Sequence[Attempt]) -> list[tuple[Attempt, Attempt]]:
@@ -294,15 +300,15 @@ def unfairness(
     asked: Sequence[Asked], attempts: Sequence[Attempt], began: float, until: float, num_nodes: int
 ) -> float:
     """The mean over time of `fairness_loss`, of the runs that are there, waiting or not, and could have all sizes."""
-    ends = {one.name: max(a.ended for a in attempts if a.run == one.name) - began for one in asked}
-    times = {0.0, until, *ends.values(), *(one.arrival_sec for one in asked)}
+    ends = {run.name: max(a.ended for a in attempts if a.run == run.name) - began for run in asked}
+    times = {0.0, until, *ends.values(), *(run.arrival_sec for run in asked)}
     times |= {at - began for attempt in attempts for at in (attempt.started, attempt.ended)}
     total = 0.0
     for begin, end in pairwise(sorted(at for at in times if at <= until)):
         middle = (begin + end) / 2
-        there = [one for one in asked if one.arrival_sec <= middle < ends[one.name]]
-        jobs = [Job(one.name, 0.0, 1.0, dict.fromkeys(one.sizes, 1.0), 2) for one in there]
-        nodes = {one.name: 0 for one in there}
+        there = [run for run in asked if run.arrival_sec <= middle < ends[run.name]]
+        jobs = [Job(run.name, 0.0, 1.0, dict.fromkeys(run.sizes, 1.0), 2) for run in there]
+        nodes = {run.name: 0 for run in there}
         for attempt in attempts:
             if attempt.started <= began + middle < attempt.ended and attempt.run in nodes:
                 nodes[attempt.run] = len(attempt.nodes)
@@ -344,11 +350,11 @@ def print_compared(console: Console, compared: Sequence[Mapping[str, Any]], prob
     columns = ("play", "run", "nodes of its attempts", "mesh changed", "bit-equal steps", "worst loss", "evaluation")
     for column in columns:
         table.add_column(column)
-    for one in compared:
-        changed = "never" if one["mesh_changed_at"] is None else f"from step {one['mesh_changed_at']}"
-        equal = f"{one['bit_equal_steps']} of {one['steps']}"
-        errors = (f"{one['worst_loss']:.1e}", f"{one['worst_evaluation']:.1e}")
-        table.add_row(one["play"], one["run"], " ".join(map(str, one["sizes"])), changed, equal, *errors)
+    for row in compared:
+        changed = "never" if row["mesh_changed_at"] is None else f"from step {row['mesh_changed_at']}"
+        equal = f"{row['bit_equal_steps']} of {row['steps']}"
+        errors = (f"{row['worst_loss']:.1e}", f"{row['worst_evaluation']:.1e}")
+        table.add_row(row["play"], row["run"], " ".join(map(str, row["sizes"])), changed, equal, *errors)
     console.print(table)
     for problem in problems:
         console.print(f"WRONG: {problem}", style="red", highlight=False)
@@ -366,7 +372,7 @@ def picture(measures: Mapping[str, Any], asked: Sequence[Asked], num_nodes: int)
     from jaxdl.report.style import dress, new_figure, png
 
     figure = new_figure(11, 2.6 * len(measures) + 0.6, "Which run each node has")
-    colors = {one.name: colormaps["tab10"](number % 10) for number, one in enumerate(asked)}
+    colors = {run.name: colormaps["tab10"](number % 10) for number, run in enumerate(asked)}
     last = max(measure["took_sec"] for measure in measures.values())
     axes: Any = figure.subplots(len(measures), 1, sharex=True, squeeze=False)[:, 0]
     for panel, (play, one) in zip(axes, measures.items(), strict=True):

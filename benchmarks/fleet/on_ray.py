@@ -66,8 +66,8 @@ def play(folder: Path, asked: list[Asked], address: str, args: argparse.Namespac
     (folder / "steps").mkdir()
     end = time.monotonic() + args.limit_sec
 
-    def submit(one: Asked) -> None:
-        store.submit(train_command(one, folder, args.step_sec), one.sizes)
+    def submit(run: Asked) -> None:
+        store.submit(train_command(run, folder, args.step_sec), run.sizes)
 
     def wait_for(condition: Callable[[], bool], what: str) -> None:
         while not condition():
@@ -94,17 +94,17 @@ def play(folder: Path, asked: list[Asked], address: str, args: argparse.Namespac
             server.wait()
 
 
-def train_whole(one: Asked, folder: Path) -> None:
+def train_whole(run: Asked, folder: Path) -> None:
     """Makes the run on devices of one process, without fleet, launcher and pace."""
-    options = {"--config": CONFIG, "--workdir": folder / one.name, **options_of(one)}
-    options |= {"--mesh.replica": one.whole_nodes, "--mesh.cpu-devices": one.whole_nodes}
+    options = {"--config": CONFIG, "--workdir": folder / run.name, **options_of(run)}
+    options |= {"--mesh.replica": run.whole_nodes, "--mesh.cpu-devices": run.whole_nodes}
     words = [str(word) for pair in options.items() for word in pair]
     subprocess.run([sys.executable, "-m", "jaxdl.train", *words], check=True, capture_output=True)
 
 
 def wrong_sizes(attempts: list[Attempt], asked: list[Asked]) -> list[str]:
     """What was not resized as it should be: the first run is shrunk once and grows again, the second keeps its node."""
-    sizes = {one.name: [len(attempt.nodes) for attempt in attempts if attempt.run == one.name] for one in asked}
+    sizes = {run.name: [len(attempt.nodes) for attempt in attempts if attempt.run == run.name] for run in asked}
     expected = {asked[0].name: [2, 1, 2], asked[1].name: [1]}
     return [f"{name}: its attempts had {sizes[name]} nodes, not {expected[name]}"
             for name in sizes if sizes[name] != expected[name]]  # fmt: skip
@@ -131,15 +131,15 @@ def main() -> None:
     os.environ |= {**compiled_once(out), "RAY_USAGE_STATS_ENABLED": "0"}
     began, folder = time.monotonic(), out / "ray"
     asked = [Asked("run0", 0, 0.0, args.steps, (1, 2)), Asked("run1", 1, 0.0, args.steps // 3, (1,), whole_nodes=1)]
-    for one in asked:
-        train_whole(one, out / "whole")
+    for run in asked:
+        train_whole(run, out / "whole")
     with local_cluster() as address:
         play(folder, asked, address, args)
     problems, compared = check(out, asked, ["ray"])
     content: dict[str, Any] = {"problems": problems, "compared": compared}
     if compared:
         attempts = read_attempts(folder, names_of(asked, folder))
-        problems += [f"ray, {one}" for one in wrong_sizes(attempts, asked)]
+        problems += [f"ray, {problem}" for problem in wrong_sizes(attempts, asked)]
         content["resize_sec"] = resize_seconds(attempts, asked[0].name)
     content["took_sec"] = time.monotonic() - began
     console = Console(width=150)

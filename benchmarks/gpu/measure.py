@@ -139,10 +139,17 @@ def decoder(name: str, batch: int, length: int, sizes: tuple[str, ...], minutes:
 def main() -> None:
     """Runs what was asked for and has no result yet."""
     args = parse()
-    chosen = [one for one in all_measurements() if any(fnmatch.fnmatch(one.name, word) for word in args.only)]
+    chosen = [
+        measurement
+        for measurement in all_measurements()
+        if any(fnmatch.fnmatch(measurement.name, word) for word in args.only)
+    ]
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "logs").mkdir(exist_ok=True)
-    console, results = Console(), Results(args.out, [one.name for one in all_measurements()], toy=args.toy)
+    console, results = (
+        Console(),
+        Results(args.out, [measurement.name for measurement in all_measurements()], toy=args.toy),
+    )
     deadline = time.monotonic() + 60 * args.minutes
     signal.signal(signal.SIGTERM, _stop)
     try:
@@ -158,7 +165,7 @@ def main() -> None:
     except KeyboardInterrupt:
         console.print(f"stopped; what was measured is in {results.folder / TABLES}")
         raise SystemExit(130) from None
-    missing = [one.name for one in chosen if not results.has(one.name)]
+    missing = [measurement.name for measurement in chosen if not results.has(measurement.name)]
     console.print(f"{len(chosen) - len(missing)} of {len(chosen)} measured: {results.folder / TABLES}")
     for name in missing:
         console.print(f"{name}: {results.why_not(name)}", highlight=False, soft_wrap=True)
@@ -171,7 +178,7 @@ def _stop(number: int, _: Any) -> NoReturn:
 
 def parse() -> argparse.Namespace:
     """The command line. Exits with 2 for a mistake, or when something is missing on this machine."""
-    names = [one.name for one in all_measurements()]
+    names = [measurement.name for measurement in all_measurements()]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"measurements, in their order: {', '.join(names)}",
@@ -242,8 +249,8 @@ def attempt(
         code = run(command, env, file, limit, name, console)
     row: dict[str, Any] = {"name": name, "command": " ".join(["python", *command[1:]]), "toy": args.toy}
     if code == 0:
-        found = training_run(workdir) if words[0] == "jaxdl.train" else json.loads(figures.read_text(encoding="utf-8"))
-        return row | {"status": "measured", "result": found}
+        result = training_run(workdir) if words[0] == "jaxdl.train" else json.loads(figures.read_text(encoding="utf-8"))
+        return row | {"status": "measured", "result": result}
     why = f"{ENDED} ({limit / 60:.1f} minutes)" if code is None else f"exit code {code}: {last_line(log)}"
     return row | {"status": "failed", "why": why}
 

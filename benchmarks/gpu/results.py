@@ -64,16 +64,16 @@ class Results:
             ("The kernels that take the most time", KERNEL_COLUMNS, kernel_cells),
             ("Training run", RUN_COLUMNS, run_cells),
         ):
-            rows = [row for one in done for row in cells(one["name"], one["result"])]
+            rows = [row for measured in done for row in cells(measured["name"], measured["result"])]
             if rows:
                 yield from (f"## {title}", "", *markdown(columns, rows), "")
         missing = [(name, self.why_not(name)) for name in self._names if not self.has(name)]
         if missing:
             yield from ("## Not measured", "", *markdown(("measurement", "why"), missing), "")
         yield from ("## Remarks and commands", "")
-        for one in done:
-            about = [*one["result"].get("about", {}).values(), *one["notes"], f"{one['seconds']:.0f} s"]
-            yield f"- {one['name']} ({one['time']}): `{one['command']}`. {'; '.join(about)}"
+        for measured in done:
+            about = [*measured["result"].get("about", {}).values(), *measured["notes"], f"{measured['seconds']:.0f} s"]
+            yield f"- {measured['name']} ({measured['time']}): `{measured['command']}`. {'; '.join(about)}"
 
 
 STEP_COLUMNS = ("", "examples", "ms a step", "a second", "of the peak", "PyTorch: ms", "jaxdl is faster",
@@ -84,61 +84,61 @@ KERNEL_COLUMNS = ("", "kernel", "operation", "ms a step", "times a step", "share
 RUN_COLUMNS = ("", "status", "steps", "seconds: all", "training", "compiling", "metrics of the last evaluation")
 
 
-def step_cells(name: str, found: dict[str, Any]) -> Iterator[Sequence[str]]:
+def step_cells(name: str, result: dict[str, Any]) -> Iterator[Sequence[str]]:
     """The row of a `bench train`."""
-    if "flops_per_step" not in found:
+    if "flops_per_step" not in result:
         return
-    times = {side: statistics.median(values) for side, values in found["times"].items()}
-    step, per_step = times["jaxdl"], found["units_per_step"]
+    times = {side: statistics.median(values) for side, values in result["times"].items()}
+    step, per_step = times["jaxdl"], result["units_per_step"]
     torch = ["", ""]
     if "torch" in times:
-        ratios = [b / a for a, b in zip(found["times"]["jaxdl"], found["times"]["torch"], strict=True)]
+        ratios = [b / a for a, b in zip(result["times"]["jaxdl"], result["times"]["torch"], strict=True)]
         torch = [f"{1e3 * times['torch']:.2f}", f"{statistics.median(ratios):.2f} x"]
-    planned, used = (found[key] and f"{found[key] / 1e9:.2f}" for key in ("memory_bytes", "memory_peak_bytes"))
-    share = found["flops_per_step"] / step / found["peak_flops_per_sec"]
+    planned, used = (result[key] and f"{result[key] / 1e9:.2f}" for key in ("memory_bytes", "memory_peak_bytes"))
+    share = result["flops_per_step"] / step / result["peak_flops_per_sec"]
     yield (
-        name, f"{per_step:,} {found['unit']}, {found['input']}, {found['precision']}", f"{1e3 * step:.2f}",
+        name, f"{per_step:,} {result['unit']}, {result['input']}, {result['precision']}", f"{1e3 * step:.2f}",
         f"{per_step / step:,.0f}", f"{100 * share:.1f} %", *torch, f"{100 * times['update alone'] / step:.1f} %",
-        planned or "", used or "", found["attention"] or "",
+        planned or "", used or "", result["attention"] or "",
     )  # fmt: skip
 
 
-def select_cells(name: str, found: dict[str, Any]) -> Iterator[Sequence[str]]:
+def select_cells(name: str, result: dict[str, Any]) -> Iterator[Sequence[str]]:
     """The rows of a `bench select`."""
-    if "seconds" not in found or "settings" not in found:
+    if "seconds" not in result or "settings" not in result:
         return
-    size, median = found["settings"]["num_elements"], {}
-    for side, values in found["seconds"].items():
+    size, median = result["settings"]["num_elements"], {}
+    for side, values in result["seconds"].items():
         median[side] = statistics.median(values)
     for side, seconds in median.items():
-        what = f"{round(found['settings']['density'] * size):,} of {size:,}"
-        what += ", our kernels" if found["own_kernels"] and side in ("exact", "threshold") else ""
-        right = found["right"].get(side)
+        what = f"{round(result['settings']['density'] * size):,} of {size:,}"
+        what += ", our kernels" if result["own_kernels"] and side in ("exact", "threshold") else ""
+        right = result["right"].get(side)
         ratios = (f"{median['lax.top_k'] / seconds:.1f} x", f"{seconds / median['a copy']:.2f}")
         yield name, what, side, f"{1e3 * seconds:.4f}", *ratios, {None: "", True: "yes", False: "NO"}[right]
 
 
-def rows_cells(name: str, found: dict[str, Any]) -> Iterator[Sequence[str]]:
+def rows_cells(name: str, result: dict[str, Any]) -> Iterator[Sequence[str]]:
     """The rows of a `bench rows`."""
-    for optimizer, one in found.get("optimizers", {}).items():
-        for side, values in one["seconds"].items():
+    for optimizer, figures in result.get("optimizers", {}).items():
+        for side, values in figures["seconds"].items():
             seconds = statistics.median(values)
-            yield name, optimizer, side, f"{1e3 * seconds:.3f}", f"{found['looked_up_rows'] / seconds / 1e6:,.0f}"
+            yield name, optimizer, side, f"{1e3 * seconds:.3f}", f"{result['looked_up_rows'] / seconds / 1e6:,.0f}"
 
 
-def kernel_cells(name: str, found: dict[str, Any]) -> Iterator[Sequence[str]]:
+def kernel_cells(name: str, result: dict[str, Any]) -> Iterator[Sequence[str]]:
     """The heaviest kernels of a `bench train --profile`."""
-    for one in found.get("kernels", [])[:5]:
-        cells = (one["kernel"], one["operation"], f"{one['ms']:.3f}", f"{one['calls']:.3g}")
-        yield name, *cells, f"{100 * one['share']:.1f} %"
+    for kernel in result.get("kernels", [])[:5]:
+        cells = (kernel["kernel"], kernel["operation"], f"{kernel['ms']:.3f}", f"{kernel['calls']:.3g}")
+        yield name, *cells, f"{100 * kernel['share']:.1f} %"
 
 
-def run_cells(name: str, found: dict[str, Any]) -> Iterator[Sequence[str]]:
+def run_cells(name: str, result: dict[str, Any]) -> Iterator[Sequence[str]]:
     """The row of a training run."""
-    if "total_steps" in found:
-        seconds = (f"{spent:.1f}" for spent in (found["total_sec"], *map(found["seconds"].get, ("train", "compile"))))
-        metrics = ", ".join(f"{metric} {value:.4g}" for metric, value in found["metrics"].items() if value is not None)
-        yield name, found["status"], f"{found['steps']} of {found['total_steps']}", *seconds, metrics
+    if "total_steps" in result:
+        seconds = (f"{spent:.1f}" for spent in (result["total_sec"], *map(result["seconds"].get, ("train", "compile"))))
+        metrics = ", ".join(f"{metric} {value:.4g}" for metric, value in result["metrics"].items() if value is not None)
+        yield name, result["status"], f"{result['steps']} of {result['total_steps']}", *seconds, metrics
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -123,10 +123,10 @@ def main(args: list[str]) -> None:
     command = parse_command(args)
     check_possible()
     try:
-        found = measure(command, Console(width=130))
+        results = measure(command, Console(width=130))
     except HostFailed as error:
         raise SystemExit(str(error)) from None
-    write_json(command.json, found)
+    write_json(command.json, results)
 
 
 def parse_command(args: list[str]) -> PeerBench:
@@ -259,7 +259,7 @@ def compare_losses(losses: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     if ours is None or theirs is None:
         return "losses are not compared: the sides have no dense exchange of both"
     difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-    shown = [" ".join(f"{loss:.5f}" for loss in one) for one in (ours, theirs)]
+    shown = [" ".join(f"{loss:.5f}" for loss in side_losses) for side_losses in (ours, theirs)]
     text = f"losses of the first steps: jaxdl {shown[0]}, PyTorch {shown[1]}; difference {difference:.1e} at most"
     if not difference <= MOST_DIFFERENT:
         raise SystemExit(f"{text}: the two do not train the same network.")
@@ -272,13 +272,13 @@ def measure(command: PeerBench, console: Console) -> dict[str, Any]:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxdl-peer-"))
         network = stack.enter_context(Network(command.hosts))
         cluster = Cluster(command, network, stack)
-        found = cluster.prepare(folder, console)
-        about = found["about"]
+        results = cluster.prepare(folder, console)
+        about = results["about"]
         console.print(
             f"{about[JAXDL]['num_parameters']:,} parameters; {about[TORCH]['about']}; {about[JAXDL]['about']}"
         )
-        console.print(compare_losses(found["first_losses"]), soft_wrap=True)
-        found["without_others_sec"] = cluster.without_others()
+        console.print(compare_losses(results["first_losses"]), soft_wrap=True)
+        results["without_others_sec"] = cluster.without_others()
         rows: list[SideTimes] = []
         for rate in command.rates:
             network.set_rate(None if rate == UNLIMITED else rate)
@@ -288,7 +288,7 @@ def measure(command: PeerBench, console: Console) -> dict[str, Any]:
             rows += make_rows(rate, turns)
             console.print(table([row for row in rows if row.rate == rate]))
         load = os.getloadavg()[0]
-    return found | {"rows": [asdict(row) for row in rows], "load": load}
+    return results | {"rows": [asdict(row) for row in rows], "load": load}
 
 
 def _rounds(sides: Sequence[tuple[str, str]], num_rounds: int) -> Iterator[tuple[str, str]]:

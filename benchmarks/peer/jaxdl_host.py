@@ -49,12 +49,12 @@ class Worker(cluster_worker.Worker):
 
     def setup(self, experiment: str, names: Sequence[str]) -> dict[str, Any]:
         """Joins the other hosts, plans every side and reads the batches; returns what this is."""
-        found = super().setup(experiment, names)
+        description = super().setup(experiment, names)
         plan = self._plans[False]
         with plan.batches(plan.timeline.segments[0], 0, NUM_BATCHES) as batches:
             self._turns = [next(batches) for _ in range(NUM_BATCHES)]
         self._taken = dict.fromkeys(names, 0)
-        return found | {"about": f"jaxdl, JAX {jax.__version__}"}
+        return description | {"about": f"jaxdl, JAX {jax.__version__}"}
 
     def export(self, folder: str) -> None:
         """Writes the initial parameters and the batches, of a run that has all of them in this process."""
@@ -79,8 +79,8 @@ class Worker(cluster_worker.Worker):
             return float(metrics["sums/loss"]) / float(metrics["sums/weight"])
 
         start_together(self._variants[name].parts.layout.mesh)
-        found = timed(step, num_steps, warm_up)
-        return found | {"bytes_sent": float(metrics.get(f"exchange/bytes_sent/{Axis.REPLICA.value}", 0.0))}
+        figures = timed(step, num_steps, warm_up)
+        return figures | {"bytes_sent": float(metrics.get(f"exchange/bytes_sent/{Axis.REPLICA.value}", 0.0))}
 
 
 if __name__ == "__main__":

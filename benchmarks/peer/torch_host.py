@@ -25,15 +25,15 @@ from jaxdl.training.experiment import Experiment
 def load(model: Any, params: dict[str, np.ndarray], embed_dim: int) -> None:
     """Gives a transcription the parameters of jaxdl's Transformer with tied embeddings, whose names these are."""
     shapes = {"query": (embed_dim, -1), "key": (embed_dim, -1), "value": (embed_dim, -1), "out": (-1, embed_dim)}
-    found = {"embedding.weight": params["embedding"], "head.weight": params["embedding"]}
+    weights = {"embedding.weight": params["embedding"], "head.weight": params["embedding"]}
     for name, x in params.items():
         layer, _, rest = name.partition("/")
         place, leaf = layer.replace("layer_", "layers."), rest.rpartition("/")[2]
         if leaf == "scale":
-            found[f"{place}.{rest.replace('/', '.')}"] = x
+            weights[f"{place}.{rest.replace('/', '.')}"] = x
         elif rest:
-            found[f"{place}.{leaf}.weight"] = x.reshape(shapes.get(leaf, x.shape)).T
-    model.load_state_dict({name: torch.tensor(np.ascontiguousarray(x)) for name, x in found.items()})
+            weights[f"{place}.{leaf}.weight"] = x.reshape(shapes.get(leaf, x.shape)).T
+    model.load_state_dict({name: torch.tensor(np.ascontiguousarray(x)) for name, x in weights.items()})
 
 
 class Worker:

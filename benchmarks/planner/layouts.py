@@ -92,17 +92,23 @@ def _candidates(command: PlannerBench, devices: Sequence[Any], nodes: int) -> di
     changes = {"exchange": _EXCHANGES[-1], "plan": plan, "mesh": MeshConfig(replica=nodes)}
     asked = command.experiment.replaced(changes)
     work, cluster, fixed = prepare(asked, Trials(asked), devices, Start(quiet=True))
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     for exchange in _EXCHANGES if nodes > 1 else _EXCHANGES[:1]:
-        found += search_layouts(dataclasses.replace(work, exchange=exchange), cluster, fixed).candidates
-    found = [one for one in found if one.fits and one.choice.microbatches in command.microbatches]
-    return {_named(one): one for one in sorted(found, key=lambda one: one.time.total_sec)}
+        candidates += search_layouts(dataclasses.replace(work, exchange=exchange), cluster, fixed).candidates
+    candidates = [
+        candidate
+        for candidate in candidates
+        if candidate.fits and candidate.choice.microbatches in command.microbatches
+    ]
+    return {
+        _named(candidate): candidate for candidate in sorted(candidates, key=lambda candidate: candidate.time.total_sec)
+    }
 
 
-def _named(one: Candidate) -> str:
-    c = one.choice
+def _named(candidate: Candidate) -> str:
+    c = candidate.choice
     parts = [f"{c.replica} x {c.fsdp} x {c.tensor}", f"{c.microbatches} micro-batches", c.param_sharding]
-    return ", ".join([*parts, one.exchange.label] if c.replica > 1 else parts)
+    return ", ".join([*parts, candidate.exchange.label] if c.replica > 1 else parts)
 
 
 def make_rows(
@@ -112,7 +118,7 @@ def make_rows(
     fastest = min(times, key=lambda name: statistics.median(times[name]))
     rows = []
     for name in sorted(predicted, key=lambda name: predicted[name]):
-        low, middle, high = (float(one) for one in np.quantile(times[name], (0.25, 0.5, 0.75)))
+        low, middle, high = (float(quantile) for quantile in np.quantile(times[name], (0.25, 0.5, 0.75)))
         tied, spread = is_as_fast(times[name], times[fastest]), (high - low) / 2 / middle
         rows.append(LayoutTimes(name, nodes, predicted[name], middle, spread, name == chosen, tied))
     return rows
@@ -122,8 +128,8 @@ def rank_correlation(rows: Sequence[LayoutTimes]) -> float:
     """Kendall's tau of predicted and measured times."""
     import scipy.stats
 
-    found: Any = scipy.stats.kendalltau([row.predicted_sec for row in rows], [row.measured_sec for row in rows])
-    return float(found.statistic)
+    correlation: Any = scipy.stats.kendalltau([row.predicted_sec for row in rows], [row.measured_sec for row in rows])
+    return float(correlation.statistic)
 
 
 def remarks(rows: Sequence[LayoutTimes]) -> list[str]:

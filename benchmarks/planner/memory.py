@@ -59,18 +59,18 @@ def compare_memory(command: PlannerBench, console: Console) -> None:
     tables = tables_on_meshes(experiment, sizes, lambda: machine, (), trials.splits)
     work = workload_of(experiment, trials, h100_devices(1, NUM_DEVICES), 1, tables, replicas=True)
     rows = []
-    for one in itertools.islice(layouts(work, cluster), command.layouts or None):
-        found = _compiled_bytes(trials, one)
-        c = one.choice
+    for candidate in itertools.islice(layouts(work, cluster), command.layouts or None):
+        compiled_bytes = _compiled_bytes(trials, candidate)
+        c = candidate.choice
         rows.append(
             LayoutMemory(
                 f"{c.replica} x {c.fsdp} x {c.tensor}",
                 c.microbatches,
                 c.remat,
                 c.param_sharding,
-                one.memory.total,
-                found,
-                dataclasses.asdict(one.memory),
+                candidate.memory.total,
+                compiled_bytes,
+                dataclasses.asdict(candidate.memory),
             )
         )
         row = rows[-1]
@@ -97,9 +97,9 @@ def layouts(work: RunWorkload, cluster: Cluster) -> Iterator[Candidate]:
 
     Steps are compiled for a layout when it is asked for.
     """
-    found = 0
+    num_yielded = 0
     for mesh in _MESHES:
-        kinds = [(work.remats[0], one) for one in (work.shardings if mesh[1] > 1 else work.shardings[:1])]
+        kinds = [(work.remats[0], sharding) for sharding in (work.shardings if mesh[1] > 1 else work.shardings[:1])]
         if mesh == _MESHES[0]:
             kinds += [(remat, "sharded") for remat in work.remats[1:]]
         for remat, sharding in kinds:
@@ -109,8 +109,8 @@ def layouts(work: RunWorkload, cluster: Cluster) -> Iterator[Candidate]:
                 print(f"{' x '.join(map(str, mesh))}, {sharding}: left out. {error}")
                 continue
             if fitting:  # Every second layout has more micro-batches than it needs.
-                yield fitting[-1 if found % 2 else 0]
-                found += 1
+                yield fitting[-1 if num_yielded % 2 else 0]
+                num_yielded += 1
 
 
 def _fitting(
@@ -120,29 +120,29 @@ def _fitting(
     replica, fsdp, tensor = mesh
     if not work.tensor_fits(tensor) or work.batch_size % (replica * fsdp):
         return []
-    found: list[Candidate] = []
+    fitting: list[Candidate] = []
     for microbatches in divisors(work.batch_size // (replica * fsdp)):
         if work.batch_size // (replica * microbatches) % (work.norm_span or 1):
             continue
-        one = make_candidate(work, cluster, Choice(microbatches, tensor, remat, sharding, replica, fsdp))
-        found += [one] if one.fits else []
-        if len(found) == 2:
+        candidate = make_candidate(work, cluster, Choice(microbatches, tensor, remat, sharding, replica, fsdp))
+        fitting += [candidate] if candidate.fits else []
+        if len(fitting) == 2:
             break
-    return found
+    return fitting
 
 
-def _compiled_bytes(trials: Trials, one: Candidate) -> float:
+def _compiled_bytes(trials: Trials, candidate: Candidate) -> float:
     """What XLA plans for the step of a layout."""
-    c = one.choice
+    c = candidate.choice
     changes = {
         "mesh": MeshConfig(replica=c.replica, fsdp=c.fsdp, tensor=c.tensor),
         "step.microbatches": c.microbatches,
         "sharding": sharding_of(trials.experiment.sharding, c.param_sharding),
-        "exchange": one.exchange,
+        "exchange": candidate.exchange,
     }
     changes |= {"model.remat": c.remat} if c.remat else {}
-    changes |= table_settings(one, trials.experiment)
+    changes |= table_settings(candidate, trials.experiment)
     plan = trials.plan(changes, h100_devices(c.replica, NUM_DEVICES // c.replica), whole=True)
-    found = planned_bytes(compile_step(plan))
-    assert found is not None, "XLA plans memory for GPUs"
-    return float(found)
+    num_bytes = planned_bytes(compile_step(plan))
+    assert num_bytes is not None, "XLA plans memory for GPUs"
+    return float(num_bytes)

@@ -43,7 +43,7 @@ def make_torch_step(experiment: Experiment, spec: DataSpec) -> tuple[Callable[[i
     def steps(number: int) -> None:
         for _ in range(number):
             optimizer.zero_grad(set_to_none=True)
-            for parts in zip(*(one.chunk(step.microbatches) for one in batch), strict=True):
+            for parts in zip(*(tensor.chunk(step.microbatches) for tensor in batch), strict=True):
                 with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
                     loss = forward(*parts)
                 scaler.scale(loss / step.microbatches).backward()
@@ -78,8 +78,8 @@ def _check(experiment: Experiment) -> None:
             "supported. Measure another model without --against."
         )
     if not isinstance(experiment.optimizer, SGD | LARS if known else AdamW):
-        own = "SGD, in place of LARS too" if known else "AdamW"
-        raise ConfigError(f"--against torch: the optimizer is {kind}; PyTorch's side of this model has {own}.")
+        supported = "SGD, in place of LARS too" if known else "AdamW"
+        raise ConfigError(f"--against torch: the optimizer is {kind}; PyTorch's side of this model has {supported}.")
     for name in ("window", "dropout", "attention_dropout"):
         if getattr(config, name, None):
             raise ConfigError(

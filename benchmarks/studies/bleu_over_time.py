@@ -35,7 +35,7 @@ def measured(workdir: Path) -> list[tuple[float, float]]:
     steps = check_checkpoint(check_run(workdir, "--workdir"), option="--workdir")
     rows = [json.loads(line) for line in (workdir / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
     evaluated = {row["step"]: row for row in rows if "eval/loss" in row}
-    found = []
+    scores = []
     for step in [step for step in steps if step in evaluated]:
         predictor = jaxdl.restore(workdir, step=step)
         data = predictor.experiment.data
@@ -45,9 +45,9 @@ def measured(workdir: Path) -> list[tuple[float, float]]:
         texts = predictor.translate([source for source, _ in pairs], beams=1, batch_size=128)
         bleu = quality(texts, [target for _, target in pairs])["BLEU"][0]
         seconds = sum(value for name, value in evaluated[step].items() if name.startswith("seconds/"))
-        found.append((seconds / 60, bleu))
+        scores.append((seconds / 60, bleu))
         print(f"step {step}: {seconds / 60:.1f} minutes, BLEU {bleu:.1f}", flush=True)
-    return found
+    return scores
 
 
 def draw(points: list[tuple[float, float]]) -> bytes:

@@ -69,7 +69,7 @@ def _compare(args: argparse.Namespace, changes: list[str]) -> dict[str, Any]:
         side: jaxdl.load(args.config, [*side_flags(side), *changes]).replaced({"mesh": mesh}) for side in args.exchanges
     }
     task = experiments[args.exchanges[0]].task
-    found: dict[str, Any] = {side: [] for side in experiments}
+    runs: dict[str, Any] = {side: [] for side in experiments}
     curves, tried = {}, {}
     for seed in args.seeds:
         for side, experiment in experiments.items():
@@ -80,12 +80,12 @@ def _compare(args: argparse.Namespace, changes: list[str]) -> dict[str, Any]:
                 seeded, folder = _with_rate(seeded, tried[side]["best"], folder)
             run = _run(seeded, args.workdir / folder)
             sent = _bytes_a_step(experiment, run)
-            found[side].append(
+            runs[side].append(
                 {"seed": seed, "metrics": run.metrics, "bytes_a_step": sent, "seconds": run.summary["seconds"]}
             )
             curves.setdefault(side, _numbers(run.history, "train/loss"))
     about = {"config": str(args.config), "changes": changes, "metric": task.best_metric, "tried": tried}
-    return about | {"runs": found, "curves": curves}
+    return about | {"runs": runs, "curves": curves}
 
 
 def _tried(experiment: Experiment, rates: Sequence[float], workdir: Path, folder: str) -> dict[str, Any]:
@@ -134,12 +134,12 @@ def _numbers(history: dict[str, list[Any]], name: str) -> list[tuple[int, float]
     ]
 
 
-def _report(found: dict[str, Any], workdir: Path) -> None:
-    metric, runs = found["metric"], found["runs"]
-    (workdir / "comparison.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    table = Table(title=f"{found['config']} {' '.join(found['changes'])}")
+def _report(comparison: dict[str, Any], workdir: Path) -> None:
+    metric, runs = comparison["metric"], comparison["runs"]
+    (workdir / "comparison.json").write_text(json.dumps(comparison, indent=2) + "\n", encoding="utf-8")
+    table = Table(title=f"{comparison['config']} {' '.join(comparison['changes'])}")
     headings = ("exchange", f"{metric}: mean", "lowest", "highest", "to the first", "fewer bytes", "learning rate")
-    for heading in headings if found["tried"] else headings[:-1]:
+    for heading in headings if comparison["tried"] else headings[:-1]:
         table.add_column(heading, justify="left" if heading == "exchange" else "right")
     fewer = _times_fewer_bytes(runs)
     first = None
@@ -154,17 +154,17 @@ def _report(found: dict[str, Any], workdir: Path) -> None:
             f"{max(values):.4f}",
             f"{mean - first:+.4f} ({mean / first - 1:+.1%})",
             f"{style.plain(float(f'{fewer[exchange]:.3g}'))} times",
-            *([f"{found['tried'][exchange]['best']:g}"] if found["tried"] else []),
+            *([f"{comparison['tried'][exchange]['best']:g}"] if comparison["tried"] else []),
         )
     Console(width=140).print(table)
-    (workdir / "comparison.png").write_bytes(figure(found))
+    (workdir / "comparison.png").write_bytes(figure(comparison))
     print(f"written: {workdir / 'comparison.json'}, {workdir / 'comparison.png'}")
 
 
 def _times_fewer_bytes(runs: dict[str, Any]) -> dict[str, float]:
     """How many times fewer bytes each side sends than the first."""
     sent = {name: results[0]["bytes_a_step"] for name, results in runs.items()}
-    return {name: next(iter(sent.values())) / one for name, one in sent.items()}
+    return {name: next(iter(sent.values())) / num_bytes for name, num_bytes in sent.items()}
 
 
 def figure(found: dict[str, Any]) -> bytes:
@@ -197,7 +197,7 @@ def figure(found: dict[str, Any]) -> bytes:
     middle.locator_params(axis="x", nbins=6)
     fewer = _times_fewer_bytes(runs)
     style.dress(right, "Bytes", x="times fewer than the first")
-    style.seed_dots(right, {name: [one] for name, one in fewer.items()}, chosen)
+    style.seed_dots(right, {name: [times_fewer] for name, times_fewer in fewer.items()}, chosen)
     right.tick_params(axis="y", labelleft=False)
     style.log_axis(right, "x", list(fewer.values()), most=5)
     names = [style.line_entry(name, look.color, look.mark, **style.MEASURED) for name, look in chosen.items()]

@@ -99,11 +99,11 @@ def smoothed(losses: dict[int, float], ends: np.ndarray) -> np.ndarray:
 def report(args: argparse.Namespace, elastic: dict[str, Any], whole: list[dict[str, Any]]) -> None:
     """Prints, writes and draws the comparison."""
     ends = np.arange(WINDOW_STEPS, args.steps + 1, 10)
-    curves = np.stack([smoothed(one["losses"], ends) for one in whole])
+    curves = np.stack([smoothed(seed_run["losses"], ends) for seed_run in whole])
     mine = smoothed(elastic["losses"], ends)
     away = np.abs(mine - curves.mean(0)) / curves.std(0, ddof=1)
     inside = (mine >= curves.min(0)) & (mine <= curves.max(0))
-    accuracies = [one["accuracy"] for one in whole]
+    accuracies = [seed_run["accuracy"] for seed_run in whole]
     shown = {
         "ends": ends,
         "loss": mine,
@@ -111,7 +111,7 @@ def report(args: argparse.Namespace, elastic: dict[str, Any], whole: list[dict[s
         "most_of_seeds": curves.max(0),
         "deviations_from_mean": (mine - curves.mean(0)) / curves.std(0, ddof=1),
     }
-    found = {
+    comparison = {
         "hosts": elastic["hosts"],
         "stops": elastic["stops"],
         "seeds": args.seeds,
@@ -125,10 +125,10 @@ def report(args: argparse.Namespace, elastic: dict[str, Any], whole: list[dict[s
         "most_relative_distance_to_same_seed": float(np.max(np.abs(mine - curves[0]) / curves[0])),
         "most_relative_spread_of_seeds": float(np.max((curves.max(0) - curves.min(0)) / curves.mean(0))),
     }
-    (args.workdir / "elastic.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    (args.workdir / "elastic.png").write_bytes(figure(found))
+    (args.workdir / "elastic.json").write_text(json.dumps(comparison, indent=2) + "\n", encoding="utf-8")
+    (args.workdir / "elastic.png").write_bytes(figure(comparison))
     console = Console()
-    console.print({name: value for name, value in found.items() if name != "curves"})
+    console.print({name: value for name, value in comparison.items() if name != "curves"})
     console.print(f"picture: {args.workdir / 'elastic.png'}")
 
 

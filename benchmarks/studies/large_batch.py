@@ -100,8 +100,8 @@ def main() -> None:
     with exit_codes():
         base = common(args, jaxdl.load(args.config, changes))
         every = variants(args.small, args.large)
-        tuned = {one: tune(args, base, one) for one in every}  # First: later this process has the devices.
-        report(args, {one.name: measure(args, base, one, tuned[one]) for one in every})
+        tuned = {variant: tune(args, base, variant) for variant in every}  # First: later this process has the devices.
+        report(args, {variant.name: measure(args, base, variant, tuned[variant]) for variant in every})
 
 
 def variants(small: int, large: list[int]) -> list[Variant]:
@@ -180,23 +180,25 @@ def accuracy(workdir: Path, experiment: Experiment) -> dict[str, Any]:
     return {"final": course[-1][1], "course": course}
 
 
-def report(args: argparse.Namespace, found: dict[str, Any]) -> None:
+def report(args: argparse.Namespace, results: dict[str, Any]) -> None:
     """Prints the table and writes both files."""
-    (args.workdir / "large_batch.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    (args.workdir / "large_batch.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     columns = ("optimizer, batch", *(f"x {factor:g}" for factor in args.factors), "rate", "mean", "lowest", "highest")
     table = Table(*columns, "difference", title=f"{args.config}: tuning (held out), then test accuracy")
     first = None
-    for name, one in found.items():
-        finals = [run["final"] for run in one["runs"]]
+    for name, result in results.items():
+        finals = [run["final"] for run in result["runs"]]
         mean = statistics.fmean(finals)
         first = mean if first is None else first
-        tuned = (f"{value:.4f}" if value else "diverged" for value in one["tuned"].values())
-        best = max(one["tuned"], key=one["tuned"].__getitem__)
-        edge = " (edge)" if best in (min(one["tuned"]), max(one["tuned"])) else ""
+        tuned = (f"{value:.4f}" if value else "diverged" for value in result["tuned"].values())
+        best = max(result["tuned"], key=result["tuned"].__getitem__)
+        edge = " (edge)" if best in (min(result["tuned"]), max(result["tuned"])) else ""
         numbers = (f"{value:.4f}" for value in (mean, min(finals), max(finals)))
-        table.add_row(name, *tuned, f"{one['learning_rate']:g}{edge}", *numbers, f"{100 * (mean - first):+.2f} points")
+        table.add_row(
+            name, *tuned, f"{result['learning_rate']:g}{edge}", *numbers, f"{100 * (mean - first):+.2f} points"
+        )
     Console(width=160).print(table)
-    (args.workdir / "large_batch.png").write_bytes(figure(found))
+    (args.workdir / "large_batch.png").write_bytes(figure(results))
     print(f"written: {args.workdir / 'large_batch.json'}, {args.workdir / 'large_batch.png'}")
 
 
@@ -207,23 +209,23 @@ def figure(found: dict[str, Any]) -> bytes:
       found: the content of large_batch.json.
     """
     chosen = style.looks(list(found), style.OPTIMIZER_COLORS)
-    with_course = any(one["runs"][0]["course"] for one in found.values())
+    with_course = any(result["runs"][0]["course"] for result in found.values())
     height = max(4.3, 0.42 * len(found) + 1.5) + style.legend_inches(len(found))
     drawn = style.new_figure(16 if with_course else 12, height, "SGD and LARS at large batches, measured")
     panels = list(drawn.subplots(1, 2 + with_course))
-    highest = max((value for one in found.values() for value in one["tuned"].values()), default=1.0)
+    highest = max((value for result in found.values() for value in result["tuned"].values()), default=1.0)
     floor = highest - 0.15  # Values far below the best are cut off.
     left, right = panels[0], panels[-1]
-    for name, one in found.items():
+    for name, result in found.items():
         look = chosen[name]
-        points = [(float(factor), value) for factor, value in one["tuned"].items()]
+        points = [(float(factor), value) for factor, value in result["tuned"].items()]
         left.plot(*zip(*points, strict=True), color=look.color, marker=look.mark, **style.MEASURED)
         low = [factor for factor, value in points if value < floor]
         left.plot(low, [floor + 0.004] * len(low), "v", mfc="none", mec=look.color, ms=6)
-        course = one["runs"][0]["course"]
+        course = result["runs"][0]["course"]
         if course:
             panels[1].plot(*zip(*course, strict=True), color=look.color, marker=look.mark, **style.MEASURED)
-    factors = [float(factor) for one in found.values() for factor in one["tuned"]]
+    factors = [float(factor) for result in found.values() for factor in result["tuned"]]
     style.dress(left, "Tuning", x="learning rate / (0.2 x batch / 256)", y="accuracy on 10 % held out, one seed")
     style.log_axis(left, "x", factors, ticks_at_values=True)
     for axes in panels[:-1]:
@@ -231,7 +233,7 @@ def figure(found: dict[str, Any]) -> bytes:
     if with_course:
         style.dress(panels[1], "Course of the first seed", x="epoch", y="test accuracy")
     style.dress(right, "At the best rate", x="final test accuracy")
-    style.seed_dots(right, {name: [run["final"] for run in one["runs"]] for name, one in found.items()}, chosen)
+    style.seed_dots(right, {name: [run["final"] for run in result["runs"]] for name, result in found.items()}, chosen)
     right.locator_params(axis="x", nbins=6)
     names = [style.line_entry(name, look.color, look.mark, **style.MEASURED) for name, look in chosen.items()]
     below = style.line_entry("below the panel, or diverged", style.GREY, "v", ls="", mfc="none", ms=6)

@@ -191,13 +191,13 @@ def measure(name: str, out: Path, total_steps: int, target: float) -> Run:
     ]
     records = read_tape(out / "syncer" / TAPE_FILE)
     lost = next(record["at_us"] for record in records if record["kind"] == "leave" and record["learner"] == KILLED)
-    found = merges_of(records, lambda at_us: round(killed - zero + (at_us - lost) / 1e6, 3))
+    merges = merges_of(records, lambda at_us: round(killed - zero + (at_us - lost) / 1e6, 3))
     return {
         "setting": name,
         "seconds": next((at for at, loss in losses if loss <= target), None),
         "steps_per_sec": speeds(records),
         "losses": losses,
-        **found,
+        **merges,
         **checks(out / "syncer" / TAPE_FILE),
     }
 
@@ -240,7 +240,9 @@ def checks(tape: Path) -> Run:
         replayed = str(difference)
     try:
         pairs = zip(decided(records), simulated(records), strict=True)
-        other = next((f"{own} on the tape, {again} simulated" for own, again in pairs if own != again), "")
+        other = next(
+            (f"{decision} on the tape, {again} simulated" for decision, again in pairs if decision != again), ""
+        )
     except ValueError as error:
         other = str(error)
     return {
@@ -284,30 +286,30 @@ def kill_at_random(number: int, out: Path) -> Run:
 
 def figure(data: Mapping[str, Any]) -> bytes:
     """A PNG: the held-out loss over the seconds for each setting, and who took part in each merge of its first run."""
-    names = [name for name in SETTINGS if any(one["setting"] == name for one in data["runs"])]
+    names = [name for name in SETTINGS if any(run["setting"] == name for run in data["runs"])]
     drawn = style.new_figure(9.5, 3.4 + 1.15 * len(names), data["title"])
     grid = drawn.add_gridspec(1 + len(names), 1, height_ratios=[3.0, *[1.0] * len(names)])
     top = drawn.add_subplot(grid[0])
-    last = max(at for one in data["runs"] for at, _ in one["losses"])
-    for one in data["runs"]:
-        seconds, losses = zip(*one["losses"], strict=True)
-        top.plot(seconds, losses, "-", color=LOOKS[one["setting"]], lw=1.4, alpha=0.85)
+    last = max(at for run in data["runs"] for at, _ in run["losses"])
+    for run in data["runs"]:
+        seconds, losses = zip(*run["losses"], strict=True)
+        top.plot(seconds, losses, "-", color=LOOKS[run["setting"]], lw=1.4, alpha=0.85)
     top.axhline(data["target"], color=style.GREY, lw=0.9, ls=":")
-    everything = [loss for one in data["runs"] for _, loss in one["losses"]]
+    everything = [loss for run in data["runs"] for _, loss in run["losses"]]
     style.dress(top, "Held-out loss of the anchor, a line for each run", x="", y="loss")
     style.log_axis(top, "y", everything)
     top.set_xlim(0, last)
     for place, name in enumerate(names):
         axes = drawn.add_subplot(grid[1 + place], sharex=top)
-        one = next(one for one in data["runs"] if one["setting"] == name)
-        for at, parts in one["merges"]:
+        run = next(run for run in data["runs"] if run["setting"] == name)
+        for at, parts in run["merges"]:
             who = sorted(learner for learner, _ in parts)
             axes.plot([at] * len(who), who, "-", color=style.SPINE, lw=0.8, zorder=1)
             for learner, staleness in parts:
                 shade = "none" if staleness else LOOKS[name]
                 axes.plot(at, learner, "o", ms=3.6, mec=LOOKS[name], mfc=shade, mew=0.8, zorder=2)
-        if len(one["away"]) == 2:
-            axes.axvspan(*one["away"], ymin=(KILLED + 0.2) / 4, ymax=(KILLED + 0.8) / 4, color=style.GRID, zorder=0)
+        if len(run["away"]) == 2:
+            axes.axvspan(*run["away"], ymin=(KILLED + 0.2) / 4, ymax=(KILLED + 0.8) / 4, color=style.GRID, zorder=0)
         label = "seconds since all four have taken their first step" if place == len(names) - 1 else ""
         style.dress(axes, f"{name}: learners in each merge", x=label)
         axes.set_yticks(range(NUM_LEARNERS), ["0", f"{KILLED} (killed)", "2", f"{SLOW} (slow)"], fontsize=style.SMALL)
@@ -328,9 +330,9 @@ def compare(args: argparse.Namespace) -> None:
     runs: list[Run] = []
     for repeat in range(args.repeats):
         for place, name in enumerate(SETTINGS):
-            one = measure(name, args.out / f"{repeat}-{place}", args.total_steps, args.target)
-            runs.append(one)
-            print(f"{repeat} {name}: {one['seconds']} s to {args.target:g}; {shown(one)}", flush=True)
+            run = measure(name, args.out / f"{repeat}-{place}", args.total_steps, args.target)
+            runs.append(run)
+            print(f"{repeat} {name}: {run['seconds']} s to {args.target:g}; {shown(run)}", flush=True)
         data = {
             "title": "Four learners, one at a third of the speed, one killed and started again",
             "target": args.target,
@@ -348,10 +350,10 @@ def compare(args: argparse.Namespace) -> None:
         print(f"{name:38} {median or '-':>20} {', '.join(map(str, each)):>22} {faster:>7}")
 
 
-def shown(one: Run) -> str:
+def shown(run: Run) -> str:
     """A run's checks in words."""
-    words = f"{one['num_merges']} merges, staleness up to {one['max_staleness']}, {one['joins']} joins"
-    same = one["replay"] or "equal, to the bit", one["simulation"] or "the same decisions"
+    words = f"{run['num_merges']} merges, staleness up to {run['max_staleness']}, {run['joins']} joins"
+    same = run["replay"] or "equal, to the bit", run["simulation"] or "the same decisions"
     return f"{words}; replay: {same[0]}; simulation: {same[1]}"
 
 
@@ -374,9 +376,9 @@ def main() -> None:
         return compare(args)
     runs: list[Run] = []
     for number in range(args.kills):
-        one = kill_at_random(number, args.out / str(number))
-        runs.append(one)
-        print(f"{number}: {one['seconds']} s, killed {', '.join(one['killed'])}; {shown(one)}", flush=True)
+        run = kill_at_random(number, args.out / str(number))
+        runs.append(run)
+        print(f"{number}: {run['seconds']} s, killed {', '.join(run['killed'])}; {shown(run)}", flush=True)
     (args.out / "kills.json").write_text(json.dumps(runs) + "\n", encoding="utf-8")
     if any(run["replay"] for run in runs):
         sys.exit("a tape was not replayed")

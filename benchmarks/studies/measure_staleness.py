@@ -97,8 +97,8 @@ def main() -> None:
             how = {"distribution": "fixed", **remedy} if stale else {}
             with shared_programs():
                 agreement = EmulatedStaleness(max_staleness=stale, **how)
-                found = [accuracy(rate, momentum, agreement, seed) for seed in args.seeds]
-            cells.append(" / ".join(f"{one:.2f}" if one else "diverged" for one in found))
+                accuracies = [accuracy(rate, momentum, agreement, seed) for seed in args.seeds]
+            cells.append(" / ".join(f"{percent:.2f}" if percent else "diverged" for percent in accuracies))
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
 
 

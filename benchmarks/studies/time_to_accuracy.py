@@ -114,17 +114,17 @@ def report(args: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
         table.add_column(heading, justify="left" if heading == "exchange" else "right")
     summary = []
     for rate in args.rates:
-        first = {one["seed"]: one["seconds"] for one in select(runs, rate, args.exchanges[0])}
+        first = {run["seed"]: run["seconds"] for run in select(runs, rate, args.exchanges[0])}
         for exchange in args.exchanges:
-            found = [one for one in select(runs, rate, exchange) if one["seconds"] is not None]
-            if len(found) < len(args.seeds):
-                others = [one for one in select(runs, rate, exchange) if one["seconds"] is None]
+            reached_runs = [run for run in select(runs, rate, exchange) if run["seconds"] is not None]
+            if len(reached_runs) < len(args.seeds):
+                others = [run for run in select(runs, rate, exchange) if run["seconds"] is None]
                 least = min(other["stopped_after_sec"] for other in others)
-                note = f"reached by {len(found)} of {len(args.seeds)} seeds, not in {least:.0f} s"
+                note = f"reached by {len(reached_runs)} of {len(args.seeds)} seeds, not in {least:.0f} s"
                 table.add_row(rate, exchange, note)
                 continue
-            seconds = [one["seconds"] for one in found]
-            ratios = [first[one["seed"]] / one["seconds"] for one in found if first[one["seed"]] is not None]
+            seconds = [run["seconds"] for run in reached_runs]
+            ratios = [first[run["seed"]] / run["seconds"] for run in reached_runs if first[run["seed"]] is not None]
             median = statistics.median(ratios) if ratios else float("nan")
             summary.append(
                 {"rate": rate, "exchange": exchange, "seconds": statistics.median(seconds), "faster": ratios}
@@ -133,13 +133,13 @@ def report(args: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
                 rate,
                 exchange,
                 *(f"{pick(seconds):.1f}" for pick in (statistics.median, min, max)),
-                f"{statistics.median(one['steps'] for one in found):g}",
+                f"{statistics.median(run['steps'] for run in reached_runs):g}",
                 f"{median:.2f} x" if ratios else "-",
                 ", ".join(f"{ratio:.2f}" for ratio in ratios),
             )
     Console(width=140).print(table)
-    found = {"target": args.target, "runs": runs, "summary": summary}
-    (args.workdir / "times.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    content = {"target": args.target, "runs": runs, "summary": summary}
+    (args.workdir / "times.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     (args.workdir / "times.png").write_bytes(figure(runs, args.target))
     print(f"written: {args.workdir / 'times.json'}, {args.workdir / 'times.png'}")
 
@@ -158,7 +158,7 @@ def figure(runs: list[dict[str, Any]], target: float) -> bytes:
     )
     for axes, rate in zip(drawn.subplots(1, len(rates), sharex=True, squeeze=False)[0], rates, strict=True):
         groups = {
-            exchange: [one["seconds"] for one in select(runs, rate, exchange) if one["seconds"] is not None]
+            exchange: [run["seconds"] for run in select(runs, rate, exchange) if run["seconds"] is not None]
             for exchange in exchanges
         }
         style.dress(axes, f"link of a host: {parse_rate(rate) / 1e6:g} Mbit/s", x="seconds of training")

@@ -54,19 +54,19 @@ def main() -> None:
             for name, port in (("mlflow gone", gone), ("mlflow hangs", hangs)):
                 uri = {"report.trackers.mlflow.uri": f"http://127.0.0.1:{port}"}
                 variants[name] = tracked(base, ["mlflow"]).replaced(uri)
-        found = {name: [] for name in variants}
+        measurements = {name: [] for name in variants}
         measured(base)  # Compiles.
         for _ in range(args.repeats):
             for name, experiment in variants.items():
-                found[name].append(measured(experiment))
-                first, second, *_ = found[name][-1]
+                measurements[name].append(measured(experiment))
+                first, second, *_ = measurements[name][-1]
                 print(f"{name}: {first * 1000:.2f}, {second * 1000:.2f} ms", file=sys.stderr, flush=True)
-    rest = statistics.median(one[2] for one in found["none"])
+    rest = statistics.median(measurement[2] for measurement in measurements["none"])
     print(f"{'variant':14} {'first half, ms a step':>26} {'second half':>26} {'rest, s':>8}  warnings")
-    for name, every in found.items():
-        halves = [middle([one[half] * 1000 for one in every]) for half in (0, 1)]
-        seconds = statistics.median(one[2] for one in every) - rest
-        warnings = " ".join(str(one[3]) for one in every)
+    for name, every in measurements.items():
+        halves = [middle([measurement[half] * 1000 for measurement in every]) for half in (0, 1)]
+        seconds = statistics.median(measurement[2] for measurement in every) - rest
+        warnings = " ".join(str(measurement[3]) for measurement in every)
         print(f"{name:14} {halves[0]:>26} {halves[1]:>26} {seconds:8.1f}  {warnings}")
 
 

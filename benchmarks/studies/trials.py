@@ -19,8 +19,8 @@ from jaxdl.core.files import METRICS_FILE, SUMMARY_FILE
 def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
     """A script's own arguments, and those after `--`, which change the config of all its runs."""
     line = sys.argv[1:]
-    own, changes = (line[: line.index("--")], line[line.index("--") + 1 :]) if "--" in line else (line, [])
-    return parser.parse_args(own), changes
+    script_args, changes = (line[: line.index("--")], line[line.index("--") + 1 :]) if "--" in line else (line, [])
+    return parser.parse_args(script_args), changes
 
 
 def side_flags(side: str) -> list[str]:
@@ -40,13 +40,13 @@ def side_flags(side: str) -> list[str]:
 
 def _choice_flags(part: str, choice: str, side: str) -> list[str]:
     kind, *options = choice.split(",")
-    found = [f"--{part}", kind]
+    flags = [f"--{part}", kind]
     for option in options:
         name, equals, value = option.partition("=")
         if not equals:
             raise ConfigError(f"{side}: {option!r} is not OPTION=VALUE.")
-        found += [f"--{name.removeprefix('.') if '.' in name else f'{part}.{name}'}".replace("_", "-"), value]
-    return found
+        flags += [f"--{name.removeprefix('.') if '.' in name else f'{part}.{name}'}".replace("_", "-"), value]
+    return flags
 
 
 def folder_name(side: str) -> str:

@@ -295,9 +295,9 @@ def _moved(text: str, error: str, workdir: Path) -> list[str]:
     with contextlib.suppress(ValueError):
         json.loads(text, object_hook=look)
     return [
-        f"it needs {', '.join(found)} of {place}, and there is no such file. Put it back; or, if it was moved, start "
+        f"it needs {', '.join(taken)} of {place}, and there is no such file. Put it back; or, if it was moved, start "
         f"the run once with it, which notes the new place: python -m jaxdl.train --config NEW_PLACE --workdir {workdir}"
-        for place, found in names.items()
+        for place, taken in names.items()
         if place.endswith(".py") and place in error and not Path(place).exists()
     ]
 

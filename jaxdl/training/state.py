@@ -86,9 +86,9 @@ class TrainState:
         """The earlier versions of the parameters."""
         return self.agreement_state[PAST]
 
-    def with_own(self, own: Own) -> TrainState:
+    def with_own(self, replicas: Own) -> TrainState:
         """A copy with other replicas."""
-        return self.replace(agreement_state=self.agreement_state | {PER_REPLICA: own})
+        return self.replace(agreement_state=self.agreement_state | {PER_REPLICA: replicas})
 
     def replace(self, **changes: Any) -> TrainState:
         """A copy with some fields replaced."""
@@ -259,8 +259,8 @@ def init_agreement(agreement: Agreement, start: Own, num_replicas: int, sums: Se
         "merge_weight": jnp.zeros(agreement.num_fragments, jnp.float32),
     }
     share = {} if agreement.has_anchor else {"weight": jnp.float32(1)}
-    own = jax.tree.map(spread, dataclasses.replace(start, since=since, share=share))
-    return {PER_REPLICA: own, OUTER: agreement.init_outer(start.params)}
+    replicas = jax.tree.map(spread, dataclasses.replace(start, since=since, share=share))
+    return {PER_REPLICA: replicas, OUTER: agreement.init_outer(start.params)}
 
 
 def _agreement_specs(shapes: Any, params: Specs, opt_specs: Any) -> Any:
@@ -272,8 +272,8 @@ def _agreement_specs(shapes: Any, params: Specs, opt_specs: Any) -> Any:
         return {PAST: Past(versions, PartitionSpec())}
     single = jax.tree.map(lambda _: PartitionSpec(), shapes[PER_REPLICA])
     single = dataclasses.replace(single, params=params, opt_state=opt_specs)
-    own = jax.tree.map(lambda spec: PartitionSpec(Axis.REPLICA.value, *spec), single, is_leaf=is_spec)
-    return {PER_REPLICA: own, OUTER: dict.fromkeys(shapes[OUTER], params)}
+    replica_specs = jax.tree.map(lambda spec: PartitionSpec(Axis.REPLICA.value, *spec), single, is_leaf=is_spec)
+    return {PER_REPLICA: replica_specs, OUTER: dict.fromkeys(shapes[OUTER], params)}
 
 
 def _opt_specs(opt_state: optax.OptState, params: Params, specs: Specs) -> optax.OptState:

@@ -105,7 +105,7 @@ def main(args: list[str]) -> None:
     console.print(links_table(machine, mesh))
     console.print(speeds_text(machine), soft_wrap=True)
     rows, launch_sec = measure(exchanges(command), trial, machine, num_repeats=command.num_repeats)
-    found = recommend([row.config for row in rows], trial.gradients, machine, min_speedup=command.min_speedup)
+    recommendation = recommend([row.config for row in rows], trial.gradients, machine, min_speedup=command.min_speedup)
     device = jax.devices()[0].device_kind
     where = mesh_text(mesh.shape)
     console.print(rows_table(rows, trial.gradients, machine, f"{where} ({device}), {command.num_elements:,} elements"))
@@ -116,12 +116,12 @@ def main(args: list[str]) -> None:
             f"in addition, inside a replica, the same for every exchange: {1e3 * inner:.2f} ms (not measured here)",
             soft_wrap=True,
         )
-    console.print(f"recommended: {found.best.label}")
-    for line in found.reasons:
+    console.print(f"recommended: {recommendation.best.label}")
+    for line in recommendation.reasons:
         console.print(f"  - {line}", soft_wrap=True)
     if jax.process_index() != 0:
         return
-    write_json(command.json, as_json(command, machine, rows, found))
+    write_json(command.json, as_json(command, machine, rows, recommendation))
     if command.plot:
         replace_file(command.plot, figure(rows, trial.gradients, machine, where))
 
@@ -155,8 +155,8 @@ def exchanges(command: ExchangeBench) -> list[ExchangeConfig]:
     top_k += [TopK(density=first, method=method, wire="plain")]
     top_k += [TopK(density=first, method=method, algorithm="all_to_all")]
     top_k += [TopK(density=density, method=method) for density in more]
-    found = [config for kind in kinds().values() for config in (top_k if kind is TopK else kind.variants())]
-    return [config for config in found if not command.kinds or config.kind in (Dense.kind, *command.kinds)]
+    configs = [config for kind in kinds().values() for config in (top_k if kind is TopK else kind.variants())]
+    return [config for config in configs if not command.kinds or config.kind in (Dense.kind, *command.kinds)]
 
 
 def make_trial(num_elements: int, mesh: Mesh) -> Trial:
@@ -298,8 +298,8 @@ def rows_table(rows: Sequence[Comparison], gradients: Gradients, machine: Machin
     for row in rows:
         density = ""
         if isinstance(row.config, TopK):
-            found = row.config.break_even_density(gradients, machine)
-            density = "none" if found is None else f"{found:.2g}"
+            break_even = row.config.break_even_density(gradients, machine)
+            density = "none" if break_even is None else f"{break_even:.2g}"
         predicted, measured = 1e3 * row.cost.total_sec, 1e3 * row.measured_sec
         table.add_row(
             row.config.label,
@@ -314,7 +314,7 @@ def rows_table(rows: Sequence[Comparison], gradients: Gradients, machine: Machin
 
 
 def as_json(
-    command: ExchangeBench, machine: Machine, rows: Sequence[Comparison], found: Recommendation
+    command: ExchangeBench, machine: Machine, rows: Sequence[Comparison], recommendation: Recommendation
 ) -> dict[str, Any]:
     """All results as plain values."""
     return {
@@ -333,6 +333,6 @@ def as_json(
             }
             for row in rows
         ],
-        "recommended": found.best.label,
-        "reasons": found.reasons,
+        "recommended": recommendation.best.label,
+        "reasons": recommendation.reasons,
     }

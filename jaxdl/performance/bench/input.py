@@ -93,7 +93,7 @@ def main(args: list[str]) -> None:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the measured packages, where they are installed."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     names = (
         "numpy",
         "simplejpeg",
@@ -106,16 +106,16 @@ def versions() -> dict[str, str]:
     )
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            installed[name] = importlib.metadata.version(name)
+    return installed
 
 
 def check_images(folder: Path) -> list[str]:
     """The images in the folder. Raises ConfigError without any."""
-    found = [file.address for file in remote.find(str(folder), (".jpg", ".jpeg"))]
-    if not found:
+    images = [file.address for file in remote.find(str(folder), (".jpg", ".jpeg"))]
+    if not images:
         raise ConfigError(f"--images {folder}: no JPEG file in it.")
-    return found
+    return images
 
 
 def make_images(folder: Path, count: int) -> Path:
@@ -225,18 +225,18 @@ class _Side:
 
 def table(results: dict[str, dict[str, Any]], title: str) -> Table:
     """The table: medians, jaxdl's speed relative to each side, and the difference of their pixels from jaxdl's."""
-    found = make_table(title, ("side", "one core", "jaxdl is", "machine", "jaxdl is", "pixels differ by"))
+    sides_table = make_table(title, ("side", "one core", "jaxdl is", "machine", "jaxdl is", "pixels differ by"))
     for name, result in results.items():
         if "missing" in result:
-            found.add_row(name, result["missing"])
+            sides_table.add_row(name, result["missing"])
             continue
         cells = []
         for scope in ("core", "machine"):
             ratio = result.get(f"{scope} ratio")
             cells += [f"{result[f'{scope} median']:,.0f}", "" if ratio is None else f"{ratio:.2f} x"]
         differ = result.get("differ")
-        found.add_row(name, *cells, "" if differ is None else f"{differ:.2f} grey levels")
-    return found
+        sides_table.add_row(name, *cells, "" if differ is None else f"{differ:.2f} grey levels")
+    return sides_table
 
 
 def summarize(results: dict[str, dict[str, Any]]) -> None:

@@ -95,13 +95,13 @@ class Repeated(FolderRecords):
 
 def _open(job: Job, name: str, cache: Cache, *, fresh: bool) -> tuple[PhotoSource, int]:
     """jaxdl's source of the images, and their number; with `fresh` they repeat under new numbers."""
-    found = remote.find(job.folder, (".jpg", ".jpeg"))
-    classes = sorted({file.name.split("/", 1)[0] for file in found})
-    records = (Repeated if fresh else FolderRecords)(found, classes)
+    files = remote.find(job.folder, (".jpg", ".jpeg"))
+    classes = sorted({file.name.split("/", 1)[0] for file in files})
+    records = (Repeated if fresh else FolderRecords)(files, classes)
     photos = Photos(size=job.size, workers=job.workers, cache=cache)
-    splits = photos.build(records, FolderRecords(found, classes), 1000, name=name)
+    splits = photos.build(records, FolderRecords(files, classes), 1000, name=name)
     assert isinstance(splits.train, PhotoSource)
-    return splits.train, len(found)
+    return splits.train, len(files)
 
 
 def _rows(first: int, count: int, *, fresh: bool) -> Iterator[TrainRows]:

@@ -34,8 +34,8 @@ def measure(experiment: Experiment) -> dict[str, Any]:
 def of_program(compiled: jax.stages.Compiled) -> dict[str, Any]:
     """What `measure` returns, of a program that is compiled for one H100."""
     memory = compiled.memory_analysis()
-    found = roofline.summed(roofline.kernels(hlo.parse(compiled.as_text() or "")))
-    return {"kernels": found, "temporary_bytes": memory and memory.temp_size_in_bytes}
+    kernels = roofline.summed(roofline.kernels(hlo.parse(compiled.as_text() or "")))
+    return {"kernels": kernels, "temporary_bytes": memory and memory.temp_size_in_bytes}
 
 
 def read(path: Path | None) -> dict[str, Any] | None:
@@ -43,21 +43,21 @@ def read(path: Path | None) -> dict[str, Any] | None:
     if path is None:
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        assert {"kernels", "bytes", "product_sec", "least_sec"} <= found["kernels"]["all"].keys()
+        figures = json.loads(path.read_text(encoding="utf-8"))
+        assert {"kernels", "bytes", "product_sec", "least_sec"} <= figures["kernels"]["all"].keys()
     except (OSError, ValueError, LookupError, TypeError, AssertionError):
         raise OptionError(f"--before {path}: not a file that --h100 --json wrote.") from None
-    return found
+    return figures
 
 
-def table(title: str, found: dict[str, Any], before: dict[str, Any] | None) -> Table:
+def table(title: str, figures: dict[str, Any], before: dict[str, Any] | None) -> Table:
     """A row for each kind of kernel, and one for all; with `before` also the figures of that measurement."""
     earlier = {} if before is None else before["kernels"]
     made = make_table(title, ("kind", *_COLUMNS, *(f"{name} before" for name in _COLUMNS if earlier)))
-    names = [name for name in earlier | found["kernels"] if name != "all"]
-    names.sort(key=lambda name: -(found["kernels"].get(name) or earlier[name])["least_sec"])
+    names = [name for name in earlier | figures["kernels"] if name != "all"]
+    names.sort(key=lambda name: -(figures["kernels"].get(name) or earlier[name])["least_sec"])
     for name in (*names, "all"):
-        both = (found["kernels"].get(name), *((earlier.get(name),) if earlier else ()))
+        both = (figures["kernels"].get(name), *((earlier.get(name),) if earlier else ()))
         made.add_row(name, *(text for row in both for text in _texts(row)), end_section=name == names[-1])
     return made
 

@@ -70,12 +70,12 @@ def main(args: list[str]) -> None:
     else:
         (times, right), recalls = measure(command), measure_recall(command)
         device = jax.devices()[0].device_kind
-        own = has_own_kernels(command)
-        result |= {"device": device, "own_kernels": own, "seconds": times, "right": right, "recall": recalls}
+        own_kernels = has_own_kernels(command)
+        result |= {"device": device, "own_kernels": own_kernels, "seconds": times, "right": right, "recall": recalls}
         console.print(times_table(command, times, device))
         wrong = [side for side, is_right in right.items() if not is_right]
         what = f"NOT that of {ORACLE}: {', '.join(wrong)}" if wrong else f"that of {ORACLE}: {', '.join(right)}"
-        by = f"our own kernels for {', '.join(LEADING)}" if own else "plain XLA"
+        by = f"our own kernels for {', '.join(LEADING)}" if own_kernels else "plain XLA"
         console.print(f"by {by}; the selection is {what}", highlight=False)
         console.print(recall_table(command, recalls))
     write_json(command.json, result)
@@ -104,8 +104,12 @@ def sides(k: int) -> dict[str, Callable[[jax.Array], Any]]:
         indices = lax.top_k(jnp.abs(x), k)[1]
         return x[indices], indices
 
-    found: dict[str, Callable[[jax.Array], Any]] = {READ: lambda x: jnp.max(jnp.abs(x)), COPY: jnp.copy, ORACLE: oracle}
-    return found | {method: functools.partial(select_top_k, k=k, method=method) for method in METHODS}
+    functions: dict[str, Callable[[jax.Array], Any]] = {
+        READ: lambda x: jnp.max(jnp.abs(x)),
+        COPY: jnp.copy,
+        ORACLE: oracle,
+    }
+    return functions | {method: functools.partial(select_top_k, k=k, method=method) for method in METHODS}
 
 
 def has_own_kernels(command: SelectBench) -> bool:
@@ -145,8 +149,8 @@ def measure(command: SelectBench) -> tuple[dict[str, list[float]], dict[str, boo
         method = name.split(",")[0]
         if method in LEADING:
             wanted = largest(bits >> (KEY_BITS - LEADING[method]), command.k)
-            found = side(x)
-            right[name] = bool(np.array_equal(found[1] if len(found) > 1 else found[0], wanted))
+            selection = side(x)
+            right[name] = bool(np.array_equal(selection[1] if len(selection) > 1 else selection[0], wanted))
     return {name: [value / calls for value in values] for name, values in times.items()}, right
 
 
@@ -174,11 +178,11 @@ def measure_recall(command: SelectBench) -> dict[str, dict[str, float]]:
     """Distribution -> method -> the share of the k largest (by lax.top_k) that it selects."""
     num_elements = min(command.num_elements, MAX_RECALL_ELEMENTS)
     k = max(1, round(command.density * num_elements))
-    found = {name: jax.jit(side) for name, side in sides(k).items() if name not in (READ, COPY)}
+    jitted = {name: jax.jit(side) for name, side in sides(k).items() if name not in (READ, COPY)}
     recalls: dict[str, dict[str, float]] = {}
     for distribution in DISTRIBUTIONS:
         x = jnp.asarray(sample(distribution, num_elements), command.dtype)
-        indices = {name: np.asarray(side(x)[1]) for name, side in found.items()}
+        indices = {name: np.asarray(side(x)[1]) for name, side in jitted.items()}
         largest = indices.pop(ORACLE)
         recalls[distribution] = {name: len(np.intersect1d(largest, mine)) / k for name, mine in indices.items()}
     return recalls

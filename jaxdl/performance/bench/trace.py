@@ -71,29 +71,33 @@ def _events(planes: Sequence[Any]) -> Iterator[tuple[str, str, float]]:
                 yield event.name, operation, event.duration_ns
 
 
-def by_kind(found: Sequence[dict[str, Any]]) -> dict[str, float]:
+def by_kind(kernel_rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Kind -> ms of a step, the largest first: kernels of one name but for their numbers are of one kind."""
     kinds: Counter[str] = Counter()
-    for kernel in found:
+    for kernel in kernel_rows:
         kinds[_NUMBER.sub("", kernel["kernel"])] += kernel["ms"]  # pyright: ignore[reportArgumentType]
     return dict(kinds.most_common())
 
 
-def attention(text: str, found: Sequence[dict[str, Any]] = ()) -> str:
+def attention(text: str, kernel_rows: Sequence[dict[str, Any]] = ()) -> str:
     """Which attention a compiled program (its optimized HLO) has, and by the profile has run: cuDNN's or XLA's own."""
     targets = re.findall(r'custom_call_target="([^"]*fmha[^"]*)"', text)
     ran = sorted(
-        {kernel["kernel"] for kernel in found if re.search(r"fmha|flash|cudnn.*sdpa|sdpa.*cudnn", kernel["kernel"])}
+        {
+            kernel["kernel"]
+            for kernel in kernel_rows
+            if re.search(r"fmha|flash|cudnn.*sdpa|sdpa.*cudnn", kernel["kernel"])
+        }
     )
     name = f"cuDNN's fused kernels ({len(targets)} calls)" if targets else "XLA's own kernels"
     return name + (f"; ran: {', '.join(ran)}" if ran else "")
 
 
-def table(title: str, found: Sequence[dict[str, Any]]) -> Table:
+def table(title: str, kernel_rows: Sequence[dict[str, Any]]) -> Table:
     """A row for each of some `kernels`."""
     columns = ("kernel", "operation", "ms a step", "times a step", "share")
     made = make_table(title, columns, left=("kernel", "operation"))
-    for kernel in found:
+    for kernel in kernel_rows:
         numbers = (f"{kernel['ms']:.3f}", f"{kernel['calls']:.3g}", f"{100 * kernel['share']:.1f} %")
         made.add_row(kernel["kernel"][:_NAME_WIDTH], kernel["operation"][:_NAME_WIDTH], *numbers)
     return made

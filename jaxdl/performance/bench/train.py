@@ -76,22 +76,22 @@ def main(args: list[str]) -> None:
     if command.h100:
         _list_kernels(command)
         return
-    found = measure(command)
-    _print(command, found)
-    write_json(command.json, found)
+    figures = measure(command)
+    _print(command, figures)
+    write_json(command.json, figures)
 
 
 def _list_kernels(command: TrainBench) -> None:
     """Compiles for one H100, and prints and writes what its kernels need."""
     before = roofline.read(command.before)
     experiment = resident(command.experiment, command.image_size)
-    found = roofline.measure(experiment)
-    console, total = Console(width=140), found["kernels"]["all"]
+    figures = roofline.measure(experiment)
+    console, total = Console(width=140), figures["kernels"]["all"]
     title = f"{command.config}: batch {experiment.batch_size:,}, {experiment.precision.kind}, compiled for one H100"
-    console.print(roofline.table(title, found, before))
+    console.print(roofline.table(title, figures, before))
     speed = f"{1e3 * total['least_sec']:.2f} ms a step, {experiment.batch_size / total['least_sec']:,.0f} examples/s"
-    console.print(f"at least {speed}; {(found['temporary_bytes'] or 0) / 1e9:.2f} GB of temporary memory")
-    write_json(command.json, found)
+    console.print(f"at least {speed}; {(figures['temporary_bytes'] or 0) / 1e9:.2f} GB of temporary memory")
+    write_json(command.json, figures)
 
 
 def parse_command(args: list[str]) -> TrainBench:
@@ -200,37 +200,37 @@ def make_updates(parts: Parts) -> Callable[..., None]:
     return updates
 
 
-def _print(command: TrainBench, found: dict[str, Any]) -> None:
-    times = {name: statistics.median(values) for name, values in found["times"].items()}
-    title = f"{command.config}: batch {command.experiment.batch_size:,}, {found['input']}, {found['precision']}, "
-    columns = ("", "ms a step", "min", "max", f"{found['unit']}/s", "TFLOP/s", "of the peak")
-    table = make_table(title + found["devices"], columns)
-    for name, values in found["times"].items():
+def _print(command: TrainBench, figures: dict[str, Any]) -> None:
+    times = {name: statistics.median(values) for name, values in figures["times"].items()}
+    title = f"{command.config}: batch {command.experiment.batch_size:,}, {figures['input']}, {figures['precision']}, "
+    columns = ("", "ms a step", "min", "max", f"{figures['unit']}/s", "TFLOP/s", "of the peak")
+    table = make_table(title + figures["devices"], columns)
+    for name, values in figures["times"].items():
         milliseconds = [f"{1e3 * value:.2f}" for value in (times[name], min(values), max(values))]
         if name == "update alone":
             table.add_row(name, *milliseconds, "", "", "")
             continue
-        rate = found["flops_per_step"] / times[name]
-        speeds = (f"{found['units_per_step'] / times[name]:,.0f}", f"{rate / 1e12:.3g}")
-        table.add_row(name, *milliseconds, *speeds, f"{100 * rate / found['peak_flops_per_sec']:.1f} %")
+        rate = figures["flops_per_step"] / times[name]
+        speeds = (f"{figures['units_per_step'] / times[name]:,.0f}", f"{rate / 1e12:.3g}")
+        table.add_row(name, *milliseconds, *speeds, f"{100 * rate / figures['peak_flops_per_sec']:.1f} %")
     console = Console(width=140)
     console.print(table)
-    for line in found["about"].values():
+    for line in figures["about"].values():
         console.print(line, highlight=False)
     if command.against in times:
-        ratio = median_ratio(found["times"][command.against], found["times"]["jaxdl"])
+        ratio = median_ratio(figures["times"][command.against], figures["times"]["jaxdl"])
         console.print(f"jaxdl is {ratio:.2f} times as fast (median of the rounds)")
     share = 100 * times["update alone"] / times["jaxdl"]
     console.print(f"update ({command.experiment.optimizer.kind}) alone: {share:.1f} % of a step")
     console.print(
-        f"peak: {found['peak_flops_per_sec'] / 1e12:.3g} TFLOP/s, from {found['peak_source']}; a step has "
-        f"{found['flops_per_step'] / 1e12:.3g} TFLOP in products and convolutions, forward times 3"
+        f"peak: {figures['peak_flops_per_sec'] / 1e12:.3g} TFLOP/s, from {figures['peak_source']}; a step has "
+        f"{figures['flops_per_step'] / 1e12:.3g} TFLOP in products and convolutions, forward times 3"
     )
-    if found["memory_bytes"] is not None:
-        used = found["memory_peak_bytes"]
+    if figures["memory_bytes"] is not None:
+        used = figures["memory_peak_bytes"]
         really = "" if used is None else f", {used / 1e9:.2f} GB at most in use"
-        console.print(f"memory of a device: {found['memory_bytes'] / 1e9:.2f} GB (XLA's plan){really}")
-    if found["attention"]:
-        console.print(f"attention: {found['attention']}", highlight=False)
-    if found["kernels"]:
-        console.print(trace.table("the kernels with the most time", found["kernels"][:_SHOWN_KERNELS]))
+        console.print(f"memory of a device: {figures['memory_bytes'] / 1e9:.2f} GB (XLA's plan){really}")
+    if figures["attention"]:
+        console.print(f"attention: {figures['attention']}", highlight=False)
+    if figures["kernels"]:
+        console.print(trace.table("the kernels with the most time", figures["kernels"][:_SHOWN_KERNELS]))

@@ -62,26 +62,30 @@ def plan(experiment: Experiment, devices: Sequence[Device], start: Start) -> Pla
     trials = Trials(experiment)
     work, cluster, fixed = prepare(experiment, trials, devices, start)
     with start.doing("planning the layout: compiling and timing steps"):
-        found = search_layouts(work, cluster, fixed)
-    if not found.candidates:
+        search_result = search_layouts(work, cluster, fixed)
+    if not search_result.candidates:
         raise no_layout(experiment, fixed, f"{cluster.nodes} nodes of {cluster.gpus_per_node} devices")
 
     def timed(layouts: Sequence[Candidate], what: str) -> list[list[float]]:
         check_equal([settings_of(layout, experiment) for layout in layouts])
         with start.doing(f"planning the layout: timing the best {len(layouts)} {what}"):
             plans = {number: layout_plan(experiment, trials, layout, devices) for number, layout in enumerate(layouts)}
-            return list(time_layouts(plans, found.cluster.device_bytes, ROUNDS).values())
+            return list(time_layouts(plans, search_result.cluster.device_bytes, ROUNDS).values())
 
     times: dict[Choice, list[float]] = {}
-    fitting = [candidate for candidate in found.candidates if candidate.fits]
+    fitting = [candidate for candidate in search_result.candidates if candidate.fits]
     for best in (fitting[first : first + asked.timed] for first in range(0, len(fitting), asked.timed)):
         times |= dict(zip((candidate.choice for candidate in best), timed(best, "layouts"), strict=True))
         if min(map(min, times.values())) < math.inf:  # XLA needs more memory for the others than a device has.
             break
-    found = _chosen(found, times)
-    choices = [found.best, *with_other_tables(work, cluster, found.best, asked.timed - 1)] if found.best else []
+    search_result = _chosen(search_result, times)
+    choices = (
+        [search_result.best, *with_other_tables(work, cluster, search_result.best, asked.timed - 1)]
+        if search_result.best
+        else []
+    )
     of_tables = timed(choices, "choices of tables") if len(choices) > 1 else []
-    return to_planned(found, experiment, times, list(zip(choices, of_tables, strict=False)))
+    return to_planned(search_result, experiment, times, list(zip(choices, of_tables, strict=False)))
 
 
 def prepare(
@@ -97,13 +101,13 @@ def prepare(
         raise no_layout(experiment, fixed, f"{nodes} nodes of {of_each} devices")
     mesh = make_mesh(MeshConfig(replica=replica), devices)
     sizes = dict(mesh.shape)
-    own = [device for device in devices if device.process_index == jax.process_index()]
-    if (tensor := int(fixed.get("mesh.tensor", 1))) > len(own):
+    mine = [device for device in devices if device.process_index == jax.process_index()]
+    if (tensor := int(fixed.get("mesh.tensor", 1))) > len(mine):
         raise ConfigError(
-            f"--plan auto: mesh.tensor {tensor} is more than the {len(own)} devices of a process, and its steps are "
+            f"--plan auto: mesh.tensor {tensor} is more than the {len(mine)} devices of a process, and its steps are "
             "compiled for these before the run begins. Give the whole layout in place of --plan, or a smaller one."
         )
-    device_bytes = 1e9 * (asked.device_gb or 0) or agree(memory_of(own[0]) or _of_host(), min)
+    device_bytes = 1e9 * (asked.device_gb or 0) or agree(memory_of(mine[0]) or _of_host(), min)
     described = functools.cache(lambda: machine_of(experiment, asked, mesh))
     with start.doing("planning the layout: reading the data, measuring the links"):
         tables = tables_on_meshes(experiment, sizes, described, asked.keep, trials.splits)
@@ -111,8 +115,8 @@ def prepare(
     inner = described().link(INNER_AXES[0])  # In a trial the devices of a process are replicas.
     inside = dataclasses.replace(described(), links=dict.fromkeys(AXES, inner))
     local, of_tables = max(1, experiment.batch_size // len(devices)), functools.partial(table_sec, machine=inside)
-    parts = step_parts(trials, own, local, device_bytes, of_tables)
-    return workload_of(experiment, trials, own[:of_each], replica, tables, parts), cluster, fixed
+    parts = step_parts(trials, mine, local, device_bytes, of_tables)
+    return workload_of(experiment, trials, mine[:of_each], replica, tables, parts), cluster, fixed
 
 
 def layout_plan(experiment: Experiment, trials: Trials, candidate: Candidate, devices: Sequence[Device]) -> Plan:
@@ -167,7 +171,7 @@ def machine_of(experiment: Experiment, asked: PlanAuto, mesh: Any) -> Machine:
     needed = Figures.of([config for config in configs if isinstance(config, ExchangeConfig)])
     needed |= Figures(collectives=(*ALWAYS_MEASURED, "all_to_all"))
     wait_for_all()  # Gloo gives up when a process measures 30 s after another.
-    found = probe(
+    machine = probe(
         mesh,
         num_elements=_PROBED[kind],
         density=min(max(exchange.densities), 0.25) if isinstance(exchange, Auto) else 0.01,
@@ -177,9 +181,9 @@ def machine_of(experiment: Experiment, asked: PlanAuto, mesh: Any) -> Machine:
         num_repeats=3,
         together=experiment.model.modality == TabularSpec.modality,  # It may have tables.
     )
-    links = dict(found.links)
+    links = dict(machine.links)
     links = dict.fromkeys(AXES, links.get(INNER_AXES[0], INNER_LINKS[kind])) | links
-    return dataclasses.replace(found, links=links)
+    return dataclasses.replace(machine, links=links)
 
 
 def _of_host() -> float:
@@ -189,16 +193,16 @@ def _of_host() -> float:
 def search_layouts(work: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any]) -> SearchResult:
     """The layouts; those that keep fewer activations are compiled only where memory is what binds without them."""
     kept = work.remats[:1] if "model.remat" not in fixed else work.remats
-    found = search(dataclasses.replace(work, remats=kept), cluster, fixed)
-    best = found.best
+    layouts = search(dataclasses.replace(work, remats=kept), cluster, fixed)
+    best = layouts.best
     binds = best is None or any(
-        not candidate.fits and candidate.time.total_sec < best.time.total_sec for candidate in found.candidates
+        not candidate.fits and candidate.time.total_sec < best.time.total_sec for candidate in layouts.candidates
     )
-    return search(work, cluster, fixed) if binds and len(kept) < len(work.remats) else found
+    return search(work, cluster, fixed) if binds and len(kept) < len(work.remats) else layouts
 
 
 def to_planned(
-    found: SearchResult,
+    layouts: SearchResult,
     experiment: Experiment,
     times: Mapping[Choice, Sequence[float]] | None = None,
     tables: Sequence[tuple[Candidate, Sequence[float]]] = (),
@@ -208,17 +212,17 @@ def to_planned(
     Of the layouts that were timed it is the best by prediction that noise does not tell from the fastest; so it is of
     the choices of schemes for its tables, with their seconds in `tables`.
     """
-    size = found.cluster.device_bytes
-    if found.best is None:
-        least = found.candidates[0]
+    size = layouts.cluster.device_bytes
+    if layouts.best is None:
+        least = layouts.candidates[0]
         raise ConfigError(
             f"--plan auto: nothing fits: the least memory is {least.memory.total / 1e9:.3g} GB ({describe(least)}) of "
             f"a device's {size / 1e9:.3g}. Take more devices, or a smaller --batch-size."
         )
-    number = len(found.candidates)
+    number = len(layouts.candidates)
     medians = _medians(times or {})
-    found = _chosen(found, times or {})
-    best = found.candidates[0]
+    layouts = _chosen(layouts, times or {})
+    best = layouts.candidates[0]
     of_tables = dict(enumerate(sec for _, sec in tables))
     if tables:
         best = tables[quickest(of_tables)][0]
@@ -228,19 +232,19 @@ def to_planned(
     lines = [
         f"best of {number} layouts: {1e3 * t.total_sec:.3g} ms a step predicted ({inside}; waiting for "
         f"messages {1e3 * t.exposed_sec:.3g}), {best.memory.total / 1e9:.3g} GB of {size / 1e9:.3g}",
-        f"what binds: {binding(found)}",
+        f"what binds: {binding(layouts)}",
     ]
     if medians:
         timed = [
             (describe(candidate), medians[candidate.choice])
-            for candidate in found.candidates
+            for candidate in layouts.candidates
             if candidate.choice in medians
         ]
         words = [f"{name}, {_ms(sec)}" for name, sec in timed]
         lines.append("timed: " + "; ".join(words))
         if medians[best.choice] > min(medians.values()):
             lines.append("the plan is the best by prediction of those that noise does not tell from the fastest")
-    second = next((candidate for candidate in found.candidates[1:] if candidate.fits), None)
+    second = next((candidate for candidate in layouts.candidates[1:] if candidate.fits), None)
     if second is not None and not times:
         lines.append(f"next: {describe(second)}, {1e3 * second.time.total_sec:.3g} ms")
     if best.tables is not None:
@@ -264,7 +268,7 @@ def _schemes(candidate: Candidate) -> str:
     return describe_schemes(candidate.tables.schemes) if candidate.tables else ""
 
 
-def _chosen(found: SearchResult, times: Mapping[Choice, Sequence[float]]) -> SearchResult:
+def _chosen(layouts: SearchResult, times: Mapping[Choice, Sequence[float]]) -> SearchResult:
     """The candidates with those that were timed before the others: that to take, then the fastest first.
 
     Raises ConfigError if all of them are too large by XLA's plan.
@@ -273,10 +277,10 @@ def _chosen(found: SearchResult, times: Mapping[Choice, Sequence[float]]) -> Sea
     if medians and min(medians.values()) == math.inf:
         raise ConfigError(
             f"--plan auto: all {len(medians)} layouts that should fit need more by XLA's plan than 90 % of a device's "
-            f"memory, {found.cluster.device_bytes / 1e9:.3g} GB. Take more devices, or a smaller --batch-size."
+            f"memory, {layouts.cluster.device_bytes / 1e9:.3g} GB. Take more devices, or a smaller --batch-size."
         )
-    timed = [candidate for candidate in found.candidates if candidate.choice in times]
+    timed = [candidate for candidate in layouts.candidates if candidate.choice in times]
     chosen = quickest({candidate.choice: times[candidate.choice] for candidate in timed}) if timed else None
     first = sorted(timed, key=lambda candidate: (candidate.choice != chosen, medians[candidate.choice]))
-    others = [candidate for candidate in found.candidates if candidate.choice not in times]
-    return dataclasses.replace(found, candidates=(*first, *others))
+    others = [candidate for candidate in layouts.candidates if candidate.choice not in times]
+    return dataclasses.replace(layouts, candidates=(*first, *others))

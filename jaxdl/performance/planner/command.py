@@ -118,16 +118,16 @@ def run(args: list[str], prog: str) -> None:
     sizes = dict.fromkeys(AXES, 1) | {Axis.REPLICA.value: replica, FILLING_AXIS: max(1, total // replica)}
     tables = tables_on_meshes(command.experiment, sizes, lambda: cluster.machine, keep, trials.splits)
     devices = h100_devices(1, cluster.gpus_per_node)
-    found = search(workload_of(command.experiment, trials, devices, replica, tables), cluster, fixed)
-    if not found.candidates:
+    layouts = search(workload_of(command.experiment, trials, devices, replica, tables), cluster, fixed)
+    if not layouts.candidates:
         raise no_layout(command.experiment, fixed, f"{command.nodes} nodes of {command.gpus_per_node} GPUs")
-    if found.best is not None and tables is not None and math.prod(found.best.choice.sizes.values()) > 1:
-        _print_tables(command, trials, cluster, console, keep, found.best.choice.sizes, found.best)
-    console.print(table(found, command))
-    for line in remarks(found, command):
+    if layouts.best is not None and tables is not None and math.prod(layouts.best.choice.sizes.values()) > 1:
+        _print_tables(command, trials, cluster, console, keep, layouts.best.choice.sizes, layouts.best)
+    console.print(table(layouts, command))
+    for line in remarks(layouts, command):
         console.print(line, highlight=False)
-    if found.best is None:
-        least = found.candidates[0]
+    if layouts.best is None:
+        least = layouts.candidates[0]
         raise ConfigError(
             f"nothing fits: the least memory is {least.memory.total / 1e9:.1f} GB ({describe(least)}), of "
             f"{cluster.device_bytes / 1e9:.1f}. Take more nodes, or a smaller --batch-size."
@@ -162,11 +162,11 @@ def _print_tables(
     """Plans the embedding tables for a mesh, if there are any, or shows those of a plan; whether there are."""
     if command.experiment.model.modality != TabularSpec.modality:  # No data need be read.
         return False
-    found = measured_workload(command.experiment, sizes, trials.splits)
-    if found is None:
+    workload = measured_workload(command.experiment, sizes, trials.splits)
+    if workload is None:
         return False
     base = command.experiment.embedding
-    work, memory = with_slots(found, base), MOST_OF_DEVICE * cluster.device_bytes
+    work, memory = with_slots(workload, base), MOST_OF_DEVICE * cluster.device_bytes
     given = given_schemes(work, base, keep)
     if best is not None and best.tables is not None:
         memory -= best.memory.total - best.memory.tables
@@ -196,19 +196,19 @@ def cluster_of(command: PlanCommand) -> Cluster:
     return Cluster(command.nodes, command.gpus_per_node, machine, size, Efficiency(command.efficiency, command.overlap))
 
 
-def table(found: SearchResult, command: PlanCommand) -> Table:
+def table(layouts: SearchResult, command: PlanCommand) -> Table:
     """The first candidates, and the fastest that does not fit."""
     devices = f"{command.nodes} x {command.gpus_per_node} H100, {command.network}"
     title = f"{command.config}: {devices}, batch {command.experiment.batch_size:,}; times in ms"
     made = Table(title=title)
     for column in _COLUMNS:
         made.add_column(column, justify="left" if column in (_COLUMNS[0], _COLUMNS[4], _COLUMNS[-1]) else "right")
-    fitting = [candidate for candidate in found.candidates if candidate.fits]
+    fitting = [candidate for candidate in layouts.candidates if candidate.fits]
     refused = sorted(
-        (candidate for candidate in found.candidates if not candidate.fits),
+        (candidate for candidate in layouts.candidates if not candidate.fits),
         key=lambda candidate: (candidate.time.total_sec, candidate.choice),
     )
-    best = found.best or found.candidates[0]
+    best = layouts.best or layouts.candidates[0]
     for candidate in [*fitting[: command.shown], *refused[: 3 if fitting else command.shown]]:
         made.add_row(*_texts(candidate, best))
     return made
@@ -229,18 +229,18 @@ def _texts(candidate: Candidate, best: Candidate) -> tuple[str, ...]:
     )
 
 
-def remarks(found: SearchResult, command: PlanCommand) -> list[str]:
+def remarks(layouts: SearchResult, command: PlanCommand) -> list[str]:
     """Below the table: what binds, how many nodes pay, and the options of the plan."""
-    lines = [f"{len(found.candidates):,} layouts, {sum(candidate.fits for candidate in found.candidates):,} fit"]
-    if any(not candidate.fits for candidate in found.candidates):
-        lines.append(f"* more than 90 % of a device's {found.cluster.device_bytes / 1e9:.1f} GB")
-    best = found.best
+    lines = [f"{len(layouts.candidates):,} layouts, {sum(candidate.fits for candidate in layouts.candidates):,} fit"]
+    if any(not candidate.fits for candidate in layouts.candidates):
+        lines.append(f"* more than 90 % of a device's {layouts.cluster.device_bytes / 1e9:.1f} GB")
+    best = layouts.best
     if best is None:
         return lines
-    lines.append(f"what binds: {binding(found)}")
+    lines.append(f"what binds: {binding(layouts)}")
     lines += best.reasons
-    own = getattr(command.experiment.model, "norm_span", None)
-    if own == Axis.REPLICA.value and getattr(command.experiment.model, "norm", "batch") == "batch":
+    norm_span = getattr(command.experiment.model, "norm_span", None)
+    if norm_span == Axis.REPLICA.value and getattr(command.experiment.model, "norm", "batch") == "batch":
         examples = command.experiment.batch_size // (best.choice.replica * best.choice.microbatches)
         lines.append(
             f"batch norm takes its statistics over a replica's {examples} examples at a time under this plan; "
@@ -255,7 +255,7 @@ def remarks(found: SearchResult, command: PlanCommand) -> list[str]:
             f"work at {100 * _PAYS:.0f} % efficiency (Zou et al. 2017)"
         )
         rate = network_rate(command.network, "--network", OptionError)
-        servers = parameter_servers(found.param_bytes, command.nodes, rate, best.time.compute_sec)
+        servers = parameter_servers(layouts.param_bytes, command.nodes, rate, best.time.compute_sec)
         lines.append(f"parameter servers on the same network that keep up (Zou et al. 2017): {math.ceil(servers)}")
     options = [f"--{name.replace('_', '-')} {value}" for name, value in best.choice.settings.items()]
     if isinstance(command.experiment.exchange, Auto):

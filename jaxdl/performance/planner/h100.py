@@ -93,13 +93,13 @@ def h100_devices(hosts: int, of_each: int) -> list[Any]:
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
         raise ConfigError(f"compiling for H100: the package jax_cuda12_plugin is not installed. {advice}")
     try:
-        found = topologies.get_topology_desc(
+        topology = topologies.get_topology_desc(
             platform="cuda", target_config=target_config(), topology=f"1x{hosts}x{of_each}"
         )
     except (RuntimeError, NotImplementedError, ValueError) as error:
         raise ConfigError(f"compiling for H100: JAX does not start its CUDA compiler: {error}. {advice}") from None
     _describe_cudnn()
-    return list(found.devices)
+    return list(topology.devices)
 
 
 def _describe_cudnn() -> None:

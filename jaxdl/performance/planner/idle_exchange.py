@@ -37,5 +37,5 @@ class NoExchange:
         zero, one = jnp.float32(0), jnp.float32(1)
         metrics = {f"bytes_sent/{axis}": zero, "compression": one, "density": one}
         # Typed as equal on all replicas, which is false: a correct conversion would communicate.
-        own = jax.tree.map(lambda g: _own_p.bind(g, axes=(axis,))[0], grads)
-        return own, state, metrics | {"residual_norm": zero, "residual_ratio": zero}
+        local_grads = jax.tree.map(lambda g: _own_p.bind(g, axes=(axis,))[0], grads)
+        return local_grads, state, metrics | {"residual_norm": zero, "residual_ratio": zero}

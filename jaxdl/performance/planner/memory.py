@@ -53,8 +53,8 @@ class Parameters:
         sizes = layout.mesh.shape
         local = {name: shard_shape(shape, spec, sizes) for name, shape, spec in zip(names, shapes, specs, strict=True)}
         stacked = frozenset(name for name, axis in zip(names, axes, strict=True) if STACKED in axis)
-        found = GradientLayout(dict(zip(names, specs, strict=True)), inner_sizes(sizes), self.order, stacked)
-        return Gradients(local, sizes[Axis.REPLICA.value], found)
+        gradient_layout = GradientLayout(dict(zip(names, specs, strict=True)), inner_sizes(sizes), self.order, stacked)
+        return Gradients(local, sizes[Axis.REPLICA.value], gradient_layout)
 
     def frozen_bytes(self, layout: Layout) -> float:
         """Bytes on a device of the parameters that are not trained."""
@@ -68,14 +68,14 @@ class Parameters:
 
     def bytes(self, layout: Layout) -> dict[str, float]:
         """Bytes on a device of float32 parameters, as they are kept, exchanged (`gradients`) and updated (`update`)."""
-        found: dict[str, float] = dict.fromkeys(("parameters", "gradients", "update"), 0.0)
+        num_bytes: dict[str, float] = dict.fromkeys(("parameters", "gradients", "update"), 0.0)
         rules = {"parameters": layout.param_spec, "gradients": layout.grad_spec, "update": layout.update_spec}
         axes = jax.tree.leaves(self.axes, is_leaf=is_names)
         for names, x in zip(axes, jax.tree.leaves(self.shapes), strict=True):
             for what, rule in rules.items():
                 shape = shard_shape(x.shape, rule(names, x.shape), layout.mesh.shape)
-                found[what] += FLOAT_BYTES * math.prod(shape)
-        return found
+                num_bytes[what] += FLOAT_BYTES * math.prod(shape)
+        return num_bytes
 
 
 def shard_shape(shape: tuple[int, ...], spec: Any, sizes: Mapping[str, int]) -> tuple[int, ...]:

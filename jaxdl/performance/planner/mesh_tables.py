@@ -35,10 +35,10 @@ def tables_on_meshes(
     """
     if experiment.model.modality != TabularSpec.modality:  # No data need be read.
         return None
-    found = measured_workload(experiment, sizes, read)
-    if found is None:
+    workload = measured_workload(experiment, sizes, read)
+    if workload is None:
         return None
-    base, work = experiment.embedding, with_slots(found, experiment.embedding)
+    base, work = experiment.embedding, with_slots(workload, experiment.embedding)
     fixed = given_schemes(work, base, keep)
 
     @functools.cache

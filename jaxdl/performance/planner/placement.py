@@ -106,8 +106,10 @@ def _placed(costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: floa
             f"{sizes.max():,.0f}, fit on {num_devices} devices of {memory:,.0f}. Take more devices, or cut tables "
             "into smaller shards."
         )
-    found = [improve(costs, sizes, start, num_devices, memory, held) for start in starts]
-    return min(found, key=lambda one: float((held.loads + _loads(costs, one, num_devices)).max(axis=0).sum()))
+    placements = [improve(costs, sizes, start, num_devices, memory, held) for start in starts]
+    return min(
+        placements, key=lambda placement: float((held.loads + _loads(costs, placement, num_devices)).max(axis=0).sum())
+    )
 
 
 def _starts(costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: float, held: Held) -> list[np.ndarray]:
@@ -123,8 +125,8 @@ def _starts(costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: floa
         differenced = largest_differencing(costs.sum(axis=1), num_devices)
         starts += [differenced] if (np.bincount(differenced, sizes, num_devices) <= memory).all() else []
     alone = dict.fromkeys((0, deciding) if none_held else (0,))
-    both = (by_both(costs, sizes, num_devices, memory, one, held) for one in alone)
-    return starts + [one for one in both if one is not None]
+    both = (by_both(costs, sizes, num_devices, memory, count, held) for count in alone)
+    return starts + [placement for placement in both if placement is not None]
 
 
 def makespan(costs: np.ndarray, device: np.ndarray, num_devices: int) -> float:
@@ -134,11 +136,11 @@ def makespan(costs: np.ndarray, device: np.ndarray, num_devices: int) -> float:
 
 def by_cost(costs: np.ndarray, num_devices: int) -> np.ndarray:
     """Longest processing time first (Graham 1969): the most expensive first, each to the least loaded device."""
-    found, loads = np.zeros(len(costs), np.int64), np.zeros(num_devices)
+    placement, loads = np.zeros(len(costs), np.int64), np.zeros(num_devices)
     for shard in np.argsort(-costs, kind="stable"):
-        found[shard] = loads.argmin()
-        loads[found[shard]] += costs[shard]
-    return found
+        placement[shard] = loads.argmin()
+        loads[placement[shard]] += costs[shard]
+    return placement
 
 
 def by_size(
@@ -153,7 +155,7 @@ def by_size(
 
     Raises ConfigError if none has room.
     """
-    found, loads, room = np.zeros(len(costs), np.int64), np.zeros(num_devices), np.full(num_devices, memory)
+    placement, loads, room = np.zeros(len(costs), np.int64), np.zeros(num_devices), np.full(num_devices, memory)
     if held is not None:
         loads, room = held.loads.sum(axis=1), memory - held.used
     total = costs.reshape(len(costs), -1).sum(axis=1)
@@ -169,10 +171,10 @@ def by_size(
                 "devices, or cut tables into smaller shards."
             )
         device = np.where(fits, loads, np.inf).argmin()
-        found[shard] = device
+        placement[shard] = device
         loads[device] += total[shard]
         room[device] -= sizes[shard]
-    return found
+    return placement
 
 
 def by_both(
@@ -187,8 +189,8 @@ def by_both(
     mean = max(float(total.sum() + held.loads.sum()) / num_devices, 1e-300)
     share, part = total / mean, sizes / memory
     order = np.argsort(-total, kind="stable")
-    found, loads, used = np.zeros(len(costs), np.int64), held.loads.sum(axis=1) / mean, held.used / memory
-    found[order[:alone]] = np.arange(alone)
+    placement, loads, used = np.zeros(len(costs), np.int64), held.loads.sum(axis=1) / mean, held.used / memory
+    placement[order[:alone]] = np.arange(alone)
     used[:alone] = np.inf
     rest = order[alone:]
     for shard in rest[np.argsort(-np.maximum(share, part)[rest], kind="stable")]:
@@ -196,10 +198,10 @@ def by_both(
         if not fits.any():
             return None
         grown = share[shard] * (2 * loads + share[shard]) + part[shard] * (2 * np.where(fits, used, 0) + part[shard])
-        found[shard] = np.where(fits, grown, np.inf).argmin()
-        loads[found[shard]] += share[shard]
-        used[found[shard]] += part[shard]
-    return found
+        placement[shard] = np.where(fits, grown, np.inf).argmin()
+        loads[placement[shard]] += share[shard]
+        used[placement[shard]] += part[shard]
+    return placement
 
 
 def _deciding(costs: np.ndarray, num_devices: int) -> int:
@@ -228,10 +230,10 @@ def largest_differencing(costs: np.ndarray, num_devices: int) -> np.ndarray:
         joined.sort(key=lambda pair: pair[0])
         loads, groups = [pair[0] for pair in joined], [pair[1] for pair in joined]
         heapq.heappush(heap, (loads[0] - loads[-1], next(count), loads, groups))
-    found = np.zeros(len(costs), np.int64)
+    placement = np.zeros(len(costs), np.int64)
     for device, group in enumerate(heap[0][3] if heap else []):
-        found[group] = device
-    return found
+        placement[group] = device
+    return placement
 
 
 def improve(
@@ -254,8 +256,10 @@ def improve(
                 break
             # Where those that decide cannot give, others may make room for them by becoming more even.
             sources = _heaviest(loads)[: None if most == 1 else costs.shape[1] + 2]
-            found = (_best_change(costs, sizes, device, loads, used, memory, source, most) for source in sources)
-            change = next((one for one in found if one is not None and one.gain > least), None)
+            changes = (_best_change(costs, sizes, device, loads, used, memory, source, most) for source in sources)
+            change = next(
+                (candidate for candidate in changes if candidate is not None and candidate.gain > least), None
+            )
             if change is not None:
                 break
         if change is None:
@@ -330,7 +334,7 @@ def _best_change(
     most: int,
 ) -> _Change | None:
     """The best exchange of up to `most` shards of `source` for up to `most` of another device; a move takes none."""
-    groups = {one: np.flatnonzero(device == one) for one in range(len(loads))}
+    groups = {number: np.flatnonzero(device == number) for number in range(len(loads))}
     mine = _bundles(costs, sizes, {source: groups.pop(source)}, range(1, most + 1))
     theirs = _bundles(costs, sizes, groups, range(most + 1))
     if not mine.shards or not theirs.shards:

@@ -49,11 +49,11 @@ def _with_company(costs: np.ndarray, sizes: np.ndarray, least: float) -> float:
     wanted = (least - sizes[shard]) / max(float(sizes.max()), 1e-300)
     if wanted <= 0 or not len(others) or not costs.any():
         return float(costs[shard])
-    found = milp(
+    solution = milp(
         costs[others] / costs[shard],
         constraints=scipy.optimize.LinearConstraint(sizes[others][None] / sizes.max(), wanted, np.inf),
         integrality=np.ones(len(others)),
         bounds=scipy.optimize.Bounds(0, 1),
         options={"time_limit": _SOLVER_SEC},
     )
-    return float(costs[shard] * (1 + max(0.0, found.mip_dual_bound or 0.0)))
+    return float(costs[shard] * (1 + max(0.0, solution.mip_dual_bound or 0.0)))

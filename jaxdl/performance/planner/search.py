@@ -52,8 +52,8 @@ class Choice(NamedTuple):
     def settings(self) -> dict[str, Any]:
         """The fields of an experiment that it sets."""
         values = (*self.sizes.values(), self.microbatches, self.remat, self.param_sharding)
-        found: dict[str, Any] = dict(zip(LAYOUT, values, strict=True))
-        return {name: value for name, value in found.items() if value != ""}
+        fields: dict[str, Any] = dict(zip(LAYOUT, values, strict=True))
+        return {name: value for name, value in fields.items() if value != ""}
 
 
 @dataclass(frozen=True)
@@ -147,15 +147,15 @@ def search(workload: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any]) ->
 
     Splitting layers over `tensor` is tried where no layout without it fits, or where it is given.
     """
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     every = list(choices(workload, cluster, fixed))
     for tensor in sorted({choice.tensor for choice in every}):
-        found += [make_candidate(workload, cluster, choice) for choice in every if choice.tensor == tensor]
-        if any(candidate.fits for candidate in found):
+        candidates += [make_candidate(workload, cluster, choice) for choice in every if choice.tensor == tensor]
+        if any(candidate.fits for candidate in candidates):
             break
     whole = described_layout(workload.sharding, dict.fromkeys(AXES, 1))
     size = workload.parameters.bytes(whole)["parameters"]
-    return SearchResult(tuple(sorted(found, key=_rank)), cluster, size)
+    return SearchResult(tuple(sorted(candidates, key=_rank)), cluster, size)
 
 
 def _rank(candidate: Candidate) -> tuple[Any, ...]:
@@ -214,21 +214,21 @@ def make_candidate(workload: RunWorkload, cluster: Cluster, choice: Choice) -> C
     most = MOST_OF_DEVICE * cluster.device_bytes
     if workload.tables is None:
         return _candidate(workload, cluster, choice, None)
-    found = _candidate(workload, cluster, choice, workload.tables(choice.sizes, most))
-    left = most - (found.memory.total - found.memory.tables)
-    if found.fits or left <= 0:
-        return found
+    candidate = _candidate(workload, cluster, choice, workload.tables(choice.sizes, most))
+    left = most - (candidate.memory.total - candidate.memory.tables)
+    if candidate.fits or left <= 0:
+        return candidate
     try:  # Other schemes need less memory. Few amounts of it are tried, since each is a plan of its own.
         return _candidate(workload, cluster, choice, workload.tables(choice.sizes, 2 ** math.floor(math.log2(left))))
     except ConfigError:
-        return found
+        return candidate
 
 
 def with_other_tables(workload: RunWorkload, cluster: Cluster, candidate: Candidate, most: int) -> list[Candidate]:
     """Layouts with other schemes of tables that fit, see `TablesOnMesh.others`."""
     others = candidate.tables.others(most) if candidate.tables else ()
-    found = [_candidate(workload, cluster, candidate.choice, tables) for tables in others]
-    return [candidate for candidate in found if candidate.fits]
+    candidates = [_candidate(workload, cluster, candidate.choice, tables) for tables in others]
+    return [candidate for candidate in candidates if candidate.fits]
 
 
 def _candidate(workload: RunWorkload, cluster: Cluster, choice: Choice, tables: TablesOnMesh | None) -> Candidate:
@@ -238,11 +238,11 @@ def _candidate(workload: RunWorkload, cluster: Cluster, choice: Choice, tables: 
     sharding = sharding_of(workload.sharding, choice.param_sharding)
     layout = described_layout(sharding, choice.sizes)
     costs = tables and tables.costs
-    own = own_time(profile, choice.sizes, examples, choice.microbatches, machine, efficiency, costs)
+    step_time = own_time(profile, choice.sizes, examples, choice.microbatches, machine, efficiency, costs)
     gradients = workload.parameters.gradients(layout)
-    exchange, reasons = _exchange(workload, gradients, machine, own)
+    exchange, reasons = _exchange(workload, gradients, machine, step_time)
     cost = predict(exchange, gradients, machine)
-    time = with_exchange(own, cost, machine, efficiency, delayed=bool(exchange.delay_steps))
+    time = with_exchange(step_time, cost, machine, efficiency, delayed=bool(exchange.delay_steps))
     built = exchange.build(gradients.layout) if choice.replica > 1 else None
     step = Step(choice.sizes, sharding, choice.microbatches, examples, built)
     measured = profile.exchange_bytes if exchange == workload.measured_exchange else None
@@ -252,21 +252,21 @@ def _candidate(workload: RunWorkload, cluster: Cluster, choice: Choice, tables: 
 
 
 def _exchange(
-    workload: RunWorkload, gradients: Gradients, machine: Machine, own: StepTime
+    workload: RunWorkload, gradients: Gradients, machine: Machine, step_time: StepTime
 ) -> tuple[ExchangeConfig, tuple[str, ...]]:
     asked = workload.exchange
     if isinstance(asked, ExchangeConfig):
         return asked, ()
     if gradients.num_replicas == 1:
         return Dense(delay_steps=asked.delay_steps), ()
-    found = recommend(
+    recommendation = recommend(
         asked.configs(gradients.num_replicas),
         gradients,
         machine,
         min_speedup=asked.min_speedup,
-        step_sec=own.total_sec,
+        step_sec=step_time.total_sec,
     )
-    return found.best.replaced({"delay_steps": asked.delay_steps}), found.reasons
+    return recommendation.best.replaced({"delay_steps": asked.delay_steps}), recommendation.reasons
 
 
 def why_slower(candidate: Candidate, best: Candidate) -> str:
@@ -285,21 +285,21 @@ def why_slower(candidate: Candidate, best: Candidate) -> str:
     return f"{name}: +{1e3 * most:.3g} ms" if most > 0 else "as fast, but less simple"
 
 
-def binding(found: SearchResult) -> str:
+def binding(layouts: SearchResult) -> str:
     """The first constraint that keeps the best plan from being faster, in a sentence."""
-    best = found.best
+    best = layouts.best
     if best is None:
         return "nothing fits: memory of a device"
     refused = [
         candidate
-        for candidate in found.candidates
+        for candidate in layouts.candidates
         if not candidate.fits and candidate.time.total_sec < best.time.total_sec
     ]
     if refused:
         faster = min(refused, key=lambda candidate: candidate.time.total_sec)
         return (
             f"memory: {describe(faster)} would take {1e3 * faster.time.total_sec:.4g} ms, but needs "
-            f"{faster.memory.total / 1e9:.1f} GB of a device's {found.cluster.device_bytes / 1e9:.1f}"
+            f"{faster.memory.total / 1e9:.1f} GB of a device's {layouts.cluster.device_bytes / 1e9:.1f}"
         )
     if best.time.exposed_sec > 0.5 * best.time.compute_sec:
         slow = 2 * best.time.exposed_slow_sec >= best.time.exposed_sec

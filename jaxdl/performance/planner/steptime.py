@@ -120,17 +120,19 @@ def own_time(
     return StepTime(compute, inner, slow, exposed, slow, _BACKWARD * passes)
 
 
-def with_exchange(own: StepTime, cost: Cost, machine: Machine, efficiency: Efficiency, *, delayed: bool) -> StepTime:
+def with_exchange(
+    step_time: StepTime, cost: Cost, machine: Machine, efficiency: Efficiency, *, delayed: bool
+) -> StepTime:
     """The time of a step that also exchanges gradients at this cost; `delayed` ones travel beside all kernels."""
-    beside = own.compute_sec if delayed else own.backward_sec
+    beside = step_time.compute_sec if delayed else step_time.backward_sec
     left = cost.beside(efficiency.overlap * beside) if machine.overlaps else cost
     return StepTime(
-        own.compute_sec,
-        own.inner_sec,
-        own.slow_sec + cost.total_sec,
-        own.exposed_sec + left.total_sec,
-        own.exposed_slow_sec + left.total_sec,
-        own.backward_sec,
+        step_time.compute_sec,
+        step_time.inner_sec,
+        step_time.slow_sec + cost.total_sec,
+        step_time.exposed_sec + left.total_sec,
+        step_time.exposed_slow_sec + left.total_sec,
+        step_time.backward_sec,
     )
 
 

@@ -19,12 +19,12 @@ from jaxdl.performance.planner.tables import Workload
 
 def predicted_bytes(work: Workload, config: EmbeddingConfig, axis: str = Axis.REPLICA.value) -> float:
     """Bytes that one device sends along a mesh axis in a step: to other nodes, or inside its own."""
-    found = [
+    sent_messages = [
         message
         for buffer in work.buffers(config)
         for message in messages(buffer, work.local_batch, config.forward_wire, config.backward_wire)
     ]
-    return sent_bytes(found, work.sizes, axis)
+    return sent_bytes(sent_messages, work.sizes, axis)
 
 
 def sent_along_axes(work: Workload, config: EmbeddingConfig) -> dict[str, tuple[float, float]]:
@@ -50,16 +50,16 @@ def compiled_step(tables: Tables, batch_size: int, num_ids: int) -> str:
     Jagged ids are in the first bucket, others in `num_ids` columns.
     """
     shapes = [(batch_size, num_ids)]
-    if found := tables.buckets(batch_size):
-        shapes = [(batch_size, sum(found[0])), (batch_size, len(found[0]))]
+    if buckets := tables.buckets(batch_size):
+        shapes = [(batch_size, sum(buckets[0])), (batch_size, len(buckets[0]))]
 
     def step(state: Any, *ids: jax.Array) -> Any:
         key = jax.random.key(0)
         located = tables.locate(*ids)
         vectors = tables.lookup({name: arrays[ROWS] for name, arrays in state.items()}, located, key)
-        found, square = tables.gradients(located, vectors, key)
+        gradients, square = tables.gradients(located, vectors, key)
         numbers = {"factor": jnp.float32(1), "learning_rate": jnp.float32(0.1), "count": jnp.int32(1)}
-        return tables.update(state, found, kept=jnp.isfinite(square), **numbers)
+        return tables.update(state, gradients, kept=jnp.isfinite(square), **numbers)
 
     def struct(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -36,7 +36,7 @@ def place_tables(
         return costs_of_buffers(list(some.values()), work.local_batch, config, machine, work.cached).needed_bytes
 
     buffers = {buffer.name: buffer for buffer in work.buffers(config)}
-    found, most = dict(given), needed(buffers)
+    places, most = dict(given), needed(buffers)
     for buffer in [buffer for buffer in buffers.values() if buffer.scheme.assigned and buffer.num_outer > 1]:
         room = memory - (most - device_bytes(buffer))
         try:
@@ -46,16 +46,16 @@ def place_tables(
         after = needed(buffers | {buffer.name: moved})
         if after > max(memory, most) or (most <= memory and _sent(moved, work) > _sent(buffer, work)):
             continue
-        found |= {table.name: place for table, place in zip(moved.tables, moved.owner, strict=True)}
+        places |= {table.name: place for table, place in zip(moved.tables, moved.owner, strict=True)}
         buffers[buffer.name], most = moved, after
-    return found
+    return places
 
 
 def _by_cost(buffer: Buffer, work: Workload, given: Mapping[str, int], room: float) -> tuple[int, ...]:
     """The place of each table of a buffer, which may have `room` bytes of a device. ConfigError if none was found."""
     of_row = device_bytes(buffer) / buffer.local_rows
     ids = [[work.columns[name] for name in table.features] for table in buffer.tables]
-    costs = np.array([[sum(one), len(one)] for one in ids], np.float64)
+    costs = np.array([[sum(table_ids), len(table_ids)] for table_ids in ids], np.float64)
     sizes = np.array([math.ceil(table.rows / buffer.row_ways) * of_row for table in buffer.tables])
     fixed = {number: given[table.name] for number, table in enumerate(buffer.tables) if table.name in given}
     return tuple(devices_of(costs, sizes, buffer.num_outer, room, fixed).tolist())

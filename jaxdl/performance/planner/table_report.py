@@ -62,13 +62,13 @@ def distinct_of(
     count = min(examples, _MOST_EXAMPLES, len(source))
     chosen = np.random.Generator(np.random.Philox(seed)).choice(len(source), count, replace=False)
     ids = source.batch(chosen)[IDS]
-    columns, found = columns_of_ids(tables, num_ids), {}
+    columns, distinct = columns_of_ids(tables, num_ids), {}
     for table in tables:
         half, whole = (_distinct(ids[:size, columns[table.name]]) for size in (max(1, count // 2), count))
         # New rows come ever more slowly, so a straight line from here on is the most that they can be.
         more = (whole - half) / max(1, count - count // 2) * (examples - count)
-        found[table.name] = float(min(table.rows, whole + more))
-    return found
+        distinct[table.name] = float(min(table.rows, whole + more))
+    return distinct
 
 
 def _distinct(ids: np.ndarray) -> int:
@@ -123,11 +123,11 @@ class Added:
         In the scheme of the plan it is what the table costs: tables share messages, so this is less than it costs
         alone.
         """
-        own, others = self._schemes[table.name].kind, self._given - {table.name}
-        found = {scheme.kind: self._more(table.name, scheme.kind, others) for scheme in possible(table, self._work)}
+        planned_kind, others = self._schemes[table.name].kind, self._given - {table.name}
+        extra_sec = {scheme.kind: self._more(table.name, scheme.kind, others) for scheme in possible(table, self._work)}
         if table.name in self._given:
-            found[own] = self._more(table.name, own, self._given)
-        return {kind: seconds for kind, seconds in found.items() if seconds is not None}
+            extra_sec[planned_kind] = self._more(table.name, planned_kind, self._given)
+        return {kind: seconds for kind, seconds in extra_sec.items() if seconds is not None}
 
     def _more(self, table: str, kind: str, given: frozenset[str]) -> float | None:
         """None if tables cannot be cut so."""

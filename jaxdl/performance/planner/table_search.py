@@ -59,8 +59,8 @@ def plan_tables(
     """
     plan = TableSearch(work, machine, memory, base, fixed).plan()
     without = (base or EmbeddingConfig()).model_copy(update={"schemes": (), "places": ()})
-    found = {scheme.kind: _costs_under_one(work, without, scheme, machine) for scheme in _choices()}
-    return dataclasses.replace(plan, alone={kind: costs for kind, costs in found.items() if costs is not None})
+    alone_costs = {scheme.kind: _costs_under_one(work, without, scheme, machine) for scheme in _choices()}
+    return dataclasses.replace(plan, alone={kind: costs for kind, costs in alone_costs.items() if costs is not None})
 
 
 def _costs_under_one(work: Workload, base: EmbeddingConfig, scheme: Scheme, machine: Machine) -> Costs | None:
@@ -126,16 +126,16 @@ class TableSearch:
         there are up to `most - 1` plans with one scheme for all tables, and half as many of those that no change
         betters, though their costs are higher. Tables that are fixed keep their schemes.
         """
-        plan, found = self.plan(), list[TablePlan]()
+        plan, plans = self.plan(), list[TablePlan]()
         for choices, number in ((self._uniform(), most - 1), (self._optima[1:], (most - 1) // 2)):
             others: list[TablePlan] = []
             for chosen in choices:
                 with contextlib.suppress(ConfigError):  # Not every table can be cut in every way.
-                    one = self._planned(chosen)
-                    known = any(one.schemes == other.schemes for other in (plan, *found, *others))
-                    others += [one] if one.costs.needed_bytes <= self.memory and not known else []
-            found += sorted(others, key=lambda other: other.costs.total_sec)[:number]
-        return [plan, *sorted(found, key=lambda one: one.costs.total_sec)]
+                    other_plan = self._planned(chosen)
+                    known = any(other_plan.schemes == other.schemes for other in (plan, *plans, *others))
+                    others += [other_plan] if other_plan.costs.needed_bytes <= self.memory and not known else []
+            plans += sorted(others, key=lambda other: other.costs.total_sec)[:number]
+        return [plan, *sorted(plans, key=lambda other: other.costs.total_sec)]
 
     def _possible(self, table: Table) -> dict[str, Scheme]:
         """The schemes that a table may have here, by kind."""
@@ -148,7 +148,7 @@ class TableSearch:
         """All tables under one scheme, but for those that are fixed, for each scheme that all may have."""
         every = [scheme.kind for scheme in _choices() if all(scheme.kind in self._options[name] for name in self._free)]
         return [
-            {name: one if one in some else next(iter(some)) for name, some in self._options.items()} for one in every
+            {name: kind if kind in some else next(iter(some)) for name, some in self._options.items()} for kind in every
         ]
 
     @functools.cached_property
@@ -164,12 +164,12 @@ class TableSearch:
         if not fit:  # Raises what is wrong with all of them, such as a given place that is none.
             self._planned(starts[0])
             fit = starts[:1]
-        found, left = [], _MOST_WORK
+        optima, left = [], _MOST_WORK
         for number, start in enumerate(fit):
             self._work_left = part = left // (len(fit) - number)
-            found.append(self._improved(start))
+            optima.append(self._improved(start))
             left -= part - max(0, self._work_left)
-        return sorted(found, key=self._value)
+        return sorted(optima, key=self._value)
 
     def _planned(self, kinds: Mapping[str, str]) -> TablePlan:
         """The plan with these schemes: tables are placed, and its costs are those with their places."""
@@ -188,8 +188,8 @@ class TableSearch:
                         return current
                     moved = [name for name in group if current[name] != kind and kind in self._options[name]]
                     changed = current | dict.fromkeys(moved, kind)
-                    if moved and (found := self._value(changed)) < best * (1 - 1e-9):
-                        current, best, helps = changed, found, True
+                    if moved and (value := self._value(changed)) < best * (1 - 1e-9):
+                        current, best, helps = changed, value, True
         return current
 
     def _groups(self, current: Mapping[str, str]) -> list[list[str]]:
@@ -212,12 +212,12 @@ class TableSearch:
         of_kind: dict[str, list[str]] = {}
         for name, kind in kinds.items():
             of_kind.setdefault(kind, []).append(name)
-        found = [self._costs(kind, tuple(names)) for kind, names in of_kind.items()]
-        fitting = [one for one in found if one is not None]
-        if len(fitting) < len(found):
+        costs = [self._costs(kind, tuple(names)) for kind, names in of_kind.items()]
+        fitting = [cost for cost in costs if cost is not None]
+        if len(fitting) < len(costs):
             return math.inf
-        size = sum(one[1] for one in fitting)
-        return sum(one[0] for one in fitting) if size <= self.memory else 1e6 * size / self.memory
+        size = sum(cost[1] for cost in fitting)
+        return sum(cost[0] for cost in fitting) if size <= self.memory else 1e6 * size / self.memory
 
     def _costs(self, kind: str, names: tuple[str, ...]) -> tuple[float, int] | None:
         """(seconds, bytes of a device) of the tables with one scheme; None if they cannot have it."""
@@ -226,8 +226,8 @@ class TableSearch:
             self._work_left -= len(names) + _LAYOUT
             self._known[key] = None
             with contextlib.suppress(ConfigError):  # Not every table can be cut in every way.
-                found = costs_of(*together(self.work, self._base, kind, names, self.fixed), self.machine)
-                self._known[key] = found.total_sec, found.needed_bytes
+                costs = costs_of(*together(self.work, self._base, kind, names, self.fixed), self.machine)
+                self._known[key] = costs.total_sec, costs.needed_bytes
         return self._known[key]
 
 
@@ -263,7 +263,7 @@ def choose(
     names = [table.name for table in work.tables]
     rows = [names.index(table.name) for table, _ in pairs]
     one_each = scipy.sparse.coo_array((np.ones(len(pairs)), (rows, range(len(pairs)))), (len(names), len(pairs)))
-    found = milp(
+    solved = milp(
         seconds / max(seconds.max(), 1e-30),
         constraints=[
             scipy.optimize.LinearConstraint(one_each.tocsr(), 1, 1),
@@ -273,28 +273,29 @@ def choose(
         bounds=scipy.optimize.Bounds(0, 1),
         options={"node_limit": _SOLVER_NODES, "mip_rel_gap": 1e-4},
     )
-    if found.x is None and found.status != _INFEASIBLE:
+    if solved.x is None and solved.status != _INFEASIBLE:
         raise ConfigError(
-            f"the tables: HiGHS found no choice of schemes in {_SOLVER_NODES:,} nodes ({found.message}). Give some of "
+            f"the tables: HiGHS found no choice of schemes in {_SOLVER_NODES:,} nodes ({solved.message}). Give some of "
             "the tables a scheme in the config (EmbeddingConfig.schemes), and the rest is planned around it."
         )
-    if found.x is None:
+    if solved.x is None:
         least = sum(
-            min(size for (one, _), size in zip(pairs, sizes, strict=True) if one is table) for table in work.tables
+            min(size for (paired, _), size in zip(pairs, sizes, strict=True) if paired is table)
+            for table in work.tables
         )
         raise ConfigError(
             f"the tables need {readable_bytes(least)} on each device, and it has {readable_bytes(memory)} for them. "
             "Take more devices, fewer columns, or an optimizer that keeps less of a row (rowwise_adagrad)."
         )
-    return {pairs[i][0].name: pairs[i][1] for i in np.flatnonzero(found.x > 0.5).tolist()}
+    return {pairs[i][0].name: pairs[i][1] for i in np.flatnonzero(solved.x > 0.5).tolist()}
 
 
 def share(work: Workload, table: Table, scheme: Scheme, machine: Machine, base: EmbeddingConfig) -> tuple[float, float]:
     """(seconds, bytes on a device) of a table, where tables that are assigned share the devices evenly."""
     config = with_schemes(base, {table.name: scheme})
     [buffer] = work.buffers(config, [table])
-    found = costs_of_buffers([buffer], work.local_batch, config, machine, work.cached)
-    return found.total_sec / buffer.num_outer, found.needed_bytes / buffer.num_outer
+    costs = costs_of_buffers([buffer], work.local_batch, config, machine, work.cached)
+    return costs.total_sec / buffer.num_outer, costs.needed_bytes / buffer.num_outer
 
 
 def _choices() -> list[Scheme]:
@@ -317,8 +318,8 @@ def _can_have(scheme: Scheme, place: int | None, work: Workload) -> bool:
 
 def _room(tables: Sequence[Table], work: Workload) -> float:
     """The share of their ids for which messages of these tables have room: that of distinct rows, and some more."""
-    found = sum(work.distinct[table.name] for table in tables) / sum(work.ids_of(table) for table in tables)
-    return min(1.0, math.ceil(found * _ROOM_SLACK * 1e4) / 1e4)
+    distinct_share = sum(work.distinct[table.name] for table in tables) / sum(work.ids_of(table) for table in tables)
+    return min(1.0, math.ceil(distinct_share * _ROOM_SLACK * 1e4) / 1e4)
 
 
 def under_one(work: Workload, scheme: Scheme) -> dict[str, Scheme]:

@@ -72,7 +72,7 @@ class Workload:
             return made
         capacity = tuple(self.columns[name] for name in num_ids)
         jagged = [is_jagged(self.jagged[name]) for name in num_ids]
-        return tuple(one.with_capacity(capacity, jagged) for one in made)
+        return tuple(buffer.with_capacity(capacity, jagged) for buffer in made)
 
     def ids_of(self, table: Table) -> int:
         """Ids of a table in a node's batch."""
@@ -181,13 +181,13 @@ def message_sec(message: Message, sizes: Mapping[str, int], machine: Machine) ->
         others = math.prod(sizes[axis] for axis in message.axes) - 1
         seconds = sum(over.of(_COLLECTIVES[message.kind]).seconds(others, message.num_bytes * others / (others + 1)))
         return (seconds, 0.0) if _SLOW in message.axes else (0.0, seconds)
-    found = {True: 0.0, False: 0.0}
+    total_sec = {True: 0.0, False: 0.0}
     for axis in message.axes:
         link = machine.link(axis).of(_COLLECTIVES[message.kind])
         rounds = (sizes[axis] - 1) * (2 if message.kind == "all-reduce" else 1)
         sent = axis_bytes(message.kind, message.axes, message.num_bytes, sizes, axis)
-        found[axis == _SLOW] += sum(link.seconds(rounds, sent))
-    return found[True], found[False]
+        total_sec[axis == _SLOW] += sum(link.seconds(rounds, sent))
+    return total_sec[True], total_sec[False]
 
 
 def update_bytes(buffer: Buffer, local_batch: int, sent: Sequence[Message]) -> int:
@@ -199,15 +199,15 @@ def update_bytes(buffer: Buffer, local_batch: int, sent: Sequence[Message]) -> i
     """
     columns, examples = buffer.local_columns, buffer.num_outer * buffer.num_inner * local_batch
     num_ids = examples * buffer.num_entries
-    found = examples * len(buffer.widths) * columns + num_ids * (columns + _OF_ID)
+    num_words = examples * len(buffer.widths) * columns + num_ids * (columns + _OF_ID)
     if buffer.scheme.dense_gradient:
-        found += 2 * buffer.local_rows * (columns + 1)  # 1: rows are marked.
+        num_words += 2 * buffer.local_rows * (columns + 1)  # 1: rows are marked.
     elif buffer.num_copies > 1:
-        found += 2 * buffer.num_copies * num_ids * (columns + 1)
+        num_words += 2 * buffer.num_copies * num_ids * (columns + 1)
     for message in sent:
         if message.what == "numbers" or (message.kind == "all-reduce" and message.num_bytes <= _JOINED_BYTES):
-            found += message.num_bytes // 4
-    return 4 * found
+            num_words += message.num_bytes // 4
+    return 4 * num_words
 
 
 def device_bytes(buffer: Buffer) -> int:

@@ -63,8 +63,8 @@ def agree(value: float, of_all: Callable[..., float]) -> float:
 
 def memory_of(device: Device) -> float | None:
     """The bytes that programs may use on a device; None where it does not say."""
-    found = device.memory_stats()
-    return float(found["bytes_limit"]) if found and "bytes_limit" in found else None
+    stats = device.memory_stats()
+    return float(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
 
 
 def step_parts(
@@ -87,7 +87,7 @@ def step_parts(
         while True:
             wanted = [(1, examples), (1, max(1, examples // 2)), (2, max(1, examples // 2))]
             plans = {fromkey: local_plan(trials, devices, remat or None, *fromkey) for fromkey in dict.fromkeys(wanted)}
-            programs = {one: compile_step(plan) for one, plan in plans.items()}
+            programs = {counts: compile_step(plan) for counts, plan in plans.items()}
             most = agree(max(planned_bytes(program) or 0 for program in programs.values()), max)
             if examples == 1 and most > device_bytes:
                 raise ConfigError(
@@ -96,7 +96,9 @@ def step_parts(
                 )
             if examples == 1 or most <= _MOST_OF_MEMORY * device_bytes:
                 times = time_steps({plan: (plans[plan], programs[plan]) for plan in plans}, ROUNDS)
-                return fit_steps({one: without_tables(sec, tables_sec(plans[one])) for one, sec in times.items()})
+                return fit_steps(
+                    {counts: without_tables(sec, tables_sec(plans[counts])) for counts, sec in times.items()}
+                )
             examples = max(1, examples // 2)
 
     return found
@@ -118,8 +120,8 @@ def fit_steps(steps: Mapping[tuple[int, int], float]) -> StepParts:
     seconds = np.array(list(steps.values()))
     weighted = rows / seconds[:, None]
     scale = np.linalg.norm(weighted, axis=0)
-    found, _ = scipy.optimize.nnls(weighted / scale, np.ones(len(seconds)))
-    return StepParts(*(found / scale).tolist())
+    coefficients, _ = scipy.optimize.nnls(weighted / scale, np.ones(len(seconds)))
+    return StepParts(*(coefficients / scale).tolist())
 
 
 def local_plan(trials: Trials, devices: Sequence[Device], remat: str | None, microbatches: int, examples: int) -> Plan:
@@ -216,8 +218,8 @@ def _turns(names: Iterable[Name], number: int) -> list[Name]:
 def _batch(plan: Plan, program: jax.stages.Compiled) -> Batch:
     """A batch as the program takes it, on all processes."""
     shapes = plan.batch_shapes(plan.timeline.segments[0], evaluating=False)
-    if plan.parts.tables is not None and (found := first_batch(plan, shapes)) is not None:
-        return found
+    if plan.parts.tables is not None and (batch := first_batch(plan, shapes)) is not None:
+        return batch
     _, sharding = program.input_shardings[0]
     make = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), dict(shapes)), out_shardings=sharding)
     return make()

@@ -188,7 +188,7 @@ def profile(
     """
     few, many = examples
     wanted = dict.fromkeys([(1, few), (1, many), (most_fsdp, few)])
-    found = {  # One device of `fsdp` has all parameters either way.
+    measurements = {  # One device of `fsdp` has all parameters either way.
         (fsdp, number): measure(Setting(fsdp, tensor, number, remat, param_sharding if fsdp > 1 else "replicated"))
         for fsdp, number in wanted
     }
@@ -196,20 +196,20 @@ def profile(
     between = None
     if replicas:
         two = measure(Setting(1, tensor, few, remat, "replicated", replica=2))
-        between = two.temporary - found[1, few].temporary
+        between = two.temporary - measurements[1, few].temporary
 
     def line(value: Callable[[Measured], float]) -> Fit:
-        return fit_memory({key: value(one) for key, one in found.items()})
+        return fit_memory({key: value(measured) for key, measured in measurements.items()})
 
-    spread, inner = found[most_fsdp, few], MODEL_AXES[0]
+    spread, inner = measurements[most_fsdp, few], MODEL_AXES[0]
     share = (most_fsdp - 1) / most_fsdp
     return Profile(
-        temporary=line(lambda one: one.temporary),
-        passes_sec=line(lambda one: one.passes),
-        other_sec=line(lambda one: one.other),
+        temporary=line(lambda measured: measured.temporary),
+        passes_sec=line(lambda measured: measured.passes),
+        other_sec=line(lambda measured: measured.other),
         fsdp_bytes=spread.sent.get(GATHER_AXES[0], 0.0) / share if share else 0.0,
         fsdp_messages=spread.messages.get(GATHER_AXES[0], 0.0),
-        tensor_bytes=line(lambda one: one.sent.get(inner, 0.0)),
+        tensor_bytes=line(lambda measured: measured.sent.get(inner, 0.0)),
         tensor_messages=spread.messages.get(inner, 0.0),
         exchange_bytes=between,
     )

@@ -105,8 +105,8 @@ class _Folded(TabularSource):
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See `Source.batch`."""
-        found = self._source.batch(indices)
-        return {**found, IDS: np.where(found[IDS] < 0, found[IDS], found[IDS] % self._rows)}
+        batch = self._source.batch(indices)
+        return {**batch, IDS: np.where(batch[IDS] < 0, batch[IDS], batch[IDS] % self._rows)}
 
     def id_counts(self, indices: np.ndarray) -> np.ndarray:
         """Those of the source."""

@@ -33,7 +33,7 @@ def fixed_fields(experiment: Experiment, keep: Collection[str]) -> dict[str, Any
 
     They are those in `keep`, and those with another value than the default. An axis of the mesh that is -1 is free.
     """
-    found = {}
+    fixed = {}
     for name in LAYOUT:
         part, _, field = name.partition(".")
         fields = type(getattr(experiment, part)).model_fields
@@ -41,8 +41,8 @@ def fixed_fields(experiment: Experiment, keep: Collection[str]) -> dict[str, Any
             continue
         value = field_at(experiment, name)
         if (name in keep or value != fields[field].default) and value != -1:
-            found[name] = value
-    return found
+            fixed[name] = value
+    return fixed
 
 
 def list_fields(fixed: Mapping[str, Any]) -> str:
@@ -121,7 +121,7 @@ def parameters_of(plan: Plan) -> Parameters:
     shapes = parts.state_spec.shapes
     names = set(leaf_names(trained))
     every = zip(jax.tree.leaves(parts.network.axes, is_leaf=is_names), jax.tree.leaves(shapes.params), strict=True)
-    frozen = [one for name, one in zip(leaf_names(shapes.params), every, strict=True) if name not in names]
+    frozen = [leaf for name, leaf in zip(leaf_names(shapes.params), every, strict=True) if name not in names]
     return Parameters(
         axes,
         trained,
@@ -153,13 +153,13 @@ def tensor_fits(parts: Parts, dims: Sequence[str], size: int) -> bool:
         return False
     axes = jax.tree.leaves(network.axes, is_leaf=is_names)
     shapes = jax.tree.leaves(network.param_shapes)
-    found = [
+    dim_sizes = [
         number
         for names, x in zip(axes, shapes, strict=True)
         for name, number in zip(names, x.shape, strict=True)
         if name in dims
     ]
-    return bool(found) and all(number % size == 0 for number in found)
+    return bool(dim_sizes) and all(number % size == 0 for number in dim_sizes)
 
 
 def _profiles(
@@ -201,11 +201,11 @@ def _profiles(
             ) from None
 
     def found(tensor: int, remat: str, param_sharding: str) -> Profile:
-        one = counted(tensor, remat, param_sharding)
+        counted_profile = counted(tensor, remat, param_sharding)
         if parts is None:
-            return one
-        alone = one if tensor == 1 else counted(1, remat, param_sharding)
-        return with_measured(one, parts(remat), alone, few, divided=param_sharding == "sharded")
+            return counted_profile
+        alone = counted_profile if tensor == 1 else counted(1, remat, param_sharding)
+        return with_measured(counted_profile, parts(remat), alone, few, divided=param_sharding == "sharded")
 
     return found
 

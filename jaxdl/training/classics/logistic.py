@@ -184,8 +184,12 @@ def _sums(x: jax.Array, weight: jax.Array, labels: jax.Array, params: jax.Array)
 
     def of_class(number: jax.Array) -> jax.Array:
         """One class's part of the Hessian, `[features + 1, width, features + 1]`."""
-        own = chances[:, number, None]
-        factors = own * ((jnp.arange(width) == number) - (chances if width > 1 else own)) * weight[:, None]
+        class_chances = chances[:, number, None]
+        factors = (
+            class_chances
+            * ((jnp.arange(width) == number) - (chances if width > 1 else class_chances))
+            * weight[:, None]
+        )
         return jnp.einsum("nl,ni,nj->ilj", factors, with_one, with_one)
 
     gradient = jnp.matmul(rest.T, with_one)

@@ -70,16 +70,16 @@ def local_step(parts: Parts, state: TrainState, batch: Batch) -> tuple[TrainStat
 
     The loss of a replica is the mean over its own rows.
     """
-    own = state.own
+    replicas = state.own
     augment_key, _, model_key = _keys(parts, state)
     batch = parts.task.augmented(batch, augment_key)
-    params = parts.trainable.merged(own.params, state.params)
-    scale = _loss_scale(parts, own)
+    params = parts.trainable.merged(replicas.params, state.params)
+    scale = _loss_scale(parts, replicas)
     grads, sums, model_state, _ = local_gradients(
-        parts, params, own.model_state, batch, scale, model_key, per_replica=True
+        parts, params, replicas.model_state, batch, scale, model_key, per_replica=True
     )
-    grads = jax.tree.map(lambda g: g / scale.reshape(-1, *[1] * (g.ndim - 1)), grads) if own.loss_scale else grads
-    new, _, metrics = _own_update(parts, own, grads, sums, model_state, judged=sums)
+    grads = jax.tree.map(lambda g: g / scale.reshape(-1, *[1] * (g.ndim - 1)), grads) if replicas.loss_scale else grads
+    new, _, metrics = _own_update(parts, replicas, grads, sums, model_state, judged=sums)
     return state.with_own(new).replace(step=state.step + 1), _name(sums, metrics)
 
 
@@ -88,13 +88,13 @@ def _joint_step(parts: Parts, state: TrainState, batch: Batch) -> tuple[TrainSta
 
     It has the gradients of `jaxdl.training.step.make_train_step`, and an update in each replica.
     """
-    own, spec, mesh = state.own, parts.state_spec, parts.layout.mesh
+    replicas, spec, mesh = state.own, parts.state_spec, parts.layout.mesh
     augment_key, exchange_key, model_key = _keys(parts, state)
     batch = parts.task.augmented(batch, augment_key)
-    scale = _loss_scale(parts, own)[0]
+    scale = _loss_scale(parts, replicas)[0]
     factor = scale / nonzero(parts.task.weight(batch))
     grads, sums, model_state, _ = local_gradients(parts, state.params, state.model_state, batch, factor, model_key)
-    grads = jax.tree.map(lambda g: g / scale, grads) if own.loss_scale else grads
+    grads = jax.tree.map(lambda g: g / scale, grads) if replicas.loss_scale else grads
     assert parts.joint_exchange is not None, "replicas that agree in every step have no such steps"
     exchange = exchanged_on_mesh(parts.joint_exchange, spec.grads, {}, mesh, wanted=spec.update)
     mean, _, of_exchange = exchange(grads, {}, exchange_key, sums)
@@ -104,16 +104,16 @@ def _joint_step(parts: Parts, state: TrainState, batch: Batch) -> tuple[TrainSta
 
     judged = {name: of_exchange[f"sums/{name}"] for name in ("loss", "weight")}
     mean, model_state, judged = jax.tree.map(spread, (mean, model_state, judged))
-    new, anchor, metrics = _own_update(parts, own, mean, sums, model_state, judged=judged)
+    new, anchor, metrics = _own_update(parts, replicas, mean, sums, model_state, judged=judged)
     params = parts.trainable.merged(anchor.params, state.params)
-    new = dataclasses.replace(new, since=own.since)  # All of it has been joined.
+    new = dataclasses.replace(new, since=replicas.since)  # All of it has been joined.
     changed = state.with_own(new).replace(params=params, model_state=anchor.model_state, step=state.step + 1)
     if parts.config.ema_decay is not None:
         decay = ema_decay(parts.config.ema_decay, state.step)
         decay = jnp.where(of_exchange["sums/weight"] == 0, 1, decay)  # No update.
         average = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, state.ema_params, params)
         changed = changed.replace(ema_params=average)
-    kept = anchor.guard["bad_in_row"] == 0 if own.guard else jnp.bool_(True)
+    kept = anchor.guard["bad_in_row"] == 0 if replicas.guard else jnp.bool_(True)
     joined = {f"{JOINED}sums/{name}": jnp.where(kept, of_exchange[f"sums/{name}"], 0) for name in sums}
     return changed, _name(sums, metrics), joined | {f"{JOINED}seen": of_exchange["sums/weight"]}
 
@@ -124,10 +124,10 @@ def _keys(parts: Parts, state: TrainState) -> tuple[jax.Array, jax.Array, jax.Ar
     return *jax.random.split(key), jax.random.fold_in(key, 2) if parts.network.is_random else None
 
 
-def _loss_scale(parts: Parts, own: Own) -> jax.Array:
+def _loss_scale(parts: Parts, replicas: Own) -> jax.Array:
     """That of each replica, `[replica]`."""
     ones = jnp.ones(parts.layout.mesh.shape[REPLICA], jnp.float32)
-    return own.loss_scale["scale"] if own.loss_scale else ones
+    return replicas.loss_scale["scale"] if replicas.loss_scale else ones
 
 
 def _name(sums: Sums, metrics: Metrics) -> Metrics:
@@ -136,7 +136,7 @@ def _name(sums: Sums, metrics: Metrics) -> Metrics:
 
 
 def _own_update(
-    parts: Parts, own: Own, grads: Grads, sums: Sums, model_state: Any, *, judged: Sums
+    parts: Parts, replicas: Own, grads: Grads, sums: Sums, model_state: Any, *, judged: Sums
 ) -> tuple[Own, Own, Metrics]:
     """Each replica's update: `(own, one, metrics)`; `one` is any replica's, without the dimension of the replicas.
 
@@ -160,33 +160,33 @@ def _own_update(
         axis_names={REPLICA},
         # An optimizer may have loops of its own, whose initial carry would need a `lax.pcast`.
         check_vma=False,
-    )(own, grads, sums, model_state, {name: judged[name] for name in ("loss", "weight")})
+    )(replicas, grads, sums, model_state, {name: judged[name] for name in ("loss", "weight")})
 
 
 def _updated_replica(
-    parts: Parts, layout: Layout, own: Own, grads: Grads, sums: Sums, model_state: Any, judged: Sums
+    parts: Parts, layout: Layout, replica: Own, grads: Grads, sums: Sums, model_state: Any, judged: Sums
 ) -> tuple[Own, Metrics]:
     """One replica after its update, or as it was if the step was bad or nothing in its rows counts."""
     state = TrainState(
         step=jnp.int32(0),
-        params=own.params,
-        model_state=own.model_state,
+        params=replica.params,
+        model_state=replica.model_state,
         ema_params={},
-        opt_state=own.opt_state,
+        opt_state=replica.opt_state,
         exchange_state=(),
-        loss_scale=own.loss_scale,
-        guard=own.guard,
+        loss_scale=replica.loss_scale,
+        guard=replica.guard,
         key=(),
-        agreement_state=own.since,
+        agreement_state=replica.since,
     )
     changed, metrics = update_state(parts, state, grads, layout)
     since = {
-        "sums": {name: x + sums[name] for name, x in own.since["sums"].items()},
-        "merge_weight": own.since["merge_weight"] + sums["weight"],
-        "seen": own.since["seen"],
+        "sums": {name: x + sums[name] for name, x in replica.since["sums"].items()},
+        "merge_weight": replica.since["merge_weight"] + sums["weight"],
+        "seen": replica.since["seen"],
     }
     changed = changed.replace(model_state=model_state, agreement_state=since)
-    leaves = jax.tree.leaves(grads) if own.loss_scale or own.guard else []
+    leaves = jax.tree.leaves(grads) if replica.loss_scale or replica.guard else []
     flags = jnp.stack([jnp.where(jnp.all(jnp.isfinite(g)), 0.0, 1.0) for g in leaves]) if leaves else jnp.zeros(0)
     weight = judged["weight"]
     loss = judged["loss"] / nonzero(weight)
@@ -194,22 +194,24 @@ def _updated_replica(
     changed, metrics, _ = choose_state(parts, state, changed, metrics, loss=loss, weight=weight, finite=finite)
     metrics |= {NONFINITE: flags} if leaves else {}
     new = dataclasses.replace(
-        own,
+        replica,
         params=changed.params,
         model_state=changed.model_state,
         opt_state=changed.opt_state,
         loss_scale=changed.loss_scale,
         guard=changed.guard,
-        since=changed.agreement_state | {"seen": own.since["seen"] + sums["weight"]},
+        since=changed.agreement_state | {"seen": replica.since["seen"] + sums["weight"]},
     )
     return new, metrics
 
 
-def joinable(own: Own) -> dict[str, jax.Array]:
+def joinable(replicas: Own) -> dict[str, jax.Array]:
     """What replicas count, `[replica]`, by the names that the totals have among the metrics."""
-    return {f"{JOINED}sums/{name}": x for name, x in own.since["sums"].items()} | {f"{JOINED}seen": own.since["seen"]}
+    return {f"{JOINED}sums/{name}": x for name, x in replicas.since["sums"].items()} | {
+        f"{JOINED}seen": replicas.since["seen"]
+    }
 
 
-def begin_anew(own: Own) -> dict[str, Any]:
+def begin_anew(replicas: Own) -> dict[str, Any]:
     """What replicas count, begun anew."""
-    return jax.tree.map(jnp.zeros_like, own.since)
+    return jax.tree.map(jnp.zeros_like, replicas.since)

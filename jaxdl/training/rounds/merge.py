@@ -136,8 +136,8 @@ class Merge:
     def finish(self, state: TrainState, begun: Begun, fragments: Sequence[int]) -> tuple[TrainState, Metrics]:
         """Moves the anchor and the replicas; the merge may have begun some steps before this state."""
         agreement, place = self._parts.agreement, self._places(fragments)
-        own, outer = state.own, state.agreement_state[OUTER]
-        before, mine = self._anchor(state, fragments), self._mine(own, fragments)
+        replicas, outer = state.own, state.agreement_state[OUTER]
+        before, mine = self._anchor(state, fragments), self._mine(replicas, fragments)
         kept = {name: self._of(tree, fragments) for name, tree in outer.items()}
         moved, new_outer = agreement.move_anchor(before, kept, begun.mean)
         taken = jnp.any(begun.factor > 0, axis=1)
@@ -153,7 +153,7 @@ class Merge:
             name: where(sound, agreement.adopt(x, before[name], after[name], self._num_replicas), after[name])
             for name, x in mine.items()
         }
-        own = dataclasses.replace(self._with_mine(own, adopted, fragments), **changes)
+        replicas = dataclasses.replace(self._with_mine(replicas, adopted, fragments), **changes)
         state = self._with_anchor(state, after, fragments).replace(
             model_state=model_state,
             ema_params=self._average(state, after, fragments),
@@ -161,17 +161,17 @@ class Merge:
                 OUTER: {name: self._put(tree, new_outer[name], fragments) for name, tree in outer.items()}
             },
         )
-        state = state.with_own(self._with_fresh_optimizer(own, sound))
+        state = state.with_own(self._with_fresh_optimizer(replicas, sound))
         return state, begun.metrics | {"agreement/distance": distance}
 
     def by_messages(
         self, state: TrainState, hops: Sequence[int], fractions: Sequence[float]
     ) -> tuple[TrainState, Metrics]:
         """The state after replicas have averaged with others, by push-sum: one with bad numbers has no part in it."""
-        own = state.own
-        mine = self._mine(own, (0,))
+        replicas = state.own
+        mine = self._mine(replicas, (0,))
         finite = finite_replicas(mine)
-        weight = jnp.where(finite, own.share["weight"], 0)
+        weight = jnp.where(finite, replicas.share["weight"], 0)
         sent = {name: where(finite, x * wide(weight, x), 0) for name, x in mine.items()}
         received = [self._shift(sent, weight, distance) for distance in hops]
         parts = [(1 - sum(fractions), (sent, weight)), *zip(fractions, received, strict=True)]
@@ -182,8 +182,8 @@ class Merge:
         mixed = {
             name: where(lonely, mine[name], x / wide(jnp.where(lonely, 1, new_weight), x)) for name, x in total.items()
         }
-        new = self._with_mine(dataclasses.replace(own, share={"weight": new_weight}), mixed, (0,))
-        fresh = jax.tree.map(lambda x, common: where(finite, x, common), own.model_state, state.model_state)
+        new = self._with_mine(dataclasses.replace(replicas, share={"weight": new_weight}), mixed, (0,))
+        fresh = jax.tree.map(lambda x, common: where(finite, x, common), replicas.model_state, state.model_state)
         new = self._with_fresh_optimizer(dataclasses.replace(new, model_state=fresh), finite)
         specs = self._specs(self._parts.state_spec.params, (0,))
         sizes = [math.prod(NamedSharding(self._mesh, specs[name]).shard_shape(x.shape[1:])) for name, x in mine.items()]
@@ -192,11 +192,11 @@ class Merge:
 
     def settle(self, state: TrainState) -> tuple[TrainState, Metrics]:
         """The state with the mean of the replicas as its parameters, and what was seen of them."""
-        own = state.own
-        mine = self._mine(own, (0,))
-        leaves = {"params": mine, "state": by_name(own.model_state)}
+        replicas = state.own
+        mine = self._mine(replicas, (0,))
+        leaves = {"params": mine, "state": by_name(replicas.model_state)}
         finite = finite_replicas({f"{part}/{name}": x for part, xs in leaves.items() for name, x in xs.items()})
-        weight = jnp.where(finite, own.share["weight"], 0)
+        weight = jnp.where(finite, replicas.share["weight"], 0)
         factor = weight / jnp.maximum(weight.sum(), TINY)
 
         def mean(x: jax.Array) -> jax.Array:
@@ -205,9 +205,9 @@ class Merge:
 
         averaged = {name: mean(x) for name, x in mine.items()}
         distance = self._distance(averaged, mine, factor)
-        state = self._with_anchor(state, averaged, (0,)).replace(model_state=jax.tree.map(mean, own.model_state))
-        totals = {name: jnp.sum(x) for name, x in joinable(own).items()}
-        state = state.with_own(dataclasses.replace(own, since=own.since | begin_anew(own)))
+        state = self._with_anchor(state, averaged, (0,)).replace(model_state=jax.tree.map(mean, replicas.model_state))
+        totals = {name: jnp.sum(x) for name, x in joinable(replicas).items()}
+        state = state.with_own(dataclasses.replace(replicas, since=replicas.since | begin_anew(replicas)))
         return state, totals | {"replicas/distance": distance, "replicas/bad": jnp.sum(1.0 - finite)}
 
     def _told(
@@ -348,8 +348,8 @@ class Merge:
     def _anchor(self, state: TrainState, fragments: Sequence[int]) -> Pieces:
         return self._of(self._parts.trainable.of(state.params), fragments)
 
-    def _mine(self, own: Own, fragments: Sequence[int]) -> Pieces:
-        return self._of(own.params, fragments, lead=1)
+    def _mine(self, replicas: Own, fragments: Sequence[int]) -> Pieces:
+        return self._of(replicas.params, fragments, lead=1)
 
     def _of(self, tree: Any, fragments: Sequence[int], lead: int = 0) -> Pieces:
         leaves = by_name(tree)
@@ -366,8 +366,8 @@ class Merge:
         trained = self._put(self._parts.trainable.of(state.params), values, fragments)
         return state.replace(params=self._parts.trainable.merged(trained, state.params))
 
-    def _with_mine(self, own: Own, values: Pieces, fragments: Sequence[int]) -> Own:
-        return dataclasses.replace(own, params=self._put(own.params, values, fragments, lead=1))
+    def _with_mine(self, replicas: Own, values: Pieces, fragments: Sequence[int]) -> Own:
+        return dataclasses.replace(replicas, params=self._put(replicas.params, values, fragments, lead=1))
 
     def _specs(self, specs: Any, fragments: Sequence[int]) -> dict[str, PartitionSpec]:
         pieces, place = self._fragments.each(by_name(self._parts.trainable.of(specs))), self._places(fragments)

@@ -150,11 +150,11 @@ def compile_steps(plan: Plan, segment: Segment | None = None) -> StepFunctions:
         norm = make_norm_step(plan.parts).lower(state.eval_params, state.model_state, _key(plan), batch).compile()
     if not plan.parts.agreement.keeps_replicas:
         return StepFunctions(make_steps(plan, segment), evaluating, None, norm)
-    own, trainable = state.own, plan.parts.trainable
+    replicas, trainable = state.own, plan.parts.trainable
     batch = plan.batch_shapes(segment, evaluating=True)
     evaluating_own = (
         make_own_eval_step(plan.parts)
-        .lower(trainable.merged(own.params, state.params), own.model_state, batch)
+        .lower(trainable.merged(replicas.params, state.params), replicas.model_state, batch)
         .compile()
     )
     return StepFunctions(compile_rounds(plan, segment), evaluating, evaluating_own, norm)

@@ -77,9 +77,9 @@ class Evaluation:
             )
             values |= {name: float(x) for name, x in self._of_replicas.items() if not name.startswith(JOINED)}
             if steps.evaluate_own is not None and steps.train.apart(step):
-                parts, own = self._plan.parts, state.own
-                params = parts.trainable.merged(own.params, state.params)
-                evaluate = (steps.evaluate_own, params, own.model_state)
+                parts, replicas = self._plan.parts, state.own
+                params = parts.trainable.merged(replicas.params, state.params)
+                evaluate = (steps.evaluate_own, params, replicas.model_state)
                 metrics = evaluate_once(parts, *evaluate, source, size, poll=self._poll, empty=lambda _: None)
                 values |= {"replicas/loss": metrics["loss"]}
             return values

@@ -181,7 +181,7 @@ class Measurement:
         sums = repeated_sum(self.mesh, _REPLICA)
         wait_for_all()
         far = max((abs(sums(count) - count) for count in _SUMS), key=or_inf)
-        found = [Checked(SUM, "counting", max(self.clock.every(far), key=or_inf), 0.0)]
+        checks = [Checked(SUM, "counting", max(self.clock.every(far), key=or_inf), 0.0)]
         works = {
             dataclasses.replace(work_of(regime, self.command.size), examples=1).model: regime
             for regime in reversed((*self.command.regimes, self.command.set_regime))
@@ -192,8 +192,8 @@ class Measurement:
             work = dataclasses.replace(work_of(regime, self.command.size), examples=1)
             sizes = {"replicas": self.replicas, "inner": self.inner, "precision": self.command.precision}
             some = check_all(work, self.exchanges, **sizes, clock=self.clock)
-            found += [dataclasses.replace(check, name=f"{check.name}, {name}") for check in some]
-        return found
+            checks += [dataclasses.replace(check, name=f"{check.name}, {name}") for check in some]
+        return checks
 
     def sum(self) -> KernelTimes:
         """The first kernel."""
@@ -230,7 +230,7 @@ class Measurement:
     def works(self, machine: Mapping[str, float], earlier: Thresholds | None) -> dict[str, Work]:
         """The network and batch of each regime; with thresholds, the batches that they have been measured with."""
         wanted: list[str] = [*self.command.regimes, *([self.command.set_regime] if self.command.sets else [])]
-        found: dict[str, Work] = {}
+        works: dict[str, Work] = {}
         for regime in wanted:
             work = work_of(regime, self.command.size)
             if earlier is not None and regime in earlier.examples:
@@ -238,8 +238,8 @@ class Measurement:
             elif regime in RELATIVE:
                 intensity = RELATIVE[regime] * machine["balance"]
                 work = with_intensity(work, intensity, machine["gradient_bytes"], self.command.most_examples)
-            found[regime] = work
-        return found
+            works[regime] = work
+        return works
 
     def rows(self, regime: str, work: Work, replicas: int, scaling: str = "") -> list[KernelTimes]:
         """The second and the third kernel: the local step, and the whole step with each exchange."""
@@ -266,12 +266,12 @@ class Measurement:
     def set_rows(self, work: Work, measured: Sequence[KernelTimes]) -> list[KernelTimes]:
         """The sets: the rows of their regime on all devices, which may be measured already, and on fewer replicas."""
         regime = self.command.set_regime
-        found = [row for row in measured if row.regime == regime] or self.rows(regime, work, self.replicas)
+        rows = [row for row in measured if row.regime == regime] or self.rows(regime, work, self.replicas)
         for scaling in self.command.sets:
             for count in self.counts[:-1]:
                 more = 1 if scaling == "weak" else self.replicas // count
-                found += self.rows(regime, dataclasses.replace(work, examples=more * work.examples), count, scaling)
-        return found
+                rows += self.rows(regime, dataclasses.replace(work, examples=more * work.examples), count, scaling)
+        return rows
 
     def _plan(self, work: Work, config: ExchangeConfig | None, replicas: int) -> Any:
         devices = first_devices(replicas * self.inner)
@@ -303,9 +303,9 @@ def report(command: BalanceBench, exchanges: Mapping[str, ExchangeConfig], conso
     _print(measurement, machine, first, rows, of_sets)
     drawn = f"{measurement.about['devices']}, {measurement.about['processes']} processes, regime {command.set_regime}"
     if jax.process_index() == 0:
-        found = {"about": measurement.about, "machine": machine, "checks": [asdict(check) for check in checks]}
-        found["rows"] = [asdict(row) | {"flops_per_sec": row.flops_per_sec} for row in every]
-        write_json(command.json, found)
+        content = {"about": measurement.about, "machine": machine, "checks": [asdict(check) for check in checks]}
+        content["rows"] = [asdict(row) | {"flops_per_sec": row.flops_per_sec} for row in every]
+        write_json(command.json, content)
         if command.plot:
             replace_file(command.plot, figure(of_sets, command.sets, drawn))
         if command.write_thresholds:
@@ -345,17 +345,17 @@ def _print(
 
 def _compare(console: Console, rows: Sequence[KernelTimes], earlier: Thresholds) -> bool:
     """Prints what has become slower or faster; returns whether nothing is too slow."""
-    found = compare(rows, earlier)
+    comparison = compare(rows, earlier)
     for what, lines in (
-        ("slower than the thresholds allow", found.slower),
-        ("faster than the thresholds by more than the tolerance", found.faster),
-        ("in the thresholds and not measured", found.missing),
-        ("measured and not in the thresholds", found.added),
+        ("slower than the thresholds allow", comparison.slower),
+        ("faster than the thresholds by more than the tolerance", comparison.faster),
+        ("in the thresholds and not measured", comparison.missing),
+        ("measured and not in the thresholds", comparison.added),
     ):
         if lines:
             console.print(f"{what}:", highlight=False)
             for line in lines:
                 console.print(f"  - {line}", soft_wrap=True, markup=False, highlight=False)
-    if not found.slower:
+    if not comparison.slower:
         console.print("nothing is slower than the thresholds allow")
-    return not found.slower
+    return not comparison.slower

@@ -73,28 +73,28 @@ def check_all(
     every = replicas * inner
     alone = _plan(dataclasses.replace(work, examples=work.examples * every), None, 1, 1, precision)
     (expected, change), spread = first_steps(alone, NUM_STEPS), spread_of(alone, every)
-    found = []
+    checks = []
     for name, config in exchanges.items():
         if not config.compresses:
             plan = _plan(work, config, replicas, inner, precision)
             bound = EXACT if config.distortion == (0, 0) and precision == "float32" else ROUNDED
             here, moved = first_steps(plan, NUM_STEPS)
-            found.append(Checked(name, "one device", _difference(here, expected), bound))
+            checks.append(Checked(name, "one device", _difference(here, expected), bound))
             allowed = spread * rounding(config, precision, every)
-            found.append(Checked(name, "first change of one device", _distance(moved, change), allowed))
+            checks.append(Checked(name, "first change of one device", _distance(moved, change), allowed))
             continue
         # Emulated are replicas of one device each.
         plan = _plan(work, config, every, 1, precision)
         emulated, kept, lost, changed = emulate(plan, alone, config)
         bound = EMULATED if precision == "float32" else ROUNDED
         here, moved = first_steps(plan, NUM_STEPS)
-        found.append(Checked(name, "emulated on one device", _difference(here, emulated), bound))
-        found.append(Checked(name, "first change, emulated", _distance(moved, changed), _CHOSEN[precision]))
+        checks.append(Checked(name, "emulated on one device", _difference(here, emulated), bound))
+        checks.append(Checked(name, "first change, emulated", _distance(moved, changed), _CHOSEN[precision]))
         if kept is not None:
-            found.append(Checked(name, "means and residuals", kept, _KEPT))
+            checks.append(Checked(name, "means and residuals", kept, _KEPT))
         if lost is not None:
-            found.append(Checked(name, "means", lost, LOST))
-    return [dataclasses.replace(check, difference=max(clock.every(check.difference), key=or_inf)) for check in found]
+            checks.append(Checked(name, "means", lost, LOST))
+    return [dataclasses.replace(check, difference=max(clock.every(check.difference), key=or_inf)) for check in checks]
 
 
 def or_inf(value: float) -> float:
@@ -109,15 +109,15 @@ def _plan(work: Work, config: ExchangeConfig | None, replicas: int, inner: int, 
     return make_work_plan(work, config, replicas=replicas, inner=inner, precision=precision, devices=devices)
 
 
-def _difference(found: Sequence[float], expected: Sequence[float]) -> float:
+def _difference(losses: Sequence[float], expected: Sequence[float]) -> float:
     """The largest relative one; NaN if a number is not finite."""
-    far = [abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)]
+    far = [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)]
     return max(far) if all(map(math.isfinite, far)) else math.nan
 
 
-def _distance(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
+def _distance(changes: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
     """The norm of the difference, relative to that of what is expected."""
-    squares = [np.square(a - b, dtype=np.float64).sum() for a, b in zip(found, expected, strict=True)]
+    squares = [np.square(a - b, dtype=np.float64).sum() for a, b in zip(changes, expected, strict=True)]
     return math.sqrt(sum(squares) / sum(np.square(x, dtype=np.float64).sum() for x in expected))
 
 
@@ -138,7 +138,7 @@ def spread_of(alone: Plan, num_devices: int) -> float:
 
     def spread(state: Any, batch: Any) -> jax.Array:
         every = [x.astype(jnp.float32) for x in jax.tree.leaves(_gradients(alone, num_devices, state, batch)[0])]
-        of_sizes, of_means = (sum(jnp.sum(one(x) ** 2) for x in every) for one in (_mean_size, _mean))
+        of_sizes, of_means = (sum(jnp.sum(average(x) ** 2) for x in every) for average in (_mean_size, _mean))
         return jnp.sqrt(of_sizes / of_means)
 
     return float(jax.jit(spread)(make_initial_state(alone), batch_of(alone, 0)))
@@ -158,8 +158,8 @@ def _gradients(alone: Plan, num_replicas: int, state: Any, batch: Any) -> tuple[
     factor = num_replicas / parts.task.weight(batch)
     rows = {name: x.reshape(num_replicas, -1, *x.shape[1:]) for name, x in batch.items()}
 
-    def of_replica(own: Any) -> Any:
-        grads, sums, _, _ = local_gradients(parts, state.params, state.model_state, own, factor, None)
+    def of_replica(local_rows: Any) -> Any:
+        grads, sums, _, _ = local_gradients(parts, state.params, state.model_state, local_rows, factor, None)
         return jax.tree.map(lambda x: x[0], (grads, sums))
 
     return jax.lax.map(of_replica, rows)
@@ -179,7 +179,7 @@ def emulate(
     state, shapes = make_initial_state(alone), alone.parts.network.param_shapes
     fresh = plan.parts.exchange.init(shapes)
     exchange_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_replicas, *jnp.shape(x))), fresh)
-    found, far, change = [], [], []
+    losses, far, change = [], [], []
     for number in range(NUM_STEPS):
         before = jax.tree.leaves(state.params)
         state, exchange_state, loss, errors = step(state, exchange_state, batch_of(alone, number))
@@ -187,15 +187,15 @@ def emulate(
             change = [
                 np.array(after - earlier) for after, earlier in zip(jax.tree.leaves(state.params), before, strict=True)
             ]
-        found.append(float(loss))
+        losses.append(float(loss))
         far.append([float(error) for error in errors])
     kept, lost = (max(column, key=or_inf) for column in zip(*far, strict=True))
     has_residual = bool(fresh.get(PER_REPLICA, {}).get(config.unsent_name))
     if config.momentum_factor is not None:
-        return found, None, None, change
+        return losses, None, None, change
     if has_residual:
-        return found, kept, None, change
-    return found, None, lost if config.distortion[0] <= 1 else None, change
+        return losses, kept, None, change
+    return losses, None, lost if config.distortion[0] <= 1 else None, change
 
 
 def _emulated_step(
@@ -206,8 +206,8 @@ def _emulated_step(
     _, exchange_key = jax.random.split(jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step))
     grads, sums = _gradients(alone, num_replicas, state, batch)
 
-    def exchange(own: Any, kept: Any) -> Any:
-        return plan.parts.exchange.update(own, kept, axis=_REPLICA, key=exchange_key)[:2]
+    def exchange(local_grads: Any, kept: Any) -> Any:
+        return plan.parts.exchange.update(local_grads, kept, axis=_REPLICA, key=exchange_key)[:2]
 
     mean, new = jax.vmap(exchange, axis_name=_REPLICA)(grads, exchange_state)
     errors = _errors(grads, mean, exchange_state, new, config)

@@ -140,12 +140,12 @@ def sets_table(rows: Sequence[KernelTimes], sets: Iterable[str]) -> Table:
     columns = ("set", "replicas", "texts", "step", "slowest host\nms", "useful\nGFLOP/s", "of the\nideal")
     table = make_table("Over numbers of replicas", columns, left=("set", "step"), box=SIMPLE_HEAD)
     for scaling in sets:
-        found = of_set(rows, scaling)
-        best = ideal(found)
-        for row in found:
+        set_rows = of_set(rows, scaling)
+        best = ideal(set_rows)
+        for row in set_rows:
             first = row.side == LOCAL
             table.add_row(
-                scaling if row is found[0] else "",
+                scaling if row is set_rows[0] else "",
                 str(row.replicas) if first else "",
                 f"{row.examples:,}" if first else "",
                 "local" if first else row.side,
@@ -174,15 +174,17 @@ def figure(rows: Sequence[KernelTimes], sets: Sequence[str], title: str) -> byte
     sides = list(dict.fromkeys(row.side for row in rows))
     chosen, ends = style.looks(sides), []
     for panel, scaling in zip(panels, sets, strict=True):
-        found = of_set(rows, scaling)
-        best, counts = ideal(found), sorted({row.replicas for row in found})
+        set_rows = of_set(rows, scaling)
+        best, counts = ideal(set_rows), sorted({row.replicas for row in set_rows})
         panel.plot(counts, [best * count / 1e9 for count in counts], color=style.GREY, lw=1, **style.MODELLED)
         known, last = [best * count / 1e9 for count in counts], []
         for side in sides:
-            own = [row for row in found if row.side == side]
-            values = [row.flops_per_sec / 1e9 for row in own]
+            side_rows = [row for row in set_rows if row.side == side]
+            values = [row.flops_per_sec / 1e9 for row in side_rows]
             look = chosen[side]
-            panel.plot([row.replicas for row in own], values, color=look.color, marker=look.mark, **style.MEASURED)
+            panel.plot(
+                [row.replicas for row in side_rows], values, color=look.color, marker=look.mark, **style.MEASURED
+            )
             known += values
             last.append((values[-1], side, look))
         ends.append(last)
@@ -210,12 +212,12 @@ def machine_lines(machine: Mapping[str, float], sum_row: KernelTimes) -> list[st
 
 def alike(rows: Sequence[KernelTimes]) -> list[str]:
     """A sentence for each group of regimes that are one and the same work, as relative ones of few texts may be."""
-    found: dict[tuple[float, ...], dict[str, None]] = {}
+    by_work: dict[tuple[float, ...], dict[str, None]] = {}
     for row in rows:
         work = (row.flops, row.examples, row.gradient_bytes)
-        found.setdefault(work, {})[row.regime] = None
+        by_work.setdefault(work, {})[row.regime] = None
     return [
         f"{', '.join(regimes)}: the same work here, since a batch has whole texts; what differs is noise."
-        for regimes in found.values()
+        for regimes in by_work.values()
         if len(regimes) > 1
     ]

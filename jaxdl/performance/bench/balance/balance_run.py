@@ -118,11 +118,11 @@ def measure(sides: Mapping[str, Side], *, min_sec: float, num_rounds: int, clock
     The iterations of a test are doubled until it takes `min_sec`; these tests also warm up, and do not count.
     """
     counts = {name: count_iterations(side, min_sec, clock) for name, side in sides.items()}
-    found: dict[str, list[list[float]]] = {name: [] for name in sides}
+    seconds: dict[str, list[list[float]]] = {name: [] for name in sides}
     for number in range(num_rounds):
         for name in list(sides)[:: -1 if number % 2 else 1]:
-            found[name].append([sec / counts[name] for sec in time_side(sides[name], counts[name], clock)])
-    return {name: Times(counts[name], np.array(found[name]), side.hosts) for name, side in sides.items()}
+            seconds[name].append([sec / counts[name] for sec in time_side(sides[name], counts[name], clock)])
+    return {name: Times(counts[name], np.array(seconds[name]), side.hosts) for name, side in sides.items()}
 
 
 def hosts_of(mesh: Mesh) -> tuple[int, ...]:
@@ -183,15 +183,15 @@ def first_steps(plan: Plan, num_steps: int) -> tuple[list[float], list[np.ndarra
     def params() -> list[np.ndarray]:
         return [np.array(leave.addressable_data(0)) for leave in jax.tree.leaves(whole(state.params))]
 
-    state, found = make_initial_state(plan), []
+    state, losses = make_initial_state(plan), []
     before, change = params(), []
     wait_for_all()
     for number in range(num_steps):
         state, metrics = jax.block_until_ready(step(state, batch_of(plan, number)))
-        found.append(float(metrics["sums/loss"]) / float(metrics["sums/weight"]))
+        losses.append(float(metrics["sums/loss"]) / float(metrics["sums/weight"]))
         if number == 0:
             change = [after - earlier for after, earlier in zip(params(), before, strict=True)]
-    return found, change
+    return losses, change
 
 
 def first_devices(count: int) -> list[Any]:

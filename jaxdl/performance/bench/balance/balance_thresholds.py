@@ -56,11 +56,11 @@ def of_rows(
 def parse_thresholds(text: str, path: Path) -> Thresholds:
     """The content of a file. Raises ConfigError for any other one."""
     try:
-        found = json.loads(text)
-        rows = found["rows"]
+        content = json.loads(text)
+        rows = content["rows"]
         made = Thresholds(
-            dict(found["about"]),
-            {str(name): int(count) for name, count in found["examples"].items()},
+            dict(content["about"]),
+            {str(name): int(count) for name, count in content["examples"].items()},
             {name: float(row["sec"]) for name, row in rows.items()},
             {name: float(row["tolerance"]) for name, row in rows.items()},
         )
@@ -96,11 +96,11 @@ def check_about(about: Mapping[str, Any], earlier: Thresholds, path: Path) -> No
 
 def compare(rows: Sequence[KernelTimes], earlier: Thresholds) -> Comparison:
     """Each row beside its earlier figure."""
-    found = Comparison([], [], [], [])
+    comparison = Comparison([], [], [], [])
     now = {row.name: row for row in rows}
     for name, before in earlier.seconds.items():
         if name not in now:
-            found.missing.append(name)
+            comparison.missing.append(name)
             continue
         row, allowed = now[name], earlier.tolerance[name]
         ratio = row.slowest_sec / before
@@ -109,8 +109,8 @@ def compare(rows: Sequence[KernelTimes], earlier: Thresholds) -> Comparison:
             f"(tolerance {allowed:.0%}; slowest {row.slowest_host})"
         )
         if ratio > 1 + allowed:
-            found.slower.append(line)
+            comparison.slower.append(line)
         elif ratio < 1 / (1 + allowed):
-            found.faster.append(line)
-    found.added.extend(name for name in now if name not in earlier.seconds)
-    return found
+            comparison.faster.append(line)
+    comparison.added.extend(name for name in now if name not in earlier.seconds)
+    return comparison

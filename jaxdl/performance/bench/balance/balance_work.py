@@ -55,9 +55,9 @@ class Work:
         implementation computes again does not. So the figures of two implementations can be compared.
         """
         model = self.model
-        heads, own = model.num_heads * model.head_dim, model.kv_heads * model.head_dim
+        heads, kv_width = model.num_heads * model.head_dim, model.kv_heads * model.head_dim
         width = model.embed_dim
-        projections = 2 * width * (2 * heads + 2 * own)
+        projections = 2 * width * (2 * heads + 2 * kv_width)
         scores = 2 * 2 * self.length * heads
         mlp = 2 * (3 if model.mlp == "swiglu" else 2) * width * model.hidden_dim
         logits = 2 * width * self.vocab_size

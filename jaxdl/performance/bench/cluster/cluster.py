@@ -123,25 +123,25 @@ def main(args: list[str]) -> None:
     check_possible()
     console = Console(width=120)
     try:
-        found = measure(command, console)
+        results = measure(command, console)
     except HostFailed as error:
         console.print(f"{error}", markup=False, soft_wrap=True)
         raise SystemExit(1) from None
-    for line in summary(found["rows"]):
+    for line in summary(results["rows"]):
         console.print(f"  - {line}", soft_wrap=True)
     hosts = f"{command.hosts} hosts x {command.devices_per_host} devices"
-    title = f"Emulated cluster: {hosts}, {found['num_parameters']:,} parameters"
-    at, series = curves(found["rows"])
+    title = f"Emulated cluster: {hosts}, {results['num_parameters']:,} parameters"
+    at, series = curves(results["rows"])
     drawn = {"title": title, "dense_over_computation": at, "series": {k: v._asdict() for k, v in series.items()}}
     if command.plot:
         replace_file(command.plot, figure(at, series, title))
-    found["rows"] = [
+    results["rows"] = [
         asdict(row) | {"error": row.error, "exchange_error": row.exchange_error}
-        for rows in found["rows"]
+        for rows in results["rows"]
         for row in rows
     ]
     about = {"hosts": command.hosts, "devices_per_host": command.devices_per_host}
-    write_json(command.json, found | about | drawn)
+    write_json(command.json, results | about | drawn)
 
 
 def parse_command(args: Sequence[str]) -> ClusterBench:
@@ -225,9 +225,9 @@ def measure(command: ClusterBench, console: Console) -> dict[str, Any]:
                         merges[name] = _merges(workers, network, name, command.num_steps)
                     else:
                         turns[name].append(_turn(workers, network, name, command.num_steps))
-                for name, found in merges.items():
+                for name, merge in merges.items():
                     round_steps = VARIANTS[name].agreement.round_steps(command.hosts)
-                    turns[name].append(found.turn(turns[LOCAL][-1], round_steps))
+                    turns[name].append(merge.turn(turns[LOCAL][-1], round_steps))
             networks[rate] = probed
             rows.append(make_rows(parse_rate(rate), turns, probed["costs"], devices_per_host=command.devices_per_host))
             console.print(rate_table(rows[-1]))
@@ -243,9 +243,9 @@ def _prepare(
     for number, name in enumerate(names):
         say(f"compiling {number + 1} of {len(names)}: {name}")
         # One host compiles for all: they share a few cores.
-        [found] = workers.ask("compile", only=[0], name=name)
-        about.setdefault("compile_sec", {})[name] = found.pop("sec")
-        workers.ask("load", only=everybody_else, name=name, **found)
+        [compiled] = workers.ask("compile", only=[0], name=name)
+        about.setdefault("compile_sec", {})[name] = compiled.pop("sec")
+        workers.ask("load", only=everybody_else, name=name, **compiled)
     say("first steps")
     return about
 

@@ -136,20 +136,20 @@ class Workers:
                 pipe.flush()
             except BrokenPipeError:
                 raise self._failed(number, method) from None
-        found: dict[int, Any] = {}
-        while len(found) < len(asked):
+        answers: dict[int, Any] = {}
+        while len(answers) < len(asked):
             try:
                 number, line = self._answers.get(timeout=self._timeout_sec)
             except queue.Empty:
-                silent = next(number for number in asked if number not in found)
+                silent = next(number for number in asked if number not in answers)
                 raise self._failed(silent, method, f"has not answered for {self._timeout_sec:g} s") from None
             if line is None:
                 raise self._failed(number, method)
             answer = json.loads(line)
             if "mistake" in answer:
                 raise ConfigError(answer["mistake"])
-            found[number] = answer["value"]
-        return [found[number] for number in asked]
+            answers[number] = answer["value"]
+        return [answers[number] for number in asked]
 
     def _read(self, number: int, stream: IO[str]) -> None:
         for line in itertools.chain(stream, [None]):

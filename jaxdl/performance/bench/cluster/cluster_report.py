@@ -122,13 +122,13 @@ def make_rows(
     Turns are compared within their round, so that a temporary slow-down of the machine affects both sides.
     """
     rows = []
-    for variant, own in turns.items():
+    for variant, variant_turns in turns.items():
         if variant != FLOOR and VARIANTS[variant].config is None:
             continue
         floor = [turn.step_sec for turn in turns[floor_of(variant)]]
         dense = [turn.step_sec for turn in turns[BASELINE]]
-        steps = [turn.step_sec for turn in own]
-        sent = statistics.median(turn.wire_bytes for turn in own)
+        steps = [turn.step_sec for turn in variant_turns]
+        sent = statistics.median(turn.wire_bytes for turn in variant_turns)
         floor_sent = statistics.median(turn.wire_bytes for turn in turns[floor_of(variant)])
         cost = costs.get(variant, {"total_sec": 0.0, "sent_bytes": 0.0})
         rows.append(
@@ -211,12 +211,14 @@ def summary(rates: Sequence[Sequence[VariantTimes]]) -> list[str]:
 def curves(rates: Sequence[Sequence[VariantTimes]]) -> tuple[list[float], dict[str, Curves]]:
     """The cost of the dense exchange relative to computation, by rate in rising order; and the curves by variant."""
     ordered = sorted(rates, key=dense_ratio)
-    found = {}
+    by_variant = {}
     for variant in (row.variant for row in ordered[0]):
-        own = [next(row for row in rows if row.variant == variant) for rows in ordered]
-        modelled = [None if variant == FLOOR else row.predicted_step_sec / row.floor_sec for row in own]
-        found[variant] = Curves([1 + row.overhead for row in own], [row.speedup for row in own], modelled)
-    return [dense_ratio(rows) for rows in ordered], found
+        variant_rows = [next(row for row in rows if row.variant == variant) for rows in ordered]
+        modelled = [None if variant == FLOOR else row.predicted_step_sec / row.floor_sec for row in variant_rows]
+        by_variant[variant] = Curves(
+            [1 + row.overhead for row in variant_rows], [row.speedup for row in variant_rows], modelled
+        )
+    return [dense_ratio(rows) for rows in ordered], by_variant
 
 
 def figure(at: Sequence[float], series: Mapping[str, Curves], title: str) -> bytes:

@@ -73,9 +73,9 @@ def floor_of(name: str) -> str:
 
 def merges_of_round(agreement: Agreement, num_replicas: int) -> list[tuple[int, int]]:
     """The merges of a round in their order: (number, how many local steps its messages travel beside)."""
-    found = []
+    merges = []
     for step in range(1, agreement.round_steps(num_replicas) + 1):
-        found += [(number, 0) for number in agreement.due(step, _ENDLESS, num_replicas)]
+        merges += [(number, 0) for number in agreement.due(step, _ENDLESS, num_replicas)]
         beside = agreement.steps_beside(step, _ENDLESS)
-        found += [beside] if beside else []
-    return found
+        merges += [beside] if beside else []
+    return merges

@@ -86,12 +86,12 @@ class Worker:
         """Compiles the programs of a variant; returns the seconds and the arguments of `load`."""
         start = time.perf_counter()
         self._programs[name] = self._compiled_programs(name)
-        found = []
+        programs = []
         for executable in self._programs[name]:
             program, _, out_tree = serialize(executable)
             _, *metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
-            found.append([base64.b64encode(program).decode(), metrics])
-        return {"sec": time.perf_counter() - start, "programs": found}
+            programs.append([base64.b64encode(program).decode(), metrics])
+        return {"sec": time.perf_counter() - start, "programs": programs}
 
     def _compiled_programs(self, name: str) -> list[Any]:
         """The train step, or the local step; of an agreement, the merges of a round."""
@@ -145,12 +145,12 @@ class Worker:
             with plan.batches(plan.timeline.segments[0], 0, 1) as batches:
                 self._batches[is_flat] = dict(next(batches))
         for name, plan in self._variants.items():
-            own = jax.tree.map(jnp.copy, states[self.known[name].is_flat])
+            state = jax.tree.map(jnp.copy, states[self.known[name].is_flat])
             if plan.parts.agreement.keeps_replicas:
                 make = functools.partial(_with_replicas, plan.parts)
-                self._states[name] = jax.jit(make, out_shardings=plan.parts.state_spec.shardings)(own)
+                self._states[name] = jax.jit(make, out_shardings=plan.parts.state_spec.shardings)(state)
             else:
-                self._states[name] = own.replace(exchange_state=make_exchange_state(plan))
+                self._states[name] = state.replace(exchange_state=make_exchange_state(plan))
 
     def run(self, name: str, num_steps: int) -> dict[str, Any]:
         """Seconds of each of `num_steps` steps of a variant; the hosts start every step together."""
@@ -234,14 +234,16 @@ def _with_replicas(parts: Parts, state: TrainState) -> TrainState:
         parts.precision.init_loss_scale(),
         parts.guard.init_guard(),
     )
-    found = state.replace(
+    replica_state = state.replace(
         opt_state=(),
         loss_scale={},
         guard={},
         exchange_state=parts.state_spec.init_exchange(),
         agreement_state=init_agreement(parts.agreement, start, parts.layout.mesh.shape[_REPLICA], sums),
     )
-    return found.with_own(replace(found.own, since=jax.tree.map(jnp.ones_like, found.own.since)))
+    return replica_state.with_own(
+        replace(replica_state.own, since=jax.tree.map(jnp.ones_like, replica_state.own.since))
+    )
 
 
 if __name__ == "__main__":

@@ -124,10 +124,10 @@ def make_adopt(parts: Parts) -> jax.stages.Wrapped:
             moved = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, parts.trainable.of(average), trained)
             average = parts.trainable.merged(moved, average)
         mine = jax.tree.map(lambda x: x[None], trained)
-        own = dataclasses.replace(state.own, params=mine, since=jax.tree.map(jnp.zeros_like, state.own.since))
-        model_state = jax.tree.map(lambda x: x[0], own.model_state)
+        replicas = dataclasses.replace(state.own, params=mine, since=jax.tree.map(jnp.zeros_like, state.own.since))
+        model_state = jax.tree.map(lambda x: x[0], replicas.model_state)
         params = parts.trainable.merged(trained, state.params)
-        return state.replace(params=params, model_state=model_state, ema_params=average).with_own(own)
+        return state.replace(params=params, model_state=model_state, ema_params=average).with_own(replicas)
 
     return jax.jit(adopt, donate_argnums=0, in_shardings=(spec, shardings, None), out_shardings=spec)
 

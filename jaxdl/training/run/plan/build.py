@@ -327,13 +327,13 @@ def make_initial_state(plan: Plan) -> TrainState:
 
 def _with_equal_replicas(parts: Parts, state: TrainState) -> TrainState:
     """A fresh state whose replicas all begin with its parameters and model state."""
-    own = jax.tree.map(lambda x: x[0], state.own)
+    replica = jax.tree.map(lambda x: x[0], state.own)
     trained = parts.trainable.of(state.params)
     start = dataclasses.replace(
-        own, params=trained, model_state=state.model_state, opt_state=parts.optimizer.init(trained)
+        replica, params=trained, model_state=state.model_state, opt_state=parts.optimizer.init(trained)
     )
     num_replicas = parts.layout.mesh.shape[Axis.REPLICA]
-    sums = tuple(own.since["sums"])
+    sums = tuple(replica.since["sums"])
     return state.replace(agreement_state=init_agreement(parts.agreement, start, num_replicas, sums))
 
 
