@@ -28,9 +28,7 @@ ConfigT = TypeVar("ConfigT", bound="Config")
 class Config(pydantic.BaseModel):
     """Base of all configs: frozen, unknown fields refused, help texts taken from the string below each field."""
 
-    model_config = pydantic.ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
-    )
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     by_position: ClassVar[tuple[str, ...]] = ()
     """The fields that may be given without their names, in this order."""
