@@ -135,6 +135,13 @@ def test_remat_was_a_switch(switch, name):
     assert identity({"model": {"remat": switch}}) == identity({"model": {"remat": name}})
 
 
+def test_a_run_resumes_after_one_of_its_fields_was_renamed():
+    before, now = ({"model": {"kind": "transformer", name: 2}} for name in ("layers_per_turn", "scan_unroll"))
+    assert identity(before) == identity(now)
+    assert identity(before) != identity({"model": {"kind": "transformer"}})
+    assert Transformer(layers_per_turn=2) == Transformer.from_json('{"kind": "transformer", "layers_per_turn": 2}')
+
+
 def test_a_workdir_made_before_a_field_of_ones_own_has_its_default():
     class Own(Transformer, kind="own_of_test_transformer"):
         sizes: list[int] = pydantic.Field(default_factory=lambda: [3])

@@ -195,7 +195,7 @@ def _without_shards(data: Any) -> Any:
 
 
 def _with_defaults(name: str, values: Any) -> Any:
-    """A part of a dumped Experiment with the defaults of fields that did not exist yet when it was dumped."""
+    """A part of a dumped Experiment with its fields by their names now, and the defaults of those that it lacks."""
     field = Experiment.model_fields.get(name)
     cls = field.annotation if field is not None else None
     if not isinstance(values, Mapping) or not is_config(cls):
@@ -208,8 +208,9 @@ def _with_defaults(name: str, values: Any) -> Any:
         for name, info in fields.items()
         if not info.default_factory_takes_validated_data
     }
+    named = {cls.former_names.get(name, name): value for name, value in values.items()}
     # What JSON has no form for is a user's own, with a serializer of its own.
-    return {**to_jsonable_python(defaults, serialize_unknown=True), **values}
+    return {**to_jsonable_python(defaults, serialize_unknown=True), **named}
 
 
 def load(
