@@ -1,4 +1,4 @@
-"""The top-k exchange: of every bucket only the entries of largest magnitude travel."""
+"""The top-k exchange: of every bucket only the entries of largest magnitude are sent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FEW_REPLICAS = 4
 # For the cost: float32 numbers that a device reads and writes for each element.
 _ZERO_SENT, _ADD_ERROR, _EMPTY_TOTAL = 2, 4, 1
 _OWN_ENTRIES = 3
-"""Rounding, packing and keeping what was not sent: as much work as receiving the own entries this many times."""
+"""Rounding, packing and keeping what was not sent takes as long as receiving this many times the own entries."""
 
 
 class TopK(Compressed, kind="topk"):
@@ -47,7 +47,7 @@ class TopK(Compressed, kind="topk"):
     num_passes: int = pydantic.Field(default=30, ge=1, le=60)
     """Passes of the method mstopk (N in the paper)."""
     algorithm: Algorithm = "all_gather"
-    """How they travel: to everyone (few replicas), or to the owner of each index range, which selects again from the
+    """How they are sent: to everyone (few replicas), or to the owner of each index range, which selects again from the
     sums and sends those to everyone (many replicas: the cost does not grow with their number)."""
     wire: Wire = "packed"
     """4 bytes an entry (bfloat16 value, 16-bit index inside its block), or 8 (float32, int32)."""
@@ -114,16 +114,16 @@ class TopK(Compressed, kind="topk"):
                     "then not part of the momentum: raise it by 1 / (1 - momentum) for the same effect.)"
                 )
 
-    def stages(self) -> list[tuple[float, Compressed]]:
-        """The stages of the density warm-up, and the rest of the run."""
+    def settings_by_step(self) -> list[tuple[float, Compressed]]:
+        """The densities of the warm-up, and that of the rest of the run."""
         if not self.density_warmup_steps:
-            return super().stages()
-        num_stages = 4
-        ratio = (self.density / WARMUP_DENSITY) ** (1 / num_stages)
-        ends = [self.density_warmup_steps * (number + 1) / num_stages for number in range(num_stages)]
-        densities = [WARMUP_DENSITY * ratio**number for number in range(num_stages)]
+            return super().settings_by_step()
+        num_densities = 4
+        ratio = (self.density / WARMUP_DENSITY) ** (1 / num_densities)
+        ends = [self.density_warmup_steps * (number + 1) / num_densities for number in range(num_densities)]
+        densities = [WARMUP_DENSITY * ratio**number for number in range(num_densities)]
         settings = [self.model_copy(update={"density": density}) for density in densities]
-        return [*zip(ends, settings, strict=True), *super().stages()]
+        return [*zip(ends, settings, strict=True), *super().settings_by_step()]
 
     def num_kept(self, num_elements: int) -> int:
         """Entries that are sent of so many."""
@@ -165,7 +165,15 @@ class TopK(Compressed, kind="topk"):
         sent = {axis: self.sent_bytes(summand.size, context.num_replicas)} | bucket.split_bytes(
             context.layout, num_splits
         )
-        return Sent(bucket, bucket.split(total), residual, sent, k, total[0], momentum)
+        return Sent(
+            bucket,
+            total=bucket.split(total),
+            residual=residual,
+            sent_bytes=sent,
+            num_entries=k,
+            last=total[0],
+            momentum=momentum,
+        )
 
     def bucket_cost(self, bucket: Bucket, gradients: Gradients, machine: Machine) -> Cost:
         """The cost of one compressed bucket. Raises ValueError for a speed that is not known."""

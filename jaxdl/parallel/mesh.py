@@ -37,14 +37,12 @@ class Axis(enum.StrEnum):
     """Splits the examples of a batch."""
     splits_params: bool
     """Splits parameters, their gradients and the optimizer's state."""
-    is_optional: bool
-    """Is not named in texts where it has one device."""
 
     def __new__(cls, name: str, *properties: str) -> Axis:
         """The axis; `properties` are the names of those it has."""
         axis = str.__new__(cls, name)
         axis._value_ = name
-        known = ("is_slow", "splits_batch", "splits_params", "is_optional")
+        known = ("is_slow", "splits_batch", "splits_params")
         assert set(properties) <= set(known), (name, properties)
         for has in known:
             setattr(axis, has, has in properties)
@@ -72,7 +70,7 @@ MODEL_AXES = tuple(axis for axis in PARAM_AXES if axis not in BATCH_AXES)
 
 
 class HostAxis(enum.StrEnum):
-    """The axes of the mesh of the CPUs of a run's processes, one each: see `make_host_mesh`."""
+    """The axes of a host mesh, which has one CPU of each process: see `make_host_mesh`."""
 
     NODE = "node"
     PART = "part"
@@ -164,7 +162,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
 
 
 def make_host_mesh(mesh: Mesh) -> Mesh:
-    """The CPUs of the processes of a mesh, one each, for arrays in the memory of hosts.
+    """The host mesh of a device mesh: one CPU of each of its processes, for arrays in the memory of hosts.
 
     The processes along `HostAxis.NODE` have other replicas, those along `HostAxis.PART` other devices of the same ones.
     Raises ConfigError as `host_sizes` does, and where JAX has no CPUs.
@@ -201,33 +199,33 @@ def host_sizes(processes: np.ndarray) -> tuple[int, int]:
 
 
 def host_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """Over which axes of a `make_host_mesh` lies what is spread over these axes of its mesh: each host has what its own
-    devices have. They are all axes inside a replica, or none of these, with the slow one or without.
+    """The axes of a host mesh that correspond to `axes` of its device mesh: a host has what its devices have.
+
+    `axes` are all axes inside a replica, or none of these, with the slow axis or without it.
     """
     nodes = (HostAxis.NODE.value,) if any(axis not in INNER_AXES for axis in axes) else ()
     return nodes + ((HostAxis.PART.value,) if any(axis in INNER_AXES for axis in axes) else ())
 
 
 def host_spec(spec: PartitionSpec) -> PartitionSpec:
-    """How an array with this spec on a mesh lies on its `make_host_mesh`: see `host_axes`."""
+    """The spec on a host mesh of an array that has this spec on the device mesh: see `host_axes`."""
     return PartitionSpec(*(host_axes((axes,) if isinstance(axes, str) else axes or ()) for axes in spec))
 
 
 def on_hosts(x: Any) -> bool:
-    """Whether an array, or a shape struct's, is in the memory of hosts, on a `make_host_mesh`."""
+    """Whether an array, or that of a shape struct, is in the memory of hosts, on a host mesh."""
     sharding = getattr(x, "sharding", None)
     return isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == _HOST_AXES
 
 
 def ways(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
-    """Into how many parts some axes together split something, on a mesh of these sizes (1 where it lacks an axis)."""
+    """Into how many parts `axes` together split a dimension: the product of their sizes, 1 for an axis without one."""
     return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:
     """`replica 2 x fsdp 4 x tensor 1`."""
-    optional = [axis.value for axis in Axis if axis.is_optional]
-    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1 or axis not in optional)
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
 def inner_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -264,7 +262,7 @@ def gpus_visible() -> bool:
 def gpus_chosen() -> bool:
     """Whether a program shall run on GPUs, or other devices than CPUs: there are some, or the user asks for them.
 
-    Who asks in vain (`JAX_PLATFORMS=cuda` on a machine without) hears so when JAX starts.
+    If a platform that the user asks for is missing (`JAX_PLATFORMS=cuda` on a machine without), JAX says so at start.
     """
     return gpus_visible() or asked_platforms() is not None
 

@@ -37,12 +37,12 @@ class Session:
     stack: contextlib.ExitStack
     """Closes what the run opens."""
 
-    def begin(self, trackers: Sequence[Tracker]) -> None:
+    def take_workdir(self, trackers: Sequence[Tracker]) -> None:
         """Takes the workdir; called when the processes of the run have met, on all of them. Raises ConfigError."""
         check_trackers(trackers, self.workdir.path)
-        self.status.begin()
+        self.status.take_workdir()
 
-    def guard(self, hang_timeout_sec: float | None, polls_between: int) -> None:
+    def watch_for_hangs(self, hang_timeout_sec: float | None, polls_between: int) -> None:
         """From here on a hang ends the process, and a signal to one process stops all at the same poll."""
         if jax.process_count() > 1:
             self.stop.share(every_polls=polls_between)
