@@ -138,7 +138,7 @@ def test_remat_was_a_switch(switch, name):
 
 @pytest.mark.parametrize("kind", ["transformer", "encoder_decoder"])
 def test_scan_unroll_was_layers_per_turn(kind):
-    assert kinds(Model)[kind](layers_per_turn=2).scan_unroll == 2
+    assert kinds(Model)[kind].model_validate({"layers_per_turn": 2}).model_dump()["scan_unroll"] == 2
     before, now = ({"model": {"kind": kind, name: 1}} for name in ("layers_per_turn", "scan_unroll"))
     assert identity(before) == identity(now)  # The run in a workdir resumes.
     assert identity(before) != identity({"model": {"kind": kind, "scan_unroll": 2}})
