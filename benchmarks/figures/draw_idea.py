@@ -127,8 +127,8 @@ def draw() -> Figure:
     axes.axis("off")
     axes.text(0.5, 8.42, "The slow network is one mesh axis", fontsize=24, fontweight="bold", color=INK, va="center")
     under = (
-        "Inside a replica XLA does the sharding. What crosses replica: gradient shards, through the exchange, and small "
-        "sums."
+        "Inside a replica XLA does the sharding. "
+        "What crosses replica: gradient shards, through the exchange, and small sums."
     )
     axes.text(0.5, 7.85, under, fontsize=13, color=GREY, va="center")
     for replica in range(len(NODE_LEFTS)):
