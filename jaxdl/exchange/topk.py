@@ -1,4 +1,4 @@
-"""The top-k exchange: of every bucket only the entries of largest magnitude travel."""
+"""The top-k exchange: of every bucket only the entries of largest magnitude are sent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FEW_REPLICAS = 4
 # For the cost: float32 numbers that a device reads and writes for each element.
 _ZERO_SENT, _ADD_ERROR, _EMPTY_TOTAL = 2, 4, 1
 _OWN_ENTRIES = 3
-"""Rounding, packing and keeping what was not sent: as much work as receiving the own entries this many times."""
+"""Rounding, packing and keeping what was not sent cost as much as receiving this many times k entries."""
 
 
 class TopK(Compressed, kind="topk"):
@@ -47,7 +47,7 @@ class TopK(Compressed, kind="topk"):
     num_passes: int = pydantic.Field(default=30, ge=1, le=60)
     """Passes of the method mstopk (N in the paper)."""
     algorithm: Algorithm = "all_gather"
-    """How they travel: to everyone (few replicas), or to the owner of each index range, which selects again from the
+    """How they are sent: to everyone (few replicas), or to the owner of each index range, which selects again from the
     sums and sends those to everyone (many replicas: the cost does not grow with their number)."""
     wire: Wire = "packed"
     """4 bytes an entry (bfloat16 value, 16-bit index inside its block), or 8 (float32, int32)."""

@@ -1,8 +1,8 @@
-"""The device mesh: the only home of axis names, and of what an axis is for.
+"""The device mesh: the names of its axes, and their properties.
 
-All other code asks for the properties of an axis, or goes through the axes that have one. So a new axis is a member of
-`Axis`, its size in `MeshConfig`, a rule in `jaxdl.parallel.sharding` that says which dimensions it splits, and the code
-that is about it.
+Other code asks for the properties of an axis, or uses the axes that have one; only `jaxdl.parallel.sharding`, which has
+the rules, names axes too. So a new axis is a member of `Axis`, its size in `MeshConfig`, a rule in
+`jaxdl.parallel.sharding` that says which dimensions it splits, and the code that uses it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Axis(enum.StrEnum):
     splits_params: bool
     """Splits parameters, their gradients and the optimizer's state."""
     is_optional: bool
-    """Is not named in texts where it has one device."""
+    """Is left out of texts where it has one device. No axis has it yet."""
 
     def __new__(cls, name: str, *properties: str) -> Axis:
         """The axis; `properties` are the names of those it has."""
@@ -201,15 +201,16 @@ def host_sizes(processes: np.ndarray) -> tuple[int, int]:
 
 
 def host_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """Over which axes of a `make_host_mesh` lies what is spread over these axes of its mesh: each host has what its own
-    devices have. They are all axes inside a replica, or none of these, with the slow one or without.
+    """The axes of a `make_host_mesh` that correspond to these axes of the device mesh: a host has what its devices have.
+
+    `axes` has all axes inside a replica or none of them, with or without the slow axis.
     """
     nodes = (HostAxis.NODE.value,) if any(axis not in INNER_AXES for axis in axes) else ()
     return nodes + ((HostAxis.PART.value,) if any(axis in INNER_AXES for axis in axes) else ())
 
 
 def host_spec(spec: PartitionSpec) -> PartitionSpec:
-    """How an array with this spec on a mesh lies on its `make_host_mesh`: see `host_axes`."""
+    """The spec on a `make_host_mesh` of an array with this spec on the device mesh: see `host_axes`."""
     return PartitionSpec(*(host_axes((axes,) if isinstance(axes, str) else axes or ()) for axes in spec))
 
 
@@ -220,7 +221,7 @@ def on_hosts(x: Any) -> bool:
 
 
 def ways(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
-    """Into how many parts some axes together split something, on a mesh of these sizes (1 where it lacks an axis)."""
+    """The product of the sizes of `axes`; 1 for an axis that the mesh lacks."""
     return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
@@ -262,15 +263,15 @@ def gpus_visible() -> bool:
 
 
 def gpus_chosen() -> bool:
-    """Whether a program shall run on GPUs, or other devices than CPUs: there are some, or the user asks for them.
+    """Whether a program shall run on GPUs, or on other devices than CPUs: there are some, or the user asks for them.
 
-    Who asks in vain (`JAX_PLATFORMS=cuda` on a machine without) hears so when JAX starts.
+    If the user asks for a platform that is missing (`JAX_PLATFORMS=cuda`), JAX reports it at start.
     """
     return gpus_visible() or asked_platforms() is not None
 
 
 def asked_platforms() -> str | None:
-    """The user's JAX_PLATFORMS, or JAX's setting of that name, if its first choice is no CPU; None otherwise."""
+    """The user's JAX_PLATFORMS, or JAX's setting of that name, if its first choice is not "cpu"; None otherwise."""
     platforms = getattr(jax.config, "jax_platforms", None) or ""
     first = platforms.split(",")[0].strip()
     return platforms if first not in ("", "cpu") else None

@@ -1,4 +1,4 @@
-"""`jaxdl.train`: a run, from what it is asked for to its end."""
+"""`jaxdl.train`: a run, from the call to its end."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def train(
       may_change: fields such as `optimizer.learning_rate` that may have other values than the run in the workdir had.
 
     Raises:
-      ConfigError: for a config that cannot be run here, before anything is compiled.
+      ConfigError: for a config that cannot be run here, before the steps are compiled.
       Interrupted: after SIGTERM, SIGINT, SIGHUP or a halt file in the workdir, when the state has been saved; or when
         its end could not be saved. It has the run so far as `run`.
       Diverged: when too many consecutive steps are bad and no rollback is possible any more, see `GuardConfig`.
@@ -84,7 +84,7 @@ def _plan(
     init: InitFrom | None,
     stage_folder: str | Path | None,
 ) -> Plan:
-    """The plan of the run, as `make_plan` makes it, in its workdir; a signal is noticed meanwhile."""
+    """The plan of the run in its workdir, made by the stages of `build`; a signal ends it with Interrupted."""
     workdir, start = session.workdir, session.start
     stage = None if stage_folder is None else Stage(stage_folder, session.status.stages)
 
@@ -101,7 +101,7 @@ def _plan(
 
 
 def _run(session: Session, plan: Plan, max_steps: int | None, callbacks: Callbacks) -> Run:
-    """The run of a plan, watched."""
+    """Runs a plan; the watchdog ends the process if it hangs."""
     experiment, status = plan.experiment, session.status
     session.guard(experiment.cluster.hang_timeout_sec, experiment.report.every_steps)
     end = plan.parts.agreement.boundary(end_step(plan.timeline, max_steps), plan.total_steps)
@@ -117,4 +117,4 @@ def _check(devices: Any, max_steps: Any) -> None:
     check_max_steps(max_steps)
     if devices is None or (isinstance(devices, Iterable) and all(hasattr(device, "platform") for device in devices)):
         return
-    raise ConfigError(f"devices: {devices!r} is no list of devices. Give one, such as jax.devices()[:4].")
+    raise ConfigError(f"devices: {devices!r} is not a list of devices. Give one, such as jax.devices()[:4].")

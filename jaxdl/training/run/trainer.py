@@ -34,7 +34,7 @@ class Trainer:
     """One run, from its plan to its end. What it opens is closed by the session."""
 
     def __init__(self, plan: Plan, session: Session, callbacks: Callbacks, *, end: int) -> None:
-        """The run ends at step `end`."""
+        """`callbacks`: functions to call, see `Hooks`; `end`: the last step, at most `plan.total_steps`."""
         workdir, stop, watch, stack = session.workdir.path, session.stop, session.watch, session.stack
         self.plan, self.parts, self.experiment, self.workdir = plan, plan.parts, plan.experiment, workdir
         self.session, self.stop, self.watch, self.stack, self.start = session, stop, watch, stack, session.start
@@ -68,7 +68,7 @@ class Trainer:
         return self.counter.step
 
     def run(self) -> Run:
-        """The whole run."""
+        """Runs to the end, or to a signal; what a signal or a hook ends early is saved."""
         try:
             return self._whole()
         except Stop as signal:
@@ -85,7 +85,7 @@ class Trainer:
             raise
 
     def _whole(self) -> Run:
-        """The run, if nothing ends it early."""
+        """The run from its start to step `end`."""
         restored = self._begin()
         changed = self.step < self.end or self.evaluated_step < self.step
         self._report_start(restored, changed)
@@ -136,7 +136,7 @@ class Trainer:
         report_start_events(self.reporter, self.saver, self.rollbacks, restored, recorded=changed)
 
     def _enter(self, segment: Segment) -> None:
-        """From here on the steps are those of the segment, compiled by now or here; the next one's are started."""
+        """Switches to the compiled steps of a segment, compiling them if needed; starts to compile the next one's."""
         self.segment = segment
         if not self.programs.ready(self.plan, segment):
             self.reporter.status("compiling")
@@ -144,7 +144,7 @@ class Trainer:
             self.steps = self.stop.run(lambda: self.programs.of(self.plan, segment, self.end))
 
     def _evaluate_late(self) -> None:
-        """Makes an evaluation that was due at this step and was stopped; it may change the state that was saved."""
+        """Makes the evaluation of this step if it was due and did not end; it may change the state, which is saved."""
         if self.step > self.evaluated_step and self._due(self.experiment.evaluation):
             self._evaluate()
             if self.experiment.evaluation.norm_batches is not None and self.saver is not None:

@@ -1,6 +1,7 @@
 """From an experiment to the plan of its run, stage by stage: devices, data, network, parts.
 
-Nothing is compiled, or allocated on the devices, before everything that can be checked has been.
+Settings are checked before the steps are compiled and the state is allocated. Two settings measure first: `--plan auto`
+compiles and times steps in stage 1, and `--exchange auto` measures the links before the last checks.
 """
 
 from __future__ import annotations
@@ -63,15 +64,19 @@ def make_plan(
     splits: Splits | None = None,
     most_rows: int | None = None,
 ) -> Plan:
-    """Starts the devices, reads the data and joins the parts. Raises ConfigError for everything that cannot be run.
+    """Starts the devices, reads the data and makes the parts. Raises ConfigError for everything that cannot be run.
+
+    It is for programs that need a plan without a run; `train` calls the stages itself.
 
     Args:
       experiment: what would be trained.
-      devices: those of the mesh; all by default.
-      workdir: that of a run, which goes on as it began.
+      devices: the devices of the mesh; all by default.
+      workdir: the run's folder; earlier choices recorded there are used again. `Workdir()`: a run without a folder.
+        None: no run, so `--plan auto` is an error.
       start: prints progress, and facts about the run.
       splits: the data, instead of those that the experiment would read.
-      most_rows: embedding tables with more rows have so many, for steps that are compiled or timed alone.
+      most_rows: upper limit for the rows of each embedding table, for steps that are compiled or timed alone; larger
+        tables are cut.
     """
     start = start or Start(Console(quiet=True))
     layout, mesh = open_mesh(as_experiment(experiment), devices, start, workdir)
@@ -83,7 +88,7 @@ def make_plan(
 def open_mesh(
     experiment: Experiment, devices: Sequence[Device] | None, start: Start, workdir: Workdir | None
 ) -> tuple[RunLayout, Mesh]:
-    """Stage 1: the layout of the experiment, planned where it asks for that, and its mesh. It starts JAX.
+    """Stage 1: the experiment with its layout, planned if the config has `--plan auto`, and its mesh. It starts JAX.
 
     Raises ConfigError when the devices do not suit the experiment.
     """
@@ -157,7 +162,7 @@ def join(
 
 
 def begin(plan: Plan, init: InitFrom | None, workdir: Workdir) -> Plan:
-    """The plan of a run that begins in the workdir, or goes on there, with what it takes from another run.
+    """The plan of a run that begins or resumes in the workdir, with the parameters that it takes from another run.
 
     Raises ConfigError for what cannot be taken, on all processes.
     """
@@ -184,9 +189,9 @@ def make_parts(
     most_rows: int | None = None,
     stacks: Mapping[str, Dims] | None = None,
 ) -> Parts:
-    """All that steps are made of, for data that `spec` describes. Raises ConfigError for parts that do not fit.
+    """Stage 4: what steps are made of, for data that `spec` describes. Raises ConfigError for parts that do not fit.
 
-    Embedding tables have `most_rows` rows at most; `stacks` are those of the workdir, see `make_network`.
+    Embedding tables have at most `most_rows` rows; `stacks` are those recorded in the workdir, see `make_network`.
     """
     num_replicas, agreement, step = mesh.shape[Axis.REPLICA], experiment.agreement, experiment.step
     fitted = fit_network(experiment, spec, num_replicas, stacks)
@@ -270,6 +275,7 @@ def make_rates(experiment: Experiment, timeline: Timeline) -> Callable[[jax.typi
     learning_rate, cycle = build_schedule(experiment.schedule, peak=optimizer.learning_rate, **length)
 
     def rates(num_updates: jax.typing.ArrayLike) -> Rates:
+        # The rate grows with the batch (Goyal et al. 2017), so `size` is the batch size over that of the run.
         step, size = timeline.scheduled(num_updates)
         return Rates(learning_rate(step) * size, optimizer.momentum_at(cycle(step)))
 
@@ -279,7 +285,7 @@ def make_rates(experiment: Experiment, timeline: Timeline) -> Callable[[jax.typi
 def _check_sources(plan: Plan) -> None:
     """Raises ConfigError when the model does not take the images of a phase, or of the evaluation.
 
-    Otherwise that would be seen when they come, hours later.
+    Without this check the run would fail hours later, when that phase begins.
     """
     if plan.caches is not None:  # Raises for settings that do not fit.
         plan.caches.check_evaluation(plan.splits.test, plan.eval_batch_size)

@@ -89,7 +89,7 @@ def make_exchange(
     fragments: Fragments | None,
     num_replicas: int,
 ) -> Exchange:
-    """The exchange over the replicas, of gradients of these shapes or of `fragments`; one has nobody to talk to."""
+    """The exchange over the replicas, of gradients of these shapes or of `fragments`; a single one sends nothing."""
     if fragments is not None:
         shapes = fragments.shapes(shapes)
         layout = fragments.layout(layout)
