@@ -12,6 +12,7 @@ Every `bash` and `python` block has a mark above it, which says what is done wit
 
 import ast
 import contextlib
+import functools
 import importlib
 import inspect
 import io
@@ -50,7 +51,7 @@ from jaxdl.training.experiment import Experiment
 sys.path.insert(0, str(ROOT / "scripts"))
 import docs_site
 
-from benchmarks.figures import draw_architecture
+from benchmarks.figures import draw_architecture, draw_idea
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in
          [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]}  # fmt: skip
@@ -165,14 +166,18 @@ def check(words):
     elif words[1] == "-m" and not (words[2].startswith("benchmarks.") and "argparse" in source_of(words[2])):
         check_module(words[2], words[3:])
     else:
-        source = source_of(words[2])
+        is_script = words[1].endswith(".py")
+        source = source_of(
+            "benchmarks.dawnbench.reproduce" if "reproduce_dawnbench" in words[1] else words[1 if is_script else 2]
+        )
         given = [word for word in words[3:] if word.startswith("--") and word != "--help"]
         assert not [one for one in given if f'"{one}"' not in source], words
 
 
 def source_of(module):
     """The text of a module."""
-    return (ROOT / f"{module.replace('.', '/')}.py").read_text()
+    path = module if module.endswith(".py") else f"{module.replace('.', '/')}.py"
+    return (ROOT / path).read_text()
 
 
 def check_module(module, args):
@@ -326,9 +331,20 @@ def test_the_architecture_names_every_room():
     table = re.search(r"\| room \|.*?\n\n", page("architecture.md"), re.S)
     assert table
     assert first_column(table[0]) == set(test_floors.FLOOR)
-    with Image.open(ROOT / "docs/floors.png") as picture:
-        drawn = json.loads(picture.info["Description"])
+    drawn = described("floors")
     assert drawn == draw_architecture.layout(), "the floors have changed: python -m benchmarks.figures.draw_docs floors"
+
+
+def described(name):
+    """The description in a picture of docs/."""
+    with Image.open(ROOT / f"docs/{name}.png") as picture:
+        return json.loads(picture.info["Description"])
+
+
+def test_the_drawings_say_what_their_source_says():
+    figures = {"step": draw_architecture.step(), "idea": draw_idea.draw()}
+    stale = [name for name, figure in figures.items() if described(name) != draw_idea.texts(figure)]
+    assert not stale, "python -m benchmarks.figures.draw_docs step; python -m benchmarks.figures.draw_idea"
 
 
 def where_is_what():
@@ -340,18 +356,41 @@ def where_is_what():
                 yield cells[0], cells[1].strip("`"), cells[2].strip("`")
 
 
+def names_of_files():
+    """(file, name) elsewhere in architecture.md: "`file` (`name`: why, `name`)", "`name` in `file`", the stages."""
+    text, file = page("architecture.md"), r"`((?:jaxdl|tests)/[\w/]+\.py)`"
+    for path, names in re.findall(rf"{file} \(([^)]*)\)", text):
+        yield from ((path, name) for name in re.findall(r"`([A-Za-z_.]+)`", names))
+    yield from ((path, name) for name, path in re.findall(rf"`([A-Za-z_.]+)` in {file}", text))
+    yield from ((path, name) for name, path in re.findall(rf"\| `([A-Za-z_.]+)` \| {file} \|", text))
+
+
+@functools.cache
+def defined_names(path):
+    """The functions, classes, variables and fields of a file."""
+    nodes = list(ast.walk(ast.parse((ROOT / path).read_text())))
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return names | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+def missing_names(path, name):
+    """Those parts of a dotted name that a file does not define."""
+    return [part for part in name.split(".") if part not in defined_names(path)]
+
+
 def test_where_is_what():
     for concept, path, name in where_is_what():
-        tree = ast.parse((ROOT / path).read_text())
-        defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-        defined |= {
-            node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        }
-        assert not [part for part in name.split(".") if part not in defined], f"{concept}: {path} has no {name}"
+        assert not missing_names(path, name), f"{concept}: {path} has no {name}"
     concepts = " ".join(concept for concept, _, _ in where_is_what())
     assert len(list(where_is_what())) > 100
     for word in ("top-k selects", "residual is saved", "rollback is decided", "image is cached", "speed is measured"):
         assert word in concepts
+
+
+def test_the_common_changes_and_the_stages_of_a_run_name_what_there_is():
+    found = set(names_of_files())
+    assert not [f"{path} has no {name}" for path, name in sorted(found) if missing_names(path, name)]
+    assert {name for _, name in found} >= {"step_metrics", "Timeline.scheduled", "Schedule.build", "open_data", "train"}
 
 
 def test_numbers_of_the_readme_are_measured():

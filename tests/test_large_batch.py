@@ -64,7 +64,7 @@ def test_the_table_and_the_picture(tmp_path, capsys):
 
 LENGTHS = """
 import jax, jaxdl
-from jaxdl.kinds import kinds
+from jaxdl.core.kinds import kinds
 from jaxdl.optim import Schedule, Steps
 from jaxdl.platform.search.config import Lengths
 

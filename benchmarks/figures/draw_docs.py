@@ -48,7 +48,7 @@ FIGURES: Mapping[str, Callable[[dict[str, Any]], bytes]] = {
     "schedule": lambda data: schedule.figure(data["found"]),
     "time_to_accuracy": lambda data: time_to_accuracy.figure(data["runs"], data["target"]),
 }
-DRAWINGS: Mapping[str, Callable[[], bytes]] = {"floors": draw_architecture.floors, "step": draw_architecture.step}
+DRAWINGS: Mapping[str, Callable[[], bytes]] = {"floors": draw_architecture.floors, "step": draw_architecture.step_png}
 """Pictures that show no data."""
 
 

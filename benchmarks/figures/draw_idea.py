@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from io import BytesIO
+from typing import Any
+
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -76,7 +80,7 @@ def node(axes: Axes, replica: int) -> None:
 
 
 def crossing(axes: Axes) -> None:
-    """The slow network between the replicas: only gradient shards cross it, through the exchange."""
+    """The slow network between the replicas: gradient shards cross it, through the exchange."""
     left, right = NODE_LEFTS[0] + NODE_WIDTH, NODE_LEFTS[1]
     middle, height = (left + right) / 2, DEVICE_SIZE[1]
     half, box_bottom = 1.3, NODE_BOTTOM + EXCHANGE_BOTTOM
@@ -105,7 +109,9 @@ def crossing(axes: Axes) -> None:
     axes.text(middle, center + 1.22, "exchange", fontsize=18, fontweight="bold", color=SLOW, **text)
     axes.text(middle, center + 0.42, "mean of the\ngradients over\nreplica", fontsize=12, color=INK, **text)
     axes.plot((middle - 0.45, middle + 0.45), (center - 0.28,) * 2, color=SLOW, lw=1, alpha=0.6)
-    axes.text(middle, center - 0.93, "dense, top-k,\nquantized, sign\nor PowerSGD", fontsize=11, color=GREY, **text)
+    axes.text(
+        middle, center - 0.93, "dense, top-k,\nquantized, sign,\nPowerSGD or DeMo", fontsize=11, color=GREY, **text
+    )
     top = NODE_BOTTOM + NODE_HEIGHT
     axes.text(middle, top - 0.27, "slow network", fontsize=15, fontweight="bold", color=SLOW, **text)
     axes.text(middle, top - 0.64, "the mesh axis replica", fontsize=11, color=SLOW, **text)
@@ -120,7 +126,10 @@ def draw() -> Figure:
     axes.set_ylim(0, 9)
     axes.axis("off")
     axes.text(0.5, 8.42, "The slow network is one mesh axis", fontsize=24, fontweight="bold", color=INK, va="center")
-    under = "Inside a replica XLA does the sharding. Only gradient shards cross replica, through the exchange."
+    under = (
+        "Inside a replica XLA does the sharding. "
+        "What crosses replica: gradient shards, through the exchange, and small sums."
+    )
     axes.text(0.5, 7.85, under, fontsize=13, color=GREY, va="center")
     for replica in range(len(NODE_LEFTS)):
         node(axes, replica)
@@ -138,5 +147,18 @@ def draw() -> Figure:
     return figure
 
 
+def texts(figure: Figure) -> list[str]:
+    """What a drawing says, in the order of drawing."""
+    return [text.get_text() for axes in figure.axes for text in axes.texts]
+
+
+def png(figure: Figure, description: Any) -> bytes:
+    """A figure as PNG, with a description of what it shows, as JSON."""
+    content = BytesIO()
+    figure.savefig(content, format="png", metadata={"Description": json.dumps(description)})
+    return content.getvalue()
+
+
 if __name__ == "__main__":
-    draw().savefig(ROOT / "docs" / "idea.png")
+    drawing = draw()
+    (ROOT / "docs" / "idea.png").write_bytes(png(drawing, texts(drawing)))

@@ -1,7 +1,7 @@
 """The base class of all configs. JAX is not imported here.
 
 A config is a frozen pydantic model, defined beside the code that it configures and builds. Parts that have kinds (the
-optimizer, the model, the data set...) are in `jaxdl.kinds`.
+optimizer, the model, the data set...) are in `jaxdl.core.kinds`.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Config(pydantic.BaseModel):
 
     @classmethod
     def has_kinds(cls) -> bool:
-        """Whether a field of this type takes any of several classes, see `jaxdl.kinds`."""
+        """Whether a field of this type takes any of several classes, see `jaxdl.core.kinds`."""
         return False
 
     @classmethod

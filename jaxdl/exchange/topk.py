@@ -30,7 +30,7 @@ _FEW_REPLICAS = 4
 # For the cost: float32 numbers that a device reads and writes for each element.
 _ZERO_SENT, _ADD_ERROR, _EMPTY_TOTAL = 2, 4, 1
 _OWN_ENTRIES = 3
-"""Rounding, packing and keeping what was not sent takes as long as receiving this many times the own entries."""
+"""Rounding, packing and keeping what was not sent cost as much as receiving this many times k entries."""
 
 
 class TopK(Compressed, kind="topk"):

@@ -21,7 +21,7 @@ from jaxdl.parallel.sharding import Params
 
 
 class Model(Choice):
-    """The architecture of a network. Any subclass is one more choice, see `jaxdl.kinds`."""
+    """The architecture of a network. Any subclass is one more choice, see `jaxdl.core.kinds`."""
 
     modality: ClassVar[str | None] = None
     """What the network reads, "images" or "text"; the task and the data must have the same. None reads anything."""

@@ -1,7 +1,7 @@
 """The choice of an optimizer: each config chains a few optax transformations.
 
 Their state is float32 arrays shaped like the parameters, so it is sharded like them, and step counts. Any subclass of
-`Optimizer` is one more choice, see `jaxdl.kinds`.
+`Optimizer` is one more choice, see `jaxdl.core.kinds`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The device mesh: the only home of axis names, and of what an axis is for.
+"""The device mesh: the names of its axes, and their properties.
 
-All other code asks for the properties of an axis, or goes through the axes that have one. So a new axis is a member of
-`Axis`, its size in `MeshConfig`, a rule in `jaxdl.parallel.sharding` that says which dimensions it splits, and the code
-that is about it.
+Other code asks for the properties of an axis, or uses the axes that have one; only `jaxdl.parallel.sharding`, which has
+the rules, names axes too. So a new axis is a member of `Axis`, its size in `MeshConfig`, a rule in
+`jaxdl.parallel.sharding` that says which dimensions it splits, and the code that uses it.
 """
 
 from __future__ import annotations
@@ -199,16 +199,16 @@ def host_sizes(processes: np.ndarray) -> tuple[int, int]:
 
 
 def host_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """The axes of a host mesh that correspond to `axes` of its device mesh: a host has what its devices have.
+    """The axes of a `make_host_mesh` that correspond to these axes of the device mesh: a host has what its devices have.
 
-    `axes` are all axes inside a replica, or none of these, with the slow axis or without it.
+    `axes` has all axes inside a replica or none of them, with or without the slow axis.
     """
     nodes = (HostAxis.NODE.value,) if any(axis not in INNER_AXES for axis in axes) else ()
     return nodes + ((HostAxis.PART.value,) if any(axis in INNER_AXES for axis in axes) else ())
 
 
 def host_spec(spec: PartitionSpec) -> PartitionSpec:
-    """The spec on a host mesh of an array that has this spec on the device mesh: see `host_axes`."""
+    """The spec on a `make_host_mesh` of an array with this spec on the device mesh: see `host_axes`."""
     return PartitionSpec(*(host_axes((axes,) if isinstance(axes, str) else axes or ()) for axes in spec))
 
 
@@ -219,7 +219,7 @@ def on_hosts(x: Any) -> bool:
 
 
 def ways(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
-    """Into how many parts `axes` together split a dimension: the product of their sizes, 1 for an axis without one."""
+    """The product of the sizes of `axes`; 1 for an axis that the mesh lacks."""
     return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
@@ -260,15 +260,15 @@ def gpus_visible() -> bool:
 
 
 def gpus_chosen() -> bool:
-    """Whether a program shall run on GPUs, or other devices than CPUs: there are some, or the user asks for them.
+    """Whether a program shall run on GPUs, or on other devices than CPUs: there are some, or the user asks for them.
 
-    If a platform that the user asks for is missing (`JAX_PLATFORMS=cuda` on a machine without), JAX says so at start.
+    If the user asks for a platform that is missing (`JAX_PLATFORMS=cuda`), JAX reports it at start.
     """
     return gpus_visible() or asked_platforms() is not None
 
 
 def asked_platforms() -> str | None:
-    """The user's JAX_PLATFORMS, or JAX's setting of that name, if its first choice is no CPU; None otherwise."""
+    """The user's JAX_PLATFORMS, or JAX's setting of that name, if its first choice is not "cpu"; None otherwise."""
     platforms = getattr(jax.config, "jax_platforms", None) or ""
     first = platforms.split(",")[0].strip()
     return platforms if first not in ("", "cpu") else None

@@ -1,14 +1,15 @@
-"""Sharding rules: from the logical axes that models name to the mesh, for a whole state.
+"""Sharding rules: from the names of a parameter's dimensions to the mesh, for a whole state.
 
-A parameter's logical axes, such as `("embed", "mlp")`, name its dimensions; the rules map them to the mesh:
+A parameter's logical axes (Flax's word), such as `("embed", "mlp")`, are the names of its dimensions; the rules map
+them to mesh axes:
 
 - an axis that splits parameters splits the first dimension that `ShardingConfig.rules` gives it and whose size it
   divides;
-- one over which parameters are gathered for use, such as `fsdp`, splits the largest remaining dimension that it divides
-  (or else the same one again);
+- one of `GATHER_AXES`, over which parameters are gathered for use, such as `fsdp`, splits the largest remaining
+  dimension that it divides (or else the same one again);
 - stacked `layers` are never split, and neither are biases, norm scales and parameters below `min_shard_elements`.
 
-The dimensions of a parameter without logical axes are `UNNAMED`, so only axes of the second sort split it.
+The dimensions of a parameter without logical axes are `UNNAMED`, so only `GATHER_AXES` split it.
 
 Models call `constrain` and `gather_layer` with logical names alone; the step says what these mean, with `use_layout`.
 """

@@ -149,7 +149,10 @@ class Reporter:
         self._stack.close()
 
     def status(self, word: str) -> None:
-        """What the run does now: "compiling", "training", "evaluating", "saving", "rolling back"."""
+        """Shows what the run does now: "compiling", "training", "evaluating", "saving", "rolling back".
+
+        "training" also begins a new window of the rate.
+        """
         if word == "training":
             self._begin_window()
             if self._progress is not None:
@@ -157,7 +160,7 @@ class Reporter:
         self.show_status(word)
 
     def show_status(self, word: str) -> None:
-        """The same for the display alone: the rate in the history counts on."""
+        """Shows what the run does now, without a new window of the rate."""
         if self._progress is not None:
             self._progress.status(word)
 

@@ -52,9 +52,9 @@ class PlanAuto(Plan, kind="auto"):
     """Fields that stay as they are, though they have their defaults, such as `mesh.tensor` or `step.microbatches`. The
     command line adds those of its options."""
     timed: int = pydantic.Field(default=4, ge=1)
-    """So many layouts, the best by their predicted times, run some steps, and the fastest is taken; then about
-    as many choices of schemes for its embedding tables. 1: the best by prediction is taken. Those that need more than
-    90 % of a device's memory by XLA's plan are left out, and the next ones timed."""
+    """Number of layouts, best predicted first, that are timed for some steps; the fastest is taken. Then about as many
+    choices of schemes for its embedding tables are timed. 1: the best predicted layout is taken, untimed. Layouts that
+    need more than 90 % of a device's memory by XLA's plan are left out, and the next ones timed."""
     devices_per_node: int | None = pydantic.Field(default=None, ge=1)
     """Devices that are joined by fast links; None: those of a process."""
     network: str | None = None

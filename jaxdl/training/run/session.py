@@ -35,7 +35,7 @@ class Session:
     status: RunStatus
     """Holds the lease of the workdir."""
     stack: contextlib.ExitStack
-    """Closes what the run opens."""
+    """Closes, at the end, what the run opens."""
 
     def take_workdir(self, trackers: Sequence[Tracker]) -> None:
         """Takes the workdir; called when the processes of the run have met, on all of them. Raises ConfigError."""
@@ -52,14 +52,14 @@ class Session:
         self.stack.enter_context(Watchdog(hang_timeout_sec, log))
 
     def check_lease(self) -> None:
-        """Ends the process when the workdir is another run's by now."""
+        """Ends the process when another run has taken the workdir."""
         if self.status.lease is not None:
             self.status.lease.check()
 
 
 @contextlib.contextmanager
 def open_session(experiment: Experiment, workdir: Path | None, *, quiet: bool) -> Iterator[Session]:
-    """Context of a run of the experiment in a workdir; without one nothing is kept."""
+    """Context of a run of the experiment in a workdir; without a workdir nothing is written."""
     watch, start = Stopwatch(on_change=heartbeat.enter), Start(quiet=quiet)
     with StopSignals() as stop, survive_readers(stop.unread), contextlib.ExitStack() as stack:
         status = RunStatus(workdir, experiment, stop, start)

@@ -1,4 +1,4 @@
-"""`jaxdl.train`: a run, from what it is asked for to its end."""
+"""`jaxdl.train`: a run, from the call to its end."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _plan(
     init: InitFrom | None,
     stage_folder: str | Path | None,
 ) -> Plan:
-    """The plan of the run, as `make_plan` makes it, in its workdir; a signal is noticed meanwhile."""
+    """The plan of the run in its workdir, made by the stages of `build`; a signal ends it with Interrupted."""
     workdir, start = session.workdir, session.start
     stage = None if stage_folder is None else Stage(stage_folder, session.status.show_staging)
 
@@ -101,7 +101,7 @@ def _plan(
 
 
 def _run(session: Session, plan: Plan, max_steps: int | None, callbacks: Callbacks) -> Run:
-    """The run of a plan, watched."""
+    """Runs a plan; the watchdog ends the process if it hangs."""
     experiment, status = plan.experiment, session.status
     session.watch_for_hangs(experiment.cluster.hang_timeout_sec, experiment.report.every_steps)
     end = plan.parts.agreement.boundary(end_step(plan.timeline, max_steps), plan.total_steps)

@@ -87,7 +87,7 @@ class Trainer:
         return self.counter.step
 
     def run(self) -> Run:
-        """The whole run."""
+        """Runs to the end, or to a signal; what a signal or a hook ends early is saved."""
         try:
             return self._run_to_end()
         except Stop as signal:
@@ -155,7 +155,7 @@ class Trainer:
         report_start_events(self.reporter, self.saver, self.rollbacks, restored, recorded=changed)
 
     def _enter(self, segment: Segment) -> None:
-        """Switches to the steps of the segment, compiling them if needed; starts to compile the next one's."""
+        """Switches to the compiled steps of a segment, compiling them if needed; starts to compile the next one's."""
         self.segment = segment
         if not self.programs.ready(self.plan, segment):
             self.reporter.status("compiling")
@@ -163,7 +163,7 @@ class Trainer:
             self.steps = self.stop.run(lambda: self.programs.of(self.plan, segment, self.end))
 
     def _evaluate_late(self) -> None:
-        """Makes an evaluation that was due at this step and was stopped; it may change the state that was saved."""
+        """Makes the evaluation of this step if it was due and did not end; it may change the state, which is saved."""
         if self.step > self.evaluated_step and self._due(self.experiment.evaluation):
             self._evaluate()
             if self.experiment.evaluation.norm_batches is not None and self.saver is not None:

@@ -34,7 +34,7 @@ def local_gradients(
     per_replica: bool = False,
     stale: bool = False,
 ) -> LocalGradients:
-    """Part 1: `(grads, sums, model_state, pooled_grads)`; of the first two each replica has its own, `[replica, ...]`.
+    """Region 1: `(grads, sums, model_state, pooled_grads)`; the first two are of each replica, `[replica, ...]`.
 
     Gradients in `parts.summed` are means over the replicas, without the leading dimension. The last are those of the
     batch's pooled vectors, `VECTORS`, with the same factor, `[global batch, columns]`; None where it has none.

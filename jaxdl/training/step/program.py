@@ -158,7 +158,7 @@ def make_update(parts: Parts) -> jax.stages.Wrapped:
 
 
 def _exchange(parts: Parts, grads: Grads, sums: Sums, state: TrainState, key: jax.Array) -> tuple[Grads, Any, Metrics]:
-    """Part 2: the mean over `replica` of `[replica, ...]` gradients, by the exchange, shard by shard.
+    """Region 2: the mean over `replica` of `[replica, ...]` gradients, by the exchange, shard by shard.
 
     Gradients in `parts.summed` are means already; one that is not finite shows in the norm of all.
     """

@@ -1,4 +1,4 @@
-"""The update of a step, and the choice between the new and the old state: parts 3 and 4."""
+"""The update of a step, and the choice between the new and the old state: regions 3 and 4 of a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def update_state(
     rate_factor: jax.Array | None = None,
     more_squares: jax.Array | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """Part 3: clipping, the optimizer, and the moving average of the parameters; also of one replica alone.
+    """Region 3: clipping, the optimizer, and the moving average of the parameters; also of one replica alone.
 
     `rate_factor` multiplies the learning rate. `more_squares` are the sum of squares of gradients besides these, which
     count in the norm.
@@ -96,7 +96,7 @@ def choose_state(
     weight: jax.Array,
     finite: jax.Array,
 ) -> tuple[TrainState, Metrics, jax.Array]:
-    """Part 4: `(state, metrics, kept)`, the changed state, or the old one if the step is skipped, with new counters.
+    """Region 4: `(state, metrics, kept)`, the changed state, or the old one if the step is skipped, with new counters.
 
     `loss` is the mean over the batch, whose `weight` is 0 if nothing in it counts: then there is no update, whatever
     the guard, and neither a bad step nor another loss scale. The metrics have `skip_reason`

@@ -26,7 +26,7 @@ _NUM_ROWS = 2
 class Task(Choice):
     """The loss and the metrics. `spec` describes a data set of the task's modality.
 
-    Any subclass is one more choice, see `jaxdl.kinds`. It needs `sums`; the rest has defaults.
+    Any subclass is one more choice, see `jaxdl.core.kinds`. It needs `sums`; the rest has defaults.
     """
 
     modality: ClassVar[str | None] = None

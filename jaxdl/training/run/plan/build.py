@@ -64,16 +64,19 @@ def make_plan(
     splits: Splits | None = None,
     most_rows: int | None = None,
 ) -> Plan:
-    """Starts the devices, reads the data and joins the parts. Raises ConfigError for everything that cannot be run.
+    """Starts the devices, reads the data and makes the parts. Raises ConfigError for everything that cannot be run.
+
+    It is for programs that need a plan without a run; `train` calls the stages itself.
 
     Args:
       experiment: what would be trained.
-      devices: those of the mesh; all by default.
-      workdir: the folder of a training run, whose earlier choices, recorded there, are used again; `Workdir()` if it
-        keeps nothing. None for a program that trains no run: nothing is recorded, and `--plan auto` is an error.
+      devices: the devices of the mesh; all by default.
+      workdir: the run's folder; earlier choices recorded there are used again. `Workdir()`: a run without a folder.
+        None: no run, so `--plan auto` is an error.
       start: prints progress, and facts about the run.
       splits: the data, instead of those that the experiment would read.
-      most_rows: the most rows of an embedding table; larger tables are cut, for steps that are compiled or timed alone.
+      most_rows: upper limit for the rows of each embedding table, for steps that are compiled or timed alone; larger
+        tables are cut.
     """
     start = start or Start(Console(quiet=True))
     planned, mesh = open_mesh(as_experiment(experiment), devices, start, workdir)
@@ -191,9 +194,9 @@ def make_parts(
     most_rows: int | None = None,
     stacks: Mapping[str, Dims] | None = None,
 ) -> Parts:
-    """All that steps are made of, for data that `spec` describes. Raises ConfigError for parts that do not fit.
+    """Stage 4: what steps are made of, for data that `spec` describes. Raises ConfigError for parts that do not fit.
 
-    Embedding tables have `most_rows` rows at most; `stacks` are those of the workdir, see `make_network`.
+    Embedding tables have at most `most_rows` rows; `stacks` are those recorded in the workdir, see `make_network`.
     """
     num_replicas, agreement, step = mesh.shape[Axis.REPLICA], experiment.agreement, experiment.step
     precision, guard = experiment.precision, experiment.guard
@@ -292,7 +295,7 @@ def make_rates(experiment: Experiment, timeline: Timeline) -> Callable[[jax.typi
 def _check_sources(plan: Plan) -> None:
     """Raises ConfigError when the model does not take the images of a phase, or of the evaluation.
 
-    Otherwise that would be seen when they come, hours later.
+    Without this check the run would fail hours later, when that phase begins.
     """
     if plan.caches is not None:  # Raises for settings that do not fit.
         plan.caches.check_evaluation(plan.splits.test, plan.eval_batch_size)
