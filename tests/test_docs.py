@@ -170,14 +170,13 @@ def check(words):
         source = source_of(
             "benchmarks.dawnbench.reproduce" if "reproduce_dawnbench" in words[1] else words[1 if is_script else 2]
         )
-        given = [word for word in words[3:] if word.startswith("--") and word != "--help"]
+        given = [word for word in words[2:] if word.startswith("--") and word != "--help"]
         assert not [one for one in given if f'"{one}"' not in source], words
 
 
 def source_of(module):
     """The text of a module."""
-    path = module if module.endswith(".py") else f"{module.replace('.', '/')}.py"
-    return (ROOT / path).read_text()
+    return (ROOT / f"{module.replace('.', '/')}.py").read_text()
 
 
 def check_module(module, args):
