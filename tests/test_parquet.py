@@ -260,7 +260,7 @@ def test_the_three_forms_of_an_image():
         ([[1.0, float("nan")]], "not grey levels"),
         ({"height": 1, "width": 1, "mode": 5, "data": b"1"}, "mode is 5"),
         ({"height": 1, "width": 2, "mode": 0, "data": b"1"}, "1 bytes, not 1 x 2 x 1"),
-        ([[1, 2], [3]], "no \\[height, width\\]"),
+        ([[1, 2], [3]], "not \\[height, width\\]"),
         ([[1, 300]], "not grey levels"),
     ],
 )  # fmt: skip
