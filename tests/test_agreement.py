@@ -66,6 +66,7 @@ def losses(metrics):
     return np.array([one["sums/loss"].sum() / one["sums/weight"].sum() for one in metrics])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [pytest.param({"replica": 8}, marks=pytest.mark.slow), {"replica": 2, "fsdp": 2, "tensor": 2}]
 )

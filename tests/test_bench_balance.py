@@ -158,6 +158,7 @@ def test_sides_run_in_turns_and_the_slowest_host_is_named():
     assert (found["b"].median_sec, found["b"].slowest_sec, found["b"].slowest_host) == (4.0, 6.0, "host1")
 
 
+@pytest.mark.slow
 def test_a_local_step_sends_nothing_and_others_are_told_apart():
     texts = {}
     for name, config in (("local", None), ("dense", Dense())):

@@ -226,6 +226,7 @@ def test_the_loss_of_one_ends_the_other(lost, tmp_path):
     assert finish(pair[lost])[0] == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stuck_writes_its_stacks_and_ends(tmp_path):
     """In a run of one process, in which reading data never returns."""
     config = write_config(tmp_path, EXPERIMENT.replaced({"mesh": MeshConfig(cpu_devices=2)}))

@@ -259,6 +259,7 @@ def config():
 """
 
 
+@pytest.mark.slow
 def test_the_command_resumes_and_leaves_finished_shards(corpus, tmp_path, capsys):
     folder, texts = corpus
     for number in range(3):  # Each file of 9 MB is a shard.

@@ -117,6 +117,7 @@ def oracle(plan, params, batches, num_replicas):
     return params, jax.tree.map(lambda *r: np.stack(r), *residuals)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [name if name.count("2") == 3 else pytest.param(name, marks=pytest.mark.slow) for name in MESHES]
 )

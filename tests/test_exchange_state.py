@@ -315,6 +315,7 @@ def train_losses(workdir):
     return [row["train/loss"] for row in rows(workdir) if "train/loss" in row]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "exchange",
     [

@@ -58,6 +58,7 @@ def writer(text):
     return jaxdl.restore(text.workdir)
 
 
+@pytest.mark.slow
 def test_the_throughput_of_text_is_in_tokens(text):
     examples, tokens = (np.asarray(text.history[f"{unit}_per_sec"]) for unit in ("examples", "tokens"))
     assert np.nanmin(examples) > 0
@@ -281,6 +282,7 @@ def test_warnings_are_lines(text, capsys):
     assert capsys.readouterr().err == "warning: a shard is damaged\n"
 
 
+@pytest.mark.slow
 def test_workdirs_that_write_no_text(tiny_run, text, tmp_path, capsys):
     shutil.copy(text.workdir / "config.json", tmp_path)
     (tmp_path / "early").mkdir()

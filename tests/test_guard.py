@@ -331,6 +331,7 @@ def test_few_bad_steps_are_only_skipped(tmp_path, bad_batches, capsys):
     assert_bit_equal(saved_state(tmp_path, RUN).params, jax.tree.map(np.asarray, run.state.params))
 
 
+@pytest.mark.slow
 def test_without_the_guard_the_first_bad_step_ends_the_run(tmp_path, bad_batches):
     with pytest.raises(Diverged, match=r"not finite at step 7 .*skip_nonfinite is off"):
         train(tmp_path, RUN.replaced({"guard": GuardConfig(skip_nonfinite=False)}))

@@ -132,6 +132,7 @@ def test_no_gradient_of_a_matrix_is_computed(base):
     assert not [line for line in made if line.split(" = ")[1].startswith(frozen)]
 
 
+@pytest.mark.slow
 def test_resumed_it_ends_with_the_same_bits(base, tuned, tmp_path):
     run = tuned.plan.asked
     jaxdl.train(run, tmp_path / "run", quiet=True, max_steps=2, init_from=base)
@@ -139,6 +140,7 @@ def test_resumed_it_ends_with_the_same_bits(base, tuned, tmp_path):
     assert_bit_equal(again.state, tuned.state)
 
 
+@pytest.mark.slow
 def test_merged_it_computes_the_same(tuned, tmp_path, capsys):
     predictor = jaxdl.restore(tuned.workdir)
     merged = predictor.merged()

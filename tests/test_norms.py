@@ -31,6 +31,7 @@ def network(span):
     return Network(ResNet(depth=8, width=4, norm_span=span).build(num_classes=3, channels=1, dtype=jnp.float32))
 
 
+@pytest.mark.slow
 def test_groups_are_batches_of_their_own():
     grouped, single = network(4), network("replica")
     params, stats = grouped.init(jax.random.key(0))

@@ -135,6 +135,7 @@ def test_an_own_model_trains_on_all_axes_with_a_compressed_exchange_and_is_resto
     assert accuracy == pytest.approx(run.metrics["accuracy"])
 
 
+@pytest.mark.slow
 def test_dropout_and_stock_layers_give_the_same_losses_on_every_mesh():
     """Which also holds the key of a replica: it does not depend on how many devices a replica has."""
     losses = [

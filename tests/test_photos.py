@@ -96,6 +96,7 @@ def test_a_part_of_a_batch_is_the_same_on_another_host(expected, folder, opened)
         assert np.array_equal(found["image"], wanted["image"][4:])
 
 
+@pytest.mark.slow
 def test_killing_workers_does_not_change_the_batches(expected, folder, opened):
     source = opened(images_of(folder, workers=2)).train
     random, found = np.random.default_rng(0), []

@@ -132,6 +132,7 @@ def test_tensorfloat32_is_for_gpus():
 # A float16 run
 
 
+@pytest.mark.slow
 def test_float16_overflows_on_purpose_skips_and_recovers():
     precision = Float16(initial_scale=2.0**40, max_scale=2.0**40, factor=2.0**8)
     plan = make_plan(IMAGES.replaced({"precision": precision, "schedule.warmup_steps": 4}))

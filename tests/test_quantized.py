@@ -171,6 +171,7 @@ def test_tuple_axes_and_other_axes(axis):
         assert np.isclose(total[0, 0], oracle(rows, jax.random.key(3), 8)[0], rtol=1e-5, atol=1e-6).mean() > 0.999
 
 
+@pytest.mark.slow
 def test_vmap():
     bits = 1
     mesh, x = make_mesh(replica=4), normal(4, 4, 3, 500)

@@ -108,6 +108,7 @@ def search(config, workdir, *words, engine="here_for_tests", capsys=None):
     return json.loads((workdir / "result.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_promoted_trial_is_bit_equal_to_a_run_that_never_stopped(config, tmp_path):
     asha = ["--vary", RATES, "--trials", "6", "--scheduler.min-steps", "2", "--scheduler.reduction", "2"]
     found = search(config, tmp_path / "search", *asha, "--parallel", "2")
@@ -158,6 +159,7 @@ def test_a_search_of_another_kind_in_the_folder_is_refused_and_more_trials_are_n
         search(config, tmp_path / "new", *words, "--trials", "3")
 
 
+@pytest.mark.slow
 def test_a_search_and_a_run_do_not_share_a_folder(config, tiny_run, tmp_path):
     words = ["--vary", RATES, "--sampler", "grid", "--scheduler", "none"]
     before = sorted(path.name for path in tiny_run.workdir.iterdir())

@@ -159,6 +159,7 @@ def test_without_staleness_the_program_is_that_of_every_step():
     assert lowered(EmulatedStaleness(max_staleness=2))[1].as_text() != every.as_text()
 
 
+@pytest.mark.slow
 def test_staleness_sends_nothing_more_and_its_versions_are_sharded_as_parameters():
     plan, stale = lowered(CASES["remedies"])
     assert over_replica(plan, stale) == over_replica(*lowered(EveryStep()))

@@ -138,6 +138,7 @@ def test_batch_norm_over_one_replica_and_running_statistics_averaged_over_all():
     assert max(differences) > 1e-3, "the halves must differ, or it makes no difference over what is normalized"
 
 
+@pytest.mark.slow
 def test_the_same_step_twice_gives_the_same_bits():
     runs = [one_step(IMAGES.replaced({"task.augment": "crop_flip"}), num_steps=2)[1] for _ in range(2)]
     for x, y in zip(*map(jax.tree.leaves, [run[-1] for run in runs]), strict=True):

@@ -282,6 +282,7 @@ def test_a_second_signal_is_not_held_back():
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_a_profile_on_request(tmp_path):
     report = {"every_steps": 5, "profile_start_step": 2, "profile_steps": 1}
     jaxdl.train(TINY.replaced({"steps": 4, "report": report}), tmp_path, quiet=True, devices=FOUR)

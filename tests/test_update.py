@@ -37,6 +37,7 @@ def test_split_update_has_the_losses_of_one_device():
             np.testing.assert_allclose(ours, theirs, atol=2e-3 * np.abs(theirs).max() + 1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "exchange",
     [
