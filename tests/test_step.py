@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import optax
 from runs import TinyResNet, tiny_experiment
 
