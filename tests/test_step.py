@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import optax
+import pytest
 from runs import TinyResNet, tiny_experiment
 
 from jaxdl.data import SyntheticImages, SyntheticText, TrainLoader
