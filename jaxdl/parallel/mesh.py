@@ -201,7 +201,7 @@ def host_sizes(processes: np.ndarray) -> tuple[int, int]:
 
 
 def host_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """The axes of a `make_host_mesh` that correspond to these axes of the device mesh: a host has what its devices have.
+    """The axes of a `make_host_mesh` for these axes of the device mesh: a host has what its devices have.
 
     `axes` has all axes inside a replica or none of them, with or without the slow axis.
     """
