@@ -10,8 +10,12 @@ After the build it checks that the pages find words without a server and without
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
+import itertools
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Iterator
@@ -99,7 +103,7 @@ def _experiment_page() -> list[str]:
 
 def _part_page(name: str, field: Any, parts: list[type[Config]]) -> list[str]:
     switched = name in choices(Experiment)
-    lines = [f"# {name}", "", _plain(field.description)]
+    lines = [f"# {name}", "", _plain(help_text(Experiment, name))]
     if switched:
         default = field.get_default(call_default_factory=True)
         names = ", ".join(f"[`{_kind(one)}`](#{_anchor(one)})" for one in parts)
@@ -139,7 +143,7 @@ def _table(cls: type[Config], path: str, *, links: bool = False) -> list[str]:
             if links and name in choices(cls)
             else _type(field.annotation, f"{name}.md" if links else "")
         )
-        cells = [anchor + shown, kind, _default(field), _limits(field), _plain(field.description)]
+        cells = [anchor + shown, kind, _default(field), _limits(field), _plain(help_text(cls, name))]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -229,6 +233,24 @@ def _about(cls: type[Config]) -> str:
     text = inspect.getdoc(cls)
     assert text, f"{cls.__name__} has no docstring"
     return text
+
+
+def help_text(cls: type[Config], name: str) -> str | None:
+    """The string below a field, in the class that declares it; None without one."""
+    owner = next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", {}))
+    return _strings_below(owner).get(name)
+
+
+@functools.cache
+def _strings_below(cls: type[Config]) -> dict[str, str]:
+    """Field -> the string below it, of the fields that a class declares itself."""
+    [body] = [node.body for node in ast.parse(textwrap.dedent(inspect.getsource(cls))).body if hasattr(node, "body")]
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
 
 
 def _plain(text: str | None) -> str:

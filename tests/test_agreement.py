@@ -277,7 +277,7 @@ RESUMED = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if "streaming" in name else pytest.mark.slow) for name in RESUMED]
+    "name", [pytest.param(name, marks=() if name == "gossip" else pytest.mark.slow) for name in RESUMED]
 )
 def test_a_run_stopped_within_a_round_ends_bit_equal(name, tmp_path):
     agreement, exchange = RESUMED[name]
@@ -292,6 +292,7 @@ def test_a_run_stopped_within_a_round_ends_bit_equal(name, tmp_path):
     assert_bit_equal(jax.tree.map(np.asarray, whole.state), jax.tree.map(np.asarray, parts.state))
 
 
+@pytest.mark.slow
 def test_on_other_meshes_the_anchor_and_the_mean_change_are_kept(tmp_path):
     """4 replicas, then 2, then 3: the anchor stays, and so does what the next merge hands to the outer optimizer."""
     experiment = TEXT.replaced(
@@ -335,6 +336,7 @@ def test_fragments_that_merge_together_at_the_end_equal_one_merge_of_all():
     np.testing.assert_allclose(other[2]["agreement/distance"], one[2]["agreement/distance"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_streamed_merges_equal_a_plain_run_of_their_parts():
     """Fragments merge in turn; beside local steps they arrive late, mixed with what the replica has done since."""
     agreement = Periodic(every_steps=4, fragments=2, overlap_steps=2, mixing=0.25)

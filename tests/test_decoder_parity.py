@@ -94,7 +94,7 @@ def reference(family):
 @pytest.mark.parametrize(
     ("family", "chunk_tokens", "mesh"),
     [
-        ("gpt2 with dropout", 8, "replica 2 x fsdp 2 x tensor 2"),
+        pytest.param("gpt2 with dropout", 8, "replica 2 x fsdp 2 x tensor 2", marks=pytest.mark.slow),
         pytest.param("gpt2 with dropout", None, "replica 8", marks=pytest.mark.slow),
         pytest.param("qwen3, packed", 8, "tensor 4 x fsdp 2", marks=pytest.mark.slow),
         pytest.param("qwen3, packed", None, "fsdp 8", marks=pytest.mark.slow),

@@ -11,6 +11,7 @@ from test_transformer import VOCAB, numpy_rms, tokens_of, unstacked
 
 from jaxdl.core.config import ConfigError
 from jaxdl.models import Network, Transformer
+from jaxdl.models.network import Call
 from jaxdl.models.rotary import RopeScaling
 
 GPT2 = Transformer(
@@ -165,7 +166,8 @@ def test_dropout_masks_are_of_the_row_alone():
 
     def logits(rows, seed=0, of=network, params=params):
         key = jax.random.key(seed)
-        return of.apply(params, {}, tokens[: len(rows)], train=True, key=key, rows=jnp.array(rows))[0]
+        call = Call(train=True, key=key, rows=jnp.array(rows))
+        return of.call(call, params, {}, tokens[: len(rows)])[0]
 
     logits = jax.jit(logits, static_argnums=(2,))
     together, parts = logits([0, 1, 2, 3]), [logits([2, 3]), logits([0, 1])]

@@ -17,7 +17,7 @@ from jaxdl.data.spec import TextSpec, spec_to_json
 from jaxdl.models import Transformer
 from jaxdl.parallel.cluster import agree
 from jaxdl.parallel.mesh import MeshConfig
-from jaxdl.training.run.plan.build import begin, make_initial_state, make_plan
+from jaxdl.training.run.plan.build import add_initial, make_initial_state, make_plan
 from jaxdl.training.run.plan.init_from import InitFrom, _context, as_init
 from jaxdl.training.run.workdir.records import Workdir
 
@@ -34,7 +34,7 @@ def source(tiny_run):
 
 def begun(experiment, init=None):
     """(the initial state of a run, what it took), without a workdir."""
-    plan = begin(make_plan(experiment), init, Workdir())
+    plan = add_initial(make_plan(experiment), init, Workdir())
     return make_initial_state(plan), plan
 
 

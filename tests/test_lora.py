@@ -24,7 +24,7 @@ from jaxdl.optim import AdamW
 from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.report.facts import plan_facts
 from jaxdl.training.experiment import Experiment
-from jaxdl.training.run.plan.build import begin, make_initial_state, make_plan
+from jaxdl.training.run.plan.build import add_initial, make_initial_state, make_plan
 from jaxdl.training.run.plan.init_from import InitFrom, beginning, reading_spec
 from jaxdl.training.run.workdir.records import Workdir
 from jaxdl.training.tasks import LanguageModelling
@@ -203,7 +203,7 @@ def test_adapters_beside_random_values_are_a_mistake(base, tuned, tmp_path):
     run = experiment(base)
 
     def begun(run, init=None, workdir=None):
-        return begin(make_plan(run, jax.devices()[:1]), init, Workdir(workdir)).initial
+        return add_initial(make_plan(run, jax.devices()[:1]), init, Workdir(workdir)).initial
 
     why = r"without init_from: all 13 arrays .* Give init_from=FOLDER, .* allow that with model.lora.random_base"
     with pytest.raises(jaxdl.ConfigError, match=why):
@@ -235,7 +235,7 @@ def test_unscanned_layers_and_wrong_patterns(base):
 def test_the_whole_network_too(base):
     """`--init-from` without adapters takes every array, on a mesh."""
     run = experiment(base, mesh=EIGHT, **{"model.lora": LoRA()})
-    plan = begin(make_plan(run, jax.devices()), InitFrom(base), Workdir())
+    plan = add_initial(make_plan(run, jax.devices()), InitFrom(base), Workdir())
     assert not plan.initial.left
     assert_bit_equal(make_initial_state(plan).params, jaxdl.restore(base).params)
 

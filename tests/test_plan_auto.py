@@ -144,6 +144,7 @@ def test_only_training_plans_and_only_what_it_knows():
         jaxdl.train(odd, quiet=True, devices=jax.devices()[:2])
 
 
+@pytest.mark.slow
 def test_a_run_plans_once_for_its_devices(tmp_path, monkeypatch):
     planned, found = auto.plan, []
 

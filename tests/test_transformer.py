@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec
 from test_models import initial, num_params, random_weights, run
 
-from jaxdl.models import Network, Transformer
+from jaxdl.core.kinds import kinds
+from jaxdl.models import Model, Network, Transformer
 from jaxdl.models.rotary import rotary_angles, rotate
 from jaxdl.parallel.mesh import MeshConfig, batch_sharding, make_mesh
 from jaxdl.parallel.sharding import Layout, ShardingConfig, gather_params, named, param_specs, use_layout
@@ -133,6 +134,14 @@ def test_remat_changes_memory_not_gradients():
 def test_remat_was_a_switch(switch, name):
     assert Transformer(remat=switch).remat == name
     assert identity({"model": {"remat": switch}}) == identity({"model": {"remat": name}})
+
+
+@pytest.mark.parametrize("kind", ["transformer", "encoder_decoder"])
+def test_scan_unroll_was_layers_per_turn(kind):
+    assert kinds(Model)[kind].model_validate({"layers_per_turn": 2}).model_dump()["scan_unroll"] == 2
+    before, now = ({"model": {"kind": kind, name: 1}} for name in ("layers_per_turn", "scan_unroll"))
+    assert identity(before) == identity(now)  # The run in a workdir resumes.
+    assert identity(before) != identity({"model": {"kind": kind, "scan_unroll": 2}})
 
 
 def test_a_workdir_made_before_a_field_of_ones_own_has_its_default():

@@ -58,7 +58,7 @@ from jaxdl.parallel.mesh import MeshConfig  # noqa: E402
 from jaxdl.parallel.precision import Float32  # noqa: E402
 from jaxdl.report import replace_file  # noqa: E402
 from jaxdl.training.experiment import Experiment  # noqa: E402
-from jaxdl.training.run.plan.build import make_devices, make_parts, make_plan  # noqa: E402
+from jaxdl.training.run.plan.build import make_parts, make_plan, start_mesh  # noqa: E402
 from jaxdl.training.run.plan.exchange import choose_exchange  # noqa: E402
 from jaxdl.training.run.result import exit_codes  # noqa: E402
 
@@ -101,7 +101,7 @@ def run_all(args: argparse.Namespace, changes: list[str]) -> None:
     experiment = _experiment(args, changes)
     check_record(_record(args, experiment), Path(_name(args)))  # Not after hours of training.
     # Starting the devices and reading the data counts; the checks, and measurements to choose an exchange, do not.
-    make_devices(experiment)
+    start_mesh(experiment)
     plan = make_plan(experiment.replaced({"exchange": Dense()}))
     before_sec = time.perf_counter() - START
     spec, mesh = plan.splits.train.spec, plan.parts.layout.mesh

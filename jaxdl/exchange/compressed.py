@@ -104,7 +104,7 @@ class Compressed(ExchangeConfig, kind=None):
         """The initial state of the shards of the gradients that are compressed, which have these local shapes."""
         return {}
 
-    def stages(self) -> list[tuple[float, Compressed]]:
+    def settings_by_step(self) -> list[tuple[float, Compressed]]:
         """(until this step, settings), from after the dense warm-up to the end of the run."""
         return [(math.inf, self)]
 
@@ -137,19 +137,19 @@ class Compressed(ExchangeConfig, kind=None):
 
 @dataclass(frozen=True)
 class CompressedExchange(SummedLater):
-    """The exchange of any `Compressed` config: dense messages, and compressed ones by the stage of the run."""
+    """The exchange of any `Compressed` config: dense messages, and compressed ones by the settings of each step."""
 
     options: Compressed
     layout: GradientLayout
 
-    def stages(self) -> list[tuple[float, Compressed | None]]:
+    def settings_by_step(self) -> list[tuple[float, Compressed | None]]:
         """(until this step, settings) of the whole run; None is the dense warm-up."""
         warmup = self.options.dense_warmup_steps
-        later = [(until_step + warmup, settings) for until_step, settings in self.options.stages()]
+        later = [(until_step + warmup, settings) for until_step, settings in self.options.settings_by_step()]
         return [(warmup, None), *later] if warmup else [*later]
 
     def init(self, grads: Any) -> ExchangeState:
-        """The state: residual and momentum, zero; the shards' own; the number of updates for the stages."""
+        """The state: residual and momentum, zero; the shards' own; the number of updates where settings change."""
         shapes = {name: leaf.shape for name, leaf in nonempty(grads).items()}
         # Who has a residual depends on the options, not on the mesh: that of a shard too small to be compressed
         # survives until it is whole again.
@@ -165,7 +165,7 @@ class CompressedExchange(SummedLater):
         _, _, compressed = self._buckets(shapes)
         if shard := self.options.init_shard({name: shapes[name] for name in compressed}, self.layout):
             state["shard"] = shard
-        if len(self.stages()) > 1:
+        if len(self.settings_by_step()) > 1:
             state["common"] = {"num_updates": jnp.int32(0)}
         return state
 
@@ -219,7 +219,7 @@ class CompressedExchange(SummedLater):
     def _send(
         self, buckets: Sequence[tuple[int, Bucket]], carried: Carried, context: Context, step: jax.Array | None
     ) -> Sums:
-        """Sends the numbered buckets, one after the other, as the stage of the run says."""
+        """Sends the numbered buckets, one after the other, with the settings of this step."""
 
         def run(settings: Compressed | None, carried: Carried) -> Sums:
             messages: list[Sent] = []
@@ -228,11 +228,11 @@ class CompressedExchange(SummedLater):
                 messages.append(settings.send(message, context) if settings else send_dense(message, context))
             return joined(messages, carried, context)
 
-        stages = self.stages()
+        by_step = self.settings_by_step()
         if step is None:
             return run(self.options, carried)
-        number = sum((step >= until_step).astype(jnp.int32) for until_step, _ in stages[:-1])
-        return lax.switch(number, [functools.partial(run, settings) for _, settings in stages], carried)
+        number = sum((step >= until_step).astype(jnp.int32) for until_step, _ in by_step[:-1])
+        return lax.switch(number, [functools.partial(run, settings) for _, settings in by_step], carried)
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -41,6 +41,7 @@ class Context:
     key: jax.Array
     """Of the step; the same in all replicas."""
     layout: GradientLayout
+    """How the gradients are sharded."""
 
     @property
     def num_replicas(self) -> int:
@@ -94,7 +95,7 @@ class Carried(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What several messages did together; the same structure at every stage of the run."""
+    """What several messages did together; the same structure in every step of the run."""
 
     total: Leaves
     residual: Leaves
@@ -132,7 +133,7 @@ def joined(messages: Sequence[Sent], carried: Carried, context: Context) -> Sums
         residual |= message.residual or {}
         momentum |= message.momentum or {}
         shard = {name: entry | message.shard.get(name, {}) for name, entry in shard.items()}
-    # Without error feedback nobody reads the residual; a stage without one must have the same structure.
+    # Without error feedback nobody reads the residual; settings without one must have the same structure.
     residual = {name: residual.get(name, jnp.zeros_like(x)) for name, x in carried.summand.items()}
     residual = {name: alike((context.axis,), x, carried.summand[name])[0] for name, x in residual.items()}
     costs = message_costs(messages, context)

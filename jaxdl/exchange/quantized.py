@@ -60,7 +60,14 @@ class _FewBits(Compressed, kind=None):
         inner = bucket.split_bytes(context.layout, 1 + self.error_feedback)
         sent = {axis: self.sent_bytes(summand.size, context.num_replicas)} | inner
         residual = bucket.split(error) if self.error_feedback else None
-        return Sent(bucket, bucket.split(total), residual, sent, bucket.num_own, total[0])
+        return Sent(
+            bucket,
+            total=bucket.split(total),
+            residual=residual,
+            sent_bytes=sent,
+            num_entries=bucket.num_own,
+            last=total[0],
+        )
 
 
 class Quantized(_FewBits, kind="quantized"):

@@ -114,16 +114,16 @@ class TopK(Compressed, kind="topk"):
                     "then not part of the momentum: raise it by 1 / (1 - momentum) for the same effect.)"
                 )
 
-    def stages(self) -> list[tuple[float, Compressed]]:
-        """The stages of the density warm-up, and the rest of the run."""
+    def settings_by_step(self) -> list[tuple[float, Compressed]]:
+        """The densities of the warm-up, and that of the rest of the run."""
         if not self.density_warmup_steps:
-            return super().stages()
-        num_stages = 4
-        ratio = (self.density / WARMUP_DENSITY) ** (1 / num_stages)
-        ends = [self.density_warmup_steps * (number + 1) / num_stages for number in range(num_stages)]
-        densities = [WARMUP_DENSITY * ratio**number for number in range(num_stages)]
+            return super().settings_by_step()
+        num_densities = 4
+        ratio = (self.density / WARMUP_DENSITY) ** (1 / num_densities)
+        ends = [self.density_warmup_steps * (number + 1) / num_densities for number in range(num_densities)]
+        densities = [WARMUP_DENSITY * ratio**number for number in range(num_densities)]
         settings = [self.model_copy(update={"density": density}) for density in densities]
-        return [*zip(ends, settings, strict=True), *super().stages()]
+        return [*zip(ends, settings, strict=True), *super().settings_by_step()]
 
     def num_kept(self, num_elements: int) -> int:
         """The number of entries that are sent, of `num_elements`."""
@@ -165,7 +165,15 @@ class TopK(Compressed, kind="topk"):
         sent = {axis: self.sent_bytes(summand.size, context.num_replicas)} | bucket.split_bytes(
             context.layout, num_splits
         )
-        return Sent(bucket, bucket.split(total), residual, sent, k, total[0], momentum)
+        return Sent(
+            bucket,
+            total=bucket.split(total),
+            residual=residual,
+            sent_bytes=sent,
+            num_entries=k,
+            last=total[0],
+            momentum=momentum,
+        )
 
     def bucket_cost(self, bucket: Bucket, gradients: Gradients, machine: Machine) -> Cost:
         """The cost of one compressed bucket. Raises ValueError for a speed that is not known."""

@@ -37,14 +37,12 @@ class Axis(enum.StrEnum):
     """Splits the examples of a batch."""
     splits_params: bool
     """Splits parameters, their gradients and the optimizer's state."""
-    is_optional: bool
-    """Is left out of texts where it has one device. No axis has it yet."""
 
     def __new__(cls, name: str, *properties: str) -> Axis:
         """The axis; `properties` are the names of those it has."""
         axis = str.__new__(cls, name)
         axis._value_ = name
-        known = ("is_slow", "splits_batch", "splits_params", "is_optional")
+        known = ("is_slow", "splits_batch", "splits_params")
         assert set(properties) <= set(known), (name, properties)
         for has in known:
             setattr(axis, has, has in properties)
@@ -72,7 +70,7 @@ MODEL_AXES = tuple(axis for axis in PARAM_AXES if axis not in BATCH_AXES)
 
 
 class HostAxis(enum.StrEnum):
-    """The axes of the mesh of the CPUs of a run's processes, one each: see `make_host_mesh`."""
+    """The axes of a host mesh, which has one CPU of each process: see `make_host_mesh`."""
 
     NODE = "node"
     PART = "part"
@@ -164,7 +162,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
 
 
 def make_host_mesh(mesh: Mesh) -> Mesh:
-    """The CPUs of the processes of a mesh, one each, for arrays in the memory of hosts.
+    """The host mesh of a device mesh: one CPU of each of its processes, for arrays in the memory of hosts.
 
     The processes along `HostAxis.NODE` have other replicas, those along `HostAxis.PART` other devices of the same ones.
     Raises ConfigError as `host_sizes` does, and where JAX has no CPUs.
@@ -215,7 +213,7 @@ def host_spec(spec: PartitionSpec) -> PartitionSpec:
 
 
 def on_hosts(x: Any) -> bool:
-    """Whether an array, or a shape struct's, is in the memory of hosts, on a `make_host_mesh`."""
+    """Whether an array, or that of a shape struct, is in the memory of hosts, on a host mesh."""
     sharding = getattr(x, "sharding", None)
     return isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == _HOST_AXES
 
@@ -227,8 +225,7 @@ def ways(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
 
 def mesh_text(sizes: Mapping[str, int]) -> str:
     """`replica 2 x fsdp 4 x tensor 1`."""
-    optional = [axis.value for axis in Axis if axis.is_optional]
-    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1 or axis not in optional)
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
 def inner_sizes(sizes: Mapping[str, int]) -> dict[str, int]:

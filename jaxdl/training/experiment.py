@@ -195,7 +195,7 @@ def _without_shards(data: Any) -> Any:
 
 
 def _with_defaults(name: str, values: Any) -> Any:
-    """A part of a dumped Experiment with the defaults of fields that did not exist yet when it was dumped."""
+    """A part of a dumped Experiment with fields by their names of now, and the defaults of those that it lacks."""
     field = Experiment.model_fields.get(name)
     cls = field.annotation if field is not None else None
     if not isinstance(values, Mapping) or not is_config(cls):
@@ -209,7 +209,8 @@ def _with_defaults(name: str, values: Any) -> Any:
         if not info.default_factory_takes_validated_data
     }
     # What JSON has no form for is a user's own, with a serializer of its own.
-    return {**to_jsonable_python(defaults, serialize_unknown=True), **values}
+    renamed = {cls.former_names.get(field, field): value for field, value in values.items()}
+    return {**to_jsonable_python(defaults, serialize_unknown=True), **renamed}
 
 
 def load(

@@ -47,7 +47,7 @@ class Member:
     """Attempts that did not save and end in time."""
     code: int | None = None
     order_number: int = 0
-    """What the user had asked by the time it ended, see `Store.num_asked`."""
+    """What the user had asked by the time it ended, see `Store.order_number`."""
     problem: str = ""
     """What of its files is damaged, so that it does not start."""
     decided: str = field(default="", compare=False)

@@ -149,7 +149,7 @@ def _of_whole(num_nodes: int) -> Measure:
 
 
 def play_elastic_shared(jobs: Sequence[Job], nodes: Mapping[str, Amounts], rules: Rules, costs: Costs) -> Result:
-    """As `elastic`, on nodes that jobs share, under `jaxdl.platform.fleet.shared_nodes_policy.decide_mixed`."""
+    """As `play_elastic`, on nodes that jobs share, under `jaxdl.platform.fleet.shared_nodes_policy.decide_mixed`."""
     seconds: list[float] = []
     struck = 0
 
@@ -166,7 +166,7 @@ def play_elastic_shared(jobs: Sequence[Job], nodes: Mapping[str, Amounts], rules
 
 
 def play_static_shared(jobs: Sequence[Job], nodes: Mapping[str, Amounts], costs: Costs) -> Result:
-    """As `static`, on nodes that jobs share: each where it fits first, until it ends."""
+    """As `play_static`, on nodes that jobs share: each where it fits first, until it ends."""
 
     def choose(now: float, there: Sequence[Job], states: Mapping[str, _State]) -> Decision:
         del now
@@ -300,7 +300,7 @@ def random_jobs(count: int, num_nodes: int, seed: int, *, between_sec: float = 1
 
 
 def random_shared_jobs(count: int, num_nodes: int, seed: int) -> tuple[list[Job], dict[str, Amounts]]:
-    """(Jobs whose hosts take parts of nodes, nodes): as `made_up_jobs`; every fifth node has CPUs alone.
+    """(Jobs whose hosts take parts of nodes, nodes): as `random_jobs`; every fifth node has CPUs alone.
 
     Arrivals come so much faster as there are more nodes, and hosts to a node.
     """

@@ -37,16 +37,13 @@ class Session:
     stack: contextlib.ExitStack
     """Closes, at the end, what the run opens."""
 
-    def begin(self, trackers: Sequence[Tracker]) -> None:
-        """Takes the lease of the workdir. All processes call it, after they have met. Raises ConfigError."""
+    def take_workdir(self, trackers: Sequence[Tracker]) -> None:
+        """Takes the workdir; called when the processes of the run have met, on all of them. Raises ConfigError."""
         check_trackers(trackers, self.workdir.path)
-        self.status.begin()
+        self.status.take_workdir()
 
-    def guard(self, hang_timeout_sec: float | None, polls_between: int) -> None:
-        """Starts the watchdog, which ends a process that hangs.
-
-        From then on a signal to one process stops all of them at the same poll.
-        """
+    def watch_for_hangs(self, hang_timeout_sec: float | None, polls_between: int) -> None:
+        """From here on a hang ends the process, and a signal to one process stops all at the same poll."""
         if jax.process_count() > 1:
             self.stop.share(every_polls=polls_between)
         log, path = None, self.workdir.path

@@ -106,12 +106,12 @@ class RunStatus:
         if self.lease is not None:
             self.lease.release()
 
-    def begin(self) -> None:
+    def take_workdir(self) -> None:
         """Takes the lease of the workdir; from here on its status is this run's. All processes call it."""
         if self.lease is not None:
-            self._failure = int(take_lease(self.lease, self._begin_first))
+            self._failure = int(take_lease(self.lease, self._take_first))
 
-    def _begin_first(self) -> bytes:
+    def _take_first(self) -> bytes:
         """On the first process: the number of the next failure; 0 if the workdir is another run's."""
         assert self._workdir is not None
         with self._lock:
@@ -129,7 +129,7 @@ class RunStatus:
             self._writer.start()
             return str(self._failure).encode()
 
-    def stages(self, text: str | None) -> None:
+    def show_staging(self, text: str | None) -> None:
         """The data are being copied, and how far that is; None: they no longer are."""
         self._staging = text
 

@@ -14,7 +14,7 @@ from jaxdl.parallel.mesh import Device
 from jaxdl.training.experiment import Experiment, as_experiment
 from jaxdl.training.run.hooks import Callbacks, OnCheckpoint, OnEvaluation, OnStep
 from jaxdl.training.run.learners.learning import as_learner
-from jaxdl.training.run.plan.build import begin, join, open_data, open_mesh
+from jaxdl.training.run.plan.build import add_initial, join, open_data, open_mesh
 from jaxdl.training.run.plan.changed_settings import check_changes
 from jaxdl.training.run.plan.init_from import InitFrom, as_init
 from jaxdl.training.run.plan.length import check_max_steps, end_step
@@ -59,7 +59,7 @@ def train(
       may_change: fields such as `optimizer.learning_rate` that may have other values than the run in the workdir had.
 
     Raises:
-      ConfigError: for a config that cannot be run here, before the steps are compiled.
+      ConfigError: for a config that cannot be run here, before its steps are compiled.
       Interrupted: after SIGTERM, SIGINT, SIGHUP or a halt file in the workdir, when the state has been saved; or when
         its end could not be saved. It has the run so far as `run`.
       Diverged: when too many consecutive steps are bad and no rollback is possible any more, see `GuardConfig`.
@@ -86,16 +86,16 @@ def _plan(
 ) -> Plan:
     """The plan of the run in its workdir, made by the stages of `build`; a signal ends it with Interrupted."""
     workdir, start = session.workdir, session.start
-    stage = None if stage_folder is None else Stage(stage_folder, session.status.stages)
+    stage = None if stage_folder is None else Stage(stage_folder, session.status.show_staging)
 
-    def stages() -> Plan:
-        layout, mesh = open_mesh(experiment, devices, start, workdir)
-        session.begin(experiment.report.trackers)
-        data = open_data(layout.experiment, mesh, start, workdir, stage=stage)
-        return begin(join(layout, mesh, data, start, workdir), init, workdir)
+    def make() -> Plan:
+        planned, mesh = open_mesh(experiment, devices, start, workdir)
+        session.take_workdir(experiment.report.trackers)
+        data = open_data(planned.experiment, mesh, start, workdir, stage=stage)
+        return add_initial(join(planned, mesh, data, start, workdir), init, workdir)
 
     try:
-        return session.stop.run(stages)
+        return session.stop.run(make)
     except Stop as signal:
         raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
 
@@ -103,7 +103,7 @@ def _plan(
 def _run(session: Session, plan: Plan, max_steps: int | None, callbacks: Callbacks) -> Run:
     """Runs a plan; the watchdog ends the process if it hangs."""
     experiment, status = plan.experiment, session.status
-    session.guard(experiment.cluster.hang_timeout_sec, experiment.report.every_steps)
+    session.watch_for_hangs(experiment.cluster.hang_timeout_sec, experiment.report.every_steps)
     end = plan.parts.agreement.boundary(end_step(plan.timeline, max_steps), plan.total_steps)
     hooks = session.stack.enter_context(as_learner(plan, session.stop, callbacks))
     trainer = Trainer(plan, session, hooks, end=end)

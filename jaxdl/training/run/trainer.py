@@ -34,33 +34,52 @@ class Trainer:
     """One run, from its plan to its end. What it opens is closed by the session."""
 
     def __init__(self, plan: Plan, session: Session, callbacks: Callbacks, *, end: int) -> None:
-        """`callbacks`: functions to call, see `Hooks`; `end`: the last step, at most `plan.total_steps`."""
-        workdir, stop, watch, stack = session.workdir.path, session.stop, session.watch, session.stack
-        self.plan, self.parts, self.experiment, self.workdir = plan, plan.parts, plan.experiment, workdir
-        self.session, self.stop, self.watch, self.stack, self.start = session, stop, watch, stack, session.start
-        self.run_ahead, self.programs = max_in_flight() > 1, programs()
+        """The run ends at step `end`, after `plan.total_steps` at most; the hooks are the `callbacks`."""
+        self.plan = plan
+        self.parts = plan.parts
+        self.experiment = plan.experiment
+        self.session = session
+        self.workdir = session.workdir.path
+        self.stop = session.stop
+        self.watch = session.watch
+        self.stack = session.stack
+        self.start = session.start
+        self.programs = programs()
+        self.run_ahead = max_in_flight() > 1
+        """Whether a step may be started before the one before it has ended."""
+
         # What changes while the run trains.
-        self.end, self.end_asked_by, self.over = end, "--max-steps", False
+        self.end = end
+        self.end_asked_by = "--max-steps"
+        self.over = False
+        """Whether who asked for the end has ended the run for good."""
+        self.counter = StepCounter()
+        self.segment = plan.timeline.segment(0)
         self.state: TrainState | None = None
-        self.metrics, self.segment = None, plan.timeline.segment(0)
         self.steps: StepFunctions | None = None
         self.loader: TrainLoader | None = None
-        self.counter, self.evaluated_step, self.num_taken, self.first_batch = StepCounter(), -1, 1, True
+        self.metrics: dict[str, float] | None = None
+        """Those of the last evaluation."""
+        self.evaluated_step = -1
+        self.num_taken = 1
+        """Batches that the last call of the training step took."""
+        self.first_batch = True
+        """Whether the next batch is the first one of its loader."""
 
-        folder = workdir if jax.process_index() == 0 else None
-        task, source, experiment = self.parts.task, plan.splits.train, self.experiment
-        subject = Subject(plan.timeline, self.counter, task, source, experiment.seed, experiment)
-        self.reporter = Reporter(self.experiment.report, folder, watch, self.start, subject)
-        stack.callback(self.reporter.close)
-        self.evaluation = Evaluation(plan, self.reporter, watch, stop.poll)
-        plan.open(self.reporter.warn, stack)
+        folder = self.workdir if jax.process_index() == 0 else None
+        source, seed = plan.splits.train, self.experiment.seed
+        subject = Subject(plan.timeline, self.counter, self.parts.task, source, seed, self.experiment)
+        self.reporter = Reporter(self.experiment.report, folder, self.watch, self.start, subject)
+        self.stack.callback(self.reporter.close)
+        self.evaluation = Evaluation(plan, self.reporter, self.watch, self.stop.poll)
+        plan.open(self.reporter.warn, self.stack)
         self.start.plan(plan, end)
-        self.rollbacks = Rollbacks.of(plan, workdir, self.reporter)
-        self.saver = Saver(plan, workdir, self.reporter) if workdir is not None else None
+        self.rollbacks = Rollbacks.of(plan, self.workdir, self.reporter)
+        self.saver = Saver(plan, self.workdir, self.reporter) if self.workdir is not None else None
         if self.saver is not None:
-            stack.callback(self.saver.close)
+            self.stack.callback(self.saver.close)
             self.rollbacks.load(self.saver.checkpoints)
-        self.hooks = Hooks(callbacks, watch, self.reporter, self.saver, self._stop_here)
+        self.hooks = Hooks(callbacks, self.watch, self.reporter, self.saver, self._stop_here)
 
     @property
     def step(self) -> int:
@@ -70,7 +89,7 @@ class Trainer:
     def run(self) -> Run:
         """Runs to the end, or to a signal; what a signal or a hook ends early is saved."""
         try:
-            return self._whole()
+            return self._run_to_end()
         except Stop as signal:
             if self.state is None:
                 raise Interrupted(signal.signum, f"{signal}: stopped before the run began; nothing changed.") from None
@@ -84,9 +103,9 @@ class Trainer:
                 self._finish("interrupted")
             raise
 
-    def _whole(self) -> Run:
-        """The run from its start to step `end`."""
-        restored = self._begin()
+    def _run_to_end(self) -> Run:
+        """The run, if nothing ends it early."""
+        restored = self._restore_or_init()
         changed = self.step < self.end or self.evaluated_step < self.step
         self._report_start(restored, changed)
         if not changed:
@@ -105,7 +124,7 @@ class Trainer:
         self.hooks.saved()
         return self._finish_at_end()
 
-    def _begin(self) -> Restored | None:
+    def _restore_or_init(self) -> Restored | None:
         """Restores the newest checkpoint, or makes the initial state; a signal is noticed meanwhile."""
         restored = None
         if self.saver is not None:
@@ -167,7 +186,7 @@ class Trainer:
         self.session.check_lease()
         assert self.loader is not None
         if self.step == self.segment.first + self.segment.num_steps:
-            if self._rolled_back(self.reporter.flush()):
+            if self._roll_back_if_bad(self.reporter.flush()):
                 return
             self.loader.close()
             self._read_data()
@@ -183,7 +202,7 @@ class Trainer:
         if self._due(self.experiment.evaluation) or self._due(self.experiment.checkpoint):
             with self.watch("train"):
                 report = self.reporter.flush()
-            if self._rolled_back(report):
+            if self._roll_back_if_bad(report):
                 return
             if self._due(self.experiment.evaluation):
                 self._evaluate()
@@ -212,7 +231,7 @@ class Trainer:
         self.state = self.plan.swap_rows(self.state, len(batches))
         skipped = self.rollbacks.skips(self.step + 1)
         if skipped:
-            if self._rolled_back(self.reporter.flush()):
+            if self._roll_back_if_bad(self.reporter.flush()):
                 return False
             self.state = skip(self.state)
         else:
@@ -221,17 +240,19 @@ class Trainer:
             self.counter.step += 1
             if skipped:
                 self.reporter.skip_step()
-            elif self._rolled_back(self.reporter.add(values)):
+            elif self._roll_back_if_bad(self.reporter.add(values)):
                 return False
         for step, values in enumerate(metrics, self.step - len(metrics) + 1):
             self.hooks.stepped(step, self.state, values, skipped=skipped)
         return True
 
     def _stop_here(self, by: str = "a hook", over: bool = False) -> None:
-        self.end, self.end_asked_by, self.over = self.step, by, over
+        self.end = self.step
+        self.end_asked_by = by
+        self.over = over
 
-    def _rolled_back(self, report: Report | None) -> bool:
-        """Rolls the run back if the steps of a report end a streak of bad ones that is too long; whether it did."""
+    def _roll_back_if_bad(self, report: Report | None) -> bool:
+        """Rolls the run back if the steps of a report end a streak of bad ones that is too long: whether it has."""
         if (streak := self.rollbacks.judge(report)) is not None:
             self._roll_back(streak)
         return streak is not None

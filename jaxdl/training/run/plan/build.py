@@ -1,7 +1,7 @@
-"""From an experiment to the plan of its run, stage by stage: devices, data, network, parts.
+"""From an experiment to the plan of its run: its devices, its data, its network, and the parts of its steps.
 
-Settings are checked before the steps are compiled and the state is allocated. Two settings measure first: `--plan auto`
-compiles and times steps in stage 1, and `--exchange auto` measures the links before the last checks.
+The run's steps are compiled, and its state is allocated, after everything that can be checked has been. Before that the
+devices run only what `auto` measures, to choose a layout or an exchange, and tests of kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxdl.training.experiment import LENGTH, Experiment, as_experiment
 from jaxdl.training.run.plan.data import RunData, copy_data, read_data
 from jaxdl.training.run.plan.exchange import choose_exchange, loop_sum_dtype, make_exchange
 from jaxdl.training.run.plan.init_from import InitFrom, beginning
-from jaxdl.training.run.plan.layout import RunLayout, choose_layout
+from jaxdl.training.run.plan.layout import PlannedExperiment, choose_layout
 from jaxdl.training.run.plan.length import timeline_of
 from jaxdl.training.run.plan.memory import check_memory
 from jaxdl.training.run.plan.network import TaskNetwork, make_network
@@ -79,26 +79,26 @@ def make_plan(
         tables are cut.
     """
     start = start or Start(Console(quiet=True))
-    layout, mesh = open_mesh(as_experiment(experiment), devices, start, workdir)
+    planned, mesh = open_mesh(as_experiment(experiment), devices, start, workdir)
     workdir = workdir or Workdir()
-    data = open_data(layout.experiment, mesh, start, workdir, splits=splits)
-    return join(layout, mesh, data, start, workdir, most_rows)
+    data = open_data(planned.experiment, mesh, start, workdir, splits=splits)
+    return join(planned, mesh, data, start, workdir, most_rows)
 
 
 def open_mesh(
     experiment: Experiment, devices: Sequence[Device] | None, start: Start, workdir: Workdir | None
-) -> tuple[RunLayout, Mesh]:
-    """Stage 1: the experiment with its layout, planned if the config has `--plan auto`, and its mesh. It starts JAX.
+) -> tuple[PlannedExperiment, Mesh]:
+    """The experiment in its layout, planned where it asks for that, and its mesh. It starts JAX.
 
-    Raises ConfigError when the devices do not suit the experiment.
+    `workdir` is None for a program that trains no run. Raises ConfigError when the devices do not suit the experiment.
     """
     if not any(getattr(experiment, name) for name in LENGTH):
         raise ConfigError("the length of the run is not set. Give --epochs or --steps.")
-    layout = choose_layout(experiment, devices, start, workdir)
+    planned = choose_layout(experiment, devices, start, workdir)
     with start.doing("starting the devices"):
-        mesh = make_devices(layout.experiment, devices)
+        mesh = start_mesh(planned.experiment, devices)
     start.devices(mesh)
-    return layout, mesh
+    return planned, mesh
 
 
 def open_data(
@@ -110,7 +110,7 @@ def open_data(
     splits: Splits | None = None,
     stage: Stage | None = None,
 ) -> RunData:
-    """Stage 2: the examples, copied to this node first if there is a `stage`, and the length of the run on them.
+    """The examples, copied to this node first if there is a `stage`, and the length of the run on them.
 
     Raises ConfigError for data that cannot be read, and for batches, phases and lengths that do not fit them.
     """
@@ -131,13 +131,18 @@ def open_data(
 
 
 def join(
-    layout: RunLayout, mesh: Mesh, data: RunData, start: Start, workdir: Workdir, most_rows: int | None = None
+    planned: PlannedExperiment,
+    mesh: Mesh,
+    data: RunData,
+    start: Start,
+    workdir: Workdir,
+    most_rows: int | None = None,
 ) -> Plan:
-    """Stages 3 and 4: the exchange, the network, and the parts of the steps, checked together.
+    """The plan: the exchange, the network, and the parts of the steps, checked together.
 
     Raises ConfigError for everything that cannot be run.
     """
-    experiment, timeline, num_replicas = layout.experiment, data.timeline, mesh.shape[Axis.REPLICA]
+    experiment, timeline, num_replicas = planned.experiment, data.timeline, mesh.shape[Axis.REPLICA]
     spec = data.splits.train.spec
     left_open = isinstance(experiment.exchange, Auto)
     earlier = workdir.read_exchange() if left_open else None
@@ -152,17 +157,17 @@ def join(
     averages = keeps_average(parts.state_spec.opt_shapes)
     check_agreement(experiment, num_replicas, timeline.total_steps, averages=averages)
     reasons += experiment.model.remarks(mesh, experiment.precision.dtype)
-    reasons += experiment.agreement.remarks(timeline.total_steps, num_replicas) + layout.notes
+    reasons += experiment.agreement.remarks(timeline.total_steps, num_replicas) + planned.notes
     start_over = experiment.checkpoint.start_over
     reasons += settings_remarks(parts, experiment.optimizer, timeline, start_over=start_over)
     reasons += idle_axes(parts.network, mesh)
-    plan = Plan(experiment, parts, **vars(data), asked=layout.asked, reasons=reasons, kept=layout.kept)
+    plan = Plan(experiment, parts, **vars(data), asked=planned.asked, reasons=reasons, kept=planned.kept)
     _check_sources(plan)
     return plan
 
 
-def begin(plan: Plan, init: InitFrom | None, workdir: Workdir) -> Plan:
-    """The plan of a run that begins or resumes in the workdir, with the parameters that it takes from another run.
+def add_initial(plan: Plan, init: InitFrom | None, workdir: Workdir) -> Plan:
+    """The plan with what its run takes from another run when it begins; in a workdir as it did when it began there.
 
     Raises ConfigError for what cannot be taken, on all processes.
     """
@@ -171,7 +176,7 @@ def begin(plan: Plan, init: InitFrom | None, workdir: Workdir) -> Plan:
     return dataclasses.replace(plan, initial=initial, reasons=plan.reasons + ((note,) if note else ()))
 
 
-def make_devices(experiment: Experiment, devices: Sequence[Device] | None = None) -> Mesh:
+def start_mesh(experiment: Experiment, devices: Sequence[Device] | None = None) -> Mesh:
     """Starts JAX as the experiment asks and returns its mesh. Raises ConfigError when the devices do not suit it."""
     start_devices(experiment.mesh, experiment.cluster, experiment=without_source(experiment.model_dump(mode="json")))
     mesh = make_mesh(experiment.mesh, devices)
@@ -194,6 +199,7 @@ def make_parts(
     Embedding tables have at most `most_rows` rows; `stacks` are those recorded in the workdir, see `make_network`.
     """
     num_replicas, agreement, step = mesh.shape[Axis.REPLICA], experiment.agreement, experiment.step
+    precision, guard = experiment.precision, experiment.guard
     fitted = fit_network(experiment, spec, num_replicas, stacks)
     network = fitted.network
     optimizer = make_optimizer(experiment.optimizer, *fitted.trained)
@@ -204,13 +210,14 @@ def make_parts(
     exchange = make_exchange(experiment.exchange, fitted.trained_shapes, gradients, fragments, num_replicas)
     check_table_settings(experiment, spec, mesh.size, has_tables=bool(fitted.tables))
     tables = make_tables(fitted.tables, experiment.embedding, spec, mesh, most_rows)
-    settings: dict[str, Any] = {name: getattr(experiment, name) for name in ("precision", "guard", "agreement")}
     state_spec = make_state_spec(
         layout,
         network,
         optimizer,
         exchange,
-        **settings,
+        precision=precision,
+        guard=guard,
+        agreement=agreement,
         use_ema=step.ema_decay is not None,
         trainable=fitted.trainable,
         fragments=fragments,
@@ -226,7 +233,9 @@ def make_parts(
         optimizer=optimizer,
         rates=make_rates(experiment, timeline),
         exchange=exchange,
-        **settings,
+        precision=precision,
+        guard=guard,
+        agreement=agreement,
         layout=layout,
         state_spec=state_spec,
         config=step,
@@ -240,7 +249,7 @@ def make_parts(
 def fit_network(
     experiment: Experiment, spec: DataSpec, num_replicas: int, stacks: Mapping[str, Dims] | None = None
 ) -> TaskNetwork:
-    """Stage 3: the network of an experiment, and its task, for data that `spec` describes.
+    """The network of an experiment, and its task, for data that `spec` describes.
 
     Raises ConfigError for a model, a task or a setting that does not fit them.
     """
@@ -275,9 +284,10 @@ def make_rates(experiment: Experiment, timeline: Timeline) -> Callable[[jax.typi
     learning_rate, cycle = build_schedule(experiment.schedule, peak=optimizer.learning_rate, **length)
 
     def rates(num_updates: jax.typing.ArrayLike) -> Rates:
-        # The rate grows with the batch (Goyal et al. 2017), so `size` is the batch size over that of the run.
-        step, size = timeline.scheduled(num_updates)
-        return Rates(learning_rate(step) * size, optimizer.momentum_at(cycle(step)))
+        # `step` counts steps of the run's own batch size. Where phases change the batch size, the learning rate grows
+        # with it (Goyal et al. 2017): by `batch_ratio`, that of the next step's batch size to the run's own.
+        step, batch_ratio = timeline.scheduled(num_updates)
+        return Rates(learning_rate(step) * batch_ratio, optimizer.momentum_at(cycle(step)))
 
     return rates
 

@@ -1,4 +1,8 @@
-"""The layout of a run that a planner chooses when the run begins, and how it is kept in the workdir."""
+"""The layout of a run that a planner chooses when the run begins, and how it is kept in the workdir.
+
+A layout is here the settings `LAYOUT` of an experiment. `jaxdl.parallel.sharding.Layout`, of arrays on a mesh, is made
+from them later.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +45,8 @@ Planner = Callable[[Experiment, Sequence[Device], Start], Planned]
 
 
 @dataclass(frozen=True)
-class RunLayout:
-    """An experiment with the layout in which it runs."""
+class PlannedExperiment:
+    """An experiment with the layout in which it runs: its own, or a planned one."""
 
     experiment: Experiment
     asked: Experiment
@@ -55,14 +59,15 @@ class RunLayout:
 
 def choose_layout(
     experiment: Experiment, devices: Sequence[Device] | None, start: Start, workdir: Workdir | None
-) -> RunLayout:
-    """The layout of an experiment: as it is given, or planned where it asks for that.
+) -> PlannedExperiment:
+    """The experiment in its layout: as it is given, or planned where it asks for that.
 
     A plan that the workdir has is taken again where it was made for such devices and settings, and so is the exchange
-    that was chosen earlier. Raises ConfigError for what cannot be planned, on all processes.
+    that was chosen earlier. `workdir` is None for a program that trains no run: it does not plan. Raises ConfigError
+    for what cannot be planned, on all processes.
     """
     if not experiment.plan.planner:
-        return RunLayout(experiment, experiment)
+        return PlannedExperiment(experiment, asked=experiment)
     if workdir is None:
         raise ConfigError(f"--plan {experiment.plan.kind}: only a training run plans. Leave it out.")
     with start.doing("starting the devices"):
@@ -74,7 +79,7 @@ def choose_layout(
     exchange = workdir.read_exchange() if isinstance(experiment.exchange, Auto) else None
     if earlier is not None and earlier.made_for == made_for:
         start.fact("plan", f"{describe(earlier.settings)}, as planned when the run began on these devices")
-        return RunLayout(experiment.replaced(earlier.settings), experiment, kept=earlier)
+        return PlannedExperiment(experiment.replaced(earlier.settings), asked=experiment, kept=earlier)
     planner: Planner = import_object(experiment.plan.planner, "the planner")
     planned = planner(experiment if exchange is None else experiment.replaced({"exchange": exchange}), devices, start)
     check_equal([{**planned.settings, "exchange": planned.exchange and planned.exchange.model_dump(mode="json")}])
@@ -86,7 +91,7 @@ def choose_layout(
     if planned.exchange is not None:
         changes["exchange"] = planned.exchange
     kept = Kept(made_for, planned.settings, planned.reasons)
-    return RunLayout(experiment.replaced(changes), experiment, notes, kept)
+    return PlannedExperiment(experiment.replaced(changes), asked=experiment, notes=notes, kept=kept)
 
 
 def describe(settings: Mapping[str, Any]) -> str:

@@ -24,7 +24,10 @@ from jaxdl.training.step import Parts
 
 @dataclass(frozen=True)
 class Plan:
-    """A run, ready to be compiled: every config built and checked against the devices, nothing allocated on them."""
+    """A run, ready to be compiled: every config built and checked against the devices, nothing allocated on them.
+
+    Who chooses its layout, the option `--plan`, is `jaxdl.training.plans.Plan`.
+    """
 
     experiment: Experiment
     parts: Parts
@@ -93,7 +96,7 @@ class Plan:
         source = original = self.sources(segment)[0]
         where = {"batch_size": segment.batch_size, "seed": self.experiment.seed, "start": start}
         if self.caches is not None and state is not None:
-            source = self.caches.begin(state, source, **where)
+            source = self.caches.training(state, source, **where)
         source = in_training(self.parts.tables, source, original, **where)
         return TrainLoader(source, sharding=batch_sharding(self.parts.layout.mesh), num_steps=num_steps, **where)
 

@@ -50,7 +50,7 @@ class Caches:
         self.counted: Counter[str] = Counter()
         """Distinct rows of training batches that were in a slot (`device`), and that were not (`host`)."""
 
-    def begin(self, state: TrainState, source: Source, **where: int) -> Source:
+    def training(self, state: TrainState, source: Source, **where: int) -> Source:
         """The source with slots in place of ids in its training batches, for which all slots of the state are empty.
 
         `where` says which batches they are, see `training_batches`. The swaps of these batches wait for `swap`, in
