@@ -1,4 +1,4 @@
-"""Gossip: after each step a replica averages its parameters with those of one or two others; nobody waits for all."""
+"""Gossip: after each step a replica averages its parameters with those of one or two others; none waits for all."""
 
 from __future__ import annotations
 
