@@ -166,18 +166,15 @@ def check(words):
     elif words[1] == "-m" and not (words[2].startswith("benchmarks.") and "argparse" in source_of(words[2])):
         check_module(words[2], words[3:])
     else:
-        is_script = words[1].endswith(".py")
-        source = source_of(
-            "benchmarks.dawnbench.reproduce" if "reproduce_dawnbench" in words[1] else words[1 if is_script else 2]
-        )
-        given = [word for word in words[3:] if word.startswith("--") and word != "--help"]
+        fronts = {"scripts/reproduce_dawnbench.py": "benchmarks.dawnbench.reproduce"}
+        source = source_of(fronts.get(words[1], words[2]))
+        given = [word for word in words[2:] if word.startswith("--") and word != "--help"]
         assert not [one for one in given if f'"{one}"' not in source], words
 
 
 def source_of(module):
     """The text of a module."""
-    path = module if module.endswith(".py") else f"{module.replace('.', '/')}.py"
-    return (ROOT / path).read_text()
+    return (ROOT / f"{module.replace('.', '/')}.py").read_text()
 
 
 def check_module(module, args):
