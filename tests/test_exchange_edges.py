@@ -221,7 +221,7 @@ def test_half_all_reduce_says_what_it_does_not_do():
         return jax.shard_map(function, mesh=mesh_of(2), in_specs=P("replica"), out_specs=P("replica"))
 
     x = np.ones((2, 8), np.float32)
-    with pytest.raises(ValueError, match="dtype=float32: 16 bits travel"):
+    with pytest.raises(ValueError, match="dtype=float32: 16 bits are sent"):
         on(lambda x: half_all_reduce(x[0], "replica", "float32"))(x)
     with pytest.raises(ValueError, match=r"must be float32 \[n\]"):
         on(lambda x: half_all_reduce(x, "replica", "bfloat16"))(x)

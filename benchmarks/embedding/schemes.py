@@ -63,7 +63,7 @@ class EmbeddingBench:
     """Let examples have from 1 id to as many as now of each feature, a quarter of them on average, and send ids as
     values and lengths, beside ids in columns."""
     wire: WireType = "float32"
-    """The type in which vectors and their gradients travel."""
+    """The type in which vectors and their gradients are sent."""
     rates: tuple[str, ...] = ()
     """Rates of the links of an emulated cluster of --nodes hosts, such as 25mbit, on which steps are timed instead."""
     schemes: tuple[str, ...] = ()

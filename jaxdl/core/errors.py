@@ -196,7 +196,7 @@ def print_out(text: str, end: str = "\n") -> None:
 
 @contextlib.contextmanager
 def _end_when_unread() -> Iterator[None]:
-    """Context in which the program ends without a message if nobody reads stdout any more.
+    """Context in which the program ends without a message if stdout is not read any more.
 
     A broken pipe of another program is raised as usual.
     """
@@ -213,10 +213,10 @@ def _end_when_unread() -> Iterator[None]:
 
 
 class _Outliving(io.FileIO):
-    """A terminal or a pipe; when nobody reads it any more, what is written is lost, and the program goes on."""
+    """A terminal or a pipe; when it is not read any more, what is written is lost, and the program continues."""
 
     unread: Callable[[], None] | None = None
-    """Called at each write to a pipe that nobody reads any more."""
+    """Called at each write to a pipe that is not read any more."""
 
     def write(self, data: typing.Any) -> int:
         """The number of bytes that are written, or lost."""
@@ -232,7 +232,7 @@ class _Outliving(io.FileIO):
 
 @contextlib.contextmanager
 def survive_readers(unread: Callable[[], None] | None = None) -> Iterator[None]:
-    """Context in which a terminal that is closed fails no print, and neither does an stderr that nobody reads any more
+    """Context in which a terminal that is closed fails no print, and neither does an stderr that is not read any more
     (`2>&1 | tee log`, where Ctrl-C ends tee first): a run that ignores SIGHUP, or saves after a signal, goes on.
 
     With `unread` a stdout that nobody reads fails no print either, but calls it. Standard output and error are other
@@ -268,7 +268,7 @@ def _survivor(stream: typing.TextIO, unread: Callable[[], None] | None = None, *
 
 
 def _is_unread(stream: typing.TextIO) -> bool:
-    """Whether a stream is a pipe that nobody reads any more."""
+    """Whether a stream is a pipe that is not read any more."""
     try:
         number = stream.fileno()
     except (OSError, ValueError):  # It is in memory, or closed.

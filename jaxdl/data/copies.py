@@ -26,9 +26,9 @@ from jaxdl.data.locks import locked, say_waiting
 
 NOTE = "examples.json"
 _USED = "used.lock"
-"""Whoever reads a copy has a shared lock of this file in it, so that nobody removes the copy."""
+"""A reader of a copy has a shared lock of this file in it, so that the copy is not removed."""
 _OWN = "~/.cache/jaxdl"
-"""Copies that nobody reads are removed here alone."""
+"""Copies without readers are removed only here."""
 _NOTE_LOCK = ".note.lock"
 TRIES = 10
 """A copy that another process removes is looked for again so often."""
@@ -220,7 +220,7 @@ class Removed(ConfigError):
 
 
 class Hold:
-    """While this object is there, nobody removes the copy, on a disk that has locks."""
+    """While this object exists, the copy is not removed, on a disk that has locks."""
 
     def __init__(self, made: Path) -> None:
         self._file = -1

@@ -28,7 +28,7 @@ Rows = dict[tuple[int, int], slice]
 
 
 class _Buffer:
-    """A bounded queue that either side can close at any time; nobody waits on a closed one."""
+    """A bounded queue that either side can close at any time; no thread waits on a closed one."""
 
     def __init__(self, capacity: int):
         self._items: collections.deque[Batch] = collections.deque()

@@ -105,7 +105,7 @@ class _Hashed(io.RawIOBase):
         super().close()
 
     def hexdigest(self) -> str:
-        """The SHA-256 of the whole file, whose end nobody may have asked for."""
+        """The SHA-256 of the whole file, whose end may not have been read."""
         while left := self._file.read(2**20):
             self._digest.update(left)
         return self._digest.hexdigest()

@@ -19,7 +19,7 @@ from jaxdl.exchange.probe import probe
 from jaxdl.parallel.mesh import Axis, platform
 
 MIN_SPEEDUP = 1.2
-"""So many times faster than dense an exchange has to be, to be worth what it changes in the gradients."""
+"""How many times faster than dense an exchange must be, to be worth what it changes in the gradients."""
 _MOST_PROBED = {"cpu": 2**20, "gpu": 2**23}
 INNER_LINKS = {"cpu": Link(2e-5, 2e9), "gpu": Link(5e-6, 1.5e11)}
 """Inside a replica, when only the figures of the slow network are given: orders of magnitude (of NVLink)."""

@@ -22,7 +22,7 @@ _NO_NUMBER = 0x7FDEAD01
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that travel as one flat buffer; all are sharded, and replicated, over the same inner axes."""
+    """Gradients that are sent as one flat buffer; all are sharded, and replicated, over the same inner axes."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]

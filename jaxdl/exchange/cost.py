@@ -63,7 +63,7 @@ class Link:
         return self.collectives.get(collective, self)
 
     def seconds(self, num_messages: float, num_bytes: float) -> tuple[float, float]:
-        """What a collective of so many messages takes, one after the other, and what their bytes take."""
+        """The time of `num_messages` messages, one after the other, and the time of their bytes."""
         latency = num_messages * self.latency_sec
         if not self.curve:
             return latency, num_bytes / self.bytes_per_sec
@@ -149,7 +149,7 @@ class Machine:
     source: str = "given"
     """Where the figures come from: measured or given."""
     overlaps: bool = False
-    """Whether messages can travel while the devices compute, as on GPUs."""
+    """Whether messages can be sent while the devices compute, as on GPUs."""
 
     def link(self, axis: str) -> Link:
         """How a device sends over a mesh axis. Raises ValueError for one that was not measured."""
@@ -169,7 +169,7 @@ class Machine:
         return self.link(Axis.REPLICA.value)
 
     def passes_sec(self, num_elements: float, num_accesses: float) -> float:
-        """Seconds for reading and writing so many float32 numbers for each of the elements."""
+        """Seconds for reading and writing `num_accesses` float32 numbers for each element."""
         return num_elements * num_accesses * _FLOAT_BYTES / self.speeds.memory_bytes_per_sec
 
     def two_shots_sec(self, num_bytes: float, num_replicas: int) -> tuple[float, float]:
@@ -225,7 +225,7 @@ class Gradients:
 
     @classmethod
     def flat(cls, num_elements: int, num_replicas: int) -> Gradients:
-        """One vector of so many elements on each device."""
+        """One vector of `num_elements` on each device."""
         return cls({"gradient": (num_elements,)}, num_replicas)
 
 
@@ -257,7 +257,7 @@ class Cost:
         return Cost(*(factor * part for part in dataclasses.astuple(self)))
 
     def beside(self, seconds: float) -> Cost:
-        """What is left of it if its messages travel during so many seconds of other work; the bytes stay."""
+        """What is left of it if its messages are sent during `seconds` of other work; the bytes stay."""
         wire = min(self.wire_sec, seconds)
         latency = min(self.latency_sec, seconds - wire)
         return dataclasses.replace(self, wire_sec=self.wire_sec - wire, latency_sec=self.latency_sec - latency)

@@ -103,7 +103,7 @@ class DeMo(Compressed, kind="demo"):
         return self.entries * num_chunks(shape, self.side) < math.prod(shape)
 
     def sent_bytes(self, num_chunks: int, num_replicas: int) -> float:
-        """Bytes that one device sends over the slow axis for so many chunks."""
+        """Bytes that one device sends over the slow axis for `num_chunks` chunks."""
         k, n = num_chunks * self.entries, num_chunks * self.chunk_size
         return sparse_sent_bytes(k, n, num_replicas, wire=self.wire)
 

@@ -32,7 +32,7 @@ class Dense(ExchangeConfig, kind="dense"):
     """Sums whole gradients by one all-reduce a bucket: the baseline that compression must beat."""
 
     wire_dtype: WireDtype = "float32"
-    """What travels. The 16-bit ones halve the bytes and round every partial sum (bfloat16 on CPUs the sum alone);
+    """The dtype that is sent. 16-bit ones halve the bytes and round every partial sum (bfloat16 on CPUs: only the sum);
     float16 becomes infinite above 65,504 and zero below 6e-8, bfloat16 has the range of float32."""
 
     compresses: ClassVar[bool] = False

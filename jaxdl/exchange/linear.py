@@ -71,7 +71,7 @@ class Linear(Compressed, kind=None):
         jax.eval_shape(one, jax.ShapeDtypeStruct((size,), jnp.float32), jax.random.key(0))
 
     def num_sent(self, num_elements: int) -> int:
-        """Entries of the short vector of so many elements."""
+        """Entries of the short vector of `num_elements` elements."""
         shape = jax.ShapeDtypeStruct((num_elements,), jnp.float32)
         return jax.eval_shape(lambda x: self.shorten(x, jax.random.key(0)), shape).size
 

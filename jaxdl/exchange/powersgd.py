@@ -32,8 +32,8 @@ class PowerSGD(Compressed, kind="powersgd"):
     Gradients of more dimensions are the matrices that need the fewest numbers (`matrix_shape`); stacked layers are one
     matrix each.
     Gradients for which two thin matrices are not smaller, such as biases and norm scales, stay dense. Each device
-    approximates its own shard, so a sharded matrix gets `rank` for every shard. All matrices of a bucket travel
-    together.
+    approximates its own shard, so a sharded matrix gets `rank` for every shard. All matrices of a bucket are
+    sent together.
     """
 
     rank: int = pydantic.Field(default=4, ge=1, le=64)

@@ -108,14 +108,14 @@ def probe_link(
 
 
 def num_messages(kind: str, num_devices: int) -> int:
-    """How many messages a collective by this name is, one after the other, in a ring of so many devices."""
+    """How many messages, one after the other, a collective of this name has in a ring of `num_devices`."""
     if kind == PERMUTE:
         return 1
     return (2 if kind.startswith("all_reduce") else 1) * (num_devices - 1)
 
 
 def fit_link(num_messages: float, num_bytes: Sequence[float], seconds: Sequence[float]) -> Link:
-    """The link for which a collective of so many messages and bytes takes these times.
+    """The link for which collectives of `num_messages` messages, and of these bytes, take these times.
 
     Of the lines through the longest message and another one (or of latency or bandwidth alone) the one is taken that
     the points are nearest to, by the sum of absolute logarithms of ratios: what is far off does not decide. The points

@@ -126,7 +126,7 @@ class TopK(Compressed, kind="topk"):
         return [*zip(ends, settings, strict=True), *super().settings_by_step()]
 
     def num_kept(self, num_elements: int) -> int:
-        """Entries that are sent of so many."""
+        """The number of entries that are sent, of `num_elements`."""
         return min(num_elements, max(1, math.ceil(self.density * num_elements)))
 
     def sent_bytes(self, num_elements: int, num_replicas: int) -> float:

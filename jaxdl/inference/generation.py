@@ -39,7 +39,7 @@ class Sampling:
     """How tokens are drawn, and when a text ends.
 
     Attributes:
-      num_tokens: at most so many for each prompt.
+      num_tokens: the most for each prompt.
       temperature, top_k, top_p: see `jaxdl.inference.decoding.sampling.sample`.
       seed: of the draws. A prompt's tokens depend on it and on the prompt's number alone, not on the other prompts.
       stop_tokens: a text ends with one of these.

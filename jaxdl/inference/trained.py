@@ -45,7 +45,7 @@ class RunCommand:
     step: Literal["newest", "best"] | int = "newest"
     """The checkpoint: the newest, the one with the best evaluation, or the one of a step."""
     average: int = 1
-    """Take the mean of the parameters of the last so many checkpoints that are kept, up to --step."""
+    """Take the mean of the parameters of this many last checkpoints that are kept, up to --step."""
     devices: int | None = None
     """Run on this many virtual CPU devices (short for --mesh.cpu-devices)."""
 

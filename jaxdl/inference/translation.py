@@ -23,7 +23,7 @@ from jaxdl.training.step import run_network
 _LONG = 128
 """Tokens of the longest sources of which a whole batch is translated at once."""
 _MORE_TOKENS = 50
-"""A translation has at most so many tokens more than its source is padded to (Vaswani et al. 2017, section 6.1)."""
+"""How many tokens a translation may have more than its source is padded to (Vaswani et al. 2017, section 6.1)."""
 
 
 class Translator:

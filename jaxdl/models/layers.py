@@ -36,7 +36,7 @@ class NormConfig(Model, kind=None):
 
     norm_span: Literal["replica", "mesh"] | Annotated[int, pydantic.Field(ge=2)] = "replica"
     """Examples in each batch norm statistic in training: those of one replica, of the whole mesh (an all-reduce for
-    each layer), or so many consecutive ones, such as those of 1, 2 or 4 devices: the same groups on every mesh."""
+    each layer), or this many consecutive ones, such as those of 1, 2 or 4 devices: the same groups on every mesh."""
     norm_momentum: float | None = pydantic.Field(default=None, ge=0, lt=1)
     """Part of batch norm's running statistics that a step keeps; None takes 0.9."""
     norm_epsilon: float = pydantic.Field(default=1e-5, gt=0)

@@ -10,7 +10,7 @@ computes those of its own:
 
 The last layer stands outside of the loop, since at its turn there is nothing to send yet; the first layer's gradients
 are summed after the loop. XLA runs no message from before a loop to after it, if there are messages inside. So the
-gradient of a matrix that is used after the layers travels in pieces, one in each turn: the loop yields zeros, whose
+gradient of a matrix that is used after the layers is sent in pieces, one in each turn: the loop yields zeros, whose
 cotangents are the pieces.
 """
 

@@ -36,7 +36,7 @@ def _lookup_backward(
 ) -> tuple[jax.Array, None]:
     # The plain transpose is one scatter-add of all examples, for which XLA gathers the cotangent of the whole batch,
     # [batch, length, embed]. With a dimension for the data shards each device adds up its own examples, and what
-    # travels is the gradient of the table.
+    # is sent is the gradient of the table.
     batch = layout.activation_spec(("batch",), tokens.shape[:1]) if layout else PartitionSpec()
     shards = ways(layout.mesh.shape, spec_axes(batch)) if layout else 1
     embed_dim = cotangent.shape[-1]

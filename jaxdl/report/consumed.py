@@ -34,7 +34,7 @@ class Consumption:
         seconds: float,
         rows: Sequence[Mapping[str, Any]],
     ) -> dict[str, float]:
-        """The metrics of some steps up to `last_step`, which took so many seconds.
+        """The metrics of some steps up to `last_step`, which took `seconds`.
 
         `rows` are those of the history so far, from which counting goes on; what an earlier version did not count is
         estimated.

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 LOSS = "train/loss"
 FACTOR = 1000.0
-"""A run has diverged whose loss is so many times that of a place where it was."""
+"""A run has diverged if its loss is this many times its loss at an earlier place."""
 _LEAST = 0.01
 """A loss below this counts as this: what is nearly 0 is a bad unit."""
 _REPORTS = 3
-"""So many reports in a row, up to the last one, must say so: a spike is none. Of runs with fewer, all but the first.
+"""Number of reports in a row, up to the last one, that must say so: a spike is not enough. Of runs with fewer, all but
+the first.
 
 So many also say where a run was: a single one may be low by chance, as of a batch of one row. Of a loss that only the
 first report or the first two had, it must be `FACTOR` times as many for each one that is missing.

@@ -103,7 +103,7 @@ class Reporter:
 
     @property
     def every_steps(self) -> int:
-        """Training metrics are reported every so many steps."""
+        """Steps from one report of training metrics to the next."""
         return self._config.every_steps
 
     @property

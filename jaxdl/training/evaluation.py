@@ -43,7 +43,7 @@ class EvaluationConfig(Periodic):
     batch_size: int | None = pydantic.Field(default=None, ge=1)
     """Global batch size of the evaluation; None takes that of the training."""
     norm_batches: int | None = pydantic.Field(default=None, ge=1)
-    """Before each evaluation, replace batch norm's running statistics by the means over so many training batches, at
+    """Before each evaluation, replace batch norm's running statistics by the means over this many training batches, at
     the parameters that are evaluated (Wu and Johnson, arXiv 2105.07576: precise batch norm). They are saved with them.
     Other state of a network stays as it is. None keeps the running ones, which lag behind when a run has few steps."""
     allows: tuple[Allowed, ...] = ()

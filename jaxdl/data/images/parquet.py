@@ -131,7 +131,7 @@ class ParquetImages(InParquet, kind="parquet_images"):
     """1 makes all images grey, 3 makes them red, green and blue; None takes the channels of the first image."""
     memory_bytes: int = pydantic.Field(default=2**30, ge=0)
     """Images that need no more bytes than this are decoded once and kept in memory, on each process. Others are read
-    and decoded in each epoch, a row group at a time; the latest row groups are kept, up to so many bytes."""
+    and decoded in each epoch, a row group at a time; the latest row groups are kept, up to this many bytes."""
 
     @property
     def _cache_bytes(self) -> int:

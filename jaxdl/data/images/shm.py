@@ -113,7 +113,7 @@ def _release_all() -> None:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Removes a folder of this user whose lock nobody holds; never a link or its target."""
+    """Removes a folder of this user whose lock is not held; never a link or its target."""
     try:
         opened = open_private(folder)
     except OSError:  # Not private to this user, or just removed.

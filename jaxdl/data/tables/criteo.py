@@ -113,7 +113,7 @@ class StoredExamples:
     hashes: np.ndarray
     labels: np.ndarray
     content: str = ""
-    """Identifies them; empty where nobody has hashed them."""
+    """Identifies them; empty where they have not been hashed."""
     former: tuple[str, ...] = ()
     """What `content` was in earlier versions of jaxdl, when it depended on paths and times."""
     blank: str = ""

@@ -22,7 +22,7 @@ class Feature:
     rows: int
     num_ids: int = 1
     mean_ids: float | None = None
-    """How many an example has on average, in training; None where all have `num_ids`, or nobody counted."""
+    """How many an example has on average, in training; None where all have `num_ids`, or they were not counted."""
     std_ids: float = 0.0
     """The standard deviation of that."""
 

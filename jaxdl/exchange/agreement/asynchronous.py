@@ -35,7 +35,7 @@ class Asynchronous(Agreement, kind="async"):
         raise AssertionError("the syncer merges")
 
     def merges(self, exchange: ExchangeConfig, gradients: Gradients, machine: Machine) -> list[Cost]:
-        """None: a learner waits for nobody. What it sends to the syncer is set where that is started."""
+        """None: a learner does not wait for others. What it sends to the syncer is set where that is started."""
         del exchange, gradients, machine
         return []
 

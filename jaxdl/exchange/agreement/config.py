@@ -37,7 +37,7 @@ class Merges(Protocol):
         ...
 
     def by_messages(self, state: Any, hops: Sequence[int], fractions: Sequence[float]) -> tuple[Any, Metrics]:
-        """Each replica becomes an average of its own parameters and those of the replicas so many `hops` before it.
+        """Each replica becomes an average of its own parameters and those of the replicas that are `hops` before it.
 
         `fractions` of the average are those replicas', the rest is its own.
         """
@@ -85,7 +85,7 @@ class Agreement(Choice):
         return False
 
     def steps_beside(self, step: int, total_steps: int) -> tuple[int, int] | None:
-        """(number of a merge, how many of the next steps its messages travel beside), if one begins after `step`."""
+        """(number of a merge, during how many of the next steps its messages are sent), if one begins after `step`."""
         del step, total_steps
         return None
 
@@ -95,7 +95,7 @@ class Agreement(Choice):
         return self.keeps_replicas
 
     def boundary(self, step: int, total_steps: int) -> int:
-        """The first step from `step` on that is not inside of a merge that travels beside local steps."""
+        """The first step from `step` on that is not inside a merge whose messages are sent beside local steps."""
         if total_steps <= step:
             return step
         for before in range(max(0, step - self.longest_beside + 1), step):
@@ -106,7 +106,7 @@ class Agreement(Choice):
 
     @property
     def longest_beside(self) -> int:
-        """The most steps that a merge travels beside."""
+        """The most steps during which the messages of a merge are sent."""
         return 0
 
     def init_outer(self, params: Tree) -> dict[str, Tree]:
@@ -160,7 +160,7 @@ class Agreement(Choice):
     def cost(self, exchange: ExchangeConfig, gradients: Gradients, machine: Machine, step_sec: float = 0.0) -> Cost:
         """What replicas that agree in this way add to an average step of a round: seconds waited, and bytes.
 
-        That is after a `start_step`, before which each step has a dense exchange. Messages that travel beside local
+        That is after a `start_step`, before which each step has a dense exchange. Messages that are sent beside local
         steps of `step_sec` seconds (0: not known) are waited for only as long as they take longer, where the machine
         `overlaps`. What a merge computes besides the exchange is not counted. Raises as `merges` does.
         """

@@ -19,7 +19,7 @@ class Elastic(Agreement, kind="elastic"):
     """
 
     every_steps: int = pydantic.Field(default=4, ge=1)
-    """Merge once in so many steps."""
+    """Number of steps from one merge to the next."""
     beta: float = pydantic.Field(default=0.9, gt=0, le=1)
     """How far the centre moves to the mean of the replicas. 0.9 in the paper; above 1 it is not stable."""
 

@@ -65,7 +65,7 @@ class EmulatedStaleness(Agreement, kind="emulated_staleness"):
 
     @property
     def num_past(self) -> int:
-        """The largest staleness: so many earlier versions of the parameters are kept."""
+        """The largest staleness, which is the number of earlier versions of the parameters that are stored."""
         return self.max_staleness
 
     def staleness(self, key: jax.Array, num_kept: jax.Array, num_replicas: int) -> jax.Array:

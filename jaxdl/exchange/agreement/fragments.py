@@ -15,7 +15,7 @@ from jaxdl.exchange.cost import Gradients
 
 
 class Piece(NamedTuple):
-    """A parameter, or every so many'th of its layers."""
+    """A parameter, or some of its layers at equal distances."""
 
     name: str
     """The parameter's."""

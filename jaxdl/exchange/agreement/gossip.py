@@ -1,4 +1,4 @@
-"""Gossip: after each step a replica averages its parameters with those of one or two others; nobody waits for all."""
+"""Gossip: after each step a replica averages its parameters with those of one or two others; none waits for all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxdl.exchange.cost import ADD_RESIDUAL, JOIN, PERMUTE, SPLIT, Cost, Gradie
 
 
 class Gossip(Agreement, kind="gossip"):
-    """Decentralized parallel SGD (Lian et al., arXiv 1705.09056): whole parameters travel, in one or two messages.
+    """Decentralized parallel SGD (Lian et al., arXiv 1705.09056): whole parameters are sent, in one or two messages.
 
     Each replica sends to its neighbours alone, so a merge takes one hop of the network where an all-reduce takes
     2 (n - 1): it wins on latency, not on bytes. The replicas differ; their mean is evaluated and exported. A replica
@@ -30,7 +30,7 @@ class Gossip(Agreement, kind="gossip"):
     two, log2 n steps give the exact mean (Ying et al., arXiv 2110.13363). `exponential`: to all of those at each step.
     `ring`: to both neighbours."""
     every_steps: int = pydantic.Field(default=1, ge=1)
-    """Merge once in so many steps."""
+    """Number of steps from one merge to the next."""
 
     @property
     def label(self) -> str:
@@ -82,6 +82,6 @@ class Gossip(Agreement, kind="gossip"):
         kind = getattr(exchange, "kind", "")
         if exchange != type(exchange)() or kind != "dense":
             raise ConfigError(
-                f"--exchange {kind}: with --agreement gossip whole parameters travel from replica to replica, and the "
+                f"--exchange {kind}: with --agreement gossip replicas send each other whole parameters, and the "
                 "exchange is not used. Remove its options, or choose --agreement periodic."
             )

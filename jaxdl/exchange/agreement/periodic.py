@@ -52,16 +52,16 @@ class Periodic(Agreement, kind="periodic"):
     """
 
     every_steps: int = pydantic.Field(default=32, ge=1)
-    """Merge all parameters once in so many steps."""
+    """Number of steps after which all parameters have been merged once."""
     outer: Outer = Outer()
     """How the mean change of the replicas moves the anchor, which is evaluated and exported."""
     start_step: int = pydantic.Field(default=0, ge=0)
-    """For so many first steps, average the gradients in every step, by the dense exchange."""
+    """Before this step, average the gradients in every step, by the dense exchange."""
     fragments: int = pydantic.Field(default=1, ge=1)
-    """Divide the parameters into so many parts of about the same size (a looped model by its layers, every so many'th
-    to the same part), merged at different steps: the peak of the traffic falls by as much."""
+    """Number of parts of about the same size into which the parameters are divided (a looped model by its layers, dealt
+    out in turn), merged at different steps: the peak of the traffic falls by as much."""
     overlap_steps: int = pydantic.Field(default=0, ge=0)
-    """The messages of a merge travel beside so many of the following local steps, and arrive after them."""
+    """Number of the following local steps during which the messages of a merge are sent; they arrive after them."""
     mixing: float = pydantic.Field(default=0.0, ge=0, lt=1)
     """How much of a replica's own parameters stays when the new anchor arrives; 0 takes the anchor's."""
 
@@ -104,13 +104,13 @@ class Periodic(Agreement, kind="periodic"):
         return () if turn is None or self._travels(step, total_steps) else (turn,)
 
     def steps_beside(self, step: int, total_steps: int) -> tuple[int, int] | None:
-        """(number of a merge, how many next steps it travels beside), if one begins after `step`."""
+        """(number of a merge, during how many next steps it is sent), if one begins after `step`."""
         turn = self._turn(step)
         return None if turn is None or not self._travels(step, total_steps) else (turn, self.overlap_steps)
 
     @property
     def longest_beside(self) -> int:
-        """The most steps that a merge travels beside."""
+        """The most steps during which the messages of a merge are sent."""
         return self.overlap_steps
 
     def apart(self, step: int, total_steps: int, num_replicas: int) -> bool:
@@ -125,7 +125,7 @@ class Periodic(Agreement, kind="periodic"):
         return self.fragments if self.fragments > 1 else 0
 
     def _travels(self, step: int, total_steps: int) -> bool:
-        """Whether a merge that begins after this step travels beside the following ones, and arrives in time."""
+        """Whether a merge that begins after this step is sent beside the following ones, and arrives in time."""
         return self.overlap_steps > 0 and step + self.overlap_steps <= total_steps
 
     def _turn(self, step: int) -> int | None:

@@ -147,7 +147,7 @@ def _reorder_cache(cache: Any, parents: jax.Array) -> Any:
 
     def one(x: jax.Array) -> jax.Array:
         split = x.reshape(x.shape[0], rows, beams, *x.shape[2:])
-        # Row by row, so that nothing travels between devices that have different rows.
+        # Row by row, so that nothing is sent between devices that have different rows.
         return jax.vmap(lambda row, order: row[:, order], in_axes=(1, 0), out_axes=1)(split, parents).reshape(x.shape)
 
     return jax.tree.map(one, cache)

@@ -47,11 +47,11 @@ class Generate(RunCommand):
     to: Path | None = None
     """With several prompts: the file for the JSON lines; None prints them."""
     num_tokens: int = 400
-    """At most so many tokens (bytes, for a model of bytes) for each prompt."""
+    """The most tokens (bytes, for a model of bytes) for each prompt."""
     temperature: float = 0.7
     """1 is the model's own distribution, lower is less random, 0 takes the likeliest token."""
     top_k: int | None = None
-    """Draw from so many of the likeliest tokens alone."""
+    """Draw only from this many of the likeliest tokens."""
     top_p: float | None = None
     """Draw from the likeliest tokens that together have this probability."""
     stop: tuple[str, ...] = ()

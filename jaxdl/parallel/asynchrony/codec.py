@@ -1,4 +1,4 @@
-"""How a delta travels: as float32, or in 8 or 4 bits with a scale for every block, and error feedback."""
+"""How a delta is sent: as float32, or in 8 or 4 bits with a scale for every block, and error feedback."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from jaxdl.parallel.asynchrony.outer import Vector
 
 Bits = Literal[4, 8, 32]
-"""Bits of a value of a delta on its way to the syncer. Anchors always travel as float32."""
+"""Bits of a value of a delta on its way to the syncer. Anchors are always sent as float32."""
 BLOCK = 256
 """Values that share a scale, which takes 32 bits."""
 

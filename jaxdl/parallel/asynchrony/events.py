@@ -27,7 +27,7 @@ class Member:
     """Rounds of all lives."""
     present: bool = False
     done: bool = False
-    """Whether it has finished, so that nobody waits for it."""
+    """Whether it has finished, so that no learner waits for it."""
     working: bool = False
     """Whether it has an anchor and computes; else it waits for one."""
     since_us: int = 0

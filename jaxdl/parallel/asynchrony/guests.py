@@ -118,7 +118,7 @@ class Doorkeeper:
 
 
 def put(news: queue.Queue[News], item: News, closed: threading.Event) -> None:
-    """Adds to the news when there is room; ends the connection once nobody reads them any more."""
+    """Adds to the news when there is room; ends the connection when they are not read any more."""
     while not closed.is_set():
         with contextlib.suppress(queue.Full):
             return news.put(item, timeout=_POLL_SEC)

@@ -304,7 +304,7 @@ class Learner:
         return channel, welcome.silence_sec
 
     def _encode_in(self, bits: Bits) -> None:
-        """Sends deltas in so many bits. Raises _Refused if it has sent others."""
+        """Sends deltas in `bits` bits. Raises _Refused if it has sent others."""
         if self._encoder is None:
             self._encoder = Encoder(Codec(self._size, bits))
         elif self._encoder.codec.bits != bits:

@@ -106,7 +106,7 @@ class Hello(Claim):
     """How a process introduces itself to process 0."""
 
     own_name: Annotated[list[Name], Field(min_length=2, max_length=2)] | None
-    """The host's own name and the loopback address that it resolves to; None if it does not, or if nobody needs it."""
+    """The host's own name and the loopback address that it resolves to; None if it does not, or if it is not needed."""
     description: Description
 
 
@@ -200,7 +200,7 @@ class StopAt(Message):
 
 
 class Passed(Message):
-    """How often every process has called `wait_for_all` by now."""
+    """How often every process has called `wait_for_all` so far."""
 
     kind: Literal["passed"] = "passed"
     times: Count

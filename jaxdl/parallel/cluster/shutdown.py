@@ -1,4 +1,4 @@
-"""The exit of one of several processes: the others get its reason, and nobody waits for a lost process."""
+"""The exit of one of several processes: the others get its reason, and none waits for a lost process."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ output layer and of its input, and the backward pass multiplies them by the fact
 logits, and none computed twice (as in Hsu et al., "Liger Kernel", arXiv 2410.10989, section 3.2).
 
 Each device does this for its own tokens, and where the vocabulary is split over devices, for its part of it; in place
-of logits, four numbers for each token travel between them, and in training the gradient of its activations.
+of logits they send four numbers for each token, and in training the gradient of its activations.
 """
 
 from __future__ import annotations

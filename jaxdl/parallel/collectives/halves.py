@@ -1,4 +1,4 @@
-"""A sum over devices of which 16 bits an element travel, on every platform.
+"""A sum over devices that sends 16 bits an element, on every platform.
 
 That is XLA's all-reduce of 16-bit numbers, which rounds every partial sum. On CPUs XLA would widen bfloat16 to float32;
 there every device sends the bits of each range of elements to the range's owner (all-to-all), who adds them up in
@@ -27,7 +27,9 @@ def half_all_reduce(x: jax.Array, axis: Axis, dtype: Any) -> jax.Array:
     Raises ValueError for other dtypes and shapes, and when it is differentiated; NameError when the axis is not bound.
     """
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        raise ValueError(f"dtype={dtype}: 16 bits travel, so it is bfloat16 or float16. For float32 use jax.lax.psum.")
+        raise ValueError(
+            f"dtype={dtype}: 16 bits are sent, so it is bfloat16 or float16. For float32 use jax.lax.psum."
+        )
     if x.ndim != 1 or x.dtype != jnp.float32:
         raise ValueError(f"x {x.dtype}{list(x.shape)}: must be float32 [n]. Use x.astype(jnp.float32).reshape(-1).")
     axes = axis_names(axis)

@@ -13,7 +13,7 @@ from jaxdl.core.config import ConfigError
 
 @dataclass(frozen=True)
 class Neighbours:
-    """So many neighbouring replicas, or all (None), along a manual mesh axis."""
+    """A number of neighbouring replicas, or all (None), along a manual mesh axis."""
 
     axis: str
     num: int | None

@@ -1,4 +1,4 @@
-"""How sparse entries travel: one buffer of uint32 words a message.
+"""How sparse entries are sent: one buffer of uint32 words a message.
 
 * `packed`, 4 bytes an entry: the high 16 bits of a word are the value as bfloat16 (rounded to nearest even), the low
   16 bits the index inside its block of 65,536 positions. Entries are in ascending order of index; before them

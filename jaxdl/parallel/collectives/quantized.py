@@ -1,4 +1,4 @@
-"""A sum over devices of which only a few bits an element travel: quantize, all-to-all, sum, quantize, all-gather.
+"""A sum over devices that sends only a few bits an element: quantize, all-to-all, sum, quantize, all-gather.
 
 The two-shot scheme: each device is the owner of one range of the elements. Every device quantizes what it has and sends
 each range to its owner; the owner sums its range in float32, quantizes the sum and sends it to everybody. An integer
@@ -72,7 +72,7 @@ def quantized_all_reduce(
     `bits` is 8, 4, 2 (unbiased, for random `key`s) or 1 (biased: needs error feedback; the key is not used). A new key
     each step; it need not be the same on all devices, and devices of one `axis` draw independent numbers from one key.
     Those that differ only in their place on other axes draw the same numbers. Up to `block_size` elements (a multiple
-    of 8; default 256, for 1 bit 1024) share a float32 scale, which travels in the same message.
+    of 8; default 256, for 1 bit 1024) share a float32 scale, which is sent in the same message.
 
     A block with a NaN or an infinity on any device is NaN in `total` on all of them, and in the error of the devices
     that had it and of its owner: such trouble stays visible, but check the gradients before an error is kept. A block

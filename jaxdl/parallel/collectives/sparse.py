@@ -96,7 +96,7 @@ def sparse_all_reduce(
     owner gets on average from a device, and a little more, and entries beyond it stay in the error.
 
     `all_gather` is linear in `values`, and so is its derivative (of a total whose values are not rounded; that of the
-    error is zero); the sum in the derivative travels in the plain format. `all_to_all` has none.
+    error is zero); the sum in the derivative is sent in the plain format. `all_to_all` has none.
     NaN and infinity among the values reach the total, and make the error NaN at their positions.
     Raises ValueError for arguments that do not fit, and NameError when the axis is not bound.
     """

@@ -1,4 +1,4 @@
-"""The sizes of one sparse sum: who owns which positions, and how many entries travel."""
+"""The sizes of one sparse sum: who owns which positions, and how many entries are sent."""
 
 from __future__ import annotations
 

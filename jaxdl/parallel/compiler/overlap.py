@@ -126,7 +126,7 @@ class Timeline:
 
     @property
     def hidden_share(self) -> float:
-        """The share of the bytes over the slow network that travel while kernels run."""
+        """The share of the bytes over the slow network that are sent while kernels run."""
         total = self.sent_bytes
         return (
             sum(message.sent_bytes * message.times * message.hidden for message in self.exchange) / total

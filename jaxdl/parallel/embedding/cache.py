@@ -78,7 +78,7 @@ class SlotPlan:
     """Which ids are in which slots of one table, batch after batch.
 
     Where processes share the rows of a table, each id has a home: the process that holds its row, whose devices have
-    the slots of the same home. An id is in slots of its home alone, so no row ever travels between processes.
+    the slots of the same home. An id is in slots of its home alone, so no row is ever sent between processes.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 A process holds what its own devices may need: the tables of its devices and nodes, its part of those that are cut over
 processes, and a copy of those of which each process has one. So the memory for tables grows with the number of
-processes, and no row ever travels between them. `jaxdl.parallel.mesh.make_host_mesh` says which processes there are.
+processes, and no row is ever sent between them. `jaxdl.parallel.mesh.make_host_mesh` says which processes there are.
 """
 
 from __future__ import annotations

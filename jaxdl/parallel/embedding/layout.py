@@ -131,7 +131,7 @@ class Buffer:
 
     @property
     def local_rows(self) -> int:
-        """Rows on a device; those with fewer have rows that nobody uses."""
+        """Rows on a device; those with fewer have unused rows."""
         return self.places.local_rows
 
     @functools.cached_property

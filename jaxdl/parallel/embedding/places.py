@@ -71,7 +71,7 @@ class Places:
 
     @functools.cached_property
     def local_rows(self) -> int:
-        """Rows on a device; those with fewer have rows that nobody uses."""
+        """Rows on a device; those with fewer have unused rows."""
         return max(offset + self.on_device(self.rows[table]) for table, offset in self.offsets.items())
 
     @property
@@ -87,7 +87,7 @@ class Places:
     def tables_in(self, first: int, stop: int) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
         """(table, which of the rows are its, counted from `first`, their ids) of rows of the global array.
 
-        Rows that nobody uses are of no table.
+        Unused rows belong to no table.
         """
         for part in range(first // self.local_rows, -(-stop // self.local_rows)):
             owner, inner = divmod(part, self.row_ways)
@@ -100,7 +100,7 @@ class Places:
                     yield table, here[used] - first, ids[used]
 
     def on_device(self, rows: int) -> int:
-        """Rows on a device of a table with so many."""
+        """Rows on a device of a table with `rows` rows."""
         return math.ceil(rows / (self.row_ways * self.groups)) * self.groups
 
 

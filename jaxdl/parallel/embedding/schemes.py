@@ -83,7 +83,7 @@ class Scheme(Choice):
 class TableWise(Scheme, kind="table_wise"):
     """Each table is on one device, to which ids are sent, and which sends pooled vectors back.
 
-    Over the slow axis the pooled vectors travel once in each direction. Bit-equal to one device.
+    Over the slow axis the pooled vectors are sent once in each direction. Bit-equal to one device.
     """
 
     @property

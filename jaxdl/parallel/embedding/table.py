@@ -52,10 +52,10 @@ class EmbeddingConfig(Config):
     """Pairs of the name of a table and the number of the device (`table_wise`) or node that has it, from 0; tables
     without one go, the most expensive first, to where least is. Only a config file can set them."""
     forward_wire: WireType = "float32"
-    """The type in which pooled vectors travel between devices. `int8` has a float32 scale for each vector, and is
+    """The type in which pooled vectors are sent between devices. `int8` has a float32 scale for each vector, and is
     rounded at random in training."""
     backward_wire: WireType = "float32"
-    """The type in which their gradients travel, and the touched rows of `replicated` tables. Gradients of whole
+    """The type in which their gradients are sent, and the touched rows of `replicated` tables. Gradients of whole
     `data_parallel` tables are always float32."""
     jagged: bool = False
     """Send ids of features with a varying number of them as values and lengths, not in as many columns as the example

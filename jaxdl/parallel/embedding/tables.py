@@ -132,7 +132,7 @@ class Tables:
     def lookup(self, rows: Mapping[str, jax.Array], located: LocatedIds, key: jax.Array | None = None) -> jax.Array:
         """The pooled vectors of a batch, from the rows of each buffer.
 
-        `key` is that of rounding at random, where vectors travel so; without one they are rounded to the nearest.
+        `key` is for rounding vectors at random before they are sent; without one they are rounded to the nearest.
         """
         draws, buffers = key is not None, self.buffers_for(located.capacity)
 

@@ -1,4 +1,4 @@
-"""How vectors travel between devices: in float32, in bfloat16, or in 8 bits a number."""
+"""How vectors are sent between devices: in float32, in bfloat16, or in 8 bits a number."""
 
 from __future__ import annotations
 

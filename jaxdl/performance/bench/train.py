@@ -42,7 +42,7 @@ from jaxdl.training.step import Parts, make_update
 _PROFILED_STEPS, _SHOWN_KERNELS, _WRITTEN_KERNELS = 3, 5, 50
 
 Steps = Callable[[int], None]
-"""Runs so many steps, and returns when they have ended."""
+"""Runs a number of steps, and returns when they have ended."""
 FRAMEWORKS: dict[str, Callable[[Experiment, DataSpec], tuple[Steps, str]]] = {}
 """Name for --against -> what makes the steps of an experiment there, and their description."""
 

@@ -63,7 +63,7 @@ class PlannerOptions:
     efficiency: float = Efficiency().compute
     """The share of the least time by the roofline that kernels reach: measured, or this guess."""
     overlap: float = Efficiency().overlap
-    """The share of kernels' time that messages can travel beside."""
+    """The share of kernels' time during which messages can be sent."""
     shown: int = _SHOWN
     """Candidates in the table."""
     only_tables: bool = False

@@ -110,7 +110,7 @@ class RunWorkload:
     norm_span: int | None = None
     """Examples over which batch norm takes its statistics, if that is given as a number."""
     tensor_fits: Callable[[int], bool] = lambda size: size == 1
-    """Whether the model can be split over so many devices of `tensor`."""
+    """Whether the model can be split over a number of devices of `tensor`."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Kernels take their least time by the roofline of the compiled step (`jaxdl.parallel.compiler.roofline`), divided by the
 share of it that real ones reach. Messages are those of the compiled step inside a replica, and those of the exchange
 between replicas (`jaxdl.exchange.cost`); embedding tables have a model of their own
-(`jaxdl.performance.planner.tables`). What travels while kernels run is not waited for: the exchange beside the backward
+(`jaxdl.performance.planner.tables`). What is sent while kernels run is not waited for: the exchange beside the backward
 pass of the last micro-batch, messages inside a replica beside all kernels, both up to a share that is given.
 """
 
@@ -35,7 +35,7 @@ class Profile:
     other_sec: Fit
     """Those of the update and of all else that is done once a step."""
     fsdp_bytes: float = 0.0
-    """Bytes of the arrays that travel over `fsdp` in one micro-batch; of these a device sends (fsdp - 1) / fsdp."""
+    """Bytes of the arrays that are sent over `fsdp` in one micro-batch; of these a device sends (fsdp - 1) / fsdp."""
     fsdp_messages: float = 0.0
     """Collectives over `fsdp` in one micro-batch."""
     tensor_bytes: Fit = field(default_factory=Fit)
@@ -54,7 +54,7 @@ class Efficiency:
     compute: float = 0.5
     """The share of the roofline that kernels reach."""
     overlap: float = 0.7
-    """The share of kernels' time that messages can travel beside."""
+    """The share of kernels' time during which messages can be sent."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def own_time(
 def with_exchange(
     step_time: StepTime, cost: Cost, machine: Machine, efficiency: Efficiency, *, delayed: bool
 ) -> StepTime:
-    """The time of a step that also exchanges gradients at this cost; `delayed` ones travel beside all kernels."""
+    """The time of a step that also exchanges gradients at this cost; `delayed` ones are sent beside all kernels."""
     beside = step_time.compute_sec if delayed else step_time.backward_sec
     left = cost.beside(efficiency.overlap * beside) if machine.overlaps else cost
     return StepTime(
@@ -137,7 +137,7 @@ def with_exchange(
 
 
 def _seconds(machine: Machine, axis: str, collectives: float, num_messages: float, num_bytes: float) -> float:
-    """Of collectives of equal size, one after the other, each of so many messages, that send these bytes in all.
+    """Of collectives of equal size, one after the other, each of `num_messages` messages, that send `num_bytes` in all.
 
     Each is looked up by its own size: a curve as measured is far from a line where collectives are short.
     """
@@ -158,5 +158,5 @@ def nodes_that_pay(overhead: float, efficiency: float = 0.8) -> float:
 
 
 def parameter_servers(param_bytes: float, num_workers: int, bytes_per_sec: float, compute_sec: float) -> float:
-    """The parameter servers that keep up with so many workers: 2 S N / (B T), Zou et al. 2017 (arXiv 1709.06622)."""
+    """The parameter servers that keep up with all workers: 2 S N / (B T), Zou et al. 2017 (arXiv 1709.06622)."""
     return 2 * param_bytes * num_workers / (bytes_per_sec * compute_sec)

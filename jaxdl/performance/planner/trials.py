@@ -78,7 +78,7 @@ class Trials:
 
 
 def trial_plan(trials: Trials, setting: Setting, devices: Sequence[Any]) -> Plan:
-    """The plan of a step of this setting, on so many of the devices. Raises ConfigError if it cannot be run."""
+    """The plan of a step of this setting, on the devices that it needs. Raises ConfigError if it cannot be run."""
     experiment = trials.experiment
     changes: dict[str, Any] = {
         "mesh": MeshConfig(replica=setting.replica, fsdp=setting.fsdp, tensor=setting.tensor),

@@ -82,7 +82,7 @@ class Submit(OfFleet):
     priority: int = 0
     """Runs of a higher priority take nodes from it where they need them."""
     delay_sec: float = 0.0
-    """Do not start it before so many seconds from now."""
+    """Seconds from now before which it is not started."""
 
 
 @dataclass(frozen=True)

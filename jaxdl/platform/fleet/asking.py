@@ -37,7 +37,7 @@ class Remove(OfFleet):
     """
 
     ended: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """All that have ended by now."""
+    """All that have ended so far."""
 
 
 @dataclass(frozen=True)

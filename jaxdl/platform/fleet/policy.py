@@ -58,8 +58,8 @@ class Rules:
     """The limits of an allocation."""
 
     fairness: float = 0.2
-    """How far a run may be from its fair share, as a part of all nodes: theta 1 of Dorm. A run that cannot have so few
-    or so many nodes has the nearest number."""
+    """How far a run may be from its fair share, as a part of all nodes: theta 1 of Dorm. A run that cannot have
+    such a number of nodes has the nearest one."""
     resized: float = 0.1
     """The part of the running runs that one decision may resize, rounded up: theta 2 of Dorm."""
     solve_sec: float = 0.8

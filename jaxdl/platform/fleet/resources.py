@@ -69,7 +69,7 @@ class Room:
         return most_hosts(needs, self.left[node]) if needs else int(not self.num_hosts[node])
 
     def holds(self, needs: Amounts, places: Mapping[str, int]) -> bool:
-        """Whether so many hosts fit on each of these nodes."""
+        """Whether each of these nodes has room for its number of hosts."""
         return all(self.most(needs, node) >= count for node, count in places.items())
 
     def take(self, needs: Amounts, places: Mapping[str, int]) -> None:
@@ -88,7 +88,7 @@ class Room:
         return fits
 
     def find(self, needs: Amounts, num_hosts: int) -> dict[str, int] | None:
-        """Places for so many hosts, on few nodes, and on such as have little else left; None if they do not fit.
+        """Places for `num_hosts` hosts, on few nodes, and on those with little room left; None if they do not fit.
 
         It is a best fit: nodes that hold most of the hosts come first, then those with the least left.
         """
@@ -101,7 +101,7 @@ class Room:
         return None if num_hosts else places
 
     def place(self, needs: Amounts, num_hosts: int) -> dict[str, int] | None:
-        """Puts so many hosts where `find` says; their places, None if they do not fit."""
+        """Puts `num_hosts` hosts where `find` says; their places, None if they do not fit."""
         places = self.find(needs, num_hosts)
         if places is not None:
             self.take(needs, places)
@@ -122,7 +122,7 @@ def totals(nodes: Mapping[str, Amounts]) -> dict[str, float]:
 
 
 def why_never(needs: Amounts, num_hosts: int, nodes: Mapping[str, Amounts]) -> str:
-    """Why so many hosts fit on the nodes not even while nothing else runs; empty if they do."""
+    """Why `num_hosts` hosts never fit on the nodes, even while nothing else runs; empty if they do."""
     if not needs:
         return f"it needs {num_hosts} nodes, and there are {len(nodes)}" if num_hosts > len(nodes) else ""
     if not any(nodes.values()):

@@ -61,7 +61,7 @@ class Settings:
     """The least time between the first step of a run on its nodes and its next change; ten times what saving and
     starting it takes is a good choice."""
     failures: int = 3
-    """After so many failures in a row, none of which left it running for `between_sec`, a run has failed."""
+    """Number of failures in a row after which a run has failed, if it never ran for `between_sec` between them."""
     grace_sec: float = 120.0
     """How long a run may take to save and end when it is stopped; then it is killed."""
     network: str | None = None

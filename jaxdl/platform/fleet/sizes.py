@@ -25,7 +25,7 @@ _WITHOUT_TRAINING = ("--help", "-h", "--version", "--explain", "--print-config")
 _WITH_WORDS = ("--init-names", "--may-change")
 """Options of training that are not fields of the experiment, with any number of words."""
 _TOLD = 4
-"""So many sizes are told with a reason of their own."""
+"""Number of sizes whose reasons are printed one by one."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def reader() -> ReadConfig:
 
 
 def devices_of_host(experiment: Any, gpus: int) -> int:
-    """The devices of an experiment's mesh that a host with so many GPUs has."""
+    """The devices of an experiment's mesh that a host with `gpus` GPUs has."""
     return (experiment.mesh.cpu_devices or gpus) if gpus else 1
 
 
@@ -144,7 +144,7 @@ def _without_words(args: Sequence[str]) -> list[str]:
 
 
 def _why_refused(read: ReadConfig, args: tuple[str, ...], size: int, gpus: int) -> tuple[int, str] | None:
-    """(How little it says, why the run cannot be on so many hosts with so many GPUs each); None if it can."""
+    """(How little it says, why the run cannot be on `size` hosts with `gpus` GPUs each); None if it can."""
     from jaxdl.parallel.mesh import BATCH_AXES, Axis, ways
     from jaxdl.training.run.plan.validate import check_batches, check_norms
 

@@ -20,9 +20,9 @@ from jaxdl.platform.fleet.store import Store
 from jaxdl.report.status import read_row
 
 _WIDE = 110
-"""From so many characters on, workdirs have a column of their own."""
+"""From this many characters on, workdirs have a column of their own."""
 _ENDED = 50
-"""So many of the runs that are complete or were cancelled are in the table, those that ended last."""
+"""Number of complete or cancelled runs in the table: those that ended last."""
 
 
 def show_status(store: Store, *, as_json: bool) -> None:

@@ -42,7 +42,7 @@ class Submission:
     """What its gradient exchange takes, None where that is not known."""
 
     def words(self, num_nodes: int) -> list[str]:
-        """The command on so many nodes, or hosts."""
+        """The command on `num_nodes` nodes, or hosts."""
         return words_on(self.command, num_nodes)
 
     @property
@@ -91,5 +91,5 @@ def _exchange(values: dict[str, Any] | None) -> Exchange | None:
 
 
 def words_on(command: Sequence[str], num_nodes: int) -> list[str]:
-    """A command on so many nodes, or hosts."""
+    """A command on `num_nodes` nodes, or hosts."""
     return [word.replace("{nodes}", str(num_nodes)) for word in command]

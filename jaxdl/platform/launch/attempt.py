@@ -15,8 +15,8 @@ Events = queue.SimpleQueue[HostProcess | int]
 SAME_SEC = 2.0
 """The first signal so soon after `UNREAD` is the one that ended the reader too, as Ctrl-C does under `| tee`."""
 UNREAD = 0
-"""Nobody reads what the launcher prints any more: as SIGTERM, but Ctrl-C under `| tee` is this and SIGINT at once, and
-such a second one kills nobody."""
+"""The launcher's output is not read any more: as SIGTERM, but Ctrl-C under `| tee` is this and SIGINT at once, and
+such a second one kills no process."""
 
 
 class Reader:

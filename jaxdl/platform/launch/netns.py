@@ -64,7 +64,7 @@ def parse_rate(rate: str) -> int:
 class Network:
     """Context with `num_hosts` namespaces whose links carry `rate` each way (None: unlimited); see `hosts`.
 
-    With `cores`, the processes of each host have so many cores of the machine, also while other hosts wait; without it
+    With `cores`, the processes of each host have this many cores of the machine, also while others wait; without it
     hosts share them all. A process has one network at a time. The hosts are host0, host1, ...; with the addresses
     10.77.0.1, 10.77.0.2, ... Raises ConfigError without Linux, root or iproute2.
     """

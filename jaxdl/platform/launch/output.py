@@ -18,7 +18,7 @@ DRAFT_SEC = 5.0
 MAX_LINE_BYTES = 1 << 16
 """Longer lines are broken here."""
 KEPT_LINES, KEPT_CHARACTERS = 400, 2000
-"""Of each host's stderr so many lines are remembered, and so much of each."""
+"""How many lines of each host's stderr are remembered, and how many characters of each."""
 LAUNCHER = "launcher"
 """The name before the launcher's own lines."""
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")

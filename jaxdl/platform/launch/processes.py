@@ -242,7 +242,7 @@ def pause_after(took_sec: float, before_sec: float = 0.0) -> float:
 
 
 def write_pids(path: Path, fields: Mapping[str, Any]) -> None:
-    """Writes process ids as JSON. Replaced atomically, so that nobody reads half of it. Raises OSError."""
+    """Writes process ids as JSON. Replaced atomically, so that no reader sees half of it. Raises OSError."""
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(json.dumps(fields) + "\n", encoding="utf-8")
     unfinished.replace(path)

@@ -44,7 +44,7 @@ def can_limit() -> bool:
 
 
 def limit(name: str, cores: float) -> tuple[str, ...]:
-    """Makes a group whose processes have so many cores together; returns the words that enter it and exec a command.
+    """Makes a group whose processes together have `cores` cores; returns the words that enter it and exec a command.
 
     Raises ConfigError where that is not possible.
     """

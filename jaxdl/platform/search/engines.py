@@ -63,14 +63,14 @@ class Engine(Choice):
 
     @abc.abstractmethod
     def open(self, parallel: int, devices_per_trial: int | None) -> Workers:
-        """Raises ConfigError when so many trials cannot run at a time."""
+        """Raises ConfigError when `parallel` trials cannot run at a time."""
 
 
 class Local(Engine, kind="local"):
     """Processes on this machine, each with GPUs of its own if there are some."""
 
     def open(self, parallel: int, devices_per_trial: int | None) -> Workers:
-        """Workers for so many trials at a time. Raises ConfigError for too few GPUs."""
+        """Workers for `parallel` trials at a time. Raises ConfigError for too few GPUs."""
         return Processes(shares(visible_gpus(), parallel, devices_per_trial))
 
 

@@ -208,7 +208,7 @@ def _trial(trial: FrozenTrial) -> Trial:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Removes what a crash of the machine left of a line behind the last whole one: nobody has acted on it."""
+    """Removes a partial last line, which a crash of the machine left; nothing has acted on it."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

@@ -24,7 +24,7 @@ class OnRay(Engine, kind="ray"):
     """CPUs that Ray keeps for a trial."""
 
     def open(self, parallel: int, devices_per_trial: int | None) -> Workers:
-        """Workers for so many trials at a time. Raises ConfigError when the cluster is too small."""
+        """Workers for `parallel` trials at a time. Raises ConfigError when the cluster is too small."""
         ray = connect(self.address, "--engine.address", include_dashboard=False)
         total = ray.cluster_resources()
         for name, each in (("CPU", self.cpus_per_trial), ("GPU", devices_per_trial or 0)):

@@ -109,7 +109,7 @@ class ASHA(Scheduler, kind="asha"):
     """
 
     reduction: int = pydantic.Field(default=3, ge=2)
-    """One of so many trials is promoted; a rung is so many times longer than the one before."""
+    """One in this many trials is promoted; a rung is this many times longer than the one before."""
     min_steps: int | None = pydantic.Field(default=None, ge=1)
     """The first rung; None: the full length over reduction ** 3."""
     rungs: tuple[int, ...] = ()

@@ -146,7 +146,7 @@ def _shares(job: Job) -> list[tuple[str, ...] | None]:
 
 
 def _session(num_processes: int, *, use_gpu: bool) -> SparkSession:
-    """The active session. Raises ConfigError when it cannot run a barrier job of so many tasks."""
+    """The active session. Raises ConfigError when it cannot run a barrier job of `num_processes` tasks."""
     session = SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
 
     def setting(name: str) -> str:

@@ -27,7 +27,7 @@ UNKNOWN = "UNKNOWN"
 TAIL_BYTES = 1 << 14
 """So much of the end of metrics.jsonl is read first."""
 DEPTH = 3
-"""Workdirs are looked for so many folders deep."""
+"""How many folders deep workdirs are looked for."""
 MARKS = (STATUS_FILE, CONFIG_FILE, SUMMARY_FILE, METRICS_FILE)
 """A folder with one of these is a workdir."""
 _ENDED = {"finished": State.COMPLETED, "stopped": State.STOPPED, "interrupted": State.HALTED}

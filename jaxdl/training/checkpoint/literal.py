@@ -16,7 +16,7 @@ from pathlib import Path
 from jaxdl.core.errors import ConfigError
 
 _PLAIN = re.compile(r"[\w ./+=,@~#%()-]*")
-"""Paths that nobody takes for more than a path: letters and digits of all scripts, and what file names often have."""
+"""Paths that cannot mean anything else: letters and digits of all scripts, and what file names often have."""
 _ADDRESSES = ("gs", "s3", "az", "hf")
 """Folders of the root that etils takes for `gs://` and so on."""
 _lock = threading.Lock()

@@ -51,7 +51,7 @@ class CheckpointConfig(Periodic):
     keep_best: int = pydantic.Field(default=1, ge=0)
     """Number of checkpoints with the best evaluation to keep as well; 0 keeps the newest only."""
     differential_tables: int | None = pydantic.Field(default=None, ge=2)
-    """Write the embedding tables whole in every so many-th checkpoint, and in those between only the rows that changed
+    """Write the embedding tables whole in one of this many checkpoints, and in the others only the rows that changed
     since. Whole tables are kept for as long as a kept checkpoint needs them."""
     start_over: bool = False
     """Start again at step 0 if the workdir had checkpoints and none is usable any more. They and the history are moved

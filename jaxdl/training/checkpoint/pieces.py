@@ -39,7 +39,7 @@ class StoredRows:
 
 
 def _device() -> Any:
-    """A CPU, if JAX may use one: rows need not travel."""
+    """A CPU, if JAX may use one: rows need not be sent to another device."""
     with contextlib.suppress(RuntimeError):
         return jax.local_devices(backend="cpu")[0]
     return jax.local_devices()[0]

@@ -24,7 +24,7 @@ from jaxdl.training.checkpoint.fingerprint import PIECE_BYTES
 _AT_ONCE = 2
 """Pieces that are under way: the processor compresses one while the disk takes the other."""
 _SMALLER = 64
-"""Chunks may be so many times smaller than asked for."""
+"""How many times smaller chunks may be than asked for."""
 
 
 class _Part(NamedTuple):

@@ -72,7 +72,7 @@ def make_settle(parts: Parts) -> jax.stages.Wrapped:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Begun:
-    """A merge whose messages have travelled, and which has not changed the parameters yet."""
+    """A merge whose messages have been sent, and which has not changed the parameters yet."""
 
     mean: Pieces
     """The mean of the anchor less each replica's parameters."""

@@ -70,7 +70,7 @@ class StopSignals:
         self.signum = self.signum or HALT
 
     def unread(self) -> None:
-        """Nobody reads what the run prints any more (`| head`): as if a signal had come, unless one has."""
+        """The run's output is not read any more (`| head`): as if a signal had come, unless one has."""
         self.signum = self.signum or signal.SIGPIPE
 
     def _restore(self, *signums: int) -> None:

@@ -70,7 +70,7 @@ def clip_factor(config: StepConfig, grad_norm: jax.Array) -> jax.Array:
 
 
 def ema_decay(decay: float, num_updates: jax.Array) -> jax.Array:
-    """The decay of the moving average after so many updates: early on it is the mean of the steps so far."""
+    """The decay of the moving average after `num_updates` updates: early on it is the mean of the steps so far."""
     return jnp.minimum(decay, (1.0 + num_updates) / (10.0 + num_updates))
 
 

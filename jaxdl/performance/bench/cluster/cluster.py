@@ -6,7 +6,7 @@ exchange (the floor). "dense" is the paper's baseline: reduce-scatter inside a h
 all-gather inside.
 
 Of an agreement, whose rounds are long, the local step and the merges of one round are timed apart, in turns with all
-else; its step is the average one, a local step and its share of the merges. Where messages travel beside local steps,
+else; its step is the average one, a local step and its share of the merges. Where messages are sent beside local steps,
 in one program with them, these steps are subtracted, so what is left is what a merge is waited for. Hosts begin each
 local step together, which in a run they do not.
 
@@ -107,7 +107,7 @@ class ClusterBench:
     num_rounds: int = 5
     """Rounds at each rate; every exchange and agreement runs once in each. Medians are reported."""
     num_steps: int = 1
-    """Steps of each exchange in one round; of an agreement, all merges so many times."""
+    """Steps of each exchange in one round; of an agreement, how many times all merges are made."""
     num_repeats: int = 5
     """How often the probe sends each message."""
     json: Path | None = None

@@ -36,7 +36,7 @@ class Merges:
     """Bytes that a host sent, counted at its interface; the mean over the hosts."""
     num_merges: int
     num_steps: int
-    """Local steps inside of the programs, which the messages travel beside."""
+    """Local steps inside the programs, beside which the messages are sent."""
 
     def turn(self, local: Turn, round_steps: int) -> Turn:
         """The average step of a round of `round_steps` steps: a local step, and its share of the merges.

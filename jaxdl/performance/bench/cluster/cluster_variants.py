@@ -72,7 +72,7 @@ def floor_of(name: str) -> str:
 
 
 def merges_of_round(agreement: Agreement, num_replicas: int) -> list[tuple[int, int]]:
-    """The merges of a round in their order: (number, how many local steps its messages travel beside)."""
+    """The merges of a round in their order: (number, during how many local steps its messages are sent)."""
     merges = []
     for step in range(1, agreement.round_steps(num_replicas) + 1):
         merges += [(number, 0) for number in agreement.due(step, _ENDLESS, num_replicas)]

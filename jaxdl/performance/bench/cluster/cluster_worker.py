@@ -165,7 +165,7 @@ class Worker:
         return {"seconds": seconds, "bytes_sent": float(metrics.get(f"exchange/bytes_sent/{_REPLICA}", 0.0))}
 
     def merge(self, name: str, num_rounds: int) -> dict[str, Any]:
-        """Seconds of each merge of `num_rounds` rounds of an agreement, with the local steps that it travels beside."""
+        """Seconds of each merge of `num_rounds` rounds of an agreement, with the local steps beside it."""
         batch, seconds = self._batches[False], []
         mesh = self._variants[name].parts.layout.mesh
         for _ in range(num_rounds):

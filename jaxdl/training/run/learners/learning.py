@@ -1,4 +1,4 @@
-"""A run as a learner: every so many steps its change goes to the syncer, and the next anchor comes back.
+"""A run as a learner: at equal distances its change is sent to the syncer, which returns the next anchor.
 
 The state is that of replicas with parameters of their own, with one replica: its parameters are in
 `TrainState.agreement_state`, and `TrainState.params` is the anchor, which is evaluated, saved and exported.

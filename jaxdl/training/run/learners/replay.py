@@ -61,7 +61,7 @@ class PlanWorker:
         return self._flat.row(jax.device_get(by_name(self._plan.parts.trainable.of(self._state.params))))
 
     def run(self, anchor: Vector, num_steps: int) -> tuple[Vector, float]:
-        """(the delta after so many steps from the anchor, the number of examples or tokens)."""
+        """(the delta after `num_steps` steps from the anchor, the number of examples or tokens)."""
         state = self._adopt(self._state, self._flat.leaves(anchor), num_steps)
         timeline, end = self._plan.timeline, self._step + num_steps
         while self._step < end:

@@ -194,7 +194,7 @@ def make_parts(
     most_rows: int | None = None,
     stacks: Mapping[str, Dims] | None = None,
 ) -> Parts:
-    """Stage 4: what steps are made of, for data that `spec` describes. Raises ConfigError for parts that do not fit.
+    """What steps are made of, for data that `spec` describes. Raises ConfigError for parts that do not fit.
 
     Embedding tables have at most `most_rows` rows; `stacks` are those recorded in the workdir, see `make_network`.
     """

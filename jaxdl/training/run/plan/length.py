@@ -65,7 +65,7 @@ def early_end_note(step: int, timeline: Timeline, asked_by: str, *, kept: bool, 
 
 
 def timeline_of(experiment: Experiment, num_examples: int, spec: DataSpec) -> Timeline:
-    """The steps of an experiment on so many examples, by phase. Raises ConfigError for a length that cannot be."""
+    """The steps of an experiment on `num_examples` examples, by phase. Raises ConfigError for an impossible length."""
     steps = experiment.steps or steps_of(experiment.tokens, experiment.batch_size, experiment.task, spec)
     return make_timeline(
         num_examples, experiment.batch_size, epochs=experiment.epochs, steps=steps, phases=experiment.phases
@@ -73,7 +73,7 @@ def timeline_of(experiment: Experiment, num_examples: int, spec: DataSpec) -> Ti
 
 
 def steps_of(tokens: int | None, batch_size: int, task: Task, spec: DataSpec) -> int | None:
-    """The steps in which a task sees so many tokens; None for None. Raises ConfigError for one that has no tokens."""
+    """The steps in which a task sees `tokens` tokens; None for None. Raises ConfigError for one that has no tokens."""
     if tokens is None:
         return None
     if task.unit != "tokens" or not spec.fits(task.modality):

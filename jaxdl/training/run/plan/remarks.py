@@ -155,7 +155,7 @@ def decayed_biases(optimizer: Optimizer, network: Network, trained_axes: Logical
 
 
 def _input_shapes(parts: Parts, num_rows: int) -> tuple[Any, ...]:
-    """The shapes of the network's inputs of so many rows."""
+    """The shapes of the network's inputs of `num_rows` rows."""
     spec = parts.data_spec
     batch = {name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in spec.blank().items()}
     tables = () if parts.tables is None else parts.tables.tables

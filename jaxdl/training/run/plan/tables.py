@@ -13,7 +13,7 @@ from jaxdl.parallel.mesh import platform
 def make_tables(
     tables: tuple[Table, ...], config: EmbeddingConfig, spec: DataSpec, mesh: Mesh, most_rows: int | None = None
 ) -> Tables | None:
-    """The tables of a network on a mesh, with at most so many rows each; None without any."""
+    """The tables of a network on a mesh, with at most `most_rows` rows each; None without any."""
     if not tables:
         return None
     features = spec.id_features()

@@ -198,7 +198,7 @@ def check_candidates(auto: Auto, agreement: Agreement, num_replicas: int) -> Non
     """Raises ConfigError for an exchange that `auto` could choose and the agreement does not take."""
     if not agreement.uses_exchange:
         raise ConfigError(
-            f"--exchange auto: with --agreement {agreement.kind} whole parameters travel from replica to replica, and "
+            f"--exchange auto: with --agreement {agreement.kind} replicas send each other whole parameters, and "
             "the exchange is not used. Leave it out."
         )
     for config in auto.configs(num_replicas) if agreement.keeps_replicas else ():
