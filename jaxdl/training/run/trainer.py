@@ -35,9 +35,7 @@ class Trainer:
 
     def __init__(self, plan: Plan, session: Session, callbacks: Callbacks, *, end: int) -> None:
         """The run ends at step `end`, after `plan.total_steps` at most; the hooks are the `callbacks`."""
-        self.plan = plan
-        self.parts = plan.parts
-        self.experiment = plan.experiment
+        self.plan, self.parts, self.experiment = plan, plan.parts, plan.experiment
         self.session = session
         self.workdir = session.workdir.path
         self.stop = session.stop
@@ -45,26 +43,21 @@ class Trainer:
         self.stack = session.stack
         self.start = session.start
         self.programs = programs()
-        self.run_ahead = max_in_flight() > 1
-        """Whether a step may be started before the one before it has ended."""
+        self.run_ahead = max_in_flight() > 1  # A step may be started before the one before it has ended.
 
         # What changes while the run trains.
         self.end = end
         self.end_asked_by = "--max-steps"
-        self.over = False
-        """Whether who asked for the end has ended the run for good."""
+        self.over = False  # Whether who asked for the end has ended the run for good.
         self.counter = StepCounter()
         self.segment = plan.timeline.segment(0)
         self.state: TrainState | None = None
         self.steps: StepFunctions | None = None
         self.loader: TrainLoader | None = None
         self.metrics: dict[str, float] | None = None
-        """Those of the last evaluation."""
         self.evaluated_step = -1
-        self.num_taken = 1
-        """Batches that the last call of the training step took."""
-        self.first_batch = True
-        """Whether the next batch is the first one of its loader."""
+        self.num_taken = 1  # Batches that the last call of the training step took.
+        self.first_batch = True  # Of its loader.
 
         folder = self.workdir if jax.process_index() == 0 else None
         source, seed = plan.splits.train, self.experiment.seed
