@@ -39,8 +39,7 @@ class Trainer:
         self.session = session
         self.workdir = session.workdir.path
         self.stop = session.stop
-        self.watch = session.watch
-        self.stack = session.stack
+        self.watch, self.stack = session.watch, session.stack
         self.start = session.start
         self.programs = programs()
         self.run_ahead = max_in_flight() > 1  # A step may be started before the one before it has ended.
