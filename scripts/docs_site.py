@@ -244,7 +244,8 @@ def help_text(cls: type[Config], name: str) -> str | None:
 @functools.cache
 def _strings_below(cls: type[Config]) -> dict[str, str]:
     """Field -> the string below it, of the fields that a class declares itself."""
-    [body] = [node.body for node in ast.parse(textwrap.dedent(inspect.getsource(cls))).body if hasattr(node, "body")]
+    source = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    [body] = [node.body for node in source.body if isinstance(node, ast.ClassDef)]
     return {
         field.target.id: inspect.cleandoc(text.value.value)
         for field, text in itertools.pairwise(body)
