@@ -129,7 +129,7 @@ def test_hooks_that_take_long_are_mentioned_once():
     def hook(info):
         clock.now += took.get(info.step, 0.0)
 
-    reporter = SimpleNamespace(every_steps=2, note=notes.append, fetched=dict)
+    reporter = SimpleNamespace(every_steps=2, note=notes.append, read_metrics=dict)
     hooks = Hooks(Callbacks.of(on_step=hook, on_evaluation=(), on_checkpoint=()), watch, reporter, None, lambda: None)
 
     def steps(*numbers):
