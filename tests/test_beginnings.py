@@ -291,9 +291,7 @@ def test_a_tokenizer_that_transformers_would_misread_is_not_written(files, tmp_p
     convert(["from-hf", str(checkpoint), str(tmp_path / "run")])
     line = ["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]
     if layout == "qwen2":
-        assert "in the layout qwen2 transformers reads that as another tokenizer" in refusal(
-            capsys, *line, run=convert
-        )
+        assert "in the layout qwen2 transformers reads that as another tokenizer" in refusal(capsys, *line, run=convert)
         assert not (tmp_path / "out").exists()
     else:
         convert(line)

@@ -56,10 +56,10 @@ def test_a_warm_up_step_is_not_counted():
     ("args", "message"),
     [
         (["--rates", "fast"], "fast"),
-        (["--batch-size", "7"], "--batch-size 7: it cannot be split over 2 hosts"),
-        (["--jaxdl-sides", LOCAL], "--jaxdl-sides: give one that exchanges"),
-        (["--jaxdl-sides", "plain"], "--jaxdl-sides 'plain': there is no such side"),
-        (["--hosts", "1"], "--hosts 1: too small"),
+        (["--batch-size", "7"], "batch_size=7: it cannot be split over 2 hosts"),
+        (["--jaxdl-sides", LOCAL], "jaxdl_sides: give one that exchanges"),
+        (["--jaxdl-sides", "plain"], "jaxdl_sides 'plain': there is no such side"),
+        (["--hosts", "1"], "hosts=1: too small"),
     ],
 )
 def test_mistakes(args, message):
