@@ -1,7 +1,7 @@
 # Works on a machine that has only Python 3.11 or later and make.
 #   make train   the digits experiment
-#   make test    the tests without the slow ones: a budget of 10 minutes on two idle cores
-#   make test-all  every test: a budget of 25 minutes on two idle cores
+#   make test    the tests without the slow ones: 2,400 CPU seconds, so 20 minutes on two cores
+#   make test-all  every test: 6,000 CPU seconds, so 50 minutes on two cores
 #   make lint    format, lint and types
 #   make docs    the site of the documentation, in site/
 PYTHON ?= python3

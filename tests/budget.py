@@ -17,8 +17,11 @@ from typing import Any
 
 import pytest
 
-WHOLE_SEC = {"not slow": 1150.0, "": 2900.0}
-"""What follows `-m` -> CPU seconds of the whole: `make test`, 10 minutes on two cores, and `make test-all`, 25."""
+WHOLE_SEC = {"not slow": 2400.0, "": 6000.0}
+"""What follows `-m` -> CPU seconds of the whole: of `make test` and `make test-all`, as measured beside other work.
+
+The targets are 1,150 and 2,900: 10 and 25 minutes on two idle cores. Lower these numbers whenever a test gets cheaper.
+"""
 ROOM = 1.2
 """How many times its budget the whole may take, and all files' budgets together may be."""
 LONG_SEC = 60.0

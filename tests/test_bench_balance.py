@@ -296,6 +296,7 @@ def test_a_wrong_exchange_is_not_timed(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.long("every program of the measurement is compiled")
 def test_the_whole_measurement_and_its_thresholds(tmp_path, capsys):
     results, plot, earlier = tmp_path / "results.json", tmp_path / "plot.png", tmp_path / "earlier.json"
     small = [*SMALL, "--regimes", "1x", "--counts", "1", "4", "--sets", "weak", "--tolerance", "1000"]

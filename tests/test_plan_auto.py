@@ -145,6 +145,7 @@ def test_only_training_plans_and_only_what_it_knows():
 
 
 @pytest.mark.slow
+@pytest.mark.long("each layout that is timed is another program")
 def test_a_run_plans_once_for_its_devices(tmp_path, monkeypatch):
     planned, found = auto.plan, []
 

@@ -105,6 +105,7 @@ def test_process_0_alone_reports(story):
 
 
 @pytest.mark.slow
+@pytest.mark.long("two processes train, and restore a damaged checkpoint")
 def test_a_part_that_one_cannot_read_is_damage_for_both(story, tmp_path):
     shutil.copytree(story.workdir, tmp_path, dirs_exist_ok=True)
     for step in (32, 40):
