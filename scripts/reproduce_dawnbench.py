@@ -6,14 +6,11 @@ python scripts/reproduce_dawnbench.py --rehearse     (all of it in minutes on a 
 The program is benchmarks/dawnbench/reproduce.py; this front lets it start from any folder.
 """
 
-import os
+import runpy
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.dawnbench.reproduce import main
-
 if __name__ == "__main__":
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    main()
+    runpy.run_module("benchmarks.dawnbench.reproduce", run_name="__main__")

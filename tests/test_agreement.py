@@ -67,9 +67,7 @@ def losses(metrics):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mesh", [pytest.param({"replica": 8}, marks=pytest.mark.slow), {"replica": 2, "fsdp": 2, "tensor": 2}]
-)
+@pytest.mark.parametrize("mesh", [{"replica": 8}, {"replica": 2, "fsdp": 2, "tensor": 2}])
 def test_a_merge_after_every_step_is_the_dense_exchange(mesh):
     """With plain SGD the average of the replicas' parameters is the step of the average gradient."""
     mesh = MeshConfig(**({"fsdp": 1, "tensor": 1} | mesh))

@@ -91,13 +91,14 @@ def reference(family):
     return losses_and_params(FAMILIES[family].replaced({"mesh": ONE_DEVICE}))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "chunk_tokens", "mesh"),
     [
-        pytest.param("gpt2 with dropout", 8, "replica 2 x fsdp 2 x tensor 2", marks=pytest.mark.slow),
-        pytest.param("gpt2 with dropout", None, "replica 8", marks=pytest.mark.slow),
-        pytest.param("qwen3, packed", 8, "tensor 4 x fsdp 2", marks=pytest.mark.slow),
-        pytest.param("qwen3, packed", None, "fsdp 8", marks=pytest.mark.slow),
+        ("gpt2 with dropout", 8, "replica 2 x fsdp 2 x tensor 2"),
+        ("gpt2 with dropout", None, "replica 8"),
+        ("qwen3, packed", 8, "tensor 4 x fsdp 2"),
+        ("qwen3, packed", None, "fsdp 8"),
     ],
 )
 def test_losses_are_equal_on_every_mesh(family, chunk_tokens, mesh):

@@ -118,9 +118,7 @@ def oracle(plan, params, batches, num_replicas):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mesh", [name if name.count("2") == 3 else pytest.param(name, marks=pytest.mark.slow) for name in MESHES]
-)
+@pytest.mark.parametrize("mesh", MESHES)
 def test_a_stateful_exchange_in_the_slot(mesh):
     plan, state, batches = with_exchange(MESHES[mesh])
     num_replicas = MESHES[mesh].replica

@@ -320,8 +320,8 @@ def train_losses(workdir):
     "exchange",
     [
         pytest.param(TOPK, id="topk"),
-        pytest.param(POWERSGD, id="powersgd", marks=pytest.mark.slow),
-        pytest.param(DEMO, id="demo", marks=pytest.mark.slow),
+        pytest.param(POWERSGD, id="powersgd"),
+        pytest.param(DEMO, id="demo"),
     ],
 )
 def test_a_resumed_run_ends_bit_equal(tmp_path, capsys, exchange):

@@ -129,13 +129,7 @@ def loss_of_layers(params, x, remat, scan_unroll=1):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("remat", "per_turn", "fsdp", "tensor"),
-    [
-        ("dots", 2, 2, 2),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [("none", 1, 2, 2), ("block", 3, 1, 4), ("offload", 1, 2, 2)]
-        ),
-    ],
+    [("dots", 2, 2, 2), ("none", 1, 2, 2), ("block", 3, 1, 4), ("offload", 1, 2, 2)],
 )
 def test_gradients_of_looped_layers_are_means_over_replicas(remat, per_turn, fsdp, tensor):
     """Those of one device that has the whole batch, whatever splits the layers, computes them again or unrolls them.

@@ -42,7 +42,7 @@ def test_split_update_has_the_losses_of_one_device():
     "exchange",
     [
         pytest.param(TopK(density=0.1, min_elements=64), id="topk"),
-        pytest.param(Quantized(delay_steps=1), id="quantized, delayed", marks=pytest.mark.slow),
+        pytest.param(Quantized(delay_steps=1), id="quantized, delayed"),
     ],
 )
 def test_the_exchange_and_its_state_are_the_same(exchange):

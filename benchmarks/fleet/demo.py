@@ -214,6 +214,15 @@ def compiled_once(out: Path) -> dict[str, str]:
     }
 
 
+def new_folder(parser: argparse.ArgumentParser, out: Path) -> Path:
+    """The folder `--out`, made, as an absolute path; the program exits with a message if it exists."""
+    if out.exists():
+        parser.error(f"--out {out}: it exists. Give a new folder.")
+    out = out.absolute()
+    out.mkdir(parents=True)
+    return out
+
+
 def main() -> None:
     """Plays, checks and reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -224,10 +233,7 @@ def main() -> None:
     parser.add_argument("--between-sec", type=float, default=40.0, help="the least time between two changes of a run")
     parser.add_argument("--limit-sec", type=float, default=600.0, help="when a play is given up")
     args = parser.parse_args()
-    if args.out.exists():
-        parser.error(f"--out {args.out}: it exists. Give a new folder.")
-    out = args.out.absolute()
-    out.mkdir(parents=True)
+    out = new_folder(parser, args.out)
     os.environ |= compiled_once(out)
     began, asked = time.monotonic(), made_up(args.seed, args.steps)
     whole(asked, out / "whole")

@@ -25,7 +25,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.fleet.demo import CONFIG, compiled_once, options_of, train_command
+from benchmarks.fleet.demo import CONFIG, compiled_once, new_folder, options_of, train_command
 from benchmarks.fleet.demo_report import (
     Asked,
     Attempt,
@@ -124,10 +124,7 @@ def main() -> None:
     parser.add_argument("--step-sec", type=float, default=0.5, help="what a step takes on one node")
     parser.add_argument("--limit-sec", type=float, default=600.0, help="when the play is given up")
     args = parser.parse_args()
-    if args.out.exists():
-        parser.error(f"--out {args.out}: it exists. Give a new folder.")
-    out = args.out.absolute()
-    out.mkdir(parents=True)
+    out = new_folder(parser, args.out)
     os.environ |= {**compiled_once(out), "RAY_USAGE_STATS_ENABLED": "0"}
     began, folder = time.monotonic(), out / "ray"
     asked = [Asked("run0", 0, 0.0, args.steps, (1, 2)), Asked("run1", 1, 0.0, args.steps // 3, (1,), whole_nodes=1)]

@@ -32,7 +32,6 @@ class Config(pydantic.BaseModel):
 
     by_position: ClassVar[tuple[str, ...]] = ()
     """The fields that may be given without their names, in this order."""
-
     former_names: ClassVar[Mapping[str, str]] = {}
     """Earlier name of a field -> its name, so that earlier configs and options are read."""
 
@@ -75,8 +74,11 @@ class Config(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _rename(cls, values: Any) -> Any:
-        if not cls.former_names or not isinstance(values, dict):
-            return values
+        return cls.with_names_of_now(values) if isinstance(values, dict) else values
+
+    @classmethod
+    def with_names_of_now(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Values of fields, as dumped or given, by the names that the fields have now."""
         return {cls.former_names.get(name, name): value for name, value in values.items()}
 
     @pydantic.model_validator(mode="after")

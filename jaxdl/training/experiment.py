@@ -209,8 +209,7 @@ def _with_defaults(name: str, values: Any) -> Any:
         if not info.default_factory_takes_validated_data
     }
     # What JSON has no form for is a user's own, with a serializer of its own.
-    renamed = {cls.former_names.get(field, field): value for field, value in values.items()}
-    return {**to_jsonable_python(defaults, serialize_unknown=True), **renamed}
+    return {**to_jsonable_python(defaults, serialize_unknown=True), **cls.with_names_of_now(values)}
 
 
 def load(
