@@ -133,7 +133,7 @@ def test_auto_chooses_for_the_agreement_of_the_run():
     assert known.exchange == Dense()
     assert any("periodic 1000" in line for line in known.reasons)
     for agreement, exchange, message in (
-        (Gossip(), {}, "exchange auto: with .*gossip whole parameters"),
+        (Gossip(), {}, "exchange auto: with .*gossip replicas send each other whole parameters"),
         (Elastic(), {"delay_steps": 1}, "delay_steps=1: with .*elastic a merge would be applied"),
     ):
         wrong = run.replaced({"agreement": agreement, "exchange": Auto(**(network | exchange))})
