@@ -60,6 +60,7 @@ def mean(x, shares=SHARES):
     return np.tensordot(shares, np.asarray(x), axes=1)
 
 
+@pytest.mark.slow
 def test_a_merge_weighs_replicas_by_what_they_have_trained_on():
     """The anchor, its moving average, and running statistics; the least loss scale; totals over the replicas."""
     agreement = Periodic(every_steps=8, outer=Outer(learning_rate=0.7))

@@ -100,6 +100,7 @@ def test_a_replay_names_the_first_difference(tmp_path):
         replay(records[1:], Softmax)
 
 
+@pytest.mark.slow
 def test_ten_runs_with_random_kills_end(tmp_path):
     """Learners are killed at random, the syncer in every third run too; none hangs, each tape replays."""
     digits()

@@ -309,6 +309,7 @@ def test_messages_on_data_in_the_cloud_are_not_those_of_a_local_folder(copied):
     assert "remove" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_record_that_is_damaged_during_training_ends_the_run(capsys, copied, tmp_path, monkeypatch):
     """It is found by the loader's thread, in the second batch."""
     data, folder = copied("decoded")

@@ -99,6 +99,7 @@ def log_probabilities(params, tokens):
     return logits[np.arange(len(tokens) - 1), tokens[1:]]
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_documents_that_begin_as_in_the_training(packed, writer):
     encode = tokenizers.Tokenizer.from_file(str(packed.parent / "own.json")).encode
     documents = TEXTS[:5]
@@ -247,6 +248,7 @@ def test_a_converted_network_ends_texts_where_its_checkpoint_says(tmp_path, caps
     assert Documents(tokenizer=str(tmp_path / "run" / "tokenizer")).codec().ends == tuple(dict.fromkeys((*ends, 299)))
 
 
+@pytest.mark.slow
 def test_a_text_ends_at_any_of_several_ends_and_the_export_has_them(tmp_path, capsys):
     def widened(tensors):
         return {name: np.resize(x, (300, 16)) if "wte" in name else x for name, x in tensors.items()}

@@ -16,6 +16,7 @@ EXPERIMENT = tiny_experiment(mesh=MeshConfig(replica=2, fsdp=1), schedule=Consta
 RATE = "optimizer.learning_rate"
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_another_rate_if_that_may_change(tmp_path):
     first = jaxdl.train(EXPERIMENT, tmp_path, devices=TWO, max_steps=4, quiet=True)
     other = EXPERIMENT.replaced({RATE: 0.5, "seed": 0})

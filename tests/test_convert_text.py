@@ -46,6 +46,7 @@ def test_damaged_files_of_the_older_form(tmp_path, name, content, problem):
     assert problem in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_workdir_with_the_older_form_can_be_moved(tmp_path, capsys):
     """Everything that reads a run finds its tokenizer where the workdir lies now."""
 

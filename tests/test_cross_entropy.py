@@ -151,6 +151,7 @@ def one_step(changes):
     return metrics, state.params
 
 
+@pytest.mark.slow
 def test_a_step_with_chunks_on_eight_devices_equals_one_without_on_one():
     wanted, wanted_params = one_step(ONE_DEVICE)
     found, params = one_step(EIGHT | CHUNKS)

@@ -155,6 +155,7 @@ def test_linear_scaling_divides_every_frequency():
 DROPPED = GPT2.replaced({"dropout": 0.25, "attention_dropout": 0.25})
 
 
+@pytest.mark.slow
 def test_dropout_masks_are_of_the_row_alone():
     """The same rows of the global batch draw the same masks wherever they are computed; other rows and keys others.
 

@@ -139,6 +139,7 @@ def test_one_replica_says_that_nothing_is_exchanged(tmp_path):
     assert "residual" in chosen.parts.state_spec.shapes.exchange_state["replica"]
 
 
+@pytest.mark.slow
 def test_a_choice_on_one_replica_is_not_kept(tmp_path):
     """Begun on one replica and resumed on several, the run chooses then."""
     experiment = tiny_experiment(exchange=GIVEN, mesh=MeshConfig(replica=1, fsdp=8), steps=2)

@@ -11,6 +11,7 @@ from jaxdl.training.checkpoint import fingerprints
 from jaxdl.training.checkpoint.disk import disk_reason
 from jaxdl.training.checkpoint.fingerprint import (
     Stale,
+    host_fingerprints,
     row_fingerprints,
     tag_fingerprints,
     tag_words,
@@ -118,3 +119,17 @@ def test_fingerprints_of_another_checkpoint_do_not_pass_for_those_of_this_one():
     rows = np.asarray(jax.jit(row_fingerprints)([RANDOM], np.uint32(step)))
     assert (rows ^ tag_words(np.uint32(step)) == np.asarray(row_fingerprints([RANDOM]))).all()
     assert (rows ^ tag_words(np.uint32(step + 1)) != np.asarray(row_fingerprints([RANDOM]))).any(axis=1).all()
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int4", "int8", "bfloat16", "float32", "float64", "complex64", "key"])
+@pytest.mark.parametrize("shape", [(), (8, 6, 2)])
+def test_numpy_sums_what_a_program_does(shape, dtype):
+    values = np.random.default_rng(1).integers(-4, 4, shape)
+    with jax.enable_x64(dtype == "float64"):
+        x = jax.random.key(3) if dtype == "key" else jnp.asarray(values).astype(dtype)
+        if dtype == "key" and shape:
+            x = jax.random.split(x, shape)
+        words = np.asarray(fingerprints(x))
+        spec = jax.sharding.PartitionSpec("x", None, "y") if shape else jax.sharding.PartitionSpec()
+        placed = jax.device_put(x, jax.sharding.NamedSharding(jax.make_mesh((4, 2), ("x", "y")), spec))
+        assert np.array_equal(host_fingerprints([placed])[0], words)

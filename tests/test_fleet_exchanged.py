@@ -85,6 +85,7 @@ def test_devices_of_a_host_share_its_network():
     assert both.seconds[2] == max(alone.seconds[2], shared.seconds[2])
 
 
+@pytest.mark.slow
 def test_no_device_is_started_for_it():
     program = (
         "from jaxdl.platform.fleet.exchanged import exchange_of\n"

@@ -79,6 +79,7 @@ print(lengths.of({}), jax.device_count())
 """
 
 
+@pytest.mark.slow
 def test_a_search_leaves_the_devices_to_its_trials():
     """The script trains in this process after it has searched: the search must not have started JAX's devices."""
     done = subprocess.run([sys.executable, "-c", LENGTHS], capture_output=True, text=True, cwd=ROOT)

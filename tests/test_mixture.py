@@ -144,6 +144,7 @@ def experiment(data, **changes):
     )
 
 
+@pytest.mark.slow
 def test_a_run_resumes_in_the_mixture_and_counts_its_tokens(mixture, tmp_path):
     asked = experiment(mixture, steps=6)
     whole = jaxdl.train(asked, tmp_path / "whole", quiet=True)

@@ -228,6 +228,7 @@ def test_an_optimizer_of_five_lines_in_a_file_outside_trains(own):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_an_own_schedule_free_function_resumes_bit_equal_and_evaluates_its_average(own, tmp_path):
     experiment = small(
         optimizer=Optax(own.free, learning_rate=0.5, b1=0.9),

@@ -29,6 +29,7 @@ def clicks(**changes):
     return jaxdl.Experiment(**(values | changes))
 
 
+@pytest.mark.slow
 def test_tables_that_no_device_holds_are_planned_and_trained(monkeypatch):
     read, built, shapes, batches = Clicks.build, [], [], []
 
@@ -91,6 +92,7 @@ def test_short_tables_of_a_trial_and_whole_ones(jagged):
             assert (np.asarray(batch["ids"]) < limits).all()
 
 
+@pytest.mark.slow
 def test_layouts_that_xla_finds_too_large_are_followed_by_others(monkeypatch):
     groups = []
 

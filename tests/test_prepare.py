@@ -33,6 +33,7 @@ def test_help_needs_no_config(capsys):
     assert "tokenizes documents and pairs" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_it_fills_the_cache_and_says_what_was_there(config, tmp_path, capsys):
     main(["prepare", "--config", config])
     assert "30 images read, 0 already cached" in " ".join(capsys.readouterr().out.split())

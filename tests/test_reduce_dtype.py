@@ -108,6 +108,7 @@ def test_a_product_with_a_float32_kernel(shape, kernel_shape, contracted, float3
     assert [x.dtype, kernel.dtype] == [g.dtype for g in ours]
 
 
+@pytest.mark.slow
 def test_the_step_sums_in_the_dtype_of_the_setting():
     """XLA sums right at the product of a gradient, in its dtype; of a larger convolution's the sum is written out.
 

@@ -63,6 +63,7 @@ def test_lists_of_groups_and_iotas():
     assert table_of(operations(text, {"replica": 2, "fsdp": 4}), "title").row_count == 4
 
 
+@pytest.mark.slow
 def test_the_command(capsys):
     collectives.main(["--config", "configs/digits.py", "--mesh.replica", "2", "--mesh.fsdp", "4", "--exchange", "topk"])
     printed = capsys.readouterr().out

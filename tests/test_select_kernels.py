@@ -118,6 +118,7 @@ def test_where_they_are_lowered(on_a_gpu, monkeypatch):
         select.KERNELS.used()
 
 
+@pytest.mark.slow
 @needs_no_gpu
 def test_they_are_tried_first_on_a_gpu(on_a_gpu, small_programs, monkeypatch):
     tried, rightly = [], kernels.select_rightly

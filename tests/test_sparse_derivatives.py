@@ -49,6 +49,7 @@ def test_derivatives_are_those_of_the_dense_sum(layout, check_vma):
     assert np.abs(results[0][0]).max() > 1
 
 
+@pytest.mark.slow
 def test_derivatives_see_through_the_rounding_and_keep_the_dtype():
     values, indices = entries(300, 20)
     weights = np.random.default_rng(1).standard_normal(300).astype(np.float32)

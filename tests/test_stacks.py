@@ -282,6 +282,7 @@ def test_neighbours_that_differ_leave_a_stack_unclear():
     }
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_told_its_stacks(tmp_path, capsys):
     """Those of the file; without it, as an earlier version's run, none: in training and in evaluation."""
     mesh = MeshConfig(replica=1, fsdp=1, tensor=1)

@@ -79,6 +79,7 @@ def test_sums_at_the_edges(short_pieces):
         np.testing.assert_allclose(squares[: len(counts)], (wanted[list(counts)] ** 2).sum(axis=1), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [ColumnWise(), Replicated(room=0.6)], ids=lambda one: one.kind)
 def test_what_is_past_the_end_reaches_nothing(scheme, monkeypatch):
     """Our kernels leave there what was in memory."""

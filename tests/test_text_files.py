@@ -210,6 +210,7 @@ def test_a_run_goes_on_with_the_text_that_it_began_with(case, tmp_path):
         keep_examples(workdir, changed.content(), changed.former_contents())
 
 
+@pytest.mark.slow
 def test_train_and_evaluate_read_the_text_of_a_run_of_an_earlier_version(tmp_path):
     """Its examples.json counts windows with a hidden file, which is not read today."""
     folder, workdir = tmp_path / "texts", tmp_path / "run"

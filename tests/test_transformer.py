@@ -109,6 +109,7 @@ def test_layers_start_different_and_projections_into_the_stream_smaller():
     assert np.std(initial(network, "layers", "attention", "out")) == pytest.approx(1 / math.sqrt(128) / 4, rel=0.02)
 
 
+@pytest.mark.slow
 def test_remat_changes_memory_not_gradients():
     def traced(**changes):
         network = small_network(num_layers=2, **changes)

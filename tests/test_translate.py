@@ -33,6 +33,7 @@ def workdir(folder, tmp_path_factory):  # noqa: F811
     return path
 
 
+@pytest.mark.slow
 def test_a_translation_does_not_depend_on_its_batch_or_the_mesh(workdir):
     texts = ["w1 w2 w3", "", "w4", "w5 w6 w7 w8 w9", "w1"]
     predictor, counts = restore(workdir), []

@@ -27,9 +27,11 @@ from jaxdl.training.checkpoint.agree import Finding, findings, raise_worst
 from jaxdl.training.checkpoint.differential import with_changed
 from jaxdl.training.checkpoint.errors import Damaged, Unreadable, Unusable, read_refused, unreadable
 from jaxdl.training.checkpoint.fingerprint import (
+    NUMPY_BYTES,
     Stale,
     first_sums,
     host_fingerprints,
+    on_cpus,
     tag_fingerprints,
     tagged_texts,
     text,
@@ -66,7 +68,11 @@ def fingerprint_texts(items: Items, tag: int) -> dict[str, dict[str, str]]:
     stale: Stale | None = None
     groups: dict[Any, Items] = {}
     total = 0
-    hosted = [(item, name) for item, leaves in items.items() for name, x in leaves.items() if on_hosts(x)]
+    leaves = [x for named in items.values() for x in named.values()]
+    without_program = all(map(on_cpus, leaves)) and sum(x.nbytes for x in leaves) <= NUMPY_BYTES
+    hosted = {
+        (item, name): x for item, named in items.items() for name, x in named.items() if without_program or on_hosts(x)
+    }
     for item, leaves in items.items():
         for name, x in leaves.items():
             if (item, name) not in hosted:
@@ -85,7 +91,7 @@ def fingerprint_texts(items: Items, tag: int) -> dict[str, dict[str, str]]:
             arrays[item] |= texts
     if hosted:
         wait_for_all()  # One host may have been slower than Gloo waits.
-        for (item, name), words in zip(hosted, host_fingerprints([items[i][n] for i, n in hosted]), strict=True):
+        for (item, name), words in zip(hosted, host_fingerprints(list(hosted.values())), strict=True):
             arrays[item][name] = text(words)
     if stale is not None:
         raise stale
