@@ -32,7 +32,7 @@ from budget import Budget
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # JAX keeps millions of objects: to search all of them for garbage takes half a second, and is done less often here.
-gc.set_threshold(10_000, 10, 100)
+gc.set_threshold(50_000, 10, 100)
 
 if FIRST_PROCESS:
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
