@@ -36,7 +36,7 @@ from jaxdl.report.better_direction import mode_of
 from jaxdl.training.checkpoint import CheckpointConfig
 from jaxdl.training.evaluation import EvaluationConfig
 from jaxdl.training.guard import GuardConfig
-from jaxdl.training.plans import AsGiven, Plan
+from jaxdl.training.plans import AsGiven, PlanChoice
 from jaxdl.training.step import StepConfig
 from jaxdl.training.tasks import Classification, Task
 
@@ -80,7 +80,7 @@ class Experiment(Config):
     """Seed of the initial parameters, the data order, and all random numbers in a step."""
     mesh: MeshConfig = MeshConfig()
     """The device mesh: how many devices each axis has."""
-    plan: Plan = AsGiven()
+    plan: PlanChoice = AsGiven()
     """Who chooses the mesh and all else that decides how fast a step is: the config, or a planner."""
     sharding: ShardingConfig = ShardingConfig()
     """How parameters are sharded over the mesh."""

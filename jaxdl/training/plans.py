@@ -21,7 +21,7 @@ def typed_fields(args: Sequence[str]) -> set[str]:
     return {arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in args if arg.startswith("--")}
 
 
-class Plan(Choice):
+class PlanChoice(Choice):
     """Who chooses the mesh, micro-batches, what activations are kept, sharding, exchange and schemes of tables."""
 
     planner: ClassVar[str] = ""
@@ -34,11 +34,11 @@ class Plan(Choice):
         return self
 
 
-class AsGiven(Plan, kind="none"):
+class AsGiven(PlanChoice, kind="none"):
     """The layout of the config."""
 
 
-class PlanAuto(Plan, kind="auto"):
+class PlanAuto(PlanChoice, kind="auto"):
     """Plans the layout when the run begins, for the devices that it has, and keeps it with the checkpoints.
 
     A run that resumes on such devices has the same plan. What the config sets to another value than the default stays
