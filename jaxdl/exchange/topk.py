@@ -1,4 +1,4 @@
-"""The top-k exchange: of every bucket only the entries of largest magnitude are sent."""
+"""The top-k exchange: of every bucket, a flat buffer of gradients, only the entries of largest magnitude are sent."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TopK(Compressed, kind="topk"):
     method: Method = "threshold"
     """How they are selected: see `jaxdl.parallel.collectives.select_top_k`."""
     num_passes: int = pydantic.Field(default=30, ge=1, le=60)
-    """Passes of the method mstopk (N in the paper)."""
+    """Passes of the method mstopk (N in Shi et al.)."""
     algorithm: Algorithm = "all_gather"
     """How they are sent: to everyone (few replicas), or to the owner of each index range, which selects again from the
     sums and sends those to everyone (many replicas: the cost does not grow with their number)."""
@@ -82,22 +82,22 @@ class TopK(Compressed, kind="topk"):
 
     @property
     def distortion(self) -> tuple[float, float]:
-        """Grows as the density falls; a second selection, of sums, loses more than the first alone."""
+        """To sort exchanges by: grows as the density falls; a second selection, of sums, loses more than one alone."""
         return 2, -self.density + (self.algorithm == "all_to_all") * 1e-6
 
     @property
     def figures(self) -> Figures:
-        """The selection, and the all-to-all where it is used."""
+        """What has to be measured for `bucket_cost`: the selection, and the all-to-all where it is used."""
         return Figures(methods=(self.method,), collectives=("all_to_all",) * (self.algorithm == "all_to_all"))
 
     @classmethod
     def variants(cls) -> list[ExchangeConfig]:
-        """Both algorithms, both wire formats, and a lower density."""
+        """For benchmarks: both algorithms, both wire formats, and a lower density."""
         return [cls(), cls(wire="plain"), cls(algorithm="all_to_all"), cls(density=0.001)]
 
     @classmethod
     def candidates(cls, densities: Sequence[float], num_replicas: int) -> dict[str, list[ExchangeConfig]]:
-        """The densities with all-gather, and where there are many replicas also with all-to-all."""
+        """For `--exchange auto`: the densities with all-gather, and for many replicas also with all-to-all."""
         algorithms = ALGORITHMS if num_replicas > _FEW_REPLICAS else ALGORITHMS[:1]
         return {
             "topk": [cls(density=density, algorithm=algorithm) for density in densities for algorithm in algorithms]
@@ -135,14 +135,17 @@ class TopK(Compressed, kind="topk"):
         return sparse_sent_bytes(k, num_elements, num_replicas, algorithm=self.algorithm, wire=self.wire)
 
     def send(self, message: Message, context: Context) -> Sent:
-        """The mean of the largest entries of each replica's bucket."""
+        """Sums the largest entries of each replica's bucket over the replicas; the others become its residual.
+
+        Gradients have been divided by the number of replicas before, so the sum is a mean.
+        """
         bucket, axis, key = message.bucket, context.axis, context.device_key(message)
         summand = bucket.join(message.summand)
         k = self.num_kept(summand.size)
         window_key, second_key = jax.random.split(jax.random.fold_in(key, lax.axis_index(axis)))
         values, indices = select_top_k(summand, k, self.method, key=window_key, num_passes=self.num_passes)
         total, error = sparse_all_reduce(
-            held_back(values, message.last),
+            held_back(values, message.last),  # After the message before.
             indices,
             summand.size,
             axis,
@@ -171,7 +174,7 @@ class TopK(Compressed, kind="topk"):
             residual=residual,
             sent_bytes=sent,
             num_entries=k,
-            last=total[0],
+            last=total[0],  # For the next message to wait for.
             momentum=momentum,
         )
 

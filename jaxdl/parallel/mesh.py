@@ -56,21 +56,21 @@ class Axis(enum.StrEnum):
 AXES = tuple(axis.value for axis in Axis)
 """All axes."""
 INNER_AXES = tuple(axis.value for axis in Axis if not axis.is_slow)
-"""Those inside a replica, on a fast network."""
+"""Those inside a replica, on a fast network: fsdp, tensor."""
 BATCH_AXES = tuple(axis.value for axis in Axis if axis.splits_batch)
-"""Those over which the leading dimension of a batch is sharded."""
+"""Those over which the leading dimension of a batch is sharded: replica, fsdp."""
 INNER_BATCH_AXES = tuple(axis for axis in BATCH_AXES if axis in INNER_AXES)
-"""Those over which the batch of one replica is sharded."""
+"""Those over which the batch of one replica is sharded: fsdp."""
 PARAM_AXES = tuple(axis.value for axis in Axis if axis.splits_params)
-"""Those over which parameters are sharded."""
+"""Those over which parameters are sharded: fsdp, tensor."""
 GATHER_AXES = tuple(axis for axis in PARAM_AXES if axis in BATCH_AXES)
-"""Those over which parameters are gathered for use: each device has other examples, which need all parameters."""
+"""Those over which parameters are gathered for use: fsdp. Each device has other examples, which need all parameters."""
 MODEL_AXES = tuple(axis for axis in PARAM_AXES if axis not in BATCH_AXES)
-"""Those over which the work on each example is split, as its parameters are."""
+"""Those over which the work on each example is split, as its parameters are: tensor."""
 
 
 class HostAxis(enum.StrEnum):
-    """The axes of a host mesh, which has one CPU of each process: see `make_host_mesh`."""
+    """The axes of a host mesh, which has one CPU of each process, for rows of tables: see `make_host_mesh`."""
 
     NODE = "node"
     PART = "part"
@@ -120,7 +120,7 @@ class MeshConfig(Config):
         return {axis: getattr(self, axis) for axis in AXES}
 
     def resolved(self, *, gpus: bool) -> MeshConfig:
-        """The mesh for a machine with or without GPUs: this one, or `without_gpus`."""
+        """The mesh for a machine with or without GPUs: this one, or `without_gpus`. Asked when a config is loaded."""
         if self.without_gpus is None:
             return self
         return self.replaced({"without_gpus": None}) if gpus else self.without_gpus
@@ -143,7 +143,7 @@ class MeshConfig(Config):
 
 
 FILLING_AXIS = next(axis for axis in AXES if MeshConfig.model_fields[axis].default == -1)
-"""The axis that takes all remaining devices by default."""
+"""The axis that takes all remaining devices by default: fsdp."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
@@ -162,9 +162,10 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
 
 
 def make_host_mesh(mesh: Mesh) -> Mesh:
-    """The host mesh of a device mesh: one CPU of each of its processes, for arrays in the memory of hosts.
+    """The host mesh of a device mesh: one CPU of each of its processes, for arrays in host memory.
 
-    The processes along `HostAxis.NODE` have other replicas, those along `HostAxis.PART` other devices of the same ones.
+    These are the rows of embedding tables that the devices only cache. The processes along `HostAxis.NODE` have other
+    replicas, those along `HostAxis.PART` other devices of the same ones.
     Raises ConfigError as `host_sizes` does, and where JAX has no CPUs.
     """
     processes = np.array([device.process_index for device in mesh.devices.flat]).reshape(len(mesh.devices), -1)

@@ -60,8 +60,8 @@ def train(
 
     Raises:
       ConfigError: for a config that cannot be run here, before its steps are compiled.
-      Interrupted: after SIGTERM, SIGINT, SIGHUP or a halt file in the workdir, when the state has been saved; or when
-        its end could not be saved. It has the run so far as `run`.
+      Interrupted: after SIGTERM, SIGINT, SIGHUP or a file `halt` in the workdir, when the state has been saved; or when
+        the state at the end could not be saved. It has the run so far as `run`.
       Diverged: when too many consecutive steps are bad and no rollback is possible any more, see `GuardConfig`.
     """
     experiment = as_experiment(experiment)
@@ -84,13 +84,13 @@ def _plan(
     init: InitFrom | None,
     stage_folder: str | Path | None,
 ) -> Plan:
-    """The plan of the run in its workdir, made by the stages of `build`; a signal ends it with Interrupted."""
+    """The plan of the run in its workdir, made by the stages in `plan/build.py`; a signal raises Interrupted."""
     workdir, start = session.workdir, session.start
     stage = None if stage_folder is None else Stage(stage_folder, session.status.show_staging)
 
     def make() -> Plan:
         planned, mesh = open_mesh(experiment, devices, start, workdir)
-        session.take_workdir(experiment.report.trackers)
+        session.take_workdir(experiment.report.trackers)  # The lease: once all processes have met.
         data = open_data(planned.experiment, mesh, start, workdir, stage=stage)
         return add_initial(join(planned, mesh, data, start, workdir), init, workdir)
 
@@ -104,7 +104,9 @@ def _run(session: Session, plan: Plan, max_steps: int | None, callbacks: Callbac
     """Runs a plan; the watchdog ends the process if it hangs."""
     experiment, status = plan.experiment, session.status
     session.watch_for_hangs(experiment.cluster.hang_timeout_sec, experiment.report.every_steps)
+    # Not inside a merge whose messages are sent beside local steps.
     end = plan.parts.agreement.boundary(end_step(plan.timeline, max_steps), plan.total_steps)
+    # With --agreement async the run is a learner: jaxdl's own hook exchanges with the syncer between steps.
     hooks = session.stack.enter_context(as_learner(plan, session.stop, callbacks))
     trainer = Trainer(plan, session, hooks, end=end)
     status.follow(trainer.counter, trainer.rollbacks, end, plan.total_steps)

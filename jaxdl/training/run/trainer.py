@@ -41,22 +41,22 @@ class Trainer:
         self.stop = session.stop
         self.watch, self.stack = session.watch, session.stack
         self.start = session.start
-        self.programs = programs()
+        self.programs = programs()  # Compiles the steps of segments.
         self.run_ahead = max_in_flight() > 1  # A step may be started before the one before it has ended.
 
         # What changes while the run trains.
         self.end = end
         self.end_asked_by = "--max-steps"
-        self.over = False  # Whether who asked for the end has ended the run for good.
+        self.over = False  # Whether the hook that ended the run says that there is nothing to resume.
         self.counter = StepCounter()
         self.segment = plan.timeline.segment(0)
         self.state: TrainState | None = None
-        self.steps: StepFunctions | None = None
+        self.steps: StepFunctions | None = None  # The compiled steps of the segment.
         self.loader: TrainLoader | None = None
-        self.metrics: dict[str, float] | None = None
-        self.evaluated_step = -1
-        self.num_taken = 1  # Batches that the last call of the training step took.
-        self.first_batch = True  # Of its loader.
+        self.metrics: dict[str, float] | None = None  # Of the last evaluation.
+        self.evaluated_step = -1  # Its step; -1 before the first one.
+        self.num_taken = 1  # Steps of the last call; a merge that overlaps local steps is one call.
+        self.first_batch = True  # Whether the loader's next batch is its first.
 
         folder = self.workdir if jax.process_index() == 0 else None
         source, seed = plan.splits.train, self.experiment.seed
@@ -147,7 +147,7 @@ class Trainer:
         report_start_events(self.reporter, self.saver, self.rollbacks, restored, recorded=changed)
 
     def _enter(self, segment: Segment) -> None:
-        """Switches to the compiled steps of a segment, compiling them if needed; starts to compile the next one's."""
+        """Switches to the steps of a segment (of one batch and image size); starts to compile the next one's."""
         self.segment = segment
         if not self.programs.ready(self.plan, segment):
             self.reporter.status("compiling")
@@ -170,7 +170,7 @@ class Trainer:
         self.loader = self.plan.batches(self.segment, self.plan.timeline.position(self.step), left, self.state)
         self.stack.callback(self.loader.close)
         assert self.steps is not None
-        self.steps, self.first_batch = self.steps.restart(), True
+        self.steps, self.first_batch = self.steps.restart(), True  # Without a memory of earlier batches.
         self.reporter.status("training")
 
     def _advance(self) -> None:
@@ -185,7 +185,7 @@ class Trainer:
         batches = self._next_batches()
         if not self.run_ahead:
             with self.watch("train"):
-                self.reporter.wait()
+                self.reporter.wait()  # For the steps dispatched so far.
         self.stop.poll(self.step)
         self.reporter.profile(self.state)
         with self.watch("train"):
@@ -283,7 +283,7 @@ class Trainer:
         return self.step >= self.end or self.plan.timeline.due(self.step, period, self.num_taken)
 
     def _evaluate(self) -> None:
-        """Evaluates the state, with the statistics of batch norm that are estimated for that."""
+        """Evaluates the state; with `norm_batches`, after batch norm's statistics have been estimated again."""
         assert self.state is not None
         assert self.steps is not None
         self.reporter.status("evaluating")
@@ -310,7 +310,7 @@ class Trainer:
         assert self.state is not None
         self.session.check_lease()
         if self.steps is not None and self.evaluated_step < self.step:
-            self.state = self.evaluation.agree(self.state, self.steps)
+            self.state = self.evaluation.agree(self.state, self.steps)  # Replicas may differ between merges.
         with self.watch("checkpoint"):
             self.saver.save(self.state, self.step, self.evaluated_step, self.metrics)
 

@@ -66,13 +66,13 @@ def make_plan(
 ) -> Plan:
     """Starts the devices, reads the data and makes the parts. Raises ConfigError for everything that cannot be run.
 
-    It is for programs that need a plan without a run; `train` calls the stages itself.
+    It is for programs that need a plan without a run; `train` calls `open_mesh`, `open_data` and `join` itself.
 
     Args:
       experiment: what would be trained.
       devices: the devices of the mesh; all by default.
-      workdir: the run's folder; earlier choices recorded there are used again. `Workdir()`: a run without a folder.
-        None: no run, so `--plan auto` is an error.
+      workdir: the run's folder, with its earlier choices (layout, exchange, data), which are used again. `Workdir()`: a
+        run without a folder. None: no run, so `--plan auto` is an error.
       start: prints progress, and facts about the run.
       splits: the data, instead of those that the experiment would read.
       most_rows: upper limit for the rows of each embedding table, for steps that are compiled or timed alone; larger
@@ -88,7 +88,7 @@ def make_plan(
 def open_mesh(
     experiment: Experiment, devices: Sequence[Device] | None, start: Start, workdir: Workdir | None
 ) -> tuple[PlannedExperiment, Mesh]:
-    """The experiment in its layout, planned where it asks for that, and its mesh. It starts JAX.
+    """The experiment in its layout, planned if it has `--plan auto`, and its mesh. It starts JAX.
 
     `workdir` is None for a program that trains no run. Raises ConfigError when the devices do not suit the experiment.
     """
@@ -110,7 +110,7 @@ def open_data(
     splits: Splits | None = None,
     stage: Stage | None = None,
 ) -> RunData:
-    """The examples, copied to this node first if there is a `stage`, and the length of the run on them.
+    """The examples, copied to the disk of this node first if there is a `stage`, and the length of the run on them.
 
     Raises ConfigError for data that cannot be read, and for batches, phases and lengths that do not fit them.
     """
@@ -144,7 +144,7 @@ def join(
     """
     experiment, timeline, num_replicas = planned.experiment, data.timeline, mesh.shape[Axis.REPLICA]
     spec = data.splits.train.spec
-    left_open = isinstance(experiment.exchange, Auto)
+    left_open = isinstance(experiment.exchange, Auto)  # --exchange auto.
     earlier = workdir.read_exchange() if left_open else None
     with start.doing("choosing the exchange" if left_open else "tracing the model"):
         exchange, reasons = choose_exchange(experiment, spec, mesh, earlier)
@@ -154,8 +154,9 @@ def join(
     largest = max(segment.batch_size for segment in timeline.segments)
     check_memory(experiment.model, parts.state_spec, spec, largest, parts.tables)
     check_norms(experiment, num_replicas, has_norms=bool(parts.network.norms))
-    averages = keeps_average(parts.state_spec.opt_shapes)
+    averages = keeps_average(parts.state_spec.opt_shapes)  # As schedule-free optimizers do.
     check_agreement(experiment, num_replicas, timeline.total_steps, averages=averages)
+    # Lines that the run prints when it starts.
     reasons += experiment.model.remarks(mesh, experiment.precision.dtype)
     reasons += experiment.agreement.remarks(timeline.total_steps, num_replicas) + planned.notes
     start_over = experiment.checkpoint.start_over
@@ -182,7 +183,7 @@ def start_mesh(experiment: Experiment, devices: Sequence[Device] | None = None) 
     mesh = make_mesh(experiment.mesh, devices)
     experiment.precision.check(mesh.devices.flat[0].platform)
     experiment.compiler.check(platform(mesh), mesh.shape[Axis.REPLICA])
-    experiment.compiler.keep_programs()
+    experiment.compiler.keep_programs()  # JAX's cache of compiled programs.
     return mesh
 
 
@@ -196,7 +197,8 @@ def make_parts(
 ) -> Parts:
     """What steps are made of, for data that `spec` describes. Raises ConfigError for parts that do not fit.
 
-    Embedding tables have at most `most_rows` rows; `stacks` are those recorded in the workdir, see `make_network`.
+    `Parts` says what each is for. Embedding tables have at most `most_rows` rows; `stacks`, the parameters stacked over
+    layers, are those recorded in the workdir, see `make_network`.
     """
     num_replicas, agreement, step = mesh.shape[Axis.REPLICA], experiment.agreement, experiment.step
     precision, guard = experiment.precision, experiment.guard
@@ -205,7 +207,7 @@ def make_parts(
     optimizer = make_optimizer(experiment.optimizer, *fitted.trained)
     layout = Layout(experiment.sharding, mesh)
     gradients = fitted.gradient_layout(layout, agreement)
-    fragments = fitted.fragments(agreement, gradients)
+    fragments = fitted.fragments(agreement, gradients)  # What is merged in turn; None if replicas agree in every step.
     assert isinstance(experiment.exchange, ExchangeConfig), "it has been chosen"
     exchange = make_exchange(experiment.exchange, fitted.trained_shapes, gradients, fragments, num_replicas)
     check_table_settings(experiment, spec, mesh.size, has_tables=bool(fitted.tables))
@@ -323,7 +325,7 @@ def make_initial_state(plan: Plan) -> TrainState:
     It has the parameters that the plan takes from another run.
     """
     spec = plan.parts.state_spec
-    if plan.caches is not None:
+    if plan.caches is not None:  # The rows of embedding tables in host memory.
         plan.caches.store.init(jax.random.key(plan.experiment.seed))
     state = spec.make(plan.experiment.seed)
     if plan.initial is None:
@@ -349,7 +351,7 @@ def _with_equal_replicas(parts: Parts, state: TrainState) -> TrainState:
         replica, params=trained, model_state=state.model_state, opt_state=parts.optimizer.init(trained)
     )
     num_replicas = parts.layout.mesh.shape[Axis.REPLICA]
-    sums = tuple(replica.since["sums"])
+    sums = tuple(replica.since["sums"])  # The names of the task's sums since the last merge.
     return state.replace(agreement_state=init_agreement(parts.agreement, start, num_replicas, sums))
 
 
