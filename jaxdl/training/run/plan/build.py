@@ -30,7 +30,7 @@ from jaxdl.training.experiment import LENGTH, Experiment, as_experiment
 from jaxdl.training.run.plan.data import RunData, copy_data, read_data
 from jaxdl.training.run.plan.exchange import choose_exchange, loop_sum_dtype, make_exchange
 from jaxdl.training.run.plan.init_from import InitFrom, beginning
-from jaxdl.training.run.plan.layout import PlannedExperiment, choose_layout
+from jaxdl.training.run.plan.layout import ChosenLayout, choose_layout
 from jaxdl.training.run.plan.length import timeline_of
 from jaxdl.training.run.plan.memory import check_memory
 from jaxdl.training.run.plan.network import TaskNetwork, make_network
@@ -87,7 +87,7 @@ def make_plan(
 
 def open_mesh(
     experiment: Experiment, devices: Sequence[Device] | None, start: Start, workdir: Workdir | None
-) -> tuple[PlannedExperiment, Mesh]:
+) -> tuple[ChosenLayout, Mesh]:
     """The experiment in its layout, planned if it has `--plan auto`, and its mesh. It starts JAX.
 
     `workdir` is None for a program that trains no run. Raises ConfigError when the devices do not suit the experiment.
@@ -131,7 +131,7 @@ def open_data(
 
 
 def join(
-    planned: PlannedExperiment,
+    planned: ChosenLayout,
     mesh: Mesh,
     data: RunData,
     start: Start,

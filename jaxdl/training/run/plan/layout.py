@@ -45,8 +45,8 @@ Planner = Callable[[Experiment, Sequence[Device], Start], Planned]
 
 
 @dataclass(frozen=True)
-class PlannedExperiment:
-    """An experiment with the layout in which it runs: its own, or a planned one."""
+class ChosenLayout:
+    """An experiment with the layout in which it runs, its own or a planned one, and why."""
 
     experiment: Experiment
     asked: Experiment
@@ -59,7 +59,7 @@ class PlannedExperiment:
 
 def choose_layout(
     experiment: Experiment, devices: Sequence[Device] | None, start: Start, workdir: Workdir | None
-) -> PlannedExperiment:
+) -> ChosenLayout:
     """The experiment in its layout: as it is given, or planned where it asks for that.
 
     A plan that the workdir has is taken again where it was made for such devices and settings, and so is the exchange
@@ -67,7 +67,7 @@ def choose_layout(
     for what cannot be planned, on all processes.
     """
     if not experiment.plan.planner:
-        return PlannedExperiment(experiment, asked=experiment)
+        return ChosenLayout(experiment, asked=experiment)
     if workdir is None:
         raise ConfigError(f"--plan {experiment.plan.kind}: only a training run plans. Leave it out.")
     with start.doing("starting the devices"):
@@ -79,7 +79,7 @@ def choose_layout(
     exchange = workdir.read_exchange() if isinstance(experiment.exchange, Auto) else None
     if earlier is not None and earlier.made_for == made_for:
         start.fact("plan", f"{describe(earlier.settings)}, as planned when the run began on these devices")
-        return PlannedExperiment(experiment.replaced(earlier.settings), asked=experiment, kept=earlier)
+        return ChosenLayout(experiment.replaced(earlier.settings), asked=experiment, kept=earlier)
     planner: Planner = import_object(experiment.plan.planner, "the planner")
     planned = planner(experiment if exchange is None else experiment.replaced({"exchange": exchange}), devices, start)
     check_equal([{**planned.settings, "exchange": planned.exchange and planned.exchange.model_dump(mode="json")}])
@@ -91,7 +91,7 @@ def choose_layout(
     if planned.exchange is not None:
         changes["exchange"] = planned.exchange
     kept = Kept(made_for, planned.settings, planned.reasons)
-    return PlannedExperiment(experiment.replaced(changes), asked=experiment, notes=notes, kept=kept)
+    return ChosenLayout(experiment.replaced(changes), asked=experiment, notes=notes, kept=kept)
 
 
 def describe(settings: Mapping[str, Any]) -> str:

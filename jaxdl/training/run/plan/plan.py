@@ -26,7 +26,7 @@ from jaxdl.training.step import Parts
 class Plan:
     """A run, ready to be compiled: every config built and checked against the devices, nothing allocated on them.
 
-    Who chooses its layout, the option `--plan`, is `jaxdl.training.plans.Plan`.
+    Who chooses its layout, the option `--plan`, is `jaxdl.training.plans.PlanChoice`.
     """
 
     experiment: Experiment
