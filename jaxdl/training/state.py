@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -120,11 +121,17 @@ class StateSpec:
 
     def make(self, seed: int) -> TrainState:
         """The fresh state, allocated already sharded; equal on every mesh."""
+        return self.initializer()(seed)
+
+    def initializer(self) -> Callable[[int], TrainState]:
+        """`make`, which is compiled once for all seeds."""
         # It runs once: on a CPU, compiling it with all optimizations takes many times longer than running it without.
         flag, given = "xla_backend_optimization_level", os.environ.get("XLA_FLAGS", "")
         options = {flag: 1} if jax.default_backend() == "cpu" and flag not in given else None
-        make = jax.jit(lambda: self.init(jax.random.key(seed)), out_shardings=self.shardings, compiler_options=options)
-        return make()
+        init = jax.jit(
+            lambda seed: self.init(jax.random.key(seed)), out_shardings=self.shardings, compiler_options=options
+        )
+        return lambda seed: init(np.uint32(seed).astype(np.int32))  # The key of a seed is that of its 32 bits.
 
     def abstract(self) -> TrainState:
         """The state as shape structs with shardings: what a checkpoint is restored into."""

@@ -20,6 +20,7 @@ from jaxdl.parallel.embedding import LocatedIds
 from jaxdl.parallel.mesh import platform
 from jaxdl.training.evaluation import EvalStep, NormStep, make_eval_step, make_norm_step
 from jaxdl.training.rounds import RoundSteps, lowered_programs, make_local_step, make_own_eval_step
+from jaxdl.training.run.plan.build import make_initial_state
 from jaxdl.training.run.plan.plan import Plan
 from jaxdl.training.state import TrainState, replicated
 from jaxdl.training.step import Batch, Metrics, Parts, make_ahead_step, make_train_step
@@ -252,6 +253,13 @@ class Programs:
         """`compile` makes the steps of a segment."""
         self._make = compile
         self._futures: dict[str, Future[StepFunctions]] = {}
+        self._initializers: dict[str, Callable[[int], TrainState]] = {}
+
+    def initial_state(self, plan: Plan) -> TrainState:
+        """`make_initial_state` of a plan; equal plans share its program."""
+        key = program_key(plan, plan.timeline.segments[0])
+        make = self._initializers.setdefault(key, plan.parts.state_spec.initializer())
+        return make_initial_state(plan, make)
 
     def ready(self, plan: Plan, segment: Segment) -> bool:
         """Whether the steps of a segment are compiled already, or are known not to compile."""

@@ -18,7 +18,7 @@ from jaxdl.training.evaluation import max_in_flight
 from jaxdl.training.run.compile import StepFunctions, programs
 from jaxdl.training.run.evaluation import Evaluation
 from jaxdl.training.run.hooks import Callbacks, Hooks
-from jaxdl.training.run.plan.build import make_exchange_state, make_initial_state
+from jaxdl.training.run.plan.build import make_exchange_state
 from jaxdl.training.run.plan.length import check_not_past, early_end_note
 from jaxdl.training.run.plan.plan import Plan
 from jaxdl.training.run.result import Interrupted, Run
@@ -128,7 +128,7 @@ class Trainer:
             self._resume_from(restored)
         else:
             with self.watch("compile"), self.start.doing("making the initial parameters"):
-                self.state = self.stop.run(lambda: make_initial_state(self.plan))
+                self.state = self.stop.run(lambda: self.programs.initial_state(self.plan))
         check_not_past(self.step, self.end, self.plan.timeline)
         return restored
 
@@ -265,7 +265,7 @@ class Trainer:
             self._resume_from(restored)
         elif rollback.to_step == 0:
             with self.watch("compile"):
-                self.state = make_initial_state(self.plan)
+                self.state = self.programs.initial_state(self.plan)
         else:
             raise Unusable(
                 f"{checkpoints.folder}: the checkpoint of step {rollback.to_step}, to which the run "

@@ -319,15 +319,15 @@ def _check_sources(plan: Plan) -> None:
                 ) from None
 
 
-def make_initial_state(plan: Plan) -> TrainState:
+def make_initial_state(plan: Plan, make: Callable[[int], TrainState] | None = None) -> TrainState:
     """The fresh train state of a plan, allocated already sharded; equal on every mesh.
 
-    It has the parameters that the plan takes from another run.
+    It has the parameters that the plan takes from another run. `make` is the `StateSpec.make` of an equal plan.
     """
     spec = plan.parts.state_spec
     if plan.caches is not None:  # The rows of embedding tables in host memory.
         plan.caches.store.init(jax.random.key(plan.experiment.seed))
-    state = spec.make(plan.experiment.seed)
+    state = (make or spec.make)(plan.experiment.seed)
     if plan.initial is None:
         return state
     state = plan.initial.apply(state, spec.abstract())
