@@ -73,9 +73,9 @@ def test_learners_of_which_one_is_killed_and_the_replay(tmp_path, monkeypatch, c
     assert len(re.findall(r"learner\d +\| .*the syncer says that the run is over", out)) == 2, out
     records = read_tape(folder / TAPE_FILE)
     assert [one["learner"] for one in records if one["kind"] == "join"].count(1) == 2
-    # On one device, as each learner.
+    # On one device, as each learner, of the eight that are here.
     here = functools.partial(replay_runs, devices=jax.devices()[:1])
     monkeypatch.setattr("jaxdl.training.run.learners.replay.replay_runs", here)
-    assert COMMANDS["replay"](["--tape", str(folder / TAPE_FILE), *map(str, training)]) == 0
+    assert COMMANDS["replay"](["--tape", str(folder / TAPE_FILE), "--devices", "8", *map(str, training)]) == 0
     out = capsys.readouterr().out
     assert re.search(rf"{len(records)} lines, \d+ merges: all equal, to the bit", out), out
