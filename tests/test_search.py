@@ -90,8 +90,16 @@ def jaxdl_devices():
     return jax.devices()[:1]
 
 
+@pytest.fixture
+def drawn():
+    """The plots of the report are drawn, which takes as long as a trial."""
+
+
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch, on_command_line):
+def fresh(request, monkeypatch, on_command_line):
+    if "drawn" not in request.fixturenames:
+        for plot in ("history", "curves", "slices", "parallel", "importances"):
+            monkeypatch.setattr(f"jaxdl.platform.search.plots.{plot}", lambda *args: None)
     monkeypatch.setattr("jaxdl.platform.search.attempts.pause_after", lambda *args: 0.0)
     monkeypatch.setattr(InThisProcess, "started", [])
     monkeypatch.setattr(InThisProcess, "before", staticmethod(lambda number, words: None))
@@ -110,7 +118,7 @@ def search(config, workdir, *words, engine="here_for_tests", capsys=None):
 
 
 @pytest.mark.slow
-def test_a_promoted_trial_is_bit_equal_to_a_run_that_never_stopped(config, tmp_path):
+def test_a_promoted_trial_is_bit_equal_to_a_run_that_never_stopped(config, tmp_path, drawn):
     asha = ["--vary", RATES, "--trials", "4", "--scheduler.min-steps", "2", "--scheduler.reduction", "2"]
     found = search(config, tmp_path / "search", *asha, "--parallel", "2")
     assert found["stops"] == [2, 4, 8]
@@ -325,7 +333,7 @@ def test_a_search_and_a_trial_that_are_killed_go_on(config, tmp_path):
     first = Started("-m", "jaxdl.search", *line)
     its_trial = pid_of_trial(first)
     first.kill()
-    first.wait()
+    first.communicate()
     while running(its_trial):
         assert time.monotonic() < deadline, "trials end with their search"
         time.sleep(0.05)
