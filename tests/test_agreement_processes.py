@@ -1,4 +1,4 @@
-"""Two processes of two replicas each, which agree every four steps, train and measure as one process with four does."""
+"""Two processes of a replica each, which agree every four steps, train and measure as one process with two does."""
 
 import json
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ ROUND, LAST = 4, 12
 EXPERIMENT = tiny_experiment(
     **{name: getattr(TEXT, name) for name in ("data", "model", "task", "optimizer")},
     steps=20,
-    mesh={"replica": 4, "fsdp": 1, "tensor": 1, "cpu_devices": 2},
+    mesh={"replica": 2, "fsdp": 1, "tensor": 1, "cpu_devices": 1},
     agreement=Periodic(every_steps=ROUND, outer=Outer(learning_rate=0.7, momentum=0.5)),
     evaluation={"every_steps": 8},
     checkpoint={"every_steps": 100},
@@ -37,7 +37,7 @@ def story(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("runs")
     config = write_config(tmp_path_factory.mktemp("config"), EXPERIMENT)
     one_process = EXPERIMENT.replaced({"mesh.cpu_devices": None})
-    alone = jaxdl.train(one_process, quiet=True, devices=jax.devices()[:4], max_steps=LAST)
+    alone = jaxdl.train(one_process, quiet=True, devices=jax.devices()[:2], max_steps=LAST)
     losses = values(alone.history, "train/loss")
     limit = (losses[LAST - ROUND] + losses[LAST]) / 2
     pair = start_pair(config, workdir, programs=(("-m", "tests.agreeing_train", str(limit)),) * 2)
@@ -48,7 +48,6 @@ def story(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.long("two processes, and one, train the run that the other tests of the file read")
 def test_a_hook_that_stops_by_a_metric_ends_both_at_the_same_step(story):
     first, second = (one["steps"] for one in story.seen)
     assert [one["end"] for one in story.seen] == [LAST, LAST]
