@@ -49,6 +49,7 @@ def story(tmp_path_factory):
     return SimpleNamespace(workdir=workdir, ended=ended)
 
 
+@pytest.mark.long("two processes plan, which compiles several steps, and train")
 def test_two_processes_plan_once_and_train_to_the_end(story):
     assert [code for code, _ in story.ended] == [0, 0], story.ended
     first, again = story.ended[0][1].split("run 1\n")
