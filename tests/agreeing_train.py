@@ -9,6 +9,7 @@ import json
 import sys
 
 import jax
+import numpy as np
 
 import jaxdl
 from jaxdl.parallel.cluster import end_together
@@ -19,6 +20,12 @@ from jaxdl.training.run.result import exit_codes
 
 STOPPED_AT = 6
 """Within a round of four steps."""
+
+
+def shards(state) -> list[bytes]:
+    """All bits of a state that this process has."""
+    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+    return [np.asarray(one.data).tobytes() for x in arrays for one in x.addressable_shards]
 
 
 def main() -> None:
@@ -35,9 +42,10 @@ def main() -> None:
         whole, parts = (f"{command.workdir}/{name}" for name in ("whole", "parts"))
         ended = jaxdl.train(command.experiment, whole, on_step=hook)
         jaxdl.train(command.experiment, parts, quiet=True, max_steps=STOPPED_AT)
-        jaxdl.train(command.experiment, parts, quiet=True, max_steps=ended.summary["steps"])
+        again = jaxdl.train(command.experiment, parts, quiet=True, max_steps=ended.summary["steps"])
+        found = {"same": shards(ended.state) == shards(again.state), "end": ended.summary["steps"]}
         with open(f"{command.workdir}/seen{jax.process_index()}.json", "w") as file:
-            json.dump({"steps": seen, "history": ended.history, "end": ended.summary["steps"]}, file)
+            json.dump({"steps": seen, "history": ended.history, **found}, file)
 
 
 if __name__ == "__main__":

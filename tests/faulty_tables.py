@@ -57,9 +57,9 @@ WRONG_STEP, WRONG_ID, WRONG_FEATURE = 25, 123_456, 3
 OTHER = EmbeddingConfig(
     schemes=tuple((f"feature{number:02d}", one) for number, one in enumerate((*SCHEMES[2:], *SCHEMES[:2]))),
     optimizer=RowWiseAdaGrad(),
+    cache=CacheConfig(fraction=0.2, min_rows=2000),
 )
 """The second layout, on the other mesh: that of test_processes.ACROSS."""
-CACHES = {"whole": CacheConfig(), "cache": CacheConfig(fraction=0.2, min_rows=2000)}
 _MARK = 64.0
 """The first number of an example with a bad gradient, plus its feature: no example has such a number."""
 
@@ -172,10 +172,8 @@ if __name__ == "__main__":
         write_parts(folder, "run", watch.tables, watch.store.layout)
         noted = {"changed": watch.changed, "bad_steps": int(run.state.guard["bad_steps"])}
         (folder / f"noted.{jax.process_index()}.json").write_text(json.dumps(noted))
-        for name, cache in CACHES.items():
-            changes = {"mesh.replica": 1, "mesh.fsdp": 4, "embedding": OTHER.replaced({"cache": cache})}
-            other = command.experiment.replaced(changes)
-            write_parts(folder, name, *restored(other, Path(command.workdir)))
+        other = command.experiment.replaced({"mesh.replica": 1, "mesh.fsdp": 4, "embedding": OTHER})
+        write_parts(folder, "other", *restored(other, Path(command.workdir)))
         if jax.process_index() == 1:
             read_wrong_id(wrong)
         jaxdl.train(command.experiment, command.workdir)

@@ -1,7 +1,8 @@
 """Training that goes wrong: batches whose numbers are bad, and a disk that refuses checkpoints.
 
 As a program it is `jaxdl.train` behind a JSON of what goes wrong in this process:
-python -m tests.faulty_train '{"bad": [7, 8], "refused": [12], "shared_sec": 1}' --config ...
+python -m tests.faulty_train '{"bad": [7, 8], "refused": [12], "elsewhere": FOLDER}' --config ...
+With "elsewhere" the run is begun with another workdir first, which may be another one in each process.
 """
 
 import errno
@@ -93,7 +94,13 @@ if __name__ == "__main__":
     make_labels_poisonous()
     poison_batches(faults.get("bad", ()))
     note_step = refuse_checkpoints(faults.get("refused", ()))
-    shared.SHARED_SEC = faults.get("shared_sec", shared.SHARED_SEC)
     with end_together(), exit_codes():
         command = parse_command(sys.argv[2:])
+        if "elsewhere" in faults:
+            shared.SHARED_SEC, usual = 1, shared.SHARED_SEC
+            try:
+                jaxdl.train(command.experiment, faults["elsewhere"])
+            except jaxdl.ConfigError as error:
+                print(f"mistake: {error}")
+            shared.SHARED_SEC = usual
         jaxdl.train(command.experiment, command.workdir, on_step=[note_step])

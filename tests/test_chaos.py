@@ -1,26 +1,31 @@
-"""A run on two emulated hosts survives a fault of each kind at a random moment, and ends as if nothing had happened.
+"""A run on two emulated hosts survives faults at random moments, and ends as if nothing had happened.
 
-JAXDL_CHAOS_SEED chooses other faults and moments.
+Without JAXDL_CHAOS_SEED, which chooses moments and an order of all kinds of faults, they are those that only a whole
+run on hosts can have: in test_processes.py and test_cluster_start.py one process is terminated, or killed.
 """
 
 import os
 import random
 import time
 
+import jax
 import pytest
 from chaos import FAULTS, Chaos, draw, why_no_hosts
-from runs import assert_bit_equal, rows, saved_state, tiny_experiment, write_config
+from runs import TinyPerceptron, assert_bit_equal, rows, saved_state, tiny_experiment, write_config
 
+import jaxdl
 from jaxdl.exchange import TopK
 from jaxdl.parallel.mesh import MeshConfig
 
-SEED = int(os.environ.get("JAXDL_CHAOS_SEED", "0"))
-NUM_FAULTS = len(FAULTS)
-STEPS = 420
+SEED = os.environ.get("JAXDL_CHAOS_SEED")
+SOME = ["stop a worker", "damage", "cut a link", "kill the launcher"]
+"""The damage shows when the next fault is over."""
+STEPS = 300
 EXPERIMENT = tiny_experiment(
+    model=TinyPerceptron(),
     steps=STEPS,
     mesh=MeshConfig(replica=2, fsdp=1),
-    exchange=TopK(density=0.1),
+    exchange=TopK(density=0.1, min_elements=64),
     evaluation={"every_steps": 150},
     checkpoint={"every_steps": 20, "keep": 3, "keep_best": 0},
     report={"every_steps": 5, "tensorboard": False, "curves": False},
@@ -29,23 +34,19 @@ EXPERIMENT = tiny_experiment(
 
 
 @pytest.mark.slow
-@pytest.mark.long("two hosts train to the end, with six faults and a restart after each")
+@pytest.mark.long("two hosts train to the end, and start again after each of three faults")
 @pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
 def test_faults_at_random_moments_change_nothing(tmp_path, request):
     config = write_config(tmp_path, EXPERIMENT)
-    calm = Chaos(config, tmp_path / "calm")
-    calm.launch()
-    request.addfinalizer(calm.close)
-    harmed = Chaos(config, tmp_path / "harmed")
-    assert calm.process.wait(timeout=300) == 0, calm.tail()
+    jaxdl.train(EXPERIMENT, tmp_path / "calm", quiet=True, devices=jax.devices()[:2])
 
-    faults, dice = draw(SEED, NUM_FAULTS), random.Random(SEED)
-    assert set(faults) == set(FAULTS)
+    faults, dice = SOME if SEED is None else draw(int(SEED), len(FAULTS)), random.Random(int(SEED or 0))
+    harmed = Chaos(config, tmp_path / "harmed")
     harmed.launch()
     request.addfinalizer(harmed.close)
     for number, fault in enumerate(faults):
         # Somewhere in its share of the run, whatever the run is doing then.
-        harmed.wait_for_step(STEPS * (number + dice.uniform(0.2, 1)) // (NUM_FAULTS + 1), timeout_sec=150)
+        harmed.wait_for_step(STEPS * (number + dice.uniform(0.2, 1)) // (len(faults) + 1), timeout_sec=150)
         time.sleep(dice.uniform(0, 0.3))
         print(f"at step {harmed.step()}: {fault}", flush=True)
         harmed.harm(fault, dice)

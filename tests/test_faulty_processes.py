@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from faulty_train import make_labels_poisonous, poison_batches
-from runs import finish, rows, tiny_experiment, write_config
+from runs import TinyPerceptron, finish, rows, tiny_experiment, write_config
 from test_processes import start_pair
 
 import jaxdl
@@ -17,6 +17,7 @@ from jaxdl.parallel.lease.shared import appears
 from jaxdl.training.run.compile import shared_programs
 
 EXPERIMENT = tiny_experiment(
+    model=TinyPerceptron(),
     mesh={"replica": 2, "fsdp": 1, "tensor": 1, "cpu_devices": 1},
     steps=16,
     checkpoint={"every_steps": 4, "keep": 3, "keep_best": 0},
@@ -28,24 +29,23 @@ BAD = [2, 3, 4, 10, 11, 12]
 """The first row comes before the first checkpoint."""
 
 
-def start_faulty(config, workdir, *faults, each=((), ())):
-    """Both processes, with what goes wrong in each."""
-    programs = [("-m", "tests.faulty_train", json.dumps(one)) for one in faults]
-    return [finish(process) for process in start_pair(config, workdir, each=each, programs=programs)]
-
-
 @pytest.fixture(scope="module")
 def story(tmp_path_factory):
-    """A run of two processes of which the second cannot write two checkpoints, the last one too."""
-    workdir = tmp_path_factory.mktemp("run")
-    config = write_config(tmp_path_factory.mktemp("config"), EXPERIMENT)
-    ended = start_faulty(config, workdir, {"bad": BAD}, {"bad": BAD, "refused": [8, 16]})
+    """A run of two processes of which the second cannot write two checkpoints, the last one too.
+
+    Before, they begin with workdirs of which each sees another one.
+    """
+    folder = tmp_path_factory.mktemp("runs")
+    config, workdir = write_config(folder, EXPERIMENT), folder / "run"
+    faults = [{"bad": BAD, "elsewhere": str(folder / name)} for name in ("one", "other")]
+    faults[1]["refused"] = [8, 16]
+    programs = [("-m", "tests.faulty_train", json.dumps(one)) for one in faults]
+    ended = [finish(process) for process in start_pair(config, workdir, programs=programs)]
     events = [row["event"] for row in rows(workdir) if "event" in row]
-    return SimpleNamespace(workdir=workdir, config=config, ended=ended, events=events)
+    return SimpleNamespace(folder=folder, workdir=workdir, ended=ended, events=events)
 
 
 @pytest.mark.slow
-@pytest.mark.long("two processes train a whole run")
 def test_a_disk_that_refuses_one_costs_both_the_checkpoint_and_no_more(story):
     assert [code for code, _ in story.ended] == [1, 1], story.ended
     notes = [text for text in story.events if "could not be written" in text]
@@ -79,14 +79,11 @@ def test_they_go_back_together_and_learn_what_one_process_does(story, tmp_path, 
 
 
 @pytest.mark.slow
-def test_another_folder_under_the_name_of_the_workdir_is_a_mistake_on_both(story, tmp_path):
-    each = (["--workdir", str(tmp_path / "one")], ["--workdir", str(tmp_path / "other")])
-    ended = start_faulty(story.config, tmp_path, {}, {"shared_sec": 1}, each=each)
-    assert [code for code, _ in ended] == [2, 2], ended
-    for _, output in ended:
-        assert re.search(r"do not see the same --workdir: \S+ on \S+ \(process 1\) is not the folder of", output)
-    assert {path.name for path in (tmp_path / "one").iterdir()} == {"failures", "status.json"}
-    assert not (tmp_path / "other").exists()
+def test_another_folder_under_the_name_of_the_workdir_is_a_mistake_on_both(story):
+    for _, output in story.ended:
+        assert re.search(r"mistake: .* see the same --workdir: \S+ on \S+ \(process 1\) is not the folder of", output)
+    assert {path.name for path in (story.folder / "one").iterdir()} == {"failures", "status.json"}
+    assert not (story.folder / "other").exists()
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from asynchronous import TOKEN, Running
-from runs import tiny_experiment
+from runs import TinyPerceptron, tiny_experiment
 
 import jaxdl
 from jaxdl.core.config import ConfigError
@@ -41,7 +41,7 @@ def syncer(tmp_path, monkeypatch):
 def test_a_single_learner_is_an_ordinary_run(tmp_path, syncer, monkeypatch):
     """With plain averaging and one learner the anchor is what the learner has: nothing changes but the rounding."""
     # A learner's moving average is that of its anchors. What is frozen does not travel.
-    experiment = tiny_experiment(mesh=MESH, steps=10, step=StepConfig(freeze=("stem_conv",)))
+    experiment = tiny_experiment(model=TinyPerceptron(), mesh=MESH, steps=10, step=StepConfig(freeze=("hidden1",)))
     plain = jaxdl.train(experiment, devices=jax.devices()[:2], quiet=True)
     running = syncer(Outer(learning_rate=1.0, momentum=0.0), learners=1, every_steps=4)
     run = jaxdl.train(
@@ -64,7 +64,9 @@ def test_a_single_learner_is_an_ordinary_run(tmp_path, syncer, monkeypatch):
 @pytest.mark.slow
 def test_a_learner_that_is_killed_comes_back_and_goes_on_from_the_anchor(tmp_path, syncer):
     """Stopped in mid-round, it begins a round from the anchor, with its own optimizer and its place in the data."""
-    experiment = tiny_experiment(mesh=MESH, steps=10, agreement=Asynchronous(), evaluation={"every_steps": 10})
+    experiment = tiny_experiment(
+        model=TinyPerceptron(), mesh=MESH, steps=10, agreement=Asynchronous(), evaluation={"every_steps": 10}
+    )
     running = syncer(Outer(), learners=1, every_steps=4, return_sec=60)
     devices = jax.devices()[:2]
     first = jaxdl.train(experiment, tmp_path / "run", devices=devices, quiet=True, max_steps=6)
@@ -85,7 +87,9 @@ def test_a_learner_that_is_killed_comes_back_and_goes_on_from_the_anchor(tmp_pat
 
 
 def test_the_end_is_when_the_syncer_says_so(tmp_path, syncer):
-    experiment = tiny_experiment(mesh=MESH, steps=1000, agreement=Asynchronous(), evaluation={"every_steps": 1000})
+    experiment = tiny_experiment(
+        model=TinyPerceptron(), mesh=MESH, steps=1000, agreement=Asynchronous(), evaluation={"every_steps": 1000}
+    )
     running = syncer(Outer(), learners=1, every_steps=4, total_steps=8)
     run = jaxdl.train(experiment, devices=jax.devices()[:2], quiet=True)
     assert running.wait().version == 2
@@ -95,7 +99,7 @@ def test_the_end_is_when_the_syncer_says_so(tmp_path, syncer):
 
 def test_mistakes(tmp_path, syncer, monkeypatch):
     devices = jax.devices()[:2]
-    experiment = tiny_experiment(mesh=MESH)
+    experiment = tiny_experiment(model=TinyPerceptron(), mesh=MESH)
     with pytest.raises(ConfigError, match="there is no syncer"):
         jaxdl.train(experiment.replaced({"agreement": "async"}), devices=devices, quiet=True)
     syncer(Outer(), learners=2)

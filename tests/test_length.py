@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from mistakes import refusal
-from runs import assert_bit_equal, measured, rows, tiny_experiment, write_config
+from runs import TinyPerceptron, assert_bit_equal, measured, rows, tiny_experiment, write_config
 
 import jaxdl
 from jaxdl.core.config import ConfigError
@@ -23,12 +23,13 @@ from jaxdl.training.run.plan.length import change_of_length, steps_of
 
 TWO = jax.devices()[:2]
 EXPERIMENT = tiny_experiment(
+    model=TinyPerceptron(),
     mesh=MeshConfig(replica=2, fsdp=1),
-    exchange=TopK(density=0.1, dense_warmup_steps=4),
+    exchange=TopK(density=0.1, dense_warmup_steps=4, min_elements=64),
     schedule=Constant(),
     evaluation={"every_steps": 100},
     checkpoint={"every_steps": 100},
-    report={"every_steps": 3, "tensorboard": False, "curves": False, "profile_start_step": 5},
+    report={"every_steps": 3, "tensorboard": False, "curves": False},
     steps=8,
 )
 
@@ -51,17 +52,18 @@ def straight(tmp_path_factory):
 @pytest.mark.slow
 def test_a_trial_stops_evaluates_saves_and_resumes(tmp_path, straight, capsys):
     # Shorter than the exchange's warm-up (4) and the profile's start (5), which are for the whole run.
-    trial = train(EXPERIMENT, tmp_path, max_steps=3)
+    experiment = EXPERIMENT.replaced({"report.profile_start_step": 5})
+    trial = train(experiment, tmp_path, max_steps=3)
     assert "stopped at step 3 of 8, as max_steps asks; the same call without it resumes" in capsys.readouterr().out
     assert (trial.summary["status"], trial.summary["steps"], trial.summary["total_steps"]) == ("stopped", 3, 8)
     assert trial.metrics["accuracy"] >= 0, "the last step is evaluated"
     assert step_dir(tmp_path, 3).is_dir()
     before = measured(tmp_path)
-    again = train(EXPERIMENT, tmp_path, max_steps=3)
+    again = train(experiment, tmp_path, max_steps=3)
     assert again.summary == trial.summary, "the same trial again has nothing to do"
     assert measured(tmp_path) == before
 
-    whole = train(EXPERIMENT, tmp_path)
+    whole = train(experiment, tmp_path)
     assert whole.summary["status"] == "finished"
     assert_bit_equal(as_numpy(whole), straight[0])
     assert [row["step"] for row in measured(tmp_path)] == [3, 3, 6, 8, 8]
@@ -205,7 +207,7 @@ def test_runs_of_other_programs_share_none():
     """Length and schedule, network, mesh, batch: each change that compiled steps depend on is part of the key."""
     changes = [
         {}, {"seed": 1, "steps": 9, "guard.rollback_after": 3, "report.every_steps": 1},
-        {"schedule": Cosine()}, {"schedule": Cosine(), "steps": 9}, {"model.width": 16}, {"batch_size": 8},
+        {"schedule": Cosine()}, {"schedule": Cosine(), "steps": 9}, {"model.units": 8}, {"batch_size": 8},
         {"exchange.density": 0.2}, {"guard.skip_nonfinite": False},
         {"optimizer.momentum_at_peak": 0.5}, {"optimizer.momentum_at_peak": 0.5, "steps": 9},
     ]  # fmt: skip

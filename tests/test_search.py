@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from runs import Started, measured, rows, tiny_experiment, write_config
+from runs import Started, TinyPerceptron, measured, rows, tiny_experiment, write_config
 
 import jaxdl
 from jaxdl.core.errors import ConfigError
@@ -24,6 +24,7 @@ from jaxdl.training.experiment import read_experiment
 from jaxdl.training.run.result import Interrupted
 
 EXPERIMENT = tiny_experiment(
+    model=TinyPerceptron(),
     mesh=MeshConfig(replica=1, fsdp=1, cpu_devices=8),
     optimizer=SGD(learning_rate=0.1, momentum=0.9),
     evaluation={"every_steps": 2},
@@ -89,8 +90,16 @@ def jaxdl_devices():
     return jax.devices()[:1]
 
 
+@pytest.fixture
+def drawn():
+    """The plots of the report are drawn, which takes as long as a trial."""
+
+
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch, on_command_line):
+def fresh(request, monkeypatch, on_command_line):
+    if "drawn" not in request.fixturenames:
+        for plot in ("history", "curves", "slices", "parallel", "importances"):
+            monkeypatch.setattr(f"jaxdl.platform.search.plots.{plot}", lambda *args: None)
     monkeypatch.setattr("jaxdl.platform.search.attempts.pause_after", lambda *args: 0.0)
     monkeypatch.setattr(InThisProcess, "started", [])
     monkeypatch.setattr(InThisProcess, "before", staticmethod(lambda number, words: None))
@@ -109,11 +118,11 @@ def search(config, workdir, *words, engine="here_for_tests", capsys=None):
 
 
 @pytest.mark.slow
-def test_a_promoted_trial_is_bit_equal_to_a_run_that_never_stopped(config, tmp_path):
-    asha = ["--vary", RATES, "--trials", "6", "--scheduler.min-steps", "2", "--scheduler.reduction", "2"]
+def test_a_promoted_trial_is_bit_equal_to_a_run_that_never_stopped(config, tmp_path, drawn):
+    asha = ["--vary", RATES, "--trials", "4", "--scheduler.min-steps", "2", "--scheduler.reduction", "2"]
     found = search(config, tmp_path / "search", *asha, "--parallel", "2")
     assert found["stops"] == [2, 4, 8]
-    assert found["num_trials"] == 6
+    assert found["num_trials"] == 4
     assert found["num_failed"] == 0
     top = found["best"]
     assert top["step"] == 8
@@ -129,7 +138,7 @@ def test_a_promoted_trial_is_bit_equal_to_a_run_that_never_stopped(config, tmp_p
     longest = max(trial["step"] for trial in found["trials"])
     assert min(one["value"] for one in found["trials"] if one["step"] == longest) == top["value"]
     trained = sum(one["step"] for one in found["trials"])
-    assert found["trained_steps"] == trained < 6 * 8
+    assert found["trained_steps"] == trained < 4 * 8
 
     page = (tmp_path / "search" / "report.md").read_text()
     assert top["command"] in page
@@ -306,43 +315,48 @@ def test_a_full_disk_is_one_message(config, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.long("starts some six processes that train, and kills some of them")
 def test_a_search_and_a_trial_that_are_killed_go_on(config, tmp_path):
     line = ["--config", str(config), "--workdir", str(tmp_path), "--metric", "evaluation/loss", "--vary", RATES]
-    line += ["--trials", "2", "--parallel", "2", "--scheduler.min-steps", "4", "--scheduler.reduction", "2"]
-    line += ["--sampler", "random", "--mesh.cpu-devices", "1", "--steps", "8", "--checkpoint.every-steps", "1"]
-    first = Started("-m", "jaxdl.search", *line)
-    deadline = time.monotonic() + 300
+    line += ["--trials", "1", "--scheduler", "none", "--sampler", "random", "--mesh.cpu-devices", "1"]
+    line += ["--steps", "40", "--checkpoint.every-steps", "2"]
+    deadline, trial = time.monotonic() + 300, tmp_path / "trials/0000"
 
-    def pid_of(number):
-        """The process that trains a trial, when it is past its first step."""
-        lease, metrics = tmp_path / f"trials/{number:04d}/lease.json", tmp_path / f"trials/{number:04d}/metrics.jsonl"
-        while not (lease.exists() and metrics.exists() and metrics.stat().st_size):
+    def pid_of_trial(search, other=None):
+        """The process that trains the trial, when it is past its first step."""
+        lease, metrics = trial / "lease.json", trial / "metrics.jsonl"
+        while not (metrics.exists() and metrics.stat().st_size and pid_in(lease) not in (None, other)):
             assert time.monotonic() < deadline
-            assert first.poll() is None
+            assert search.poll() is None
             time.sleep(0.02)
-        return json.loads(lease.read_text())["pid"]
+        return pid_in(lease)
 
-    os.kill(pid_of(0), signal.SIGKILL)
-    time.sleep(0.5)
-    children = [json.loads(path.read_text())["pid"] for path in tmp_path.glob("trials/*/lease.json")]
+    first = Started("-m", "jaxdl.search", *line)
+    its_trial = pid_of_trial(first)
     first.kill()
-    first.wait()
-    while any(running(pid) for pid in children):
+    first.communicate()
+    while running(its_trial):
         assert time.monotonic() < deadline, "trials end with their search"
         time.sleep(0.05)
     second = Started("-m", "jaxdl.search", *line, "--json")
+    killed = pid_of_trial(second, other=its_trial)
+    os.kill(killed, signal.SIGKILL)
     out, err = second.communicate(timeout=400)
     assert second.returncode == 0, err
     found = json.loads(out)
-    assert [one["number"] for one in found["trials"]] == [0, 1]
-    assert sorted(path.name for path in (tmp_path / "trials").iterdir()) == ["0000", "0001"]
+    assert [(one["number"], one["step"], one["state"]) for one in found["trials"]] == [(0, 40, "finished")]
+    assert [path.name for path in (tmp_path / "trials").iterdir()] == ["0000"]
     assert found["num_failed"] == 0
-    assert found["best"]["step"] == 8
-    for one in found["trials"]:
-        steps = [row["step"] for row in measured(tmp_path / f"trials/{one['number']:04d}") if "eval/loss" in row]
-        assert steps == sorted(set(steps)), "no evaluation is there twice"
-        assert steps[-1] == one["step"]
+    steps = [row["step"] for row in measured(trial) if "eval/loss" in row]
+    assert steps == sorted(set(steps)), "no evaluation is there twice"
+    assert steps[-1] == 40
+
+
+def pid_in(lease):
+    """The process that a lease names, or None while it is written."""
+    try:
+        return json.loads(lease.read_text())["pid"]
+    except (OSError, ValueError):
+        return None
 
 
 def running(pid):

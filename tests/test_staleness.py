@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from runs import assert_bit_equal, saved_state, tiny_experiment
+from runs import TinyPerceptron, assert_bit_equal, saved_state, tiny_experiment
 
 import jaxdl
 from jaxdl.core.config import ConfigError
@@ -139,8 +139,9 @@ def test_it_is_momentum_sgd_on_gradients_at_earlier_parameters(name, precision, 
         assert (kept[number % len(kept)] == states[number].params["layer"]["kernel"]).all()
 
 
-def lowered(agreement, **changes):
-    experiment = tiny_experiment(mesh=MeshConfig(replica=4, fsdp=2, tensor=1), agreement=agreement, **changes)
+def lowered(agreement):
+    mesh = MeshConfig(replica=4, fsdp=2, tensor=1)
+    experiment = tiny_experiment(model=TinyPerceptron(), mesh=mesh, agreement=agreement)
     plan = make_plan(experiment, jax.devices())
     batch = plan.splits.train.batch_shapes(16, evaluating=False)
     return plan, make_train_step(plan.parts).lower(plan.parts.state_spec.abstract(), batch)
@@ -174,8 +175,8 @@ def test_staleness_sends_nothing_more_and_its_versions_are_sharded_as_parameters
 def test_each_replica_and_step_draws_its_own_and_all_meshes_draw_the_same():
     agreement = EmulatedStaleness(max_staleness=3)
     keys = [jax.random.key(number) for number in range(400)]
-    four = np.array([agreement.staleness(key, jnp.int32(100), 4) for key in keys])
-    two = np.array([agreement.staleness(key, jnp.int32(100), 2) for key in keys[:50]])
+    of_four, of_two = (jax.jit(lambda key, n=n: agreement.staleness(key, jnp.int32(100), n)) for n in (4, 2))
+    four, two = np.array([of_four(key) for key in keys]), np.array([of_two(key) for key in keys[:50]])
     assert (four[:50, :2] == two).all()
     shares = np.stack([(four == late).mean(axis=0) for late in range(4)])
     np.testing.assert_allclose(shares, 0.25, atol=0.09)
@@ -183,9 +184,13 @@ def test_each_replica_and_step_draws_its_own_and_all_meshes_draw_the_same():
 
 
 def test_a_stopped_run_ends_bit_equal_and_another_mesh_restores_the_same_versions(tmp_path):
-    """With batch norm, a moving average, clipping, micro-batches and a residual."""
+    """With a moving average, clipping, micro-batches and a residual."""
     experiment = tiny_experiment(
-        mesh=FOUR, agreement=CASES["remedies"], exchange=TopK(density=0.1, min_elements=64), steps=8
+        model=TinyPerceptron(),
+        mesh=FOUR,
+        agreement=CASES["remedies"],
+        exchange=TopK(density=0.1, min_elements=64),
+        steps=8,
     ).replaced({"step.clip_norm": 1.0, "step.microbatches": 2})
     devices = jax.devices()[:4]
     with shared_programs():
