@@ -151,10 +151,8 @@ def test_the_kernel_gets_documents_that_both_sides_have(first):
 @pytest.mark.parametrize(
     ("manual", "heads", "kv_heads", "pattern"),
     [
-        pytest.param(False, 4, 2, "causal", marks=pytest.mark.slow),
         (True, 4, 2, "documents, window"),
         pytest.param(True, 4, 1, "window", marks=pytest.mark.slow),
-        pytest.param(False, 4, 4, "documents, both ways", marks=pytest.mark.slow),
         pytest.param(True, 3, 3, "lengths", marks=pytest.mark.slow),
         (False, 3, 1, "documents of others"),
     ],
@@ -205,9 +203,7 @@ def test_on_a_mesh_it_is_that_of_one_device(monkeypatch, manual, heads, kv_heads
     ("pattern", "remat"),
     [
         ("documents", "dots"),
-        pytest.param("documents", "none", marks=pytest.mark.slow),
         pytest.param("lengths", "block", marks=pytest.mark.slow),
-        pytest.param("lengths", "dots", marks=pytest.mark.slow),
     ],
 )
 def test_in_a_loop_over_layers_it_is_that_of_one_device(monkeypatch, remat, pattern):

@@ -1,6 +1,7 @@
 """Checkpoints: restoring on other meshes, retention, and refusals."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -51,23 +52,23 @@ def evaluated(plan, state):
         return evaluate(plan.parts, make_eval_step(plan.parts), state.eval_params, state.model_state, batches)
 
 
-@pytest.mark.parametrize(
-    "experiment",
-    [pytest.param(IMAGES, id="resnet"), pytest.param(TEXT, id="transformer", marks=pytest.mark.slow)],
-)
-def test_restores_on_any_mesh_with_equal_evaluation(tmp_path, experiment):
-    run = jaxdl.train(experiment, tmp_path, quiet=True, devices=jax.devices()[:4])
-    trained = jax.tree.map(np.asarray, run.state)
-    meshes = {"fsdp": (MeshConfig(fsdp=8), 8), "tensor": (MeshConfig(fsdp=1, tensor=2), 2), "one": (MeshConfig(), 1)}
-    for name, (mesh, num_devices) in meshes.items():
-        plan, restored = restored_plan(experiment, tmp_path, mesh, num_devices)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run with a checkpoint of its last step, 4."""
+    return jaxdl.train(IMAGES, tmp_path_factory.mktemp("trained") / "run", quiet=True, devices=jax.devices()[:4])
+
+
+def test_restores_on_any_mesh_with_equal_evaluation(trained):
+    state = jax.tree.map(np.asarray, trained.state)
+    for mesh, num_devices in ((MeshConfig(fsdp=2, tensor=2), 4), (MeshConfig(), 1)):
+        plan, restored = restored_plan(IMAGES, trained.workdir, mesh, num_devices)
         assert restored.step == 4
         sharded = [leaf for leaf in jax.tree.leaves(restored.state.params) if not leaf.sharding.is_fully_replicated]
-        assert bool(sharded) == (name != "one")
-        assert_bit_equal(jax.tree.map(np.asarray, restored.state), trained)
+        assert bool(sharded) == (num_devices > 1)
+        assert_bit_equal(jax.tree.map(np.asarray, restored.state), state)
         metrics = evaluated(plan, restored.state)
-        for metric, value in run.metrics.items():
-            np.testing.assert_allclose(metrics[metric], value, rtol=1e-5, err_msg=f"{metric} on {name}")
+        for metric, value in trained.metrics.items():
+            np.testing.assert_allclose(metrics[metric], value, rtol=1e-5, err_msg=f"{metric} on {num_devices}")
 
 
 @pytest.mark.slow
@@ -109,14 +110,14 @@ def test_a_saved_state_is_not_changed_by_the_steps_after_it(tmp_path):
     assert_bit_equal(saved_state(tmp_path, IMAGES), jax.tree.map(np.asarray, run.state))
 
 
-def test_all_checkpoints_damaged(tmp_path):
-    jaxdl.train(IMAGES.replaced({"steps": 2}), tmp_path, quiet=True, devices=jax.devices()[:4])
-    for path in step_dir(tmp_path, 2).rglob("*"):
+def test_all_checkpoints_damaged(tmp_path, trained):
+    workdir = shutil.copytree(trained.workdir, tmp_path / "copy")
+    for path in step_dir(workdir, 4).rglob("*"):
         if path.is_file():
             path.write_bytes(b"")
     with pytest.raises(ConfigError, match="There is no intact checkpoint"):
-        jaxdl.train(IMAGES.replaced({"steps": 2}), tmp_path, quiet=True, devices=jax.devices()[:4])
-    assert (tmp_path / "checkpoints" / "damaged" / step_folder(2)).is_dir()
+        jaxdl.train(IMAGES, workdir, quiet=True, devices=jax.devices()[:4])
+    assert (workdir / "checkpoints" / "damaged" / step_folder(4)).is_dir()
 
 
 def test_contents_of_earlier_versions_are_written_again_as_they_are_now(tmp_path):

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from exchange_oracle import Oracle
 from runs import ONE_DEVICE
-from test_decoder_parity import NUM_STEPS, QWEN
-from test_parity import losses_and_params
+from test_parity import NUM_STEPS, QWEN, losses_and_params
 
 from jaxdl.data import TrainLoader
 from jaxdl.exchange import TopK, by_name

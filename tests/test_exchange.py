@@ -12,15 +12,14 @@ from exchange_cases import FAST_COMPILE
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from runs import assert_bit_equal, tiny_experiment
+from runs import tiny_experiment
 
 from jaxdl.data import SyntheticText
-from jaxdl.exchange import Dense, PowerSGD, Quantized, Sign, TopK, by_name
+from jaxdl.exchange import PowerSGD, TopK, by_name
 from jaxdl.models import Transformer
 from jaxdl.optim import SGD, Constant
 from jaxdl.parallel.compiler.collectives import operations
 from jaxdl.parallel.mesh import MeshConfig, batch_sharding
-from jaxdl.training.checkpoint import Checkpoints
 from jaxdl.training.run.plan.build import make_initial_state, make_plan
 from jaxdl.training.state import make_state_spec
 from jaxdl.training.step import make_train_step
@@ -35,11 +34,7 @@ EXPERIMENT = tiny_experiment(
     step={},
     batch_size=16,
 )
-MESHES = {
-    "replica 8": MeshConfig(replica=8, fsdp=1),
-    "replica 2 x fsdp 4": MeshConfig(replica=2, fsdp=4),
-    "replica 2 x fsdp 2 x tensor 2": MeshConfig(replica=2, fsdp=2, tensor=2),
-}
+EIGHT = MeshConfig(replica=2, fsdp=2, tensor=2)
 
 
 def rounded(x):
@@ -118,10 +113,8 @@ def oracle(plan, params, batches, num_replicas):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
-def test_a_stateful_exchange_in_the_slot(mesh):
-    plan, state, batches = with_exchange(MESHES[mesh])
-    num_replicas = MESHES[mesh].replica
+def test_a_stateful_exchange_in_the_slot():
+    plan, state, batches = with_exchange(EIGHT)
     params = jax.device_get(state.params)
     specs = by_name(plan.parts.state_spec.grads)
     for name, residual in state.exchange_state["replica"]["residual"].items():
@@ -129,7 +122,7 @@ def test_a_stateful_exchange_in_the_slot(mesh):
     step = compiled(plan)
     for batch in batches:
         state, _ = step(state, jax.device_put(batch, batch_sharding(plan.parts.layout.mesh)))
-    expected_params, expected_residuals = oracle(plan, params, batches, num_replicas)
+    expected_params, expected_residuals = oracle(plan, params, batches, EIGHT.replica)
     assert state.exchange_state["common"]["count"] == 3
     for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected_params), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=3e-6)
@@ -141,21 +134,6 @@ def test_a_stateful_exchange_in_the_slot(mesh):
         assert np.mean(difference > 1e-6) < 0.01
 
 
-@pytest.mark.slow
-def test_the_state_of_an_exchange_is_saved_and_restored(tmp_path):
-    plan, state, batches = with_exchange(MESHES["replica 2 x fsdp 2 x tensor 2"])
-    sharding = batch_sharding(plan.parts.layout.mesh)
-    state, _ = compiled(plan)(state, jax.device_put(batches[0], sharding))
-    checkpoints = Checkpoints(tmp_path, EXPERIMENT.checkpoint, best_metric="loss", best_mode="min")
-    checkpoints.save(state, 1, evaluated_step=-1, metrics=None)
-    checkpoints.wait()
-    restored = checkpoints.restore(plan.parts.state_spec.abstract())
-    checkpoints.close()
-    assert restored is not None
-    assert any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(restored.state.exchange_state["replica"]))
-    assert_bit_equal(*(jax.tree.map(np.asarray, one) for one in (restored.state, state)))
-
-
 def trained(plan, step, num_steps=3):
     """The state and metrics after so many steps."""
     state, sharding = make_initial_state(plan), batch_sharding(plan.parts.layout.mesh)
@@ -165,61 +143,22 @@ def trained(plan, step, num_steps=3):
     return state, jax.device_get(metrics)
 
 
-TINY = EXPERIMENT.replaced({"mesh": MeshConfig(replica=2, fsdp=2, tensor=2)})
-KINDS = [
-    TopK(density=0.05, method="block", min_elements=64),
-    Quantized(min_elements=64),
-    Sign(min_elements=64),
-    PowerSGD(rank=1, min_elements=64),
-]
+TINY = EXPERIMENT.replaced({"mesh": EIGHT})
 
 
-@pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_dense_in_whole_steps_is_the_gradient_of_the_global_batch(precision):
-    changes = {"precision": precision, "sharding.param_sharding": "replicated", "mesh": MeshConfig(replica=4, fsdp=2)}
-    plan, step = compiled_step(TINY.replaced(changes | {"exchange": Dense()}))
-    before = jax.device_get(make_initial_state(plan).params)
-    state, metrics = trained(plan, step)
-    parts = plan.parts
-
-    @jax.jit
-    def gradient(params, batch):
-        def loss(params):
-            outputs, _ = parts.network.apply(params, {}, *parts.task.inputs(batch, parts.data_spec), train=True)
-            return parts.task.sums(outputs, batch, train=True)["loss"] / (16 * 8)
-
-        return jax.grad(loss)(params)
-
-    params = before
-    for number in range(3):
-        grads = gradient(params, plan.splits.train.batch(np.arange(16 * number, 16 * (number + 1))))
-        params = jax.tree.map(lambda p, g: p - np.float32(1e-3) * g, params, grads)
-    for ours, theirs, first in zip(*(jax.tree.leaves(x) for x in (state.params, params, before)), strict=True):
-        moved = np.abs(np.asarray(theirs) - first).max()
-        assert np.abs(np.asarray(ours) - theirs).max() <= moved * (1e-2 if precision == "float32" else 0.1)
-    # Parameters that are kept whole: what is exchanged split comes back by an all-gather over fsdp.
-    assert metrics["exchange/bytes_sent/fsdp"] > 0
-    assert metrics["exchange/density"] == 1
-
-
-@pytest.mark.parametrize(
-    "exchange", [pytest.param(x, id=x.kind, marks=() if x.kind == "powersgd" else pytest.mark.slow) for x in KINDS]
-)
-def test_compressed_in_whole_steps(exchange):
-    plan, step = compiled_step(TINY.replaced({"exchange": exchange, "precision": "bfloat16"}))
+def test_compressed_in_whole_steps():
+    plan, step = compiled_step(TINY.replaced({"exchange": PowerSGD(rank=1, min_elements=64), "precision": "bfloat16"}))
     state, metrics = trained(plan, step)
     assert all(np.isfinite(value).all() for value in metrics.values())
     assert metrics["sums/loss"] / (16 * 8) < 1.1 * np.log(16)
     assert metrics["exchange/compression"] > 1.3
-    if exchange.error_feedback:
-        assert metrics["exchange/residual_norm"] > 0
+    assert metrics["exchange/residual_norm"] > 0
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(jax.device_get(state.exchange_state)))
 
 
-@pytest.mark.parametrize("sizes", [pytest.param((4, 2, 1), marks=pytest.mark.slow), (2, 2, 2)])
-def test_what_travels_over_replica_is_k_sized(sizes):
+def test_what_travels_over_replica_is_k_sized():
     """No gradient is made whole for its exchange, and but for small ones nothing dense crosses the slow network."""
-    mesh = dict(zip(("replica", "fsdp", "tensor"), sizes, strict=True))
+    mesh = {"replica": 2, "fsdp": 2, "tensor": 2}
     exchange = TopK(density=0.01, method="block", min_elements=256)
     plan, step = compiled_step(
         TINY.replaced({"exchange": exchange, "mesh": MeshConfig(**mesh), "model.embed_dim": 32, "model.mlp_dim": 128})
@@ -233,6 +172,6 @@ def test_what_travels_over_replica_is_k_sized(sizes):
     gathered = [one for one in found if one.kind == "all-gather"]
     assert gathered
     # An entry a word, and one for the block of indices.
-    assert sum(one.num_elements for one in gathered) <= sizes[0] * (0.01 * local + 2 * len(residuals))
+    assert sum(one.num_elements for one in gathered) <= 2 * (0.01 * local + 2 * len(residuals))
     assert max(one.num_elements for one in found if one.kind != "all-gather") <= dense
     assert dense < 0.3 * local

@@ -37,17 +37,9 @@ def poisonous_labels(monkeypatch):
 # One step
 
 
-@pytest.mark.parametrize(
-    ("mesh", "num_devices", "precision"),
-    [
-        pytest.param(MeshConfig(), 1, "float32", marks=pytest.mark.slow),
-        (MeshConfig(replica=2, fsdp=2, tensor=2), 8, "float16"),
-    ],
-)
-def test_a_bad_step_changes_nothing_but_counters(mesh, num_devices, precision):
-    exchange = TopK(density=0.05, min_elements=64)
-    experiment = tiny_experiment(mesh=mesh, precision={"kind": precision}, exchange=exchange)
-    plan = make_plan(experiment, jax.devices()[:num_devices])
+def test_a_bad_step_changes_nothing_but_counters():
+    mesh, exchange = MeshConfig(replica=2, fsdp=2), TopK(density=0.05, min_elements=64)
+    plan = make_plan(tiny_experiment(mesh=mesh, precision={"kind": "float16"}, exchange=exchange), FOUR)
     step, state = compile_train_step(plan), make_initial_state(plan)
     kinds = [None, LOSS, GRADIENT, None, LOSS, None]
     bad_steps, in_row, overflows, rates = 0, 0, 0, []
@@ -60,7 +52,7 @@ def test_a_bad_step_changes_nothing_but_counters(mesh, num_devices, precision):
             state, metrics = step(state, batch if kind is None else poisoned(batch, kind))
             after, metrics = jax.device_get((state, metrics))
             # A finite loss with a gradient that is not is what a loss scale that is too high looks like.
-            overflow = kind == GRADIENT and precision == "float16"
+            overflow = kind == GRADIENT
             bad = kind is not None and not overflow
             bad_steps, in_row, overflows = bad_steps + bad, in_row + 1 if bad else 0, overflows + overflow
             assert (after.step, after.guard["bad_steps"], after.guard["bad_in_row"]) == (number, bad_steps, in_row)
@@ -79,13 +71,12 @@ def test_a_bad_step_changes_nothing_but_counters(mesh, num_devices, precision):
                 rates.append(float(metrics["learning_rate"]))
             if overflow:
                 assert after.loss_scale["scale"] == before.loss_scale["scale"] / 2
-            if bad and precision == "float16":
+            if bad:
                 assert_bit_equal(after.loss_scale, before.loss_scale)
             assert all(np.isfinite(x).all() for x in jax.tree.leaves(kept))
-    assert num_devices == 1 or any(x.any() for x in jax.tree.leaves(kept["exchange_state"])), "something is owed"
+    assert any(x.any() for x in jax.tree.leaves(kept["exchange_state"])), "something is owed"
     assert rates == [float(plan.parts.rates(number).learning_rate) for number in range(3)]
-    if precision == "float16":
-        assert after.loss_scale["skipped_steps"] == overflows == 1
+    assert after.loss_scale["skipped_steps"] == overflows == 1
 
 
 def test_an_overflow_at_the_lowest_loss_scale_is_bad():
@@ -210,7 +201,6 @@ class Deadly:
 # Of both rollbacks, the second: more is on disk by then. skipped.json is written twice for each.
 ON_DISK = {
     "when the streak is seen": ("skipped.json", 3, False),
-    "when it is on disk": ("skipped.json", 3, True),
     "before a checkpoint is quarantined": (f"left/{step_folder(8)}", 1, False),
     "after a checkpoint is quarantined": (f"left/{step_folder(8)}", 1, True),
     "before the restore": ("skipped.json", 4, True),
@@ -234,16 +224,12 @@ ALWAYS = ("after a checkpoint is quarantined",)
 
 @pytest.mark.parametrize(
     "when",
-    [
-        pytest.param(when, marks=() if when in ALWAYS else pytest.mark.slow)
-        for when in (*ON_DISK, "while skipping", "while training again")
-    ],
+    [pytest.param(when, marks=() if when in ALWAYS else pytest.mark.slow) for when in (*ON_DISK, "while skipping")],
 )
 def test_killed_around_a_rollback(tmp_path, whole, monkeypatch, when):
     seen = itertools.count(1)
     hooks = {
         "while skipping": at(lambda info: info.skipped and next(seen) == 5),
-        "while training again": at(lambda info: info.step == 13),
     }
     with monkeypatch.context() as patch:
         if when in ON_DISK:
@@ -260,10 +246,9 @@ def test_killed_around_a_rollback(tmp_path, whole, monkeypatch, when):
     assert any("resumed" in text for _, text in events(tmp_path))
 
 
-@pytest.mark.parametrize("step", [8, pytest.param(11, marks=pytest.mark.slow)])
-def test_a_signal_in_a_streak_of_bad_steps_saves_none_of_it(tmp_path, whole, step):
+def test_a_signal_in_a_streak_of_bad_steps_saves_none_of_it(tmp_path, whole):
     def stop(info):
-        if info.step == step:
+        if info.step == 8:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(jaxdl.Interrupted) as stopped:
@@ -317,9 +302,14 @@ def test_before_the_first_checkpoint_a_run_rolls_back_to_the_start(tmp_path, bad
     assert [row["step"] for row in measured(tmp_path)] == [1, 8, 8, 11, 12, 15, 16, 16]
 
 
-def test_few_bad_steps_are_only_skipped(tmp_path, bad_batches, capsys):
+def test_few_bad_steps_are_only_skipped(tmp_path, bad_batches, capsys, monkeypatch):
+    """And a restart is in the history."""
     bad_batches &= {7, 8}
+    monkeypatch.setenv("JAXDL_RESTART", "2")
+    monkeypatch.setenv("JAXDL_RESTART_REASON", "host2 ended with -9 (SIGKILL)")
     run = train(tmp_path)
+    assert events(tmp_path)[0] == (0, "restarted after host2 ended with -9 (SIGKILL) (restart 2)")
+    assert run.summary["num_restarts"] == 1
     assert int(run.state.guard["bad_steps"]) == 2
     assert run.summary["num_rollbacks"] == 0
     assert not (tmp_path / "skipped.json").exists()
@@ -335,12 +325,3 @@ def test_few_bad_steps_are_only_skipped(tmp_path, bad_batches, capsys):
 def test_without_the_guard_the_first_bad_step_ends_the_run(tmp_path, bad_batches):
     with pytest.raises(Diverged, match=r"not finite at step 7 .*skip_nonfinite is off"):
         train(tmp_path, RUN.replaced({"guard": GuardConfig(skip_nonfinite=False)}))
-
-
-def test_a_restart_is_in_the_history(tmp_path, bad_batches, monkeypatch):
-    bad_batches.clear()
-    monkeypatch.setenv("JAXDL_RESTART", "2")
-    monkeypatch.setenv("JAXDL_RESTART_REASON", "host2 ended with -9 (SIGKILL)")
-    run = train(tmp_path)
-    assert events(tmp_path) == [(0, "restarted after host2 ended with -9 (SIGKILL) (restart 2)")]
-    assert run.summary["num_restarts"] == 1

@@ -59,15 +59,14 @@ def overflowing_gates(params):
     ("param_sharding", "tied", "compared"),
     [
         ("sharded", False, False),
-        pytest.param("sharded", False, True, marks=pytest.mark.slow),
         pytest.param("replicated", True, True, marks=pytest.mark.slow),
     ],
 )
 def test_sums_inside_the_loop_are_those_of_the_exchange(param_sharding, tied, compared):
     """The same up to rounding: XLA compiles the last layer, which stands outside of the loop, apart from the others."""
-    plan = make_plan(
-        LOOPED.replaced({"sharding.param_sharding": param_sharding, "model.tied_embeddings": tied}), jax.devices()[:4]
-    )
+    changes = {"sharding.param_sharding": param_sharding, "model.tied_embeddings": tied}
+    changes |= {} if compared else {"model.dropout": 0.0}  # Its random numbers take half of the time of compiling.
+    plan = make_plan(LOOPED.replaced(changes), jax.devices()[:4])
     initial = make_initial_state(plan)
     before = jax.device_get(initial.params)
     [batch] = plan.batches(plan.timeline.segments[0], 0, 1)

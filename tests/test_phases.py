@@ -16,6 +16,7 @@ import jaxdl
 from jaxdl.core.config import ConfigError, Periodic
 from jaxdl.data import Cache, ImageFolder, Photos
 from jaxdl.data.phases import Phase, make_timeline
+from jaxdl.data.source import TrainRows
 from jaxdl.models import ViT
 from jaxdl.optim import SGD, Cosine
 from jaxdl.parallel.mesh import MeshConfig
@@ -24,6 +25,9 @@ from jaxdl.training.run.compile import shared_programs
 from jaxdl.training.run.plan.build import make_plan
 
 PHASES = (Phase(epochs=2, size=32), Phase(epochs=1, size=48, batch_size=4), Phase(epochs=1, size=48, min_scale=0.5))
+
+
+REPORT = {"every_steps": 1, "curves": False, "tensorboard": False}
 
 
 def timeline(phases=PHASES, num_examples=24, batch_size=8, **length):
@@ -115,7 +119,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(folder, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("whole")
-    return jaxdl.train(experiment(folder, report={"every_steps": 1}), workdir, quiet=True, devices=jax.devices()[:4])
+    return jaxdl.train(experiment(folder, report=REPORT), workdir, quiet=True, devices=jax.devices()[:4])
 
 
 def column(run, name):
@@ -139,20 +143,27 @@ def test_a_run_goes_through_its_phases(whole):
 
 
 @pytest.mark.slow
-def test_the_losses_are_the_same_with_workers(whole, folder):
-    one = experiment(folder, report={"every_steps": 1}).replaced({"data.photos.workers": 2})
-    run = jaxdl.train(one, quiet=True, devices=jax.devices()[:4])
-    assert column(run, "train/loss") == column(whole, "train/loss")
-    assert column(run, "eval/loss") == column(whole, "eval/loss")
+def test_a_worker_makes_the_same_batches_of_each_phase(folder):
+    found = []
+    for workers in (0, 1):
+        source = experiment(folder).data.replaced({"photos.workers": workers}).build().train
+        parts = [source.at(size=phase.size, min_scale=phase.min_scale) for phase in PHASES]
+        rows = TrainRows(np.arange(8), np.arange(8) // 4, 0)
+        found.append([next(iter(part.train_batches([rows])))["image"].copy() for part in parts])
+        source.close()
+    assert [one.shape[1] for one in found[0]] == [32, 48, 48]
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("stop", [6, pytest.param(9, marks=pytest.mark.slow)])
-def test_a_run_goes_on_in_the_phase_where_it_stopped(stop, whole, folder, tmp_path):
+def test_a_run_goes_on_in_the_phase_where_it_stopped(whole, folder, tmp_path):
+    """Between the steps of its second phase."""
+
     def interrupt(info):
-        if info.step == stop:
+        if info.step == 9:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    one = experiment(folder, report={"every_steps": 1})
+    one = experiment(folder, report=REPORT)
     with pytest.raises(jaxdl.Interrupted):
         jaxdl.train(one, tmp_path, quiet=True, devices=jax.devices()[:4], on_step=[interrupt])
     run = jaxdl.train(one, tmp_path, quiet=True, devices=jax.devices()[:4])
@@ -188,7 +199,7 @@ def test_a_run_goes_back_into_an_earlier_phase(whole, folder, tmp_path, monkeypa
     step_at = {timeline().position(step): step for step in range(15)}
     make_labels_poisonous(monkeypatch.setattr)
     poison_batches((7, 8), monkeypatch.setattr, lambda start, _: step_at[start])
-    settings = {"report": {"every_steps": 1}, "guard": {"rollback_after": 2}, "checkpoint": {"every_steps": 4}}
+    settings = {"report": REPORT, "guard": {"rollback_after": 2}, "checkpoint": {"every_steps": 4}}
     with shared_programs():  # The poisonous labels are part of the steps.
         run = jaxdl.train(experiment(folder, **settings), tmp_path, quiet=True, devices=jax.devices()[:4])
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -203,19 +214,20 @@ def test_a_run_goes_back_into_an_earlier_phase(whole, folder, tmp_path, monkeypa
     assert all(np.isfinite(losses[step]) for step in range(9, 16))
 
 
-def test_a_run_does_not_go_on_with_other_data(folder, tmp_path):
-    copy = shutil.copytree(folder, tmp_path / "data")
-    one = experiment(copy, phases=(Phase(epochs=1, size=32),))
-    jaxdl.train(one, tmp_path / "run", quiet=True, devices=jax.devices()[:4])
-    for file in copy.rglob("*.jpg"):
+def test_a_run_does_not_go_on_with_other_data(whole, folder, tmp_path):
+    one, workdir = experiment(folder, report=REPORT), shutil.copytree(whole.workdir, tmp_path / "run")
+    for file in folder.rglob("*.jpg"):
         os.utime(file)  # A copy of the data is the same data.
-    jaxdl.train(one, tmp_path / "run", quiet=True, devices=jax.devices()[:4])
-    shutil.copy(copy / "train" / "a" / "0.jpg", copy / "train" / "a" / "00.jpg")
+    again = jaxdl.train(one, workdir, quiet=True, devices=jax.devices()[:4])
+    assert again.summary["steps"] == 15
+    first, copy = folder / "train" / "a" / "0.jpg", folder / "train" / "a" / "00.jpg"
+    shutil.copy(first, copy)
     with pytest.raises(ConfigError, match=r"Its train split had 24 examples, and has 25 now"):
-        jaxdl.train(one, tmp_path / "run", quiet=True, devices=jax.devices()[:4])
-    (copy / "train" / "a" / "0.jpg").unlink()
+        jaxdl.train(one, workdir, quiet=True, devices=jax.devices()[:4])
+    first.unlink()
     with pytest.raises(ConfigError, match=r"Its train split had other examples than now \(as many, 24\)"):
-        jaxdl.train(one, tmp_path / "run", quiet=True, devices=jax.devices()[:4])
+        jaxdl.train(one, workdir, quiet=True, devices=jax.devices()[:4])
+    copy.rename(first)
 
 
 @pytest.mark.slow

@@ -7,9 +7,11 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -23,8 +25,9 @@ from jaxdl.core.files import CHECKPOINTS_FOLDER, STATUS_FILE, step_dir
 from jaxdl.data import eval_batches
 from jaxdl.optim import SGD
 from jaxdl.parallel.mesh import MeshConfig, batch_sharding
-from jaxdl.report import Diverged
+from jaxdl.report import Diverged, ReportConfig
 from jaxdl.report.lines import format_number
+from jaxdl.report.reporter import Reporter
 from jaxdl.report.status import read_record
 from jaxdl.train import main
 from jaxdl.training.checkpoint import Unreadable, reading
@@ -34,6 +37,7 @@ from jaxdl.training.run.signals import StopSignals
 
 FOUR = jax.devices()[:4]
 TINY = tiny_experiment(mesh=MeshConfig(replica=2, fsdp=2), report={"every_steps": 5})
+PLAIN = TINY.replaced({"report.curves": False, "report.tensorboard": False})
 
 
 @pytest.fixture(scope="module")
@@ -177,13 +181,13 @@ def test_what_is_not_damage_moves_no_checkpoint(finished, monkeypatch, error):
     assert all("failures" in path.parts for path in after.keys() - before.keys())
 
 
-def test_a_checkpoint_of_another_network_is_refused_and_kept(tmp_path):
-    jaxdl.train(TINY.replaced({"steps": 2}), tmp_path, quiet=True, devices=FOUR)
-    other = TINY.replaced({"steps": 2, "model.norm": "group", "model.norm_span": "replica"})
-    (tmp_path / "config.json").write_text(other.to_json())
+def test_a_checkpoint_of_another_network_is_refused_and_kept(tmp_path, finished):
+    workdir = shutil.copytree(finished[1], tmp_path / "copy")
+    other = PLAIN.replaced({"model.norm": "group", "model.norm_span": "replica"})
+    (workdir / "config.json").write_text(other.to_json())
     with pytest.raises(jaxdl.ConfigError, match="another network or version"):
-        jaxdl.train(other, tmp_path, quiet=True, devices=FOUR)
-    assert step_dir(tmp_path, 2).is_dir()
+        jaxdl.train(other, workdir, quiet=True, devices=FOUR)
+    assert step_dir(workdir, 12).is_dir()
 
 
 @pytest.mark.slow
@@ -197,16 +201,16 @@ def test_float16_that_never_takes_a_step_is_no_finished_run():
 def test_without_a_workdir_nothing_is_left_on_disk(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     threads = set(threading.enumerate())
-    run = jaxdl.train(TINY.replaced({"steps": 3, "evaluation": {}, "checkpoint": {}}), quiet=True, devices=FOUR)
-    assert run.summary["steps"] == 3
+    run = jaxdl.train(TINY.replaced({"evaluation": {}, "checkpoint": {}}), quiet=True, devices=FOUR)
+    assert run.summary["steps"] == 12
     assert not list(tmp_path.iterdir())
     for thread in {thread for thread in threading.enumerate() if "jaxdl" in thread.name} - threads:
         thread.join(timeout=10)  # One that is at its end may still be there for a moment.
         assert not thread.is_alive(), thread.name
 
 
-@pytest.mark.parametrize("num_test", [pytest.param(1, marks=pytest.mark.slow), 37])
-def test_evaluation_covers_every_example_once_on_every_mesh(num_test):
+def test_evaluation_covers_every_example_once_on_every_mesh():
+    num_test = 37
     experiment = TINY.replaced({"data.num_test": num_test, "evaluation.batch_size": 16})
     found = []
     for mesh, count in ((MeshConfig(fsdp=1), 1), (MeshConfig(replica=4, fsdp=2), 8)):
@@ -225,13 +229,17 @@ def test_evaluation_covers_every_example_once_on_every_mesh(num_test):
         assert metrics["accuracy"] == np.mean(logits.argmax(-1) == rows["label"])
 
 
-def test_a_run_that_diverges_stops_and_says_so(tmp_path):
-    experiment = TINY.replaced({"optimizer": SGD(learning_rate=1e30), "steps": 12, "checkpoint.every_steps": 100})
-    with pytest.raises(Diverged, match=r"not finite at step \d+ .*learning_rate"):
-        jaxdl.train(experiment, tmp_path, quiet=True, devices=FOUR)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+def test_a_run_that_diverges_stops_and_says_so(tmp_path, capsys):
+    bad = PLAIN.replaced({"optimizer": SGD(learning_rate=1e30), "mesh": MeshConfig(fsdp=8), "guard.rollback_after": 3})
+    path = write_config(tmp_path, bad.replaced({"checkpoint.every_steps": 100}))
+    with pytest.raises(SystemExit) as ended:
+        main(["--config", str(path), "--workdir", str(tmp_path / "run")])
+    assert ended.value.code == 3
+    said = capsys.readouterr().err
+    assert re.search(r"error: the training loss is not finite at step \d+ .*learning.rate", said, flags=re.DOTALL)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert None in [row for row in rows if "train/loss" in row][-1].values(), "JSON has no numbers that are not finite"
-    assert not checkpoint_steps(tmp_path / CHECKPOINTS_FOLDER), "a state that is not finite is not saved"
+    assert not checkpoint_steps(tmp_path / "run" / CHECKPOINTS_FOLDER), "a state that is not finite is not saved"
 
 
 def test_a_signal_in_process_saves_and_the_same_call_goes_on(tmp_path, finished):
@@ -242,13 +250,13 @@ def test_a_signal_in_process_saves_and_the_same_call_goes_on(tmp_path, finished)
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(jaxdl.Interrupted) as stopped:
-        jaxdl.train(TINY, tmp_path, quiet=True, devices=FOUR, on_step=[interrupt])
+        jaxdl.train(PLAIN, tmp_path, quiet=True, devices=FOUR, on_step=[interrupt])
     assert stopped.value.code == 130
     assert "step 6" in stopped.value.message
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handlers are given back"
     interrupted = json.loads((tmp_path / "summary.json").read_text())
     assert interrupted["status"] == "interrupted"
-    run = jaxdl.train(TINY, tmp_path, quiet=True, devices=FOUR)
+    run = jaxdl.train(PLAIN, tmp_path, quiet=True, devices=FOUR)
     assert run.metrics == whole.metrics
     assert run.summary["seconds"]["train"] > interrupted["seconds"]["train"], "the times of both add up"
 
@@ -264,14 +272,14 @@ def test_a_hook_sees_each_step_and_may_stop_the_run(tmp_path, finished):
         if info.step == 6:
             info.stop()
 
-    run = jaxdl.train(TINY, tmp_path, quiet=True, devices=FOUR, on_step=[look])
+    run = jaxdl.train(PLAIN, tmp_path, quiet=True, devices=FOUR, on_step=[look])
     assert list(seen) == [1, 2, 3, 4, 5, 6]
     assert (run.summary["status"], run.summary["steps"]) == ("stopped", 6)
     row = next(row for row in map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines()) if row["step"] == 4)
     # Those of the last step are reported as they are; the loss is that of all steps since the last report.
     assert seen[4]["grad_norm"] == row["train/grad_norm"]
     assert np.mean([seen[step]["loss"] for step in range(1, 5)]) == pytest.approx(row["train/loss"], rel=1e-6)
-    again = jaxdl.train(TINY, tmp_path, quiet=True, devices=FOUR)
+    again = jaxdl.train(PLAIN, tmp_path, quiet=True, devices=FOUR)
     assert again.metrics == whole.metrics
 
 
@@ -284,31 +292,23 @@ def test_a_second_signal_is_not_held_back():
 
 @pytest.mark.slow
 def test_a_profile_on_request(tmp_path):
-    report = {"every_steps": 5, "profile_start_step": 2, "profile_steps": 1}
-    jaxdl.train(TINY.replaced({"steps": 4, "report": report}), tmp_path, quiet=True, devices=FOUR)
+    report = {"profile_start_step": 2, "profile_steps": 1, "curves": False, "tensorboard": False}
+    jaxdl.train(TINY.replaced({"report": report}), tmp_path, quiet=True, devices=FOUR)
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
 
 
-@pytest.mark.slow
-def test_a_profile_that_is_due_inside_a_merge_beside_steps(tmp_path):
+def test_a_profile_that_is_due_inside_a_merge_beside_steps(tmp_path, monkeypatch):
     """Steps 5 and 6 are one program, so the profile begins after them."""
-    changes = {
-        "steps": 8,
-        "report": {"profile_start_step": 5, "profile_steps": 1},
-        "agreement": {"kind": "periodic", "every_steps": 4, "overlap_steps": 2},
-    }
-    jaxdl.train(TINY.replaced(changes), tmp_path, quiet=True, devices=FOUR)
-    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
-
-
-@pytest.mark.slow
-def test_the_command_line_ends_with_3_when_training_diverges(tmp_path, capsys):
-    bad = TINY.replaced({"optimizer": SGD(learning_rate=1e30), "mesh": MeshConfig(fsdp=8), "guard.rollback_after": 3})
-    path = write_config(tmp_path, bad)
-    with pytest.raises(SystemExit) as ended:
-        main(["--config", str(path)])
-    assert ended.value.code == 3
-    assert "error: the training loss is not finite at step" in capsys.readouterr().err
+    counter, told = SimpleNamespace(step=0), []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: told.append(("starts", counter.step)))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: told.append(("ends", counter.step)))
+    reporter = SimpleNamespace(
+        _counter=counter, _step_before=None, _profile_end=None, _folder=tmp_path, note=lambda text: None,
+        _config=ReportConfig(profile_start_step=5, profile_steps=1),
+    )  # fmt: skip
+    for counter.step in (3, 4, 6, 7, 8):
+        Reporter.profile(reporter, {})
+    assert told == [("starts", 6), ("ends", 7)]
 
 
 def test_the_public_face():
@@ -316,5 +316,5 @@ def test_the_public_face():
     with pytest.raises(AttributeError, match="nothing_like_it"):
         jaxdl.nothing_like_it  # noqa: B018
     assert set(jaxdl.__all__) <= set(dir(jaxdl))
-    run = jaxdl.train(TINY.replaced({"steps": 2}), quiet=True, devices=FOUR)
+    run = jaxdl.train(TINY, quiet=True, devices=FOUR)
     assert run.workdir is None
