@@ -267,7 +267,8 @@ def test_mistakes(args, message, capsys):
     assert message in refusal(capsys, "balance", "--size", "tiny", "--devices", "8", *args, run=main)
 
 
-SMALL = ["--size", "tiny", "--devices", "8", "--min-seconds", "0.01", "--num-rounds", "1", "--exchanges", "dense"]
+SMALL = ["--size", "tiny", "--devices", "8", "--min-seconds", "0.01", "--num-rounds", "1", "--most-examples", "1"]
+SMALL += ["--exchanges", "dense"]
 
 
 @pytest.mark.slow
@@ -299,17 +300,17 @@ def test_a_wrong_exchange_is_not_timed(tmp_path, capsys):
 @pytest.mark.long("every program of the measurement is compiled")
 def test_the_whole_measurement_and_its_thresholds(tmp_path, capsys):
     results, plot, earlier = tmp_path / "results.json", tmp_path / "plot.png", tmp_path / "earlier.json"
-    small = [*SMALL, "--regimes", "1x", "--counts", "1", "4", "--sets", "weak", "--tolerance", "1000"]
-    files = ["--json", str(results), "--plot", str(plot), "--write-thresholds", str(earlier)]
-    main(["balance", *small, *files])
+    small = [*SMALL, "--regimes", "1x"]
+    files = ["--json", str(results), "--plot", str(plot), "--write-thresholds", str(earlier), "--tolerance", "1000"]
+    main(["balance", *small, "--counts", "4", "--sets", "weak", *files])
     page = capsys.readouterr().out
     assert "balance point: " in page
     assert "Virtual CPU devices share" in page
     found = json.loads(results.read_text())
     names = {one["name"]: one for one in found["rows"]}
     assert list(names) == [
-        f"{SUM}, 8 replicas", f"1x, {LOCAL}, 8 replicas", "1x, dense, 8 replicas", f"weak 1x, {LOCAL}, 1 replica",
-        f"weak 1x, {LOCAL}, 4 replicas", "weak 1x, dense, 4 replicas",
+        f"{SUM}, 8 replicas", f"1x, {LOCAL}, 8 replicas", "1x, dense, 8 replicas", f"weak 1x, {LOCAL}, 4 replicas",
+        "weak 1x, dense, 4 replicas",
     ]  # fmt: skip
     whole, part = names["1x, dense, 8 replicas"], names["weak 1x, dense, 4 replicas"]
     assert whole["flops"] == 2 * part["flops"] == block("tiny").flops(whole["examples"])
@@ -319,16 +320,16 @@ def test_the_whole_measurement_and_its_thresholds(tmp_path, capsys):
 
     content = json.loads(earlier.read_text())
     content["examples"]["1x"] += 1
-    slow = f"weak 1x, {LOCAL}, 1 replica"
+    slow = f"1x, {LOCAL}, 8 replicas"
     content["rows"][slow] = {"sec": 1e-9, "tolerance": 0.1}
     earlier.write_text(json.dumps(content))
     with pytest.raises(SystemExit) as end:
-        main(["balance", *small[:-2], "--thresholds", str(earlier), "--json", str(results)])
+        main(["balance", *small, "--sets", "--thresholds", str(earlier), "--json", str(results)])
     assert end.value.code == balance.FAILED
     page = capsys.readouterr().out.split("slower than the thresholds allow:\n")[1]
     assert [line.split(":")[0].strip(" -") for line in page.splitlines() if " ms, " in line] == [slow]
     again = {one["name"]: one for one in json.loads(results.read_text())["rows"]}
-    assert again[slow]["examples"] == content["examples"]["1x"], "the batch is that of the file"
+    assert again[slow]["examples"] == 8 * content["examples"]["1x"], "the batch is that of the file"
 
 
 @pytest.mark.slow
@@ -337,7 +338,7 @@ def test_two_processes(tmp_path):
     results = tmp_path / "results.json"
     process = Started(
         "-m", "jaxdl.launch", "local", "--hosts", "2", "--", sys.executable, "-m", "jaxdl.bench", "balance",
-        *SMALL[:2], *SMALL[4:], "topk", "--regimes", "comms", "--set-regime", "comms", "--sets", "weak",
+        *SMALL[:2], *SMALL[4:], "--regimes", "comms", "--set-regime", "comms", "--sets", "weak",
         "--json", str(results),
     )  # fmt: skip
     out, err = process.communicate(timeout=400)

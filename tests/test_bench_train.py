@@ -1,5 +1,6 @@
 """`jaxdl.bench train`, PyTorch beside it, `benchmarks.optim`: what they count, against closed forms; that they run."""
 
+import dataclasses
 import json
 import re
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from runs import TinyResNet
 
 from benchmarks import optim
 from benchmarks.pytorch import training as torch_side
@@ -79,8 +81,8 @@ def test_train(tmp_path, capsys):
     data = "jaxdl.data.SyntheticImages(height=8, width=8, channels=1, num_classes=4, num_train=64, num_test=16)"
     config = tmp_path / "tiny.py"
     config.write_text(
-        "import jaxdl.data\nfrom jaxdl.training.experiment import Experiment\nfrom jaxdl.models import ResNet\n"
-        f"def config():\n    return Experiment(data={data}, model=ResNet(depth=8, width=4), batch_size=16, epochs=3)\n"
+        "import jaxdl.data\nfrom jaxdl.training.experiment import Experiment\nfrom runs import TinyResNet\n"
+        f"def config():\n    return Experiment(data={data}, model=TinyResNet(width=4), batch_size=16, epochs=3)\n"
     )
     train.main(["--config", str(config), "--num-steps", "2", "--num-repeats", "2", "--json", str(path)])
     found = json.loads(path.read_text())
@@ -209,7 +211,8 @@ def test_optim_models_have_the_sizes_that_they_are_said_to(name):
 @pytest.mark.slow
 def test_optim(tmp_path, capsys, monkeypatch):
     experiment, spec = optim.MODELS["resnet50"]
-    small = {"resnet50": (experiment.replaced({"model": ResNet(depth=8, width=16)}), spec)}
+    model, images = TinyResNet(depth=8, width=32), dataclasses.replace(spec, height=32, width=32)
+    small = {"resnet50": (experiment.replaced({"model": model}), images)}
     monkeypatch.setattr(optim, "MODELS", small)
     path = tmp_path / "figures.json"
     optim.main(["--models", "resnet50", "--num-repeats", "2", "--json", str(path)])

@@ -3,8 +3,8 @@
 Every `bash` and `python` block has a mark above it, which says what is done with it here:
 
 - `<!-- run -->`: it is executed as it stands, in this process, in a folder whose configs/ are those of the repository,
-  but for digits.py, which has 5 steps and a narrow network there. What the commands leave (workdirs, job files) is
-  shared by all pages;
+  but for digits.py, which has 5 steps, a network of one block and no curves there. What the commands leave (workdirs,
+  job files) is shared by all pages;
 - `<!-- check -->`: nothing is trained or measured, but each command is read: jaxdl's own by their own parsers (or by
   the options of their help), studies of benchmarks/ by the options in their source, make by its targets;
 - `<!-- shown -->`: commands of other programs, and what cannot stand alone.
@@ -102,9 +102,12 @@ def place(tmp_path_factory):
         (folder / "configs" / path.name).symlink_to(path)
     small = folder / "configs" / "digits.py"
     small.unlink()
-    changes = {"epochs": 0.2, "schedule.warmup_epochs": 0.05, "model.width": 8}
+    changes = {"epochs": 0.2, "schedule.warmup_epochs": 0.05, "report.curves": False}
     original = str(ROOT / "configs/digits.py")
-    small.write_text(f"import jaxdl\n\ndef config():\n    return jaxdl.load({original!r}, {changes})\n")
+    small.write_text(
+        "import jaxdl\nfrom runs import TinyResNet\n\ndef config():\n"
+        f"    return jaxdl.load({original!r}, {changes}).replaced({{'model': TinyResNet(depth=8, width=8)}})\n"
+    )
     with contextlib.chdir(folder):
         yield folder
 

@@ -114,7 +114,8 @@ def test_quickstart(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.long("a notebook compiles every exchange in a process of its own")
 def test_exchange(tmp_path, monkeypatch):
-    outputs = execute(ROOT / "notebooks" / "exchange.ipynb", tmp_path, monkeypatch)
+    smaller = [("sizes=(64, 256, 256, 10)", "sizes=(64, 68, 10)"), ("num_steps=150", "num_steps=100")]
+    outputs = execute(ROOT / "notebooks" / "exchange.ipynb", tmp_path, monkeypatch, smaller)
     for name, min_bytes in (("select-plot", 30_000), ("step-plot", 50_000), ("cost-plot", 30_000)):
         assert_picture(outputs[name], min_bytes)
 
@@ -213,7 +214,13 @@ def test_agreement(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.long("a notebook trains three small models in a process of its own")
 def test_recommendation(tmp_path, monkeypatch):
-    smaller = [("200_000", "100_000")]
+    smaller = [
+        ("200_000", "50_000"),
+        ("rows=(40_000, 8_000, 900, 30)", "rows=(4_000, 800, 90, 30)"),
+        ('cache.fraction": 0.1, "embedding.cache.min_rows": 20', 'cache.fraction": 0.5, "embedding.cache.min_rows": 2'),
+        ("test_examples=20_000", "test_examples=8_000"),
+        ("splits.test.best(20_000)", "splits.test.best(8_000)"),
+    ]
     outputs = execute(ROOT / "notebooks" / "recommendation.ipynb", tmp_path, monkeypatch, smaller)
     assert_picture(outputs["curve-code"], 10_000)
     sent = re.findall(r"^(.+): (\d+) bytes predicted, (\d+) counted$", text_of(outputs["schemes-code"]), re.MULTILINE)
@@ -223,7 +230,7 @@ def test_recommendation(tmp_path, monkeypatch):
     assert found["the plan"] <= min(found.values()) * 1.01
     one, other = map(float, re.findall(r"AUC (\S+), and (\S+) with", text_of(outputs["plan-code"]))[0])
     assert one == pytest.approx(other, abs=0.003)
-    assert other > 0.55
+    assert other > 0.6, "of 0.5 by chance"
     assert "the same loss to the last bit: True" in text_of(outputs["cache-code"])
     assert "predicted: [0." in text_of(outputs["predict-code"])
     assert not warnings_of(outputs)

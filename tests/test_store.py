@@ -86,11 +86,10 @@ for number in range(int(sys.argv[2]), 1000, 2):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verify", [True, False])
-def test_killed_at_any_moment_it_is_whole(verify, tmp_path):
+def test_killed_at_any_moment_it_is_whole(tmp_path):
     """Two writers at a time, killed after 0 to 40 ms of writing; nothing that can be read is wrong."""
     seen = 0
-    for attempt in range(6):
+    for attempt in range(5):
         writers = [
             subprocess.Popen(
                 [sys.executable, "-c", WRITER.format(tests=str(Path(__file__).parent)), tmp_path, str(first)],
@@ -102,11 +101,11 @@ def test_killed_at_any_moment_it_is_whole(verify, tmp_path):
         for writer in writers:
             assert writer.stdout is not None
             assert writer.stdout.readline() == b"ready\n"
-        time.sleep(0.008 * attempt)
+        time.sleep(0.01 * attempt)
         for writer in writers:
             with writer:
                 writer.send_signal(signal.SIGKILL)
-        store = open_store(tmp_path, verify=verify)
+        store = open_store(tmp_path, verify=bool(attempt % 2))
         found = [(one := store.get(number)) is None or same(one, record(number)) for number in range(1000)]
         assert all(found)
         count = sum(store.get(number) is not None for number in range(1000))
