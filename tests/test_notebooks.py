@@ -3,6 +3,7 @@
 import ast
 import base64
 import json
+import math
 import re
 import shutil
 import sys
@@ -89,7 +90,8 @@ def assert_picture(outputs, min_bytes):
 @pytest.mark.long("a notebook trains two models in a process of its own")
 def test_quickstart(tmp_path, monkeypatch):
     smaller = [
-        ('"epochs": 8, ', '"epochs": 4, "model.width": 8, '),
+        ("import jaxdl\nfrom", "import jaxdl\nfrom tests.runs import TinyResNet\nfrom"),
+        ('"epochs": 8, ', '"epochs": 5, "model": TinyResNet(depth=8, width=16), '),
         ('"epochs": 3}', '"epochs": 2}'),
     ]
     outputs = execute(ROOT / "notebooks" / "quickstart.ipynb", tmp_path, monkeypatch, smaller)
@@ -100,13 +102,13 @@ def test_quickstart(tmp_path, monkeypatch):
     assert_picture(outputs["plot"], 50_000)
     assert_picture(outputs["grid"], 10_000)
     [accuracy] = re.findall(r"accuracy (\S+) on 359 held-out digits", text_of(outputs["predict-code"]))
-    assert float(accuracy) > 0.8
+    assert float(accuracy) > 0.9
     assert "resumed from the checkpoint" in text_of(outputs["resume-code"])
     assert "+optimizer.momentum = 0.8" in text_of(outputs["resume-code"])
     assert "learning_rate=0.01 " in text_of(outputs["optimizer-code"])
     assert "kind='adamw'" in text_of(outputs["optimizer-code"])
     [reached] = re.findall(r"SGD, 8 epochs: (\S+)   AdamW, 3 epochs: (\S+)", text_of(outputs["optimizer-code"]))
-    assert all(float(number) > 0.7 for number in reached)
+    assert all(float(number) > 0.8 for number in reached)
     warnings = warnings_of(outputs)
     assert not warnings
 
@@ -167,18 +169,22 @@ def test_own_model(tmp_path, monkeypatch):
 def test_language_model(tmp_path, monkeypatch):
     smaller = [
         ('"2000000"', '"500000"'),
+        ('"2000"', '"1000"'),
+        ("num_layers=2", "num_layers=1"),
         ("paths=(library,)", 'paths=tuple(f"{library}/{name}" for name in ("asyncio", "json", "unittest"))'),
         ("steps=300", "steps=100"),
-        ('"steps": 80', '"steps": 40'),
+        ('"steps": 80', '"steps": 30'),
     ]
     outputs = execute(ROOT / "notebooks" / "language_model.ipynb", tmp_path, monkeypatch, smaller)
-    assert "2,000 tokens, trained on 0.5 MB" in text_of(outputs["tokenizer-code"])
+    assert "1,000 tokens, trained on 0.5 MB" in text_of(outputs["tokenizer-code"])
     assert "</s>" in text_of(outputs["data-code"])
     assert text_of(outputs["generate-code"]).count("'def __init__(self") == 1
     for cell in ("train-code", "look-plot"):
         assert_picture(outputs[cell], 10_000)
     [(before, after)] = re.findall(r"before (\S+), after (\S+)", text_of(outputs["before-code"]))
-    assert float(after) < float(before) < 4
+    [bytes_per_token] = re.findall(r"targets, (\S+) bytes a token", text_of(outputs["data-code"]))
+    guessed = math.log2(1000) / float(bytes_per_token)
+    assert float(after) < float(before) < 0.8 * guessed
     warnings = warnings_of(outputs)
     assert not warnings
 
@@ -190,6 +196,7 @@ def test_agreement(tmp_path, monkeypatch):
         ("steps=320", "steps=160"),
         ("max_steps=200", "max_steps=100"),
         ("every_steps=20", "every_steps=40"),
+        ("(image[0].size, 48, 48, num_classes)", "(image[0].size, 48, num_classes)"),
         ("replica=8, fsdp=1, cpu_devices=8", "replica=4, fsdp=1, cpu_devices=4"),
     ]
     outputs = execute(ROOT / "notebooks" / "agreement.ipynb", tmp_path, monkeypatch, smaller)

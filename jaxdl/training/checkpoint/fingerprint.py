@@ -136,7 +136,7 @@ def host_fingerprints(arrays: Sequence[jax.Array]) -> np.ndarray:
     return np.asarray(np.sum(every, axis=0, dtype=np.uint32)).reshape(sums.shape)
 
 
-def _numpy_fingerprint(x: np.ndarray, shape: Sequence[int], starts: Any) -> np.ndarray:
+def _numpy_fingerprint(x: Any, shape: Sequence[int], starts: Any) -> np.ndarray:
     """`part_fingerprint` without a program."""
     if np.iscomplexobj(x):
         x = np.stack([x.real, x.imag], axis=-1)
