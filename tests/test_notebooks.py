@@ -90,8 +90,7 @@ def assert_picture(outputs, min_bytes):
 @pytest.mark.long("a notebook trains two models in a process of its own")
 def test_quickstart(tmp_path, monkeypatch):
     smaller = [
-        ("import jaxdl\nfrom", "import jaxdl\nfrom tests.runs import TinyResNet\nfrom"),
-        ('"epochs": 8, ', '"epochs": 5, "model": TinyResNet(depth=8, width=16), '),
+        ('"epochs": 8, ', '"epochs": 5, "model.width": 8, '),
         ('"epochs": 3}', '"epochs": 2}'),
     ]
     outputs = execute(ROOT / "notebooks" / "quickstart.ipynb", tmp_path, monkeypatch, smaller)
@@ -172,7 +171,6 @@ def test_language_model(tmp_path, monkeypatch):
         ('"2000"', '"1000"'),
         ("num_layers=2", "num_layers=1"),
         ("paths=(library,)", 'paths=tuple(f"{library}/{name}" for name in ("asyncio", "json", "unittest"))'),
-        ("steps=300", "steps=100"),
         ('"steps": 80', '"steps": 30'),
     ]
     outputs = execute(ROOT / "notebooks" / "language_model.ipynb", tmp_path, monkeypatch, smaller)
@@ -184,7 +182,7 @@ def test_language_model(tmp_path, monkeypatch):
     [(before, after)] = re.findall(r"before (\S+), after (\S+)", text_of(outputs["before-code"]))
     [bytes_per_token] = re.findall(r"targets, (\S+) bytes a token", text_of(outputs["data-code"]))
     guessed = math.log2(1000) / float(bytes_per_token)
-    assert float(after) < float(before) < 0.8 * guessed
+    assert float(after) < float(before) < 0.9 * guessed
     warnings = warnings_of(outputs)
     assert not warnings
 
@@ -196,7 +194,6 @@ def test_agreement(tmp_path, monkeypatch):
         ("steps=320", "steps=160"),
         ("max_steps=200", "max_steps=100"),
         ("every_steps=20", "every_steps=40"),
-        ("(image[0].size, 48, 48, num_classes)", "(image[0].size, 48, num_classes)"),
         ("replica=8, fsdp=1, cpu_devices=8", "replica=4, fsdp=1, cpu_devices=4"),
     ]
     outputs = execute(ROOT / "notebooks" / "agreement.ipynb", tmp_path, monkeypatch, smaller)
