@@ -9,9 +9,11 @@ from rights import without_rights
 
 import jaxdl
 from jaxdl.core.files import CONFIG_FILE, EXAMPLES_FILE, METRICS_FILE
+from jaxdl.core.kinds import kinds
+from jaxdl.models import Model
 from jaxdl.report.compare import config_differences, plot_runs, read_curves, short_names
 from jaxdl.report.compare.__main__ import main
-from jaxdl.report.compare.curves import metrics_of
+from jaxdl.report.compare.curves import FORMER_FIELDS, metrics_of
 from jaxdl.report.status import Record, State, utc_now, write_record
 
 EXAMPLES, BATCH = 200, 20
@@ -124,6 +126,14 @@ def test_differences_of_configs(runs):
     assert config_differences(curves) == {"optimizer.kind": ["sgd", "lars"], "optimizer.trust": [None, 1]}
     assert short_names(runs) == ["a", "sweep/b"]
     assert metrics_of(curves) == ["train/loss", "eval/loss", "eval/accuracy"]
+
+
+def test_fields_of_earlier_versions_have_their_names_of_now(tmp_path):
+    former = {old: new for kind in kinds(Model).values() for old, new in kind.former_names.items()}
+    assert {f"model.{old}": f"model.{new}" for old, new in former.items()} == FORMER_FIELDS
+    configs = ({"model": {"layers_per_turn": 2}}, {"model": {"scan_unroll": 2}}, {"model": {"scan_unroll": 1}})
+    curves = [read_curves(make_run(tmp_path / str(n), [1], [1], config)) for n, config in enumerate(configs)]
+    assert config_differences(curves) == {"model.scan_unroll": [2, 2, 1]}
 
 
 def test_a_figure_has_a_line_for_each_run_that_has_the_metric(runs):

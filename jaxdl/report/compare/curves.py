@@ -28,6 +28,10 @@ By = Literal["step", "examples", "time"]
 DEFAULT_PREFIXES = ("train/loss", "eval/")
 
 
+FORMER_FIELDS = {"model.layers_per_turn": "model.scan_unroll"}
+"""Fields of configs of earlier versions -> their names of now, those of `Config.former_names` of all models."""
+
+
 @dataclass(frozen=True)
 class Curves:
     """The measurements of one run. Rows are those of metrics.jsonl without events, in the order of their steps."""
@@ -111,6 +115,7 @@ def read_curves(workdir: Path) -> Curves:
         examples = None
     rows.sort(key=lambda row: row["step"])
     fields = flat(config) if isinstance(config, dict) else {}
+    fields = {FORMER_FIELDS.get(name, name): value for name, value in fields.items()}
     return Curves(workdir, rows, fields, examples, _task_best(workdir, fields))
 
 
