@@ -103,11 +103,8 @@ def place(tmp_path_factory):
     small = folder / "configs" / "digits.py"
     small.unlink()
     changes = {"epochs": 0.2, "schedule.warmup_epochs": 0.05, "report.curves": False}
-    original = str(ROOT / "configs/digits.py")
-    small.write_text(
-        "import jaxdl\nfrom runs import TinyResNet\n\ndef config():\n"
-        f"    return jaxdl.load({original!r}, {changes}).replaced({{'model': TinyResNet(depth=8, width=8)}})\n"
-    )
+    made = f"jaxdl.load({str(ROOT / 'configs/digits.py')!r}, {changes} | {{'model': TinyResNet(depth=8, width=8)}})"
+    small.write_text(f"import jaxdl\nfrom runs import TinyResNet\n\ndef config():\n    return {made}\n")
     with contextlib.chdir(folder):
         yield folder
 

@@ -1,6 +1,5 @@
 """Learners in processes of their own, started by the command line; one is killed. The tape replays to the bit."""
 
-import functools
 import json
 import os
 import re
@@ -9,15 +8,12 @@ import subprocess
 import sys
 import time
 
-import jax
 import pytest
 from runs import ROOT, TinyPerceptron, tiny_experiment, write_config
 
 from jaxdl.exchange.agreement import Asynchronous
 from jaxdl.parallel.asynchrony.storage import TAPE_FILE, read_tape
 from jaxdl.parallel.mesh import MeshConfig
-from jaxdl.platform.launch.asynchronous import COMMANDS
-from jaxdl.training.run.learners.replay import replay_runs
 
 LIMIT_SEC = 240
 
@@ -43,7 +39,7 @@ def has_merged_with(learner, tape):
 
 
 @pytest.mark.slow
-def test_learners_of_which_one_is_killed_and_the_replay(tmp_path, monkeypatch, capsys):
+def test_learners_of_which_one_is_killed_and_the_replay(tmp_path):
     experiment = tiny_experiment(
         model=TinyPerceptron(),
         agreement=Asynchronous(),
@@ -73,9 +69,7 @@ def test_learners_of_which_one_is_killed_and_the_replay(tmp_path, monkeypatch, c
     assert len(re.findall(r"learner\d +\| .*the syncer says that the run is over", out)) == 2, out
     records = read_tape(folder / TAPE_FILE)
     assert [one["learner"] for one in records if one["kind"] == "join"].count(1) == 2
-    # On one device, as each learner, of the eight that are here.
-    here = functools.partial(replay_runs, devices=jax.devices()[:1])
-    monkeypatch.setattr("jaxdl.training.run.learners.replay.replay_runs", here)
-    assert COMMANDS["replay"](["--tape", str(folder / TAPE_FILE), "--devices", "8", *map(str, training)]) == 0
-    out = capsys.readouterr().out
+    again = launch("replay", "--tape", folder / TAPE_FILE, *training)
+    out, _ = again.communicate(timeout=LIMIT_SEC)
+    assert again.returncode == 0, out
     assert re.search(rf"{len(records)} lines, \d+ merges: all equal, to the bit", out), out

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from test_models import initial, num_params, random_weights, run
 
-from jaxdl.core.kinds import kinds
+from jaxdl.core.kinds import forgotten, kinds
 from jaxdl.models import Model, Network, Transformer
 from jaxdl.models.rotary import rotary_angles, rotate
 from jaxdl.parallel.mesh import MeshConfig, batch_sharding, make_mesh
@@ -146,12 +146,14 @@ def test_scan_unroll_was_layers_per_turn(kind):
 
 
 def test_a_workdir_made_before_a_field_of_ones_own_has_its_default():
-    class Own(Transformer, kind="own_of_test_transformer"):
-        sizes: list[int] = pydantic.Field(default_factory=lambda: [3])
+    with forgotten():
 
-    before = {"model": {"kind": Own.kind}}
-    assert identity(before) == identity({"model": {"kind": Own.kind, "sizes": [3], "remat": "none"}})
-    assert identity(before) != identity({"model": {"kind": Own.kind, "sizes": [4]}})
+        class Own(Transformer, kind="own_of_test_transformer"):
+            sizes: list[int] = pydantic.Field(default_factory=lambda: [3])
+
+        before = {"model": {"kind": Own.kind}}
+        assert identity(before) == identity({"model": {"kind": Own.kind, "sizes": [3], "remat": "none"}})
+        assert identity(before) != identity({"model": {"kind": Own.kind, "sizes": [4]}})
 
 
 def test_the_past_does_not_see_the_future():
