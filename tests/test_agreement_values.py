@@ -96,6 +96,7 @@ def test_a_merge_weighs_replicas_by_what_they_have_trained_on():
     assert metrics["joined/seen"] == WEIGHTS.sum() + 4
 
 
+@pytest.mark.slow
 def test_a_replica_counts_the_tokens_that_it_has_trained_on():
     """Rows with padding: a replica's gradient is that of the mean over its own tokens, which are its weight."""
     plan = make_plan(

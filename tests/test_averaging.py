@@ -29,6 +29,7 @@ def test_parameters_and_statistics_are_the_means_of_both_checkpoints(tiny_run):
     assert max(jax.tree.leaves(apart)) > 1e-3, "the two checkpoints differ"
 
 
+@pytest.mark.slow
 def test_the_commands_take_it(tiny_run, tmp_path, capsys):
     evaluate(["--workdir", str(tiny_run.workdir), "--average", "2", "--json"])
     found = json.loads(capsys.readouterr().out)

@@ -314,6 +314,7 @@ def test_a_flag_that_this_xla_does_not_have_is_named(capsys, monkeypatch):
     assert "XLA_FLAGS=no-such-file: neither a list of flags" in refusal(capsys, "--config", DIGITS)
 
 
+@pytest.mark.slow
 def test_a_platform_that_is_not_there_is_named():
     environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
     command = [sys.executable, "-m", "jaxdl", "train", "--config", "digits", "--mesh.cpu-devices", "None"]

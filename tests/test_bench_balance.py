@@ -205,6 +205,7 @@ def test_regimes_of_the_same_work_are_named():
     assert line.startswith("0.5x, 1x: the same work here")
 
 
+@pytest.mark.slow
 def test_the_figure_is_drawn():
     found = Image.open(io.BytesIO(figure(ROWS, ["weak", "strong"], "a title")))
     assert found.width > 1500

@@ -53,6 +53,7 @@ def test_products_and_convolutions_are_counted():
     assert flops_of(convolved, (1, 8, 8, 4), (3, 3, 2, 6)) == 2 * 4 * 4 * 6 * 3 * 3 * 2
 
 
+@pytest.mark.slow
 def test_resnet50_has_the_published_operations():
     """torchvision documents 4.09 billion multiplications for ResNet-50 at 224 pixels."""
     data = SyntheticImages(height=224, width=224, num_classes=1000, num_train=16, num_test=8)

@@ -47,6 +47,7 @@ def test_start_devices_after_jax_has_started_on_others():
     assert "JAX_NUM_CPU_DEVICES=4" in message
 
 
+@pytest.mark.slow
 def test_start_devices_in_a_fresh_process():
     """Even if the environment asks for other devices; and if it says that there are several processes, not which."""
     code = """

@@ -335,6 +335,7 @@ def test_times_never_fall_with_the_bytes():
     assert all(part >= 0 for num_bytes in (0, 1, 3e3, 1e6) for part in link.seconds(1, num_bytes))
 
 
+@pytest.mark.slow
 def test_the_probe_measures_what_there_is():
     mesh = make_mesh(MeshConfig(replica=4, fsdp=2))
     machine = probe(

@@ -198,6 +198,7 @@ def evaluated(changes):
     return step(*args)[0], largest(step.trace(*args).jaxpr.jaxpr) // WORDS
 
 
+@pytest.mark.slow
 def test_logits_that_would_take_too_much_memory_are_made_in_chunks_by_default(monkeypatch):
     """Also in evaluation, where replicas are not manual, and with tied embeddings."""
     tied = {"model.tied_embeddings": True}

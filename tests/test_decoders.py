@@ -192,6 +192,7 @@ def test_a_network_with_dropout_is_exported_for_any_number_of_rows():
     np.testing.assert_allclose(exported.call(params, tokens_of(3)), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_remat_draws_the_same_masks():
     params = random_weights(network_of(DROPPED))[0]
 

@@ -121,6 +121,7 @@ def batches_of(plan, num_steps):
         return list(loader)
 
 
+@pytest.mark.slow
 def test_a_skipped_step_changes_nothing_and_the_next_applies_what_was_pending():
     changes = {"exchange": Dense(delay_steps=1), "precision": Float16(initial_scale=2.0**10)}
     plan = make_plan(on(EXPERIMENT, 2, 2, 1).replaced(changes), jax.devices()[:4])

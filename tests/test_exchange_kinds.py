@@ -86,6 +86,7 @@ assert Half(density=0.5) in Auto(candidates=("half",)).configs(2)
 """
 
 
+@pytest.mark.slow
 def test_the_lists_of_kinds_have_an_own_kind():
     """In a process of its own: a class stays in the lists of its process for as long as it lives."""
     subprocess.run([sys.executable, "-c", OWN_KIND], check=True, cwd=Path(__file__).parent.parent)

@@ -92,6 +92,7 @@ def test_options_without_effect(config, message):
         make_plan(tiny_experiment(exchange=config, mesh=REPLICAS))
 
 
+@pytest.mark.slow
 def test_the_choice_is_kept_with_the_run(tmp_path):
     """Chosen by given figures; kept when the run goes on, though the network may be another one by then."""
     experiment = tiny_experiment(exchange=GIVEN, mesh=REPLICAS, steps=2)

@@ -125,6 +125,7 @@ def test_other_commands_have_no_exchange():
         exchange_of(TRAIN, (1, 2), CPU, "soon")
 
 
+@pytest.mark.slow
 def test_submit_keeps_it_and_the_fleet_says_where_speeds_are_from(tmp_path, capsys):
     state, store = ["--state", str(tmp_path)], Store(tmp_path)
     before = store.submit(["other"], [1, 2])

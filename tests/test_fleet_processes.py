@@ -61,6 +61,7 @@ def running(pid):
         return False
 
 
+@pytest.mark.slow
 def test_every_step_is_made_once_whatever_is_killed(tmp_path):
     folder, script = tmp_path / "fleet", tmp_path / "worker.py"
     script.write_text(WORKER)

@@ -180,6 +180,7 @@ def test_vit_remat_is_the_same_function():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), *found)
 
 
+@pytest.mark.slow
 def test_a_fresh_vit_knows_nothing_and_its_positions_differ():
     network = network_of(ViT(size="tiny", num_layers=1))
     params, state = network.init(jax.random.key(0))

@@ -327,6 +327,7 @@ def test_no_room_is_refused():
         Batches(iter(()), prefetch=0)
 
 
+@pytest.mark.slow
 def test_a_program_that_forgets_the_loader_exits():
     program = (
         "import jax, numpy as np\n"

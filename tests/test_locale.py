@@ -37,6 +37,7 @@ def without_encoding(tree):
             yield node.lineno
 
 
+@pytest.mark.slow
 def test_text_is_utf_8_in_every_locale():
     files = [*sorted((ROOT / "jaxdl").rglob("*.py")), *sorted((ROOT / "scripts").glob("*.py"))]
     files += sorted((ROOT / "benchmarks").rglob("*.py"))

@@ -207,6 +207,7 @@ def test_stems_reduce_the_image_by_their_stride(stem, size):
     assert seen == [(1, size, size, 4)]
 
 
+@pytest.mark.slow
 def test_space_to_depth_is_the_same_function():
     image = np.random.default_rng(3).normal(size=(2, 62, 30, 3)).astype(np.float32)
     found = []

@@ -156,6 +156,7 @@ def estimated(tmp_path_factory):
     return jaxdl.train(ESTIMATED, tmp_path_factory.mktemp("estimated"), quiet=True, devices=FOUR)
 
 
+@pytest.mark.slow
 def test_estimated_statistics_are_the_means_over_the_last_batches(estimated):
     run = estimated
     plan, state = run.plan, jax.device_get(run.state)

@@ -194,6 +194,7 @@ def losses(mesh):
     return np.array(found)
 
 
+@pytest.mark.slow
 def test_losses_are_equal_on_meshes():
     """A weight that differs between examples: the mean is over all of them, not over each replica's."""
     one, other = (losses(mesh) for mesh in MESHES.values())

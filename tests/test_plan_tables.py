@@ -68,6 +68,7 @@ def test_tables_that_no_device_holds_are_planned_and_trained(monkeypatch):
         assert ids[:, 0].max() < first.rows
 
 
+@pytest.mark.slow
 def test_a_step_of_which_no_example_fits_is_one_message():
     with pytest.raises(ConfigError, match="a step of one example with all parameters on a device needs"):
         timed.step_parts(Trials(clicks()), jax.devices()[:1], 4, device_bytes=1e4)("")

@@ -128,6 +128,7 @@ def test_the_step_sums_in_the_dtype_of_the_setting():
     assert float32_results["text", "float32"] == float32_results["text", "compute"] + 8, "a block's 7, and the table's"
 
 
+@pytest.mark.slow
 def test_the_dtype_of_sums_does_not_change_the_forward_pass():
     outputs = []
     for setting in ("float32", "compute"):

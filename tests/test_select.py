@@ -188,6 +188,7 @@ def test_mstopk_is_the_papers(way, num_passes):
         np.testing.assert_array_equal(mine, oracle_mstopk(x, k, num_passes, mean, key), err_msg=str(seed))
 
 
+@pytest.mark.slow
 def test_the_window_of_mstopk_follows_the_key():
     x = jnp.ones(1000)  # Nothing is sure, so that all of them are in the window's reach.
     select = jax.jit(lambda key: select_top_k(x, 10, "mstopk", key=key, num_passes=2)[1])
@@ -201,6 +202,7 @@ def test_the_window_of_mstopk_follows_the_key():
     np.testing.assert_allclose(spread.mean(), 495, atol=50)
 
 
+@pytest.mark.slow
 def test_recall():
     n, k = 200_000, 200
     rng = np.random.default_rng(0)

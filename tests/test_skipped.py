@@ -99,6 +99,7 @@ def test_the_mean_is_over_what_counts_and_without_any_there_is_no_update(changes
     assert [float(one["sums/loss"]) for one in metrics] == pytest.approx([float(one["sums/loss"]) for one in alone])
 
 
+@pytest.mark.slow
 def test_a_replica_without_tokens_waits_for_the_merge():
     """It makes no update and no bad step, keeps its momentum, and has no part in the mean."""
     state, states, metrics = taken(MERGING, masked(8, 0), masked(3, 0))

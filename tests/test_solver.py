@@ -57,6 +57,7 @@ def said_by(call):
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_what_highs_prints_is_removed():
     plain = said_by("scipy.optimize.milp")
     if len(plain) == 2:

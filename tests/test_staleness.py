@@ -183,6 +183,7 @@ def test_each_replica_and_step_draws_its_own_and_all_meshes_draw_the_same():
     assert np.abs(np.corrcoef(four.T) - np.eye(4)).max() < 0.2
 
 
+@pytest.mark.slow
 def test_a_stopped_run_ends_bit_equal_and_another_mesh_restores_the_same_versions(tmp_path):
     """With a moving average, clipping, micro-batches and a residual."""
     experiment = tiny_experiment(

@@ -164,6 +164,7 @@ def _write_range(folder, first, last):
     store.close()
 
 
+@pytest.mark.slow
 def test_many_processes_write_at_once(tmp_path):
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_write_range, args=(tmp_path, 100 * n, 100 * n + 150)) for n in range(4)]

@@ -163,6 +163,7 @@ def resumed(tmp_path_factory):
     return run, workdir
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_a_cache_and_without_bit_for_bit(whole, resumed):
     (run, workdir), (again, other) = whole, resumed
     assert again.metrics["loss"] == run.metrics["loss"]
@@ -184,6 +185,7 @@ def restored_rows(workdir, one):
     return rows | {name: store.in_order(name) for name in (store.rows if store else ())}
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_missing_at_a_resume_is_the_mistake_that_it_is_in_a_new_run(whole, tmp_path):
     """Not a damaged or unreadable checkpoint, which is tried again, or moved away with --checkpoint.start-over."""
     made = experiment(CacheConfig(fraction=0.1, min_rows=1000, folder=str(tmp_path / "missing")))
@@ -252,6 +254,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", OTHERS)
 def test_changed_rows_written_with_a_cache_come_to_any_layout(whole, resumed, other):
     """The newest checkpoint has the rows that changed; what is there must be the run's own whole tables."""
@@ -263,6 +266,7 @@ def test_changed_rows_written_with_a_cache_come_to_any_layout(whole, resumed, ot
     jax.tree.map(np.testing.assert_array_equal, restored_rows(workdir, OTHERS[other]), expected)
 
 
+@pytest.mark.slow
 def test_changed_rows_written_with_a_cache_come_to_a_predictor(whole, resumed):
     run, (_, workdir) = whole[0], resumed
     alone, like_the_run = jaxdl.restore(workdir), jaxdl.restore(workdir, mesh=run.plan.experiment.mesh)

@@ -102,6 +102,7 @@ def test_what_is_past_the_end_reaches_nothing(scheme, monkeypatch):
     assert np.isfinite(found[1][-1])
 
 
+@pytest.mark.slow
 def test_bits_of_a_row_do_not_depend_on_other_rows(short_pieces):
     rng = np.random.default_rng(1)
     grads = jnp.asarray(rng.standard_normal((60, 5)), jnp.float32)
@@ -259,6 +260,7 @@ def test_the_measured_step_is_a_lookup_and_one_update_of_each_row():
     np.testing.assert_allclose(bench.rows_of(tables, after), np.where(square > 0, wanted, before), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_table_and_the_file(tmp_path, capsys):
     sizes = ["--rows", "50", "--columns", "4", "--batch-size", "8", "--num-ids", "2", "--num-tables", "2"]
     few = ["--num-steps", "2", "--num-repeats", "2", "--optimizers", "sgd", "--json", str(tmp_path / "rows.json")]

@@ -55,6 +55,7 @@ def test_a_device_keeps_its_part_of_the_optimizer_state_and_all_parameters():
     assert 0.25 < split / whole < 0.32
 
 
+@pytest.mark.slow
 def test_two_all_reduces_at_most_serve_the_norms_of_all_layers():
     mesh = MESHES["replica 2 x fsdp 2 x tensor 2"]
     experiment = tiny_experiment(mesh=mesh, sharding=SPLIT, model=ResNet(depth=8, width=8))
