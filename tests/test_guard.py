@@ -74,7 +74,7 @@ def test_a_bad_step_changes_nothing_but_counters():
             if bad:
                 assert_bit_equal(after.loss_scale, before.loss_scale)
             assert all(np.isfinite(x).all() for x in jax.tree.leaves(kept))
-    assert any(x.any() for x in jax.tree.leaves(kept["exchange_state"])), "something is owed"
+    assert any(x.any() for x in jax.tree.leaves(kept["exchange_state"])), "no residual is kept"
     assert rates == [float(plan.parts.rates(number).learning_rate) for number in range(3)]
     assert after.loss_scale["skipped_steps"] == overflows == 1
 

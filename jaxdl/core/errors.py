@@ -58,6 +58,7 @@ def command_line() -> Iterator[None]:
     """
     global _options
     before, _options = _options, True
+    garbage = gc.get_threshold()
     gc.set_threshold(*_GARBAGE)
     make_writable()
     try:
@@ -77,6 +78,7 @@ def command_line() -> Iterator[None]:
                 fail(reason)
     finally:
         _options = before
+        gc.set_threshold(*garbage)
 
 
 def make_writable() -> None:

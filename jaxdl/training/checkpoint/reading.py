@@ -68,26 +68,23 @@ def fingerprint_texts(items: Items, tag: int) -> dict[str, dict[str, str]]:
     stale: Stale | None = None
     groups: dict[Any, Items] = {}
     total = 0
-    leaves = [x for named in items.values() for x in named.values()]
-    without_program = all(map(on_cpus, leaves)) and sum(x.nbytes for x in leaves) <= NUMPY_BYTES
-    hosted = {
-        (item, name): x for item, named in items.items() for name, x in named.items() if without_program or on_hosts(x)
-    }
-    for item, leaves in items.items():
-        for name, x in leaves.items():
-            if (item, name) not in hosted:
-                devices = x.sharding.device_set if isinstance(x, jax.Array) else ()  # One program is for the same ones.
-                key = total // _GROUP_BYTES, frozenset(devices)
-                groups.setdefault(key, {}).setdefault(item, {})[name] = x
-                total += x.nbytes
+    every = {(item, name): x for item, leaves in items.items() for name, x in leaves.items()}
+    without_program = all(map(on_cpus, every.values())) and sum(x.nbytes for x in every.values()) <= NUMPY_BYTES
+    hosted = {key: x for key, x in every.items() if without_program or on_hosts(x)}
+    for (item, name), x in every.items():
+        if (item, name) not in hosted:
+            devices = x.sharding.device_set if isinstance(x, jax.Array) else ()  # One program is for the same ones.
+            key = total // _GROUP_BYTES, frozenset(devices)
+            groups.setdefault(key, {}).setdefault(item, {})[name] = x
+            total += x.nbytes
     arrays: dict[str, dict[str, str]] = {item: {} for item in items}
     for group in groups.values():
         try:
-            every = tagged_texts(_fingerprints(group, np.uint32(tag)), tag)
+            texts_of = tagged_texts(_fingerprints(group, np.uint32(tag)), tag)
         except Stale as error:  # The others go on, and wait for this process below.
             stale = error
             continue
-        for item, texts in every.items():
+        for item, texts in texts_of.items():
             arrays[item] |= texts
     if hosted:
         wait_for_all()  # One host may have been slower than Gloo waits.
