@@ -122,6 +122,7 @@ def test_a_replica_counts_the_tokens_that_it_has_trained_on():
     assert abs(norms[2] - norms[0]) > 1e-3
 
 
+@pytest.mark.slow
 def test_one_replica_is_lookahead():
     """Zhang et al., arXiv 1907.08610: the slow weights go half of the way to the fast ones."""
     agreement = Periodic(every_steps=5, outer=Outer(learning_rate=0.5))
@@ -137,6 +138,7 @@ def test_one_replica_is_lookahead():
     assert metrics["joined/sums/weight"] == 3 * (1 + list(before.own.since["sums"]).index("weight"))
 
 
+@pytest.mark.slow
 def test_gossip_evaluates_the_mean_by_the_weights_of_push_sum():
     plan = make_plan(images(agreement=Gossip(graph="ring"), step={}), jax.devices()[:4])
     state = apart(plan)

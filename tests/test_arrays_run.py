@@ -43,6 +43,7 @@ def run(tmp_path_factory):
         return workdir, jaxdl.train(experiment(), workdir, quiet=True, devices=jax.devices()[:2])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_sees_what_an_uninterrupted_one_sees(run):
     """The oracle holds the same examples in a source of its own."""
 

@@ -77,6 +77,7 @@ def test_a_run_with_a_learner_that_is_killed(tmp_path, environment):
     assert read_tape(folder / TAPE_FILE)[: len(records)] == records
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_a_learner_that_will_not_come_back(tmp_path, environment):
     folder = tmp_path / "syncer"
     service = Service(learners=2, every_steps=8, total_steps=80, quorum=1, folder=folder)

@@ -154,7 +154,7 @@ def test_the_kernel_gets_documents_that_both_sides_have(first):
         (True, 4, 2, "documents, window"),
         pytest.param(True, 4, 1, "window", marks=pytest.mark.slow),
         pytest.param(True, 3, 3, "lengths", marks=pytest.mark.slow),
-        (False, 3, 1, "documents of others"),
+        pytest.param(False, 3, 1, "documents of others", marks=pytest.mark.slow),
     ],
 )
 def test_on_a_mesh_it_is_that_of_one_device(monkeypatch, manual, heads, kv_heads, pattern):
@@ -202,7 +202,7 @@ def test_on_a_mesh_it_is_that_of_one_device(monkeypatch, manual, heads, kv_heads
 @pytest.mark.parametrize(
     ("pattern", "remat"),
     [
-        ("documents", "dots"),
+        pytest.param("documents", "dots", marks=pytest.mark.slow),
         pytest.param("lengths", "block", marks=pytest.mark.slow),
     ],
 )

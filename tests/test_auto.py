@@ -51,6 +51,7 @@ def test_a_single_replica_exchanges_nothing():
     assert "one replica" in chosen.reasons[1]
 
 
+@pytest.mark.slow
 def test_measured_on_these_devices():
     chosen = Auto(candidates=("quantized",)).choose(
         {"kernel": (256, 256)}, GradientLayout(), make_mesh(MeshConfig(replica=4, fsdp=2))

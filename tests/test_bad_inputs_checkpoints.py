@@ -59,6 +59,7 @@ def empty_all(workdir):
             path.write_bytes(b"")
 
 
+@pytest.mark.slow
 def test_no_start_at_0_beside_damaged_checkpoints(workdir, refused):
     empty_all(workdir)
     first = refused()

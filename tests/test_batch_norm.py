@@ -86,7 +86,8 @@ EVERY, TWO = Neighbours("replica", None), Neighbours("replica", 2)
 @pytest.mark.parametrize(
     ("span", "replicas", "groups", "of_replica", "neighbours"),
     [
-        ("replica", 1, 1, 1, None), ("replica", 2, 2, 1, None), ("mesh", 2, 1, 1, EVERY), (4, 2, 4, 2, None),
+        pytest.param("replica", 1, 1, 1, None, marks=pytest.mark.slow),
+        ("replica", 2, 2, 1, None), ("mesh", 2, 1, 1, EVERY), (4, 2, 4, 2, None),
         (8, 4, 2, 1, TWO),
     ],
 )  # fmt: skip

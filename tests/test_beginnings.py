@@ -116,6 +116,7 @@ def test_scores_are_those_of_documents_that_begin_as_in_the_training(packed, wri
         np.testing.assert_allclose(score, log_probabilities(writer.params, [1, *whole])[before:].sum(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_texts_begin_with_the_mark_too(writer):
     codec = writer.codec
     assert (codec.prompt(""), codec.prompt("fish")) == ([1], [1, *codec.encode("fish")])

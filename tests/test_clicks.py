@@ -61,6 +61,7 @@ def test_the_teacher_is_about_as_good_as_models_of_real_clicks():
     assert 0.4 < loss < 0.5
 
 
+@pytest.mark.slow
 def test_large_tables_cost_no_memory():
     source = Clicks(rows=CRITEO_ROWS, num_ids=CRITEO_NUM_IDS).build().train
     ids = source.batch(np.arange(200))["ids"]

@@ -101,7 +101,7 @@ def numpy_decoder(config, params, tokens):
     return norm(x, params["final_norm"]) @ (params["head"] if "head" in params else params["embedding"].T)
 
 
-@pytest.mark.parametrize("config", [GPT2, QWEN], ids=["gpt2", "qwen3"])
+@pytest.mark.parametrize("config", [GPT2, pytest.param(QWEN, marks=pytest.mark.slow)], ids=["gpt2", "qwen3"])
 def test_decoders_equal_numpy_and_packed_documents_are_read_alone(config):
     """The documents of a packed row have the logits of each one by itself, whatever stands beside them."""
     network = network_of(config)
@@ -131,6 +131,7 @@ def test_parameters_of_the_mlp(changes, names):
     assert shapes["up"].shape == (2, 16, 24)
 
 
+@pytest.mark.slow
 def test_gpt2_begins_with_its_own_deviations():
     params, _ = network_of(GPT2.replaced({"embed_dim": 96, "init_stddev": 0.02})).init(jax.random.key(0))
     layers = params["layers"]

@@ -309,6 +309,7 @@ def test_one_step_and_twenty_of_every_optimizer(scheme):
         assert_like_oracle(both, pooled, optimizer)
 
 
+@pytest.mark.slow
 def test_weight_decay_counts_in_the_squares_of_all_columns():
     optimizer = RowWiseAdaGrad(weight_decay=0.05)
     assert_all_like_oracle(trained(ColumnWise(), optimizer, (2, 2, 1)), optimizer)
@@ -320,6 +321,7 @@ def test_bits_are_those_of_one_device(scheme):
     jax.tree.map(np.testing.assert_array_equal, one[:2], several[:2])
 
 
+@pytest.mark.slow
 def test_jagged_ids_have_the_bits_of_columns():
     columns = trained(TableWise(), RowWiseAdaGrad(), MESHES[0])
     for sizes in (MESHES[0], MESHES[2]):
@@ -355,12 +357,14 @@ def test_a_step_that_is_not_kept_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, before, whole(tables, after))
 
 
+@pytest.mark.slow
 def test_rows_that_exceed_their_room_are_sent_all_the_same():
     whole, little, enough = (trained(Replicated(room=one), RowWiseAdaGrad(), (2, 2, 1), 3) for one in (1, 0.02, 0.6))
     jax.tree.map(np.testing.assert_array_equal, whole[:2], little[:2])
     jax.tree.map(np.testing.assert_array_equal, whole[:2], enough[:2])
 
 
+@pytest.mark.slow
 def test_initial_rows_are_uniform_and_the_same_everywhere():
     one, _ = program(TableWise(), RowWiseAdaGrad(), (1, 1, 1))
     rows = whole(one, made(one))

@@ -107,6 +107,7 @@ def test_each_pair_of_a_row_equals_a_numpy_oracle(norm_position):
         np.testing.assert_allclose(logits[0, place], expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_no_gradient_crosses_pairs():
     """The loss of one pair of a row has the gradients of that pair alone, and none for the tokens of the others."""
     network = network_of(positions="rotary", norm="rms", mlp="swiglu", biases=False)
@@ -156,6 +157,7 @@ def test_parameters_of_the_base_and_the_big_model():
         assert num_params(config.build(vocab_size=37_000, dtype=jnp.float32)) == 37_000 * embed + layers
 
 
+@pytest.mark.slow
 def test_dropout_changes_training_alone():
     network = network_of(dropout=0.5)
     params, _ = random_weights(network)

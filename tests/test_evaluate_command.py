@@ -51,6 +51,7 @@ def test_the_best_checkpoint_on_another_mesh_with_another_batch_size(run, capsys
     np.testing.assert_allclose(found["metrics"]["loss"], history(run, found["step"])["loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_other_data_is_normalized_as_the_training_data(run, capsys):
     other = run.plan.experiment.data.replaced({"num_test": 24, "height": 12, "seed": 9})
     found = evaluated(capsys, "--workdir", run.workdir, "--data.num-test", 24, "--data.height", 12, "--data.seed", 9)

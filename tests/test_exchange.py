@@ -146,6 +146,7 @@ def trained(plan, step, num_steps=3):
 TINY = EXPERIMENT.replaced({"mesh": EIGHT})
 
 
+@pytest.mark.slow
 def test_compressed_in_whole_steps():
     plan, step = compiled_step(TINY.replaced({"exchange": PowerSGD(rank=1, min_elements=64), "precision": "bfloat16"}))
     state, metrics = trained(plan, step)

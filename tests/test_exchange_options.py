@@ -41,6 +41,7 @@ def dense_means(number):
     return [mean for _, mean, _, _ in steps(Dense(), number)]
 
 
+@pytest.mark.slow
 def test_dense_first_then_the_density_falls_in_stages():
     config = TopK(density=0.01, method="block", dense_warmup_steps=2, density_warmup_steps=8, min_elements=2)
     run = Run(config, Place(2))
@@ -131,6 +132,7 @@ def test_dense_gradients_have_momentum_too():
         np.testing.assert_allclose(mean["out/bias"], velocity, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_momentum_in_a_dense_warm_up_is_that_of_sgd():
     config = TopK(density=0.1, method="block", momentum_correction=0.5, dense_warmup_steps=3, **COMMON)
     velocity = dict.fromkeys(NAMED_SHAPES, 0.0)
@@ -144,7 +146,7 @@ def test_momentum_in_a_dense_warm_up_is_that_of_sgd():
     "config",
     [
         TopK(density=0.1, method="exact", wire="plain", error_feedback=False, **COMMON),
-        PowerSGD(rank=1, error_feedback=False, **COMMON),
+        pytest.param(PowerSGD(rank=1, error_feedback=False, **COMMON), marks=pytest.mark.slow),
         Quantized(**COMMON),
     ],
     ids=lambda config: config.kind,

@@ -62,6 +62,7 @@ def test_where_the_exchange_does_not_tell_the_guess_stays(measured, exchange):
     assert estimates([2, 4], measured, exchange) == estimates([2, 4], measured)
 
 
+@pytest.mark.slow
 def test_the_dense_exchange_has_its_closed_form():
     found, why = exchange_of(TRAIN, (1, 2, 4), CPU, SLOW)
     assert (found.network, found.batch_size, why) == (SLOW, 64, "")

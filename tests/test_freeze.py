@@ -79,7 +79,12 @@ def test_the_trained_ones_move_as_if_the_others_were_constants(frozen):
 
 
 @pytest.mark.parametrize(
-    "make", [SGD, pytest.param(AdamW, marks=pytest.mark.slow), lambda **fields: Optax("adamw", **fields)]
+    "make",
+    [
+        SGD,
+        pytest.param(AdamW, marks=pytest.mark.slow),
+        pytest.param(lambda **fields: Optax("adamw", **fields), marks=pytest.mark.slow),
+    ],
 )
 def test_a_rate_factor_is_one_of_the_learning_rate(make):
     plain = train(small(optimizer=make(learning_rate=0.02), steps=1)).state

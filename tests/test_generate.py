@@ -65,6 +65,7 @@ def test_the_throughput_of_text_is_in_tokens(text):
     np.testing.assert_allclose(tokens, LENGTH * examples)
 
 
+@pytest.mark.slow
 def test_a_network_of_text_predicts_no_images(writer):
     with pytest.raises(ConfigError, match=r"reads text; use generate"):
         writer.predict(np.zeros((1, 8, 8, 1), np.uint8))
@@ -115,6 +116,7 @@ def test_a_seed_decides_the_text(writer):
     assert list(writer.generate("2 ", num_tokens=0)) == []
 
 
+@pytest.mark.slow
 def test_a_batch_writes_what_each_prompt_alone_does(writer):
     options = {"num_tokens": 2 * LENGTH, "temperature": 1.0, "top_k": 200, "seed": 5, "stop_at_end": False}
     together = list(writer.complete(PROMPTS, batch_size=3, **options))

@@ -166,6 +166,7 @@ def test_vit_takes_whole_patches_alone():
         )
 
 
+@pytest.mark.slow
 def test_vit_remat_is_the_same_function():
     image = jnp.asarray(np.random.default_rng(1).normal(size=(2, 16, 16, 3)), jnp.float32)
     found = []

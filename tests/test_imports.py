@@ -32,6 +32,7 @@ def early_imports(tree):
             yield from ((node.lineno, one) for one in names)
 
 
+@pytest.mark.slow
 def test_heavy_packages_are_imported_when_they_are_used():
     found = [
         f"{path}:{line} imports {module} at the top: import it in the function that needs it"

@@ -44,6 +44,7 @@ def named(tree):
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x) for path, x in flat}
 
 
+@pytest.mark.slow
 def test_all_parameters_on_another_mesh(source):
     experiment = EXPERIMENT.replaced({"mesh": MeshConfig(replica=1, fsdp=8), "seed": 5})
     state, plan = begun(experiment, InitFrom(source.workdir))
@@ -109,6 +110,7 @@ def test_a_run_keeps_what_it_began_with(source, tmp_path, capsys):
     assert begun == [4, 2]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_from_its_own_checkpoint(source, tmp_path, capsys):
     workdir = shutil.copytree(source.workdir, tmp_path / "run")
     shutil.rmtree(step_dir(workdir, 4))

@@ -38,6 +38,7 @@ def syncer(tmp_path, monkeypatch):
         one.__exit__()
 
 
+@pytest.mark.slow
 def test_a_single_learner_is_an_ordinary_run(tmp_path, syncer, monkeypatch):
     """With plain averaging and one learner the anchor is what the learner has: nothing changes but the rounding."""
     # A learner's moving average is that of its anchors. What is frozen does not travel.

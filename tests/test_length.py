@@ -70,6 +70,7 @@ def test_a_trial_stops_evaluates_saves_and_resumes(tmp_path, straight, capsys):
     assert (tmp_path / "profile").is_dir()
 
 
+@pytest.mark.slow
 def test_a_trial_without_a_workdir_says_that_nothing_is_kept(capsys):
     run = train(EXPERIMENT, max_steps=2)
     assert run.summary["steps"] == 2

@@ -281,6 +281,7 @@ def test_close_wakes_a_waiting_consumer():
     assert not waiting.is_alive()
 
 
+@pytest.mark.slow
 def test_a_loader_that_is_dropped_ends_its_thread():
     loader = eval_batches(Numbers(500), batch_size=8, sharding=make_sharding())
     for _ in loader:

@@ -41,7 +41,9 @@ def test_labels_have_the_shares_of_the_pixels(fields):
     assert np.array_equal(found["share"][::2], found["share"][1::2]), "both of a pair alike"
 
 
-@pytest.mark.parametrize("alpha", [0.4, 1.0, 8.0])
+@pytest.mark.parametrize(
+    "alpha", [pytest.param(0.4, marks=pytest.mark.slow), 1.0, pytest.param(8.0, marks=pytest.mark.slow)]
+)
 def test_shares_of_mixup_are_beta_distributed(alpha):
     many = {"image": jnp.zeros((20_000, 1, 1, 1), jnp.uint8), "label": jnp.zeros(20_000, jnp.int32)}
     shares = np.asarray(Classification(mixup=alpha).augmented(many, jax.random.key(0))["share"])[::2]
@@ -76,6 +78,7 @@ def test_with_both_each_pair_gets_one():
     assert all(len(np.unique(one)) == 1 for one in found[~cut])
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_mean_over_both_labels():
     task = Classification(mixup=0.5, label_smoothing=0.1)
     found = task.augmented(batch(), jax.random.key(1))

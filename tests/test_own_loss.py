@@ -203,6 +203,7 @@ def test_losses_are_equal_on_meshes():
     np.testing.assert_allclose(other, one, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_evaluation_counts_each_example_once(tmp_path):
     """37 examples in batches of 16, against NumPy on the predictions of the restored network."""
     run = jaxdl.train(

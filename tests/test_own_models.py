@@ -118,7 +118,7 @@ def seen_params(made, **options):
     [
         FromModule(Net, hidden=8),
         pytest.param(FromModule(LinenNet), marks=pytest.mark.slow),
-        FromFunctions(two_layers, run_layers, hidden=8),
+        pytest.param(FromFunctions(two_layers, run_layers, hidden=8), marks=pytest.mark.slow),
     ],
 )
 def test_an_own_model_trains_on_all_axes_with_a_compressed_exchange_and_is_restored(tmp_path, model):
@@ -161,6 +161,7 @@ def kept(before, after):
     return np.unique(change, return_inverse=True)[1]
 
 
+@pytest.mark.slow
 def test_masks_differ_between_replicas_steps_and_microbatches(tmp_path):
     made = experiment(FromModule(Probe), steps=4, mesh=PROBE_MESH, evaluation=EvaluationConfig(every_steps=4))
     seen = seen_params(made, devices=jax.devices()[:2])

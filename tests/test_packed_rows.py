@@ -149,6 +149,7 @@ def unstacked(rows):
     return [{name: x[i] for name, x in rows.items()} for i in range(len(rows["tokens"]))]
 
 
+@pytest.mark.slow
 def test_nothing_flows_between_documents(network):
     network, (params, state) = network
     segments = jnp.array([[1] * 4 + [2] * 6 + [0] * 3])

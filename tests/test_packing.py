@@ -103,6 +103,7 @@ def test_the_rounding_error_survives_the_compiler():
     assert np.count_nonzero(error) > 900
 
 
+@pytest.mark.slow
 def test_vmap_packs_each_row():
     rows = [entries(100_000, 20, seed) for seed in range(3)]
     values, indices = (np.stack(x) for x in zip(*rows, strict=True))

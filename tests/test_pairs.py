@@ -238,6 +238,7 @@ def config():
 """
 
 
+@pytest.mark.slow
 def test_prepare_resumes_and_gives_the_same_shards(folder, tmp_path, capsys, monkeypatch):
     """Two files of 1.2 MB are two pieces here, which two processes write where there are two cores."""
     monkeypatch.setattr(shards_of_texts, "_PIECE_BYTES", 800_000)

@@ -95,6 +95,7 @@ def test_csv_and_lists_are_the_same_numbers(numbers, tmp_path):
     assert sources[2].spec.columns == ("v[0]", "v[1]")
 
 
+@pytest.mark.slow
 def test_a_run_of_a_table_learns_and_predicts(tmp_path):
     from sklearn.datasets import load_breast_cancer
 

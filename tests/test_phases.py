@@ -230,7 +230,17 @@ def test_a_run_does_not_go_on_with_other_data(whole, folder, tmp_path):
     copy.rename(first)
 
 
+@pytest.fixture
+def programs_are_written():
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    jax.config.update(name, 0.0)
+    yield
+    jax.config.update(name, before)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs_are_written")
 def test_compiled_programs_are_kept(folder, tmp_path):
     one = experiment(folder, phases=(Phase(epochs=1, size=32),)).replaced(
         {"compiler.cache_dir": str(tmp_path / "programs")}

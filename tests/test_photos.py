@@ -157,6 +157,7 @@ def test_a_cache_smaller_than_the_images_is_refused(folder):
         images_of(folder, cache=Cache(short_side=40, memory_bytes=1))
 
 
+@pytest.mark.slow
 def test_a_disk_that_cannot_be_written_costs_one_warning(folder, tmp_path, opened, expected):
     blocked = tmp_path / "file"
     blocked.write_text("")
@@ -181,7 +182,7 @@ def damaged(folder, tmp_path):
     return root
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_damaged_images_are_named_counted_and_passed_over(workers, damaged, opened):
     splits = opened(images_of(damaged, workers=workers))
     told = []

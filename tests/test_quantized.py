@@ -347,6 +347,7 @@ def test_mistakes_are_explained():
         quantized_sent_bytes(10, 2, bits=5)
 
 
+@pytest.mark.slow
 def test_no_derivative():
     mesh = make_mesh(replica=8)
 

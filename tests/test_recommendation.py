@@ -98,7 +98,11 @@ def trained(one):
         pytest.param((2, 2, 1), {}, marks=pytest.mark.slow),
         pytest.param((2, 2, 1), {"embedding": EmbeddingConfig(scheme=Replicated())}, marks=pytest.mark.slow),
         ((2, 2, 2), {"embedding": EmbeddingConfig(scheme=RowWise(), schemes=(("item", ColumnWise()),))}),
-        ((1, 2, 1), {"step": StepConfig(microbatches=4), "embedding": EmbeddingConfig(scheme=DataParallel())}),
+        pytest.param(
+            (1, 2, 1),
+            {"step": StepConfig(microbatches=4), "embedding": EmbeddingConfig(scheme=DataParallel())},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["table_wise", "replicated", "mixed", "micro-batches"],
 )
@@ -109,6 +113,7 @@ def test_losses_are_those_of_one_device(sizes, changes):
     assert one[0][-1] < 0.8 * one[0][0]
 
 
+@pytest.mark.slow
 def test_clipping_is_by_the_norm_of_rows_and_parameters():
     """Plain SGD: with all gradients clipped to one norm, a step moves all of them by rate times that norm."""
     one = experiment(
@@ -127,7 +132,11 @@ def test_clipping_is_by_the_norm_of_rows_and_parameters():
     assert np.sqrt(sum(jax.tree.leaves(moved))) == pytest.approx(0.5 * 1e-3, rel=1e-3)
 
 
-@pytest.mark.parametrize("changes", [{}, {"step": StepConfig(microbatches=2)}], ids=["guard", "micro-batches"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, pytest.param({"step": StepConfig(microbatches=2)}, marks=pytest.mark.slow)],
+    ids=["guard", "micro-batches"],
+)
 def test_no_other_buffer_is_as_large_as_a_table(changes):
     """The guard is on: a choice between old and new tables would be a copy."""
     rows = 2_000_000
@@ -141,6 +150,7 @@ def test_no_other_buffer_is_as_large_as_a_table(changes):
     assert memory.alias_size_in_bytes > table_bytes
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_another_mesh_with_another_scheme(tmp_path):
     """The checkpoint that it resumes from has the rows that changed in the last step alone."""
     whole = experiment(
@@ -230,7 +240,12 @@ with forgotten():
 
 @pytest.mark.parametrize(
     ("split", "changes"),
-    [("train", {"embedding.cache.fraction": 0.9, "embedding.cache.min_rows": 30}), ("test", {})],
+    [
+        pytest.param(
+            "train", {"embedding.cache.fraction": 0.9, "embedding.cache.min_rows": 30}, marks=pytest.mark.slow
+        ),
+        ("test", {}),
+    ],
 )
 def test_an_id_out_of_range_of_a_source_of_ones_own(split, changes, monkeypatch):
     monkeypatch.setattr(Own, "wrong", split)

@@ -123,6 +123,7 @@ def test_the_ways_of_counting_agree(n, k, method):
             assert len(np.intersect1d(mine, other)) >= 0.9 * k or len(np.unique(row)) < 10
 
 
+@pytest.mark.slow
 def test_the_set_of_top_k():
     """At a size with many blocks, against JAX's own."""
     x = jax.random.t(jax.random.key(1), 3, (300_007,))

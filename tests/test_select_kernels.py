@@ -44,6 +44,7 @@ def inputs_of(n):
     return [*nasty_inputs(n, jnp.float32), near, spread.astype(np.float32), of_gpus]
 
 
+@pytest.mark.slow
 def test_the_largest_in_two_stages(small_programs):
     n, k = 6007, 30  # Blocks of 16, the last of which is not full.
     run = jax.jit(functools.partial(kernels.largest_by_kernels, k=k, leading=KEY_BITS, interpret=True))
@@ -51,6 +52,7 @@ def test_the_largest_in_two_stages(small_programs):
         np.testing.assert_array_equal(run(x), best(bits_of(x), k), err_msg=f"input {i}")
 
 
+@pytest.mark.slow
 def test_too_many_for_blocks_in_a_batch(small_programs):
     n, k = 1003, 300
     run = functools.partial(kernels.largest_by_kernels, k=k, leading=COARSE_BITS, interpret=True)
@@ -201,6 +203,7 @@ def test_runs_whose_exchange_selects_agree(two_hosts, exchange, platform, replic
     assert bool(two_hosts[1]) == asks
 
 
+@pytest.mark.slow
 @needs_no_gpu
 def test_in_shard_map():
     mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))

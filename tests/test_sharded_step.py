@@ -72,6 +72,7 @@ def test_the_step_gathers_weights_and_updates_shards():
     assert metrics["exchange/residual_norm"] == 0
 
 
+@pytest.mark.slow
 def test_bytes_over_replica_are_those_of_the_shards():
     """The dense exchange sends each device's own shard, once, in float32: counted in the lowered step."""
     mesh = MeshConfig(replica=2, fsdp=2, tensor=2)
@@ -97,7 +98,7 @@ def test_bytes_over_replica_are_those_of_the_shards():
 @pytest.mark.parametrize(
     ("fsdp", "tensor", "changes"),
     [
-        (2, 2, {}),
+        pytest.param(2, 2, {}, marks=pytest.mark.slow),
         pytest.param(4, 1, {"model.tied_embeddings": False, "step.microbatches": 2}, marks=pytest.mark.slow),
     ],
 )

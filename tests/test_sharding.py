@@ -168,7 +168,7 @@ def whole_bytes(on_one_device):
 @pytest.mark.parametrize(
     ("replica", "fsdp", "tensor"),
     [
-        (1, 8, 1),
+        pytest.param(1, 8, 1, marks=pytest.mark.slow),
         (2, 2, 2),
     ],
     ids=lambda size: str(size),
@@ -204,6 +204,7 @@ def test_parameter_bytes_fall_exactly_but_for_norm_scales(whole_bytes):
     assert (bytes_per_device - scales) * 8 == whole_bytes - scales
 
 
+@pytest.mark.slow
 def test_replicated_parameters_are_whole_on_every_device(whole_bytes):
     assert plan_state_and_bytes(TEXT.replaced({"sharding.param_sharding": "replicated"}))[2] == whole_bytes
 

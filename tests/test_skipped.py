@@ -79,7 +79,7 @@ def assert_close(tree, other):
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param(TWO, id="replicas"),
+        pytest.param(TWO, id="replicas", marks=pytest.mark.slow),
         pytest.param({"step.microbatches": 2, "guard.skip_nonfinite": False}, id="parts, without the guard"),
     ],
 )
@@ -115,6 +115,7 @@ def test_a_replica_without_tokens_waits_for_the_merge():
     assert_close(state.params, jax.tree.map(lambda own: own[0], last.own.params))
 
 
+@pytest.mark.slow
 def test_a_merge_of_replicas_without_tokens_moves_nothing():
     state, _, _ = taken(MERGING, masked(8, 4))
     plan, step, merge = made(*MERGING.items())
@@ -168,6 +169,7 @@ def experiment(kinds, weights, **more):
     )
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_through_batches_in_which_nothing_counts(tmp_path, capsys):
     """Against NumPy; one row in twenty counts, and none of the evaluation."""
     weights = np.arange(200) % 20 == 0

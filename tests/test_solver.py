@@ -82,6 +82,7 @@ def test_other_output_stays(capfd, monkeypatch):
     assert capfd.readouterr().out == "of another thread\n"
 
 
+@pytest.mark.slow
 def test_a_process_without_stdout_solves_too():
     code = "import test_solver, jaxdl.core.solver as s\nc, o = test_solver.program()\nassert s.milp(c, **o).status == 0"
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}

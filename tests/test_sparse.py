@@ -158,7 +158,12 @@ def test_bit_equal_to_numpy_on_every_device(layout, algorithm, wire):
 
 @pytest.mark.parametrize(
     ("n", "k", "algorithm"),
-    [(1, 1, "all_gather"), (5, 4, "all_to_all"), (513, 100, "all_gather"), (600_000, 500, "all_to_all")],
+    [
+        (1, 1, "all_gather"),
+        (5, 4, "all_to_all"),
+        (513, 100, "all_gather"),
+        pytest.param(600_000, 500, "all_to_all", marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_lost_is_the_error(n, k, algorithm):
     values, indices = entries(n, k, seed=n + k)
@@ -302,7 +307,7 @@ def lowered(n, k, layout="replica 8", **options):
 
 
 @pytest.mark.parametrize("wire", ["packed", "plain"])
-@pytest.mark.parametrize(("n", "k"), [(5_000, 70), (12_800_000, 128_000)])
+@pytest.mark.parametrize(("n", "k"), [(5_000, 70), pytest.param(12_800_000, 128_000, marks=pytest.mark.slow)])
 def test_one_message_each_of_the_size_that_was_said(n, k, wire):
     for (layout, m), algorithm in itertools.product(
         [("replica 8", 8), ("replica 4 of 4 x 2", 4), ("both of 4 x 2", 8)], ["all_gather", "all_to_all"]

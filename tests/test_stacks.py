@@ -208,7 +208,11 @@ class NnxTower(nnx.Module):
 
 @pytest.mark.parametrize(
     ("model", "axis", "optimizer"),
-    [(LinenTower, 1, Muon()), (NnxTower, -1, LAMB(weight_decay=0.1)), (NnxTower, -2, Muon())],
+    [
+        pytest.param(LinenTower, 1, Muon(), marks=pytest.mark.slow),
+        pytest.param(NnxTower, -1, LAMB(weight_decay=0.1), marks=pytest.mark.slow),
+        (NnxTower, -2, Muon()),
+    ],
 )
 def test_layers_along_another_axis_are_updated_as_those_along_the_first(model, axis, optimizer):
     """By the updates of the same layers along the first; and biases and scales are no weights there either."""

@@ -225,6 +225,7 @@ def test_files_of_an_object_store(tmp_path):
     assert contents(Stage(tmp_path / "disk").folder("memory://staged/books")) == TEXTS
 
 
+@pytest.mark.slow
 def test_a_run_reads_copies_and_resumes_from_the_originals(tmp_path, source):
     experiment = tiny_experiment(
         data=TextFiles(paths=(str(source),), glob="*.txt", length=16, test_fraction=0.4),

@@ -101,7 +101,7 @@ CASES = {
         pytest.param("uniform", Float32(), 2e-5, marks=pytest.mark.slow),
         pytest.param("remedies", Float32(), 2e-5, marks=pytest.mark.slow),
         ("fixed", Float32(), 2e-5),
-        ("remedies", Float16(), 5e-3),
+        pytest.param("remedies", Float16(), 5e-3, marks=pytest.mark.slow),
     ],
 )
 def test_it_is_momentum_sgd_on_gradients_at_earlier_parameters(name, precision, atol):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from runs import TinyResNet, tiny_experiment
 
 from jaxdl.data import SyntheticImages, SyntheticText, TrainLoader
@@ -103,6 +104,7 @@ def test_the_optimizer_sees_the_gradient_of_the_mean_loss_and_a_moving_average_f
     assert [(1 + step) / (10 + step) > 0.15 for step in range(4)] == [False, True, True, True]
 
 
+@pytest.mark.slow
 def test_clipping_scales_the_global_gradient():
     plan, states, batches, metrics = one_step(TEXT.replaced({"step.clip_norm": 0.01}))
     gradient = oracle_gradient(plan, states[0].params, batches[0])
@@ -115,6 +117,7 @@ def test_clipping_scales_the_global_gradient():
     np.testing.assert_allclose(metrics[0]["grad_norm"], norm, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_batch_norm_over_one_replica_and_running_statistics_averaged_over_all():
     """Each replica normalizes with its own batch; the oracle runs the network on each half by itself."""
     plan, states, batches, _ = one_step(IMAGES)

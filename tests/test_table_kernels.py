@@ -39,6 +39,7 @@ def short_pieces(monkeypatch):
     monkeypatch.setattr(kernels, "UNROLLED", 3)
 
 
+@pytest.mark.slow
 def test_sums_of_rows_are_right_and_wrong_ones_are_seen(short_pieces, monkeypatch):
     assert kernels_trial.sums_are_right(3000, interpret=True)
     right = kernels.sums_by_kernels

@@ -229,6 +229,7 @@ def test_other_numbers_of_rows_are_another_network(tmp_path):
         restored(tmp_path, other)
 
 
+@pytest.mark.slow
 def test_tables_in_files_stay_there(tmp_path, small_pieces, monkeypatch):
     """What a checkpoint is written from, and what one is read into, are views of files beside the tables."""
     files = tmp_path / "files"

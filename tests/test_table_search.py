@@ -84,6 +84,7 @@ def test_the_costs_of_groups_are_those_of_the_whole():
         assert search._value(chosen) == pytest.approx(whole.total_sec, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_search_among_many_tables_ends_with_what_it_may_spend(laid_out, monkeypatch):
     monkeypatch.setattr(table_search, "_MOST_WORK", 20_000)
     work = many(200)
@@ -98,6 +99,7 @@ def test_a_search_among_many_tables_ends_with_what_it_may_spend(laid_out, monkey
     assert (again.schemes, again.places, again.costs) == (plan.schemes, plan.places, plan.costs)
 
 
+@pytest.mark.slow
 def test_more_work_finds_no_worse_plans(monkeypatch):
     work, found = many(80), []
     for most in (1, 3_000, 100_000):

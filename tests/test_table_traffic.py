@@ -163,6 +163,7 @@ def test_a_plan_is_a_config():
     assert costs_of(work(4, 2), config, machine()).total_sec <= found.alone["table_wise"].total_sec
 
 
+@pytest.mark.slow
 def test_messages_of_eight_bits_have_the_right_mean_and_size():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 16)) * [[1], [1e-3], [1e4], [0], [1]], jnp.float32)
     sent = jax.vmap(lambda words: encode_vectors(x, words, jnp.int32(3)))(

@@ -95,6 +95,7 @@ def test_what_the_training_loss_has_that_of_the_evaluation_lacks():
     assert LanguageModelling(z_loss=1e-4).objective == "with z-loss 0.0001"
 
 
+@pytest.mark.slow
 def test_ties_go_to_the_lower_class():
     """A constant output is right for label 0, and among the first five for labels 0 to 4: chance, not 100 %."""
     batch = {"label": jnp.arange(8, dtype=jnp.int32)}
@@ -164,6 +165,7 @@ def test_crop_flip_gives_every_shift_of_the_padded_image():
     assert {expected[one.tobytes()] for one in made} == set(expected.values())
 
 
+@pytest.mark.slow
 def test_augmentation_is_a_function_of_key_and_row():
     task, key = Classification(augment="crop_flip"), jax.random.key(0)
     batch = image_batch(batch=16, size=8)

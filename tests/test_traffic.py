@@ -16,6 +16,7 @@ def rows(tmp_path_factory):
     return {row["exchange"]: row for row in json.loads(path.read_text())}
 
 
+@pytest.mark.slow
 def test_dense_is_a_ring_of_shards(rows):
     """25.6 M parameters on fsdp 2: 12.8 M float32 a device, each sent 2 (8-1)/8 times."""
     assert rows["dense float32"]["bytes_sent"] == {"replica": 2 * 7 / 8 * 12_800_000 * 4, "fsdp": 0}

@@ -229,6 +229,7 @@ def test_evaluation_covers_every_example_once_on_every_mesh():
         assert metrics["accuracy"] == np.mean(logits.argmax(-1) == rows["label"])
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_stops_and_says_so(tmp_path, capsys):
     bad = PLAIN.replaced({"optimizer": SGD(learning_rate=1e30), "mesh": MeshConfig(fsdp=8), "guard.rollback_after": 3})
     path = write_config(tmp_path, bad.replaced({"checkpoint.every_steps": 100}))
