@@ -15,7 +15,7 @@ from jaxdl.parallel.collectives.select import METHODS, on_cpu, on_gpu, select_to
 
 NO_KEY = jnp.zeros(2, jnp.uint32)
 # The passes are what takes time to compile.
-FEW_PASSES = {"mstopk": 6}
+FEW_PASSES = {"mstopk": 4}
 
 
 def nasty_inputs(n, dtype):
@@ -107,7 +107,7 @@ def test_the_ways_of_counting_agree(n, k, method):
     settings = {
         "k": k,
         "method": method,
-        "num_passes": 13 if n < 2000 else 5,
+        "num_passes": 5,
         "num_per_block": 2 if method == "block" else 1,
     }
     rows = [x[i] for i in (0, 3, 5, 6, 8, 9)]
@@ -121,14 +121,6 @@ def test_the_ways_of_counting_agree(n, k, method):
         else:  # The means are summed in another order, so that the last thresholds may differ a little.
             assert_is_selection(other, n, k)
             assert len(np.intersect1d(mine, other)) >= 0.9 * k or len(np.unique(row)) < 10
-
-
-@pytest.mark.slow
-def test_the_set_of_top_k():
-    """At a size with many blocks, against JAX's own."""
-    x = jax.random.t(jax.random.key(1), 3, (300_007,))
-    _, indices = jax.jit(functools.partial(select_top_k, k=300))(x)
-    np.testing.assert_array_equal(indices, np.sort(lax.top_k(jnp.abs(x), 300)[1]))
 
 
 @pytest.mark.parametrize("n_k", [(25_600_000, 25_600), (100, 1), (100, 100), (1 << 20, 1 << 14)])
@@ -169,7 +161,7 @@ def oracle_mstopk(x, k, num_passes, mean, key):
     return np.sort(np.concatenate([first, second[start : start + k - len(first)]]))
 
 
-@pytest.mark.parametrize(("way", "num_passes"), [(on_cpu, 30), (on_gpu, 4)])
+@pytest.mark.parametrize(("way", "num_passes"), [(on_cpu, 12), (on_gpu, 4)])
 def test_mstopk_is_the_papers(way, num_passes):
     n, k = 20_000, 200
     rng = np.random.default_rng(2)
@@ -192,28 +184,29 @@ def test_mstopk_is_the_papers(way, num_passes):
 @pytest.mark.slow
 def test_the_window_of_mstopk_follows_the_key():
     x = jnp.ones(1000)  # Nothing is sure, so that all of them are in the window's reach.
-    select = jax.jit(lambda key: select_top_k(x, 10, "mstopk", key=key, num_passes=2)[1])
-    starts = [int(select(jax.random.key(seed))[0]) for seed in range(10)]
-    assert len(set(starts)) > 5
-    assert (np.diff(select(jax.random.key(3))) == 1).all(), "the window is contiguous"
-    assert starts[3] == int(select(jax.random.key(3))[0])
-    spread = jax.vmap(select)(jax.random.split(jax.random.key(0), 500))[:, 0]
-    assert spread.min() < 30
-    assert 960 < spread.max() <= 990
-    np.testing.assert_allclose(spread.mean(), 495, atol=50)
+    select = jax.jit(jax.vmap(lambda key: select_top_k(x, 10, "mstopk", key=key, num_passes=2)[1]))
+    keys = jax.random.split(jax.random.key(0), 200)
+    found = np.asarray(select(keys))
+    np.testing.assert_array_equal(found, select(keys))
+    assert (np.diff(found) == 1).all(), "the window is contiguous"
+    starts = found[:, 0]
+    assert len(set(starts[:10].tolist())) > 5
+    assert starts.min() < 30
+    assert 960 < starts.max() <= 990
+    np.testing.assert_allclose(starts.mean(), 495, atol=70)
 
 
-@pytest.mark.slow
 def test_recall():
+    """Of the definitions: those of the other tests, which the selections equal."""
     n, k = 200_000, 200
     rng = np.random.default_rng(0)
     heavy = rng.standard_t(3, n)
     outlier = np.where(np.arange(n) == 77, 1e4 * np.abs(heavy).max(), heavy)
-    for method in ("threshold", "mstopk"):
-        select = jax.jit(functools.partial(select_top_k, k=k, method=method))
-        for x in (rng.standard_normal(n), rng.laplace(size=n), heavy, outlier):
-            mine = select(jnp.asarray(x, jnp.float32))[1]
-            assert len(np.intersect1d(mine, best(bits_of(x), k))) >= (0.999 if method == "threshold" else 0.99) * k
+    for x in (rng.standard_normal(n), rng.laplace(size=n), heavy, outlier):
+        x = x.astype(np.float32)
+        keys, mean = bits_of(x), np.abs(x).mean()
+        assert len(np.intersect1d(best(keys >> 7, k), best(keys, k))) >= 0.999 * k
+        assert len(np.intersect1d(oracle_mstopk(x, k, 30, mean, jax.random.key(0)), best(keys, k))) >= 0.99 * k
 
 
 # ---- pieces ----
@@ -235,15 +228,14 @@ def test_bit_words_and_their_ranks():
         np.testing.assert_array_equal(kept, np.packbits(wanted, axis=1, bitorder="little").view(np.uint32)[:, 0])
 
 
-@pytest.mark.parametrize("n", [5, 128, 70_001])
-def test_counts_that_share_an_integer(n):
+@pytest.mark.parametrize(("n", "num"), [(5, 1), (128, 3), (70_001, 7)])
+def test_counts_that_share_an_integer(n, num):
     rng = np.random.default_rng(0)
     keys = rng.integers(0, 100, n).astype(np.int32)
-    for num in (1, 3, 7):
-        thresholds = np.array([0, 99, 50, 3, 100, 0, 1], np.int32)[:num]
-        wanted = (keys[:, None] >= thresholds).sum(0)
-        np.testing.assert_array_equal(compact.count_packed(jnp.asarray(keys), jnp.asarray(thresholds)), wanted)
-        np.testing.assert_array_equal(compact.count_above(jnp.asarray(keys), jnp.asarray(thresholds)), wanted)
+    thresholds = np.array([0, 99, 50, 3, 100, 0, 1], np.int32)[:num]
+    wanted = (keys[:, None] >= thresholds).sum(0)
+    for count in (compact.count_packed, compact.count_above):
+        np.testing.assert_array_equal(jax.jit(count)(keys, thresholds), wanted)
 
 
 @pytest.mark.parametrize(("n", "k", "num_per_block"), [(1003, 40, 4), (1003, 6, 3), (64, 64, 64), (10_007, 14, 2)])
@@ -272,7 +264,7 @@ def test_eager_jit_and_vmap_agree():
 def test_in_shard_map(method, check_vma):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = jax.random.normal(jax.random.key(0), (8 * 300,))
-    settings = {"mstopk": {"num_passes": 6}, "block": {"num_per_block": 2}}.get(method, {})
+    settings = {"mstopk": {"num_passes": 3}, "block": {"num_per_block": 2}}.get(method, {})
     select = functools.partial(select_top_k, k=6, method=method, **settings)
 
     def local(x):
@@ -321,8 +313,7 @@ def test_gradients_hold_the_selection():
     np.testing.assert_array_equal(values, x[indices])
 
 
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "platform"), [*zip(METHODS, ("cuda", "cpu") * 2, strict=True)])
 def test_nothing_is_sorted(method, platform):
     x = jax.ShapeDtypeStruct((100_000,), jnp.float32)
     traced = jax.jit(functools.partial(select_top_k, k=100, method=method)).trace(x)
