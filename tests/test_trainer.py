@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from orbax.checkpoint.utils import checkpoint_steps
-from runs import tiny_experiment, write_config
+from runs import ONE_DEVICE, TinyPerceptron, tiny_experiment, write_config
 
 import jaxdl
 from jaxdl.core.files import CHECKPOINTS_FOLDER, STATUS_FILE, step_dir
@@ -195,7 +195,9 @@ def test_float16_that_never_takes_a_step_is_no_finished_run():
     # With the scale held so high that every gradient overflows.
     scale = {"kind": "float16", "initial_scale": 2.0**40, "min_scale": 2.0**40, "max_scale": 2.0**40}
     with pytest.raises(Diverged, match="its gradient"):
-        jaxdl.train(TINY.replaced({"precision": scale}), quiet=True, devices=FOUR)
+        jaxdl.train(
+            tiny_experiment(model=TinyPerceptron(), mesh=ONE_DEVICE, precision=scale), quiet=True, devices=FOUR[:1]
+        )
 
 
 def test_without_a_workdir_nothing_is_left_on_disk(tmp_path, monkeypatch):
@@ -231,7 +233,8 @@ def test_evaluation_covers_every_example_once_on_every_mesh():
 
 @pytest.mark.slow
 def test_a_run_that_diverges_stops_and_says_so(tmp_path, capsys):
-    bad = PLAIN.replaced({"optimizer": SGD(learning_rate=1e30), "mesh": MeshConfig(fsdp=8), "guard.rollback_after": 3})
+    changes = {"optimizer": SGD(learning_rate=1e30), "model": TinyPerceptron(), "guard.rollback_after": 3}
+    bad = PLAIN.replaced(changes | {"mesh": MeshConfig(fsdp=8)})
     path = write_config(tmp_path, bad.replaced({"checkpoint.every_steps": 100}))
     with pytest.raises(SystemExit) as ended:
         main(["--config", str(path), "--workdir", str(tmp_path / "run")])
