@@ -117,7 +117,6 @@ def seen_params(made, **options):
     "model",
     [
         FromModule(Net, hidden=8),
-        pytest.param(FromModule(LinenNet), marks=pytest.mark.slow),
         pytest.param(FromFunctions(two_layers, run_layers, hidden=8), marks=pytest.mark.slow),
     ],
 )
