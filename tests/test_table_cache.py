@@ -128,11 +128,11 @@ def experiment(cache=None, **changes):
         "optimizer": SGD(learning_rate=0.1, momentum=0.9),
         "schedule": Constant(),
         "batch_size": 32,
-        "steps": 20,
+        "steps": 12,
         "embedding": EmbeddingConfig(schemes=(("feature00", ColumnWise()), ("feature01", Replicated()))),
         "mesh": MeshConfig(replica=4, fsdp=2),
-        "evaluation": EvaluationConfig(every_steps=10, batch_size=40),
-        "checkpoint": CheckpointConfig(every_steps=8, differential_tables=3),
+        "evaluation": EvaluationConfig(every_steps=6, batch_size=40),
+        "checkpoint": CheckpointConfig(every_steps=5, differential_tables=3),
     }
     found = Experiment(**(values | changes))
     return found if cache is None else found.replaced({"embedding.cache": cache})
@@ -156,8 +156,8 @@ def resumed(tmp_path_factory):
     """A run that had a cache in memory, then none, then one whose rows are in files: the run and its workdir."""
     workdir, files = tmp_path_factory.mktemp("resumed"), tmp_path_factory.mktemp("files")
     lru = CacheConfig(fraction=0.1, min_rows=1000, policy="lru", window=3)
-    jaxdl.train(experiment(lru), workdir=workdir, max_steps=7)
-    jaxdl.train(experiment(), workdir=workdir, max_steps=7)
+    jaxdl.train(experiment(lru), workdir=workdir, max_steps=5)
+    jaxdl.train(experiment(), workdir=workdir, max_steps=5)
     run = jaxdl.train(experiment(CacheConfig(fraction=0.1, min_rows=1000, folder=str(files))), workdir=workdir)
     assert not list(files.iterdir())
     return run, workdir
@@ -259,7 +259,7 @@ OTHERS = {
 def test_changed_rows_written_with_a_cache_come_to_any_layout(whole, resumed, other):
     """The newest checkpoint has the rows that changed; what is there must be the run's own whole tables."""
     run, (_, workdir) = whole[0], resumed
-    last = step_dir(workdir, 20)
+    last = step_dir(workdir, 12)
     assert (last / "changed_rows").exists()
     assert not (last / "tables").exists()
     expected = rows_of_ids(run.plan.parts.tables, run.state.tables)
