@@ -98,7 +98,6 @@ CASES = {
     ("name", "precision", "atol"),
     # A compensation of gradients times the loss scale would be 32,768 times as large.
     [
-        pytest.param("uniform", Float32(), 2e-5, marks=pytest.mark.slow),
         pytest.param("remedies", Float32(), 2e-5, marks=pytest.mark.slow),
         ("fixed", Float32(), 2e-5),
         pytest.param("remedies", Float16(), 5e-3, marks=pytest.mark.slow),
