@@ -27,7 +27,7 @@ from jaxdl.training.tasks import LanguageModelling
 IMAGES = tiny_experiment(mesh=MeshConfig(replica=2, fsdp=2), steps=4)
 TEXT = tiny_experiment(
     data=SyntheticText(vocab_size=32, length=16, num_train=96, num_test=40),
-    model=Transformer(num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2),
+    model=Transformer(num_layers=1, embed_dim=32, num_heads=4, num_kv_heads=2),
     task=LanguageModelling(),
     optimizer=AdamW(),
     mesh=MeshConfig(replica=2, fsdp=2),
