@@ -62,7 +62,6 @@ def test_dense_first_then_the_density_falls_in_stages():
     "config",
     [
         TopK(density=0.05, method="block", dense_warmup_steps=2, **COMMON),
-        pytest.param(Sign(dense_warmup_steps=2, **COMMON), marks=pytest.mark.slow),
         pytest.param(PowerSGD(rank=1, dense_warmup_steps=2, **COMMON), marks=pytest.mark.slow),
     ],
     ids=lambda config: config.kind,
