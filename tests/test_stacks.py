@@ -223,7 +223,11 @@ def test_layers_along_another_axis_are_updated_as_those_along_the_first(model, a
     for network, (params, grads) in zip(networks, (map(move, values), values), strict=True):
         assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda x: x.shape, network.param_shapes)
         made = optimizer.build(network.axes)
-        found.append(made.update(grads, made.init(params), params, rates=Rates(jnp.float32(0.1)))[0])
+
+        def update(params, grads, made=made):
+            return made.update(grads, made.init(params), params, rates=Rates(jnp.float32(0.1)))[0]
+
+        found.append(jax.jit(update)(params, grads))
     jax.tree.map(
         lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-6), found[0], move(found[1])
     )
