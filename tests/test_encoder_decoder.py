@@ -136,7 +136,8 @@ def test_cached_decoding_equals_the_whole_target_read_at_once(positions):
         params, *map(np.concatenate, zip(*rows, strict=True))
     )
     lengths = np.array([len(source) for source, _ in pairs], np.int32)
-    source, cache = network.call(Call(train=False, method="begin"), params, {}, rows_of(rows), lengths, 6)[0]
+    begin = jax.jit(lambda p, *x: network.call(Call(train=False, method="begin"), p, {}, *x, 6)[0])
+    source, cache = begin(params, rows_of(rows), lengths)
     step = jax.jit(lambda p, *x: network.call(Call(train=False, method="next_logits"), p, {}, *x)[0])
     for at in range(6):
         tokens = np.array([target[at] for _, target in pairs], np.int32)
