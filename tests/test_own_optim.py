@@ -104,7 +104,6 @@ def plain(transformation, params, unstacked=False):
 FACTORED = {"min_dim_size_to_factor": 8, "momentum": 0.9, "weight_decay_rate": 1e-3}
 THEIRS = {
     "adafactor": (Optax("adafactor", **FACTORED), optax.adafactor(schedule, **FACTORED)),
-    "lion": (Optax("lion", b1=0.8), optax.lion(schedule, b1=0.8)),
     "muon": (
         Optax("contrib.muon", learning_rate=0.02, adam_learning_rate=0.002),
         optax.contrib.muon(schedule, adam_learning_rate=functools.partial(schedule, factor=0.1)),
