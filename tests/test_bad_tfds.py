@@ -12,7 +12,7 @@ import pytest
 import tensorflow_datasets
 from mistakes import refusal
 from photographs import encoded, photograph
-from runs import tiny_experiment, write_config
+from runs import TinyResNet, tiny_experiment, write_config
 from test_tfds import LABEL, TEXT, encode, image_feature, write_dataset
 
 import jaxdl
@@ -20,7 +20,6 @@ from jaxdl.core.config import ConfigError
 from jaxdl.data import TFDS, Photos, prepared, remote
 from jaxdl.data.order import EpochShuffle
 from jaxdl.data.source import TrainRows, channel_statistics
-from jaxdl.models import ViT
 from jaxdl.parallel.cluster import ClusterError
 from jaxdl.parallel.mesh import MeshConfig
 
@@ -322,7 +321,7 @@ def test_a_record_that_is_damaged_during_training_ends_the_run(capsys, copied, t
         return found
 
     monkeypatch.setattr(jaxdl.data.tfds, "channel_statistics", then_damaged)
-    tiny = tiny_experiment(data=data, batch_size=8, mesh=MeshConfig(), model=ViT(size="tiny", num_layers=1, patch=14))
+    tiny = tiny_experiment(data=data, batch_size=8, mesh=MeshConfig(), model=TinyResNet(depth=8, width=4))
     message = refusal(capsys, "--config", write_config(tmp_path, tiny), "--workdir", tmp_path / "run")
     found = f"example {bad}: record {bad} of {folder / RECORDS} cannot be read (Corrupted"
     assert message.startswith(f"error: tfds tiny, split 'train', {found}")
