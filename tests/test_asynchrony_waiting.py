@@ -163,7 +163,7 @@ class Search:
 
 
 @pytest.mark.parametrize(
-    ("learners", "depth", "least"), [(2, 6, 4000), pytest.param(3, 4, 4000, marks=pytest.mark.slow)]
+    ("learners", "depth", "least"), [(2, 5, 3000), pytest.param(3, 4, 4000, marks=pytest.mark.slow)]
 )
 def test_something_can_always_happen_next(learners, depth, least):
     """Whatever comes, goes, arrives and takes time: nobody waits for ever, and who returns has work at once."""
@@ -178,7 +178,7 @@ def test_something_can_always_happen_next(learners, depth, least):
 
 
 @pytest.mark.parametrize(
-    ("learners", "depth", "quorum", "max_ahead"), [(2, 4, 2, None), pytest.param(3, 6, 1, 0, marks=pytest.mark.slow)]
+    ("learners", "depth", "quorum", "max_ahead"), [(2, 4, 2, None), pytest.param(3, 5, 1, 0, marks=pytest.mark.slow)]
 )
 def test_nobody_waits_for_learners_that_come_and_die_again_and_again(learners, depth, quorum, max_ahead):
     """For a merge, or for them to catch up; by the rules 2 a cycle of their lives keeps the first one waiting."""

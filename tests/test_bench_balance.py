@@ -1,7 +1,6 @@
 """`bench balance`: operations by formula, the test before the times, doubling, rows, thresholds, and whole runs."""
 
 import dataclasses
-import io
 import json
 import sys
 from pathlib import Path
@@ -25,7 +24,6 @@ from jaxdl.performance.bench.balance.balance_report import (
     LOCAL,
     SUM,
     alike,
-    figure,
     ideal,
     make_row,
     of_set,
@@ -42,8 +40,7 @@ from jaxdl.performance.bench.balance.balance_work import (
     work_of,
 )
 from jaxdl.performance.bench.flops import step_flops
-from jaxdl.training.run.compile import compile_train_step
-from jaxdl.training.run.plan.build import make_initial_state
+from jaxdl.training.run.compile import programs
 
 REPLICA = Axis.REPLICA.value
 PATH = Path("earlier.json")
@@ -63,19 +60,14 @@ def plan_of(work, exchange, replicas, inner=1):
     return make_work_plan(work, exchange, replicas=replicas, inner=inner, precision="float32", devices=devices)
 
 
-@pytest.mark.parametrize(
-    "work",
-    [
-        pytest.param(dataclasses.replace(block("tiny"), examples=64), id="block"),
-        pytest.param(GPT, id="gpt", marks=pytest.mark.slow),
-    ],
-)
-def test_flops_by_formula_are_those_of_the_program(work):
+def test_flops_by_formula_are_those_of_the_program():
     """Counted in the jaxpr of the forward pass, and by XLA in the compiled step, which has other operations besides."""
+    work = dataclasses.replace(block("tiny"), examples=64)
     plan = plan_of(work, Dense(), 1)
     assert work.flops(work.examples) == step_flops(plan)
-    counted = compile_train_step(plan).cost_analysis()["flops"]
+    counted = programs().train_step(plan).cost_analysis()["flops"]
     assert work.flops(work.examples) < counted < 1.25 * work.flops(work.examples)
+    assert GPT.flops(GPT.examples) == step_flops(plan_of(GPT, Dense(), 1))
 
 
 def test_batches_of_a_relative_regime():
@@ -163,8 +155,7 @@ def test_a_local_step_sends_nothing_and_others_are_told_apart():
     texts = {}
     for name, config in (("local", None), ("dense", Dense())):
         plan = plan_of(block("tiny"), config, 4)
-        texts[name] = compile_train_step(plan).as_text()
-        assert make_initial_state(plan) is not None
+        texts[name] = programs().train_step(plan).as_text()
     axes = {REPLICA: 4, Axis.FSDP.value: 1, Axis.TENSOR.value: 1}
     check_silent(texts["local"], axes)
     with pytest.raises(AssertionError, match="all-reduce"):
@@ -203,13 +194,6 @@ def test_regimes_of_the_same_work_are_named():
     assert alike([one, row("dense", 2.0), more]) == []
     [line] = alike([half, one, row("dense", 2.0), more])
     assert line.startswith("0.5x, 1x: the same work here")
-
-
-@pytest.mark.slow
-def test_the_figure_is_drawn():
-    found = Image.open(io.BytesIO(figure(ROWS, ["weak", "strong"], "a title")))
-    assert found.width > 1500
-    assert len(np.unique(np.asarray(found).reshape(-1, found.mode.count("A") + 3), axis=0)) > 50
 
 
 ABOUT = {"devices": "8 x cpu", "size": "tiny"}
@@ -289,16 +273,15 @@ def test_a_wrong_exchange_is_not_timed(tmp_path, capsys):
         "                return jax.tree.map(lambda x: 2 * x, mean), state, metrics\n"
         "        return Twice()\n"
     )
-    more = ["--import", str(file), "--regimes", "comms", "--set-regime", "comms", "--json", str(results)]
+    more = ["--import", str(file), "--regimes", "1x", "--json", str(results)]
     with forgotten(), pytest.raises(SystemExit) as end:
         main(["balance", *SMALL[:-1], "doubled", *more])
     assert end.value.code == balance.FAILED
-    assert "wrong: doubled, comms. Nothing was timed." in capsys.readouterr().out
+    assert "wrong: doubled, block. Nothing was timed." in capsys.readouterr().out
     assert not results.exists()
 
 
 @pytest.mark.slow
-@pytest.mark.long("every program of the measurement is compiled")
 def test_the_whole_measurement_and_its_thresholds(tmp_path, capsys):
     results, plot, earlier = tmp_path / "results.json", tmp_path / "plot.png", tmp_path / "earlier.json"
     small = [*SMALL, "--regimes", "1x"]
@@ -318,6 +301,7 @@ def test_the_whole_measurement_and_its_thresholds(tmp_path, capsys):
     assert whole["flops_per_sec"] == whole["flops"] / whole["slowest_sec"]
     with Image.open(plot) as image:
         assert image.width > 800
+        assert len(np.unique(np.asarray(image).reshape(-1, image.mode.count("A") + 3), axis=0)) > 50
 
     content = json.loads(earlier.read_text())
     content["examples"]["1x"] += 1
@@ -334,20 +318,18 @@ def test_the_whole_measurement_and_its_thresholds(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.long("two processes compile a few steps each")
 def test_two_processes(tmp_path):
     results = tmp_path / "results.json"
     process = Started(
         "-m", "jaxdl.launch", "local", "--hosts", "2", "--", sys.executable, "-m", "jaxdl.bench", "balance",
-        *SMALL[:2], *SMALL[4:], "--regimes", "comms", "--set-regime", "comms", "--sets", "weak",
-        "--json", str(results),
+        *SMALL[:2], *SMALL[4:], "--regimes", "1x", "--sets", "weak", "--json", str(results),
     )  # fmt: skip
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0, out + err
     found = json.loads(results.read_text())
     assert found["about"]["processes"] == 2
     hosts = {one["name"]: one["slowest_host"] for one in found["rows"]}
-    assert hosts[f"weak comms, {LOCAL}, 1 replica"] == "host0", "only that one has a device"
+    assert hosts[f"weak 1x, {LOCAL}, 1 replica"] == "host0", "only that one has a device"
     assert set(hosts.values()) <= {"host0", "host1"}
     assert out.count("Steps on all devices") == 1, "the first process prints the page"
 

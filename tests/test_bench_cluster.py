@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from jaxdl.core.config import ConfigError
-from jaxdl.data import SyntheticImages
+from jaxdl.data import SyntheticText
 from jaxdl.exchange import Dense, GradientLayout, exchanged_on_mesh
 from jaxdl.exchange.agreement import Elastic, Gossip, Periodic
-from jaxdl.models import ResNet
+from jaxdl.models import ResNet, Transformer
 from jaxdl.parallel.compiler.wire_bytes import collectives, lower
 from jaxdl.parallel.mesh import Axis, MeshConfig, make_mesh
 from jaxdl.performance.bench.cluster import cluster
@@ -49,12 +49,14 @@ from jaxdl.performance.bench.cluster.cluster_variants import (
 from jaxdl.performance.planner.idle_exchange import NoExchange
 from jaxdl.platform.launch.host import Host
 from jaxdl.platform.launch.netns import parse_rate
+from jaxdl.training.tasks import LanguageModelling
 
 REPLICA = Axis.REPLICA.value
 TINY = cluster.default_experiment().replaced(
     {
-        "model": ResNet(depth=8, width=16, stem="patch2", norm="group"),
-        "data": SyntheticImages(height=8, width=8),
+        "model": Transformer(num_layers=1, embed_dim=96, num_heads=2, mlp="gelu"),
+        "data": SyntheticText(vocab_size=32, length=4),
+        "task": LanguageModelling(),
         "batch_size": 16,
     }
 )
@@ -263,7 +265,6 @@ def test_a_host_that_ends_is_named_with_what_it_said():
 
 
 @pytest.mark.slow
-@pytest.mark.long("two emulated hosts compile and time four variants of a run")
 def test_the_cluster_is_measured(tmp_path):
     if os.geteuid() != 0 or not sys.platform.startswith("linux") or not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("needs root on Linux with iproute2: it makes network namespaces")

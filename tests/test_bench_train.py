@@ -82,8 +82,8 @@ def test_train(tmp_path, capsys):
     data = "jaxdl.data.SyntheticImages(height=8, width=8, channels=1, num_classes=4, num_train=64, num_test=16)"
     config = tmp_path / "tiny.py"
     config.write_text(
-        "import jaxdl.data\nfrom jaxdl.training.experiment import Experiment\nfrom runs import TinyResNet\n"
-        f"def config():\n    return Experiment(data={data}, model=TinyResNet(width=4), batch_size=16, epochs=3)\n"
+        "import jaxdl.data\nfrom jaxdl.training.experiment import Experiment\nfrom runs import TinyPerceptron\n"
+        f"def config():\n    return Experiment(data={data}, model=TinyPerceptron(), batch_size=16, epochs=3)\n"
     )
     train.main(["--config", str(config), "--num-steps", "2", "--num-repeats", "2", "--json", str(path)])
     found = json.loads(path.read_text())

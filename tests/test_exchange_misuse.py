@@ -1,5 +1,6 @@
 """What users of the exchanges get wrong, and what they are told; and the choice of an exchange that a run keeps."""
 
+import functools
 import json
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from runs import tiny_experiment
+from runs import TinyPerceptron, tiny_experiment
 
 import jaxdl
 from jaxdl.core.config import ConfigError
@@ -22,6 +23,7 @@ from jaxdl.training.run.plan.build import make_initial_state, make_plan
 from jaxdl.training.run.workdir.records import Workdir, choice_file
 
 REPLICAS = MeshConfig(replica=8, fsdp=1)
+tiny = functools.partial(tiny_experiment, model=TinyPerceptron())
 GIVEN = Auto(bandwidth_gbps=1.0, latency_us=20.0)
 
 
@@ -89,13 +91,13 @@ def test_what_the_replicas_differ_by_does_not_pile_up_in_powersgd():
 )
 def test_options_without_effect(config, message):
     with pytest.raises(ConfigError, match=message):
-        make_plan(tiny_experiment(exchange=config, mesh=REPLICAS))
+        make_plan(tiny(exchange=config, mesh=REPLICAS))
 
 
 @pytest.mark.slow
 def test_the_choice_is_kept_with_the_run(tmp_path):
     """Chosen by given figures; kept when the run goes on, though the network may be another one by then."""
-    experiment = tiny_experiment(exchange=GIVEN, mesh=REPLICAS, steps=2)
+    experiment = tiny(exchange=GIVEN, mesh=REPLICAS, steps=2)
     run = jaxdl.train(experiment, tmp_path, quiet=True)
     kept = json.loads((tmp_path / "exchange.json").read_text())
     assert kept["exchange"] == run.plan.experiment.exchange.model_dump()
@@ -116,7 +118,7 @@ def test_the_choice_is_kept_with_the_run(tmp_path):
 
 
 def test_with_one_replica_nothing_is_measured():
-    plan = make_plan(tiny_experiment(exchange=Auto(), mesh=MeshConfig(replica=1, fsdp=8)))
+    plan = make_plan(tiny(exchange=Auto(), mesh=MeshConfig(replica=1, fsdp=8)))
     assert plan.experiment.exchange == Dense()
     assert "one replica exchanges nothing" in plan.reasons[0]
 
@@ -126,7 +128,7 @@ def test_one_replica_says_that_nothing_is_exchanged(tmp_path):
     one = {"mesh": MeshConfig(replica=1, fsdp=8)}
 
     def said(exchange, **changes):
-        return make_plan(tiny_experiment(exchange=exchange, **one), **changes)
+        return make_plan(tiny(exchange=exchange, **one), **changes)
 
     [note] = said(TopK(min_elements=0, delay_steps=1)).reasons
     assert "exchange topk: this mesh has one replica, so nothing is exchanged" in note
@@ -143,7 +145,7 @@ def test_one_replica_says_that_nothing_is_exchanged(tmp_path):
 @pytest.mark.slow
 def test_a_choice_on_one_replica_is_not_kept(tmp_path):
     """Begun on one replica and resumed on several, the run chooses then."""
-    experiment = tiny_experiment(exchange=GIVEN, mesh=MeshConfig(replica=1, fsdp=8), steps=2)
+    experiment = tiny(exchange=GIVEN, mesh=MeshConfig(replica=1, fsdp=8), steps=2)
     jaxdl.train(experiment, tmp_path, quiet=True)
     assert Workdir(tmp_path).read_exchange() is None
     assert json.loads((tmp_path / "config.json").read_text())["exchange"]["kind"] == "auto"
@@ -161,12 +163,12 @@ def test_auto_takes_no_exchange_that_would_compress_nothing():
 def test_a_warm_up_longer_than_the_run(kind):
     message = rf"the warm-up of exchange {kind.kind} \(12 steps\) is not shorter than the run"
     with pytest.raises(ConfigError, match=message):
-        make_plan(tiny_experiment(exchange=kind(dense_warmup_steps=12, min_elements=0), mesh=REPLICAS, steps=12))
+        make_plan(tiny(exchange=kind(dense_warmup_steps=12, min_elements=0), mesh=REPLICAS, steps=12))
 
 
 def test_powersgd_of_too_high_a_rank():
     with pytest.raises(ConfigError, match=r"exchange.rank=64: no gradient would be compressed"):
-        make_plan(tiny_experiment(exchange=PowerSGD(rank=64, min_elements=0), mesh=REPLICAS))
+        make_plan(tiny(exchange=PowerSGD(rank=64, min_elements=0), mesh=REPLICAS))
 
 
 @pytest.mark.parametrize("num_replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -176,9 +178,9 @@ def test_momentum_of_the_exchange_is_that_of_sgd(num_replicas):
     changes = {"steps": 4, "mesh": MeshConfig(replica=num_replicas, fsdp=1)}
     sgd = {"learning_rate": 0.05, "weight_decay": 0.0, "nesterov": False}
     devices = jax.devices()[:num_replicas]
-    base = tiny_experiment(**changes, optimizer=SGD(momentum=0.9, **sgd))
+    base = tiny(**changes, optimizer=SGD(momentum=0.9, **sgd))
     corrected = TopK(density=1, wire="plain", momentum_correction=0.9, dense_warmup_steps=3, min_elements=64)
-    other = tiny_experiment(**changes, optimizer=SGD(momentum=0.0, **sgd), exchange=corrected)
+    other = tiny(**changes, optimizer=SGD(momentum=0.0, **sgd), exchange=corrected)
     runs = [jaxdl.train(experiment, quiet=True, devices=devices) for experiment in (base, other)]
     for ours, theirs in zip(*(jax.tree.leaves(run.state.params) for run in runs), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
@@ -189,7 +191,7 @@ def test_residuals_do_not_depend_on_the_loss_scale():
     """With float16: residual and momentum are those of the gradients, and a skipped step leaves them bit-equal."""
     exchange = TopK(density=0.05, momentum_correction=0.9, min_elements=64)
     changes = {"precision": Float16(), "exchange": exchange, "optimizer": SGD(momentum=0.0, nesterov=False)}
-    plan = make_plan(tiny_experiment(**changes, mesh=MeshConfig(replica=2, fsdp=2)), jax.devices()[:4])
+    plan = make_plan(tiny(**changes, mesh=MeshConfig(replica=2, fsdp=2)), jax.devices()[:4])
     batch = jax.device_put(plan.splits.train.batch(np.arange(16)), batch_sharding(plan.parts.layout.mesh))
     step = compile_train_step(plan)
 
@@ -213,4 +215,4 @@ def test_residuals_do_not_depend_on_the_loss_scale():
 
 def test_momentum_is_added_up_once():
     with pytest.raises(ConfigError, match=r"exchange.momentum_correction = 0.9 and optimizer.momentum = 0.9"):
-        tiny_experiment(exchange=TopK(momentum_correction=0.9)).replaced({"optimizer": "sgd"})
+        tiny(exchange=TopK(momentum_correction=0.9)).replaced({"optimizer": "sgd"})

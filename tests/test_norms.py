@@ -27,24 +27,25 @@ from jaxdl.training.tasks import Classification
 FOUR = jax.devices()[:4]
 
 
-def network(span):
-    return Network(ResNet(depth=8, width=4, norm_span=span).build(num_classes=3, channels=1, dtype=jnp.float32))
+def network(span, model=ResNet):
+    return Network(model(depth=8, width=4, norm_span=span).build(num_classes=3, channels=1, dtype=jnp.float32))
 
 
 @pytest.mark.slow
 def test_groups_are_batches_of_their_own():
-    grouped, single = network(4), network("replica")
+    grouped, single = network(4, TinyResNet), network("replica", TinyResNet)
+    apply_single = jax.jit(lambda x: single.apply(params, stats, x, train=True))
     params, stats = grouped.init(jax.random.key(0))
     params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
     image = jax.random.normal(jax.random.key(1), (12, 8, 8, 1)) * jnp.arange(1.0, 13.0)[:, None, None, None]
     logits, after = jax.jit(lambda x: grouped.apply(params, stats, x, train=True))(image)
-    parts = [jax.jit(lambda x: single.apply(params, stats, x, train=True))(part) for part in jnp.split(image, 3)]
+    parts = [apply_single(part) for part in jnp.split(image, 3)]
     expected = np.concatenate([part[0] for part in parts])
     np.testing.assert_allclose(logits, expected, atol=1e-4 * np.abs(expected).max())
     means = jax.tree.map(lambda *each: np.mean(each, axis=0), *(part[1] for part in parts))
     for ours, theirs in zip(jax.tree.leaves(after), jax.tree.leaves(means), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
-    whole, _ = single.apply(params, stats, image, train=True)
+    whole, _ = apply_single(image)
     assert np.abs(whole - expected).max() > 0.05 * np.abs(expected).max(), "one batch of all is something else"
     with pytest.raises(ConfigError, match="a batch of 6 examples cannot be divided into such groups"):
         grouped.apply(params, stats, image[:6], train=True)
@@ -165,12 +166,16 @@ def test_estimated_statistics_are_the_means_over_the_last_batches(estimated):
         start=9 * 16, num_steps=3,
     ) as batches:  # fmt: skip
         images = [plan.parts.task.inputs(jax.device_get(batch), plan.parts.data_spec)[0] for batch in batches]
-    net, per_batch = plan.parts.network, []
+    per_batch = []
+
+    @jax.jit
+    def statistics(model_state, image):
+        return plan.parts.network.apply(state.ema_params, model_state, image, train=True)[1]
+
     for image in images:
         zeros, ones = (jax.tree.map(lambda x, v=v: np.full_like(x, v), state.model_state) for v in (0, 1))
         # From running statistics of 0 a step of momentum 0.9 leaves a tenth of the batch's; from 1, 0.9 more.
-        low = net.apply(state.ema_params, zeros, image, train=True)[1]
-        high = net.apply(state.ema_params, ones, image, train=True)[1]
+        low, high = statistics(zeros, image), statistics(ones, image)
         per_batch.append(jax.tree.map(lambda a: np.asarray(a) * 10, low))
         np.testing.assert_allclose(jax.tree.leaves(high)[0] - jax.tree.leaves(low)[0], 0.9, rtol=1e-4)
     wanted = jax.tree.map(lambda *each: np.mean(each, axis=0), *per_batch)
@@ -213,12 +218,9 @@ def test_micro_batches_are_estimated_one_by_one():
         start=16, num_steps=3,
     ) as batches:  # fmt: skip
         images = [plan.parts.task.inputs(jax.device_get(batch), plan.parts.data_spec)[0] for batch in batches]
-    net, statistics = plan.parts.network, jax.tree.map(jnp.asarray, state.model_state)
-    every = [
-        net.call(Call(train=True, reset_batch_stats=True), state.ema_params, statistics, image[part::2])[1]
-        for image in images
-        for part in (0, 1)
-    ]
+    how, net = Call(train=True, reset_batch_stats=True), plan.parts.network
+    statistics = jax.jit(lambda kept, part: net.call(how, state.ema_params, kept, part)[1])
+    every = [statistics(state.model_state, image[part::2]) for image in images for part in (0, 1)]
     wanted = jax.tree.map(lambda *each: np.mean(each, axis=0), *every)
     for ours, theirs in zip(jax.tree.leaves(state.model_state), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)

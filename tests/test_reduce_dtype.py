@@ -130,10 +130,10 @@ def test_the_step_sums_in_the_dtype_of_the_setting():
 
 @pytest.mark.slow
 def test_the_dtype_of_sums_does_not_change_the_forward_pass():
-    outputs = []
+    outputs, state = [], None
     for setting in ("float32", "compute"):
         plan = make_plan(TEXT.replaced({"precision": BFloat16(reduce_dtype=setting)}))
-        parts, state = plan.parts, make_initial_state(plan)
+        parts, state = plan.parts, state or make_initial_state(plan)
         rows = plan.splits.train.batch(np.arange(8))
         forward = jax.jit(
             lambda state, rows, parts=parts: apply_network(

@@ -7,9 +7,11 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from runs import TinyPerceptron, tiny_experiment, write_config
 
 from benchmarks import collectives
 from benchmarks.collectives import table_of
+from jaxdl.exchange import TopK
 from jaxdl.parallel.compiler.collectives import Operation, operations
 
 
@@ -64,8 +66,9 @@ def test_lists_of_groups_and_iotas():
 
 
 @pytest.mark.slow
-def test_the_command(capsys):
-    collectives.main(["--config", "configs/digits.py", "--mesh.replica", "2", "--mesh.fsdp", "4", "--exchange", "topk"])
+def test_the_command(tmp_path, capsys):
+    config = write_config(tmp_path, tiny_experiment(model=TinyPerceptron(), exchange=TopK(min_elements=64)))
+    collectives.main(["--config", str(config), "--mesh.replica", "2", "--mesh.fsdp", "4", "--mesh.cpu-devices", "8"])
     printed = capsys.readouterr().out
     assert "exchange topk" in printed
     assert "u32[2," in printed, "the packed entries of both replicas"

@@ -1,10 +1,8 @@
 """Searches of real runs: in this process for what they train, as processes for what a kill leaves."""
 
 import json
-import os
 import re
 import shutil
-import signal
 import time
 
 import pytest
@@ -315,16 +313,16 @@ def test_a_full_disk_is_one_message(config, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_search_and_a_trial_that_are_killed_go_on(config, tmp_path):
+def test_a_search_that_is_killed_with_its_trial_goes_on(config, tmp_path):
     line = ["--config", str(config), "--workdir", str(tmp_path), "--metric", "evaluation/loss", "--vary", RATES]
     line += ["--trials", "1", "--scheduler", "none", "--sampler", "random", "--mesh.cpu-devices", "1"]
-    line += ["--steps", "40", "--checkpoint.every-steps", "2"]
+    line += ["--steps", "40", "--checkpoint.every-steps", "4"]
     deadline, trial = time.monotonic() + 300, tmp_path / "trials/0000"
 
-    def pid_of_trial(search, other=None):
+    def pid_of_trial(search):
         """The process that trains the trial, when it is past its first step."""
         lease, metrics = trial / "lease.json", trial / "metrics.jsonl"
-        while not (metrics.exists() and metrics.stat().st_size and pid_in(lease) not in (None, other)):
+        while not (metrics.exists() and metrics.stat().st_size and pid_in(lease)):
             assert time.monotonic() < deadline
             assert search.poll() is None
             time.sleep(0.02)
@@ -337,9 +335,8 @@ def test_a_search_and_a_trial_that_are_killed_go_on(config, tmp_path):
     while running(its_trial):
         assert time.monotonic() < deadline, "trials end with their search"
         time.sleep(0.05)
+    assert len(rows(trial)) < 40, "it was killed on its way"
     second = Started("-m", "jaxdl.search", *line, "--json")
-    killed = pid_of_trial(second, other=its_trial)
-    os.kill(killed, signal.SIGKILL)
     out, err = second.communicate(timeout=400)
     assert second.returncode == 0, err
     found = json.loads(out)

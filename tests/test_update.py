@@ -5,11 +5,10 @@ import re
 import jax
 import numpy as np
 import pytest
-from runs import assert_bit_equal, tiny_experiment
+from runs import TinyPerceptron, TinyResNet, assert_bit_equal, tiny_experiment
 from test_parity import IMAGES, losses_and_params
 
 from jaxdl.exchange import TopK
-from jaxdl.models import ResNet
 from jaxdl.optim import LARS
 from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.parallel.sharding import ShardingConfig
@@ -28,7 +27,8 @@ MESHES = {
 def test_the_exchange_and_its_state_are_the_same():
     """What is exchanged is split over fsdp either way; only what happens after it differs."""
     exchange = TopK(density=0.1, min_elements=64)
-    experiment = IMAGES.replaced({"exchange": exchange, "mesh": MESHES["replica 2 x fsdp 4"]})
+    model = TinyPerceptron(units=64)
+    experiment = IMAGES.replaced({"model": model, "exchange": exchange, "mesh": MESHES["replica 2 x fsdp 4"]})
     whole = experiment.replaced({"sharding": ShardingConfig(param_sharding="replicated")})
     reference, params = losses_and_params(whole)
     losses, others = losses_and_params(experiment.replaced({"sharding": SPLIT}))
@@ -58,7 +58,7 @@ def test_a_device_keeps_its_part_of_the_optimizer_state_and_all_parameters():
 @pytest.mark.slow
 def test_two_all_reduces_at_most_serve_the_norms_of_all_layers():
     mesh = MESHES["replica 2 x fsdp 2 x tensor 2"]
-    experiment = tiny_experiment(mesh=mesh, sharding=SPLIT, model=ResNet(depth=8, width=8))
+    experiment = tiny_experiment(mesh=mesh, sharding=SPLIT, model=TinyResNet(depth=8, width=8))
     text = compile_train_step(make_plan(experiment, jax.devices()[:8])).as_text()
     reduced = [line for line in text.splitlines() if re.search(r" all-reduce(-start)?\(", line)]
     norms = [line for line in reduced if "layer_norms" in line]

@@ -30,7 +30,7 @@ from jaxdl.exchange import (
     state_specs,
 )
 from jaxdl.exchange.auto import MIN_SPEEDUP, Recommendation, recommend
-from jaxdl.exchange.cost import Gradients, Machine, inner_step_sec, predict
+from jaxdl.exchange.cost import ALWAYS_MEASURED, Figures, Gradients, Machine, inner_step_sec, predict
 from jaxdl.exchange.probe import probe
 from jaxdl.parallel.cluster import start_devices
 from jaxdl.parallel.collectives.select import METHODS, Method
@@ -187,13 +187,15 @@ def make_trial(num_elements: int, mesh: Mesh) -> Trial:
 
 
 def probe_for(command: ExchangeBench, trial: Trial) -> Machine:
-    """The machine, measured with arrays like those of the trial."""
+    """What these exchanges need to know of the machine, measured with arrays like those of the trial."""
+    needed = Figures(collectives=ALWAYS_MEASURED) | Figures.of(exchanges(command))
     return probe(
         trial.mesh,
         num_elements=min(trial.gradients.num_elements, int(Dense().bucket_elements)),
         density=command.density[0],
-        methods=command.methods,
-        bits=(8, 4, 2, 1),
+        methods=needed.methods,
+        bits=needed.bits,
+        collectives=needed.collectives,
         num_repeats=command.num_repeats,
     )
 

@@ -254,12 +254,20 @@ class Programs:
         self._make = compile
         self._futures: dict[str, Future[StepFunctions]] = {}
         self._initializers: dict[str, Callable[[int], TrainState]] = {}
+        self._steps: dict[str, jax.stages.Compiled] = {}
 
     def initial_state(self, plan: Plan) -> TrainState:
         """`make_initial_state` of a plan; equal plans share its program."""
         key = program_key(plan, plan.timeline.segments[0])
         make = self._initializers.setdefault(key, plan.parts.state_spec.initializer())
         return make_initial_state(plan, make)
+
+    def train_step(self, plan: Plan) -> jax.stages.Compiled:
+        """`compile_train_step` of a plan; equal plans share it."""
+        key = program_key(plan, plan.timeline.segments[0])
+        if key not in self._steps:
+            self._steps[key] = compile_train_step(plan)
+        return self._steps[key]
 
     def ready(self, plan: Plan, segment: Segment) -> bool:
         """Whether the steps of a segment are compiled already, or are known not to compile."""

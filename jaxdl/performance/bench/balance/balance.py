@@ -76,6 +76,7 @@ from jaxdl.performance.bench.balance.options import FAILED, BalanceBench
 from jaxdl.performance.bench.cluster.cluster_variants import EXCHANGES, VARIANTS
 from jaxdl.performance.bench.shared import bench, import_exchanges, parse_bench, write_json
 from jaxdl.report import replace_file
+from jaxdl.training.run.compile import programs, shared_programs
 from jaxdl.training.run.plan.exchange import exchanged_gradients
 from jaxdl.training.run.result import exit_codes
 
@@ -90,7 +91,7 @@ def main(args: list[str]) -> None:
     least = {"devices": 2, "devices_per_replica": 1, "num_rounds": 1, "most_examples": 1}
     command = parse_bench(BalanceBench, args, __name__, **least)
     _check(command)
-    with end_together(), exit_codes():
+    with end_together(), exit_codes(), shared_programs(programs()):
         import_exchanges(command.imports)
         exchanges = exchanges_of(command.exchanges)
         launched = launched_cpu_devices()

@@ -27,7 +27,8 @@ from jaxdl.exchange import PER_REPLICA, ExchangeConfig, by_name
 from jaxdl.parallel.mesh import Axis
 from jaxdl.performance.bench.balance.balance_run import Clock, batch_of, first_devices, first_steps
 from jaxdl.performance.bench.balance.balance_work import Work, make_work_plan
-from jaxdl.training.run.plan.build import Plan, make_initial_state
+from jaxdl.training.run.compile import programs
+from jaxdl.training.run.plan.build import Plan
 from jaxdl.training.step import local_gradients, update_state
 
 _REPLICA = Axis.REPLICA.value
@@ -141,7 +142,7 @@ def spread_of(alone: Plan, num_devices: int) -> float:
         of_sizes, of_means = (sum(jnp.sum(average(x) ** 2) for x in every) for average in (_mean_size, _mean))
         return jnp.sqrt(of_sizes / of_means)
 
-    return float(jax.jit(spread)(make_initial_state(alone), batch_of(alone, 0)))
+    return float(jax.jit(spread)(programs().initial_state(alone), batch_of(alone, 0)))
 
 
 def _mean(x: jax.Array) -> jax.Array:
@@ -176,7 +177,7 @@ def emulate(
     """
     num_replicas = plan.experiment.mesh.replica
     step = jax.jit(lambda *args: _emulated_step(plan, alone, config, *args))
-    state, shapes = make_initial_state(alone), alone.parts.network.param_shapes
+    state, shapes = programs().initial_state(alone), alone.parts.network.param_shapes
     fresh = plan.parts.exchange.init(shapes)
     exchange_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_replicas, *jnp.shape(x))), fresh)
     losses, far, change = [], [], []

@@ -24,8 +24,8 @@ from jaxdl.parallel.cluster.agree import from_each_process
 from jaxdl.parallel.compiler.collectives import usual_collectives
 from jaxdl.parallel.mesh import Axis, batch_sharding
 from jaxdl.training.evaluation import max_in_flight
-from jaxdl.training.run.compile import compile_train_step
-from jaxdl.training.run.plan.build import Plan, make_initial_state
+from jaxdl.training.run.compile import programs
+from jaxdl.training.run.plan.build import Plan
 from jaxdl.training.step import Batch
 
 _MOST_ITERATIONS = 2**24
@@ -152,8 +152,8 @@ def step_side(plan: Plan) -> Side:
     mesh = plan.parts.layout.mesh
     if not is_here(mesh):
         return Side(lambda _: None, hosts_of(mesh))
-    step: Any = compile_train_step(plan)
-    state, batch = make_initial_state(plan), batch_of(plan, 0)
+    step: Any = programs().train_step(plan)
+    state, batch = programs().initial_state(plan), batch_of(plan, 0)
     if plan.parts.agreement.keeps_replicas:
         check_silent(step.as_text() or "", mesh.shape)
 
@@ -176,14 +176,14 @@ def check_silent(text: str, axes: Mapping[str, int]) -> None:
 
 def first_steps(plan: Plan, num_steps: int) -> tuple[list[float], list[np.ndarray]]:
     """(the loss of each of some steps, each on a batch of its own; how the first one changes each parameter)."""
-    step: Any = compile_train_step(plan)
+    step: Any = programs().train_step(plan)
     mesh = plan.parts.layout.mesh
     whole = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def params() -> list[np.ndarray]:
         return [np.array(leave.addressable_data(0)) for leave in jax.tree.leaves(whole(state.params))]
 
-    state, losses = make_initial_state(plan), []
+    state, losses = programs().initial_state(plan), []
     before, change = params(), []
     wait_for_all()
     for number in range(num_steps):
