@@ -223,8 +223,8 @@ class Network:
 class _Keys(nnx.RngStream):
     """The keys of `nnx.RngStream`, whose count is replaced instead of written to.
 
-    Flax asks an array that is written to, `count[...] += 1`, for its sharding. A traced array has none, and JAX searches
-    all that was traced before for the words of that error: more than half of the time of building a ResNet-50.
+    Flax asks an array that is written to, `count[...] += 1`, for its sharding. A traced array has none, and JAX
+    searches all that was traced before for the words of that error: half of the time of building a ResNet-50.
     """
 
     def __call__(self) -> jax.Array:
