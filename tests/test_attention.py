@@ -129,10 +129,10 @@ def test_dropout_takes_weights_away_and_keeps_their_mean():
             query, key, value, **options, dropout_key=jax.random.split(jax.random.key(seed), len(query))
         )
 
-    found = np.asarray(jax.vmap(sums)(np.arange(500)))
+    found = np.asarray(jax.vmap(sums)(np.arange(200)))
     alone = found[:, 2]  # Each sees itself alone.
     np.testing.assert_allclose(np.unique(alone), [0, 4 / 3], rtol=1e-5)
-    assert found.mean() == pytest.approx(1, abs=0.01)
+    assert found.mean() == pytest.approx(1, abs=0.015)
 
 
 @pytest.mark.parametrize("first", [1, 3, 5])
@@ -153,7 +153,6 @@ def test_the_kernel_gets_documents_that_both_sides_have(first):
     [
         (True, 4, 2, "documents, window"),
         pytest.param(True, 4, 1, "window", marks=pytest.mark.slow),
-        pytest.param(True, 3, 3, "lengths", marks=pytest.mark.slow),
         pytest.param(False, 3, 1, "documents of others", marks=pytest.mark.slow),
     ],
 )

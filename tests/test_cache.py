@@ -28,10 +28,7 @@ MESH = MeshConfig(replica=2, fsdp=2, tensor=2)
 CASES = [
     ("grouped heads", MESH),
     pytest.param("as GPT-2, unrolled", None, marks=pytest.mark.slow),
-    pytest.param("window, prompts longer than it", None, marks=pytest.mark.slow),
     pytest.param("window, longer than some", None, marks=pytest.mark.slow),
-    pytest.param("grouped heads", None, marks=pytest.mark.slow),
-    pytest.param("as GPT-2, unrolled", MESH, marks=pytest.mark.slow),
     pytest.param("window, prompts longer than it", MESH, marks=pytest.mark.slow),
 ]
 

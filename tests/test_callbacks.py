@@ -71,7 +71,6 @@ class Mistake(Exception):
 @pytest.mark.parametrize(
     ("hook", "step"),
     [
-        pytest.param("on_step", 3, marks=pytest.mark.slow),
         pytest.param("on_evaluation", 3, marks=pytest.mark.slow),
         ("on_checkpoint", 2),
     ],

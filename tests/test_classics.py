@@ -130,6 +130,7 @@ def test_logistic_regression_of_two_classes_is_that_of_sklearn(mesh, cancer):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mesh", [8], indirect=True)
 def test_logistic_regression_of_ten_classes_is_that_of_sklearn(mesh, digits):
     x, y = digits[0][:500] / 16, digits[1][:500]
     expected = LogisticRegression(C=1.0, tol=1e-10, max_iter=10_000).fit(x, y)
@@ -148,11 +149,12 @@ def noisy():
 
 
 @pytest.mark.parametrize(
-    ("offset", "dtype"),
+    ("mesh", "offset", "dtype"),
     [
-        (1e6, np.float32),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in [(1e4, np.float64), (1e5, np.float32), (1e6, float)]),
+        (8, 1e6, np.float32),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in [(1, 1e4, np.float64), (1, 1e5, np.float32)]),
     ],
+    indirect=["mesh"],
 )
 def test_an_offset_of_the_features_takes_no_digits(mesh, noisy, offset, dtype):
     """What scikit-learn finds in float64, for the numbers as they are given."""
@@ -181,6 +183,7 @@ def test_an_offset_of_the_features_takes_no_digits(mesh, noisy, offset, dtype):
     np.testing.assert_array_equal(found.predict(given), groups.labels_)
 
 
+@pytest.mark.parametrize("mesh", [8], indirect=True)
 def test_offsets_of_some_features_of_several_classes(mesh, digits):
     x, y = digits[0][:300, :20], digits[1][:300] % 3
     size = np.where(np.arange(20) % 3, 1.0, 1e-3)

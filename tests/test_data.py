@@ -1,5 +1,8 @@
 """The data sets that need no preparation: digits, text, synthetic. (TFDS: test_tfds.py.)"""
 
+import json
+import os
+
 import numpy as np
 import pytest
 
@@ -13,7 +16,7 @@ CONFIGS = [
     Digits(),
     SyntheticImages(height=5, width=7, num_train=40, num_test=12),
     SyntheticText(length=9, num_train=40, num_test=12),
-    TextFiles(length=16, max_bytes=20_000),
+    TextFiles(paths=(os.path.dirname(json.__file__),), length=16, max_bytes=20_000),
 ]
 
 

@@ -34,7 +34,7 @@ def kept_by_hand(odds, top_k, top_p):
     return {one for one in left if sum(odds[other] for other in left if odds[other] > odds[one]) < top_p * mass}
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(3, 0.613), (5, 0.907), (12, 0.503), (39, 0.807), (40, 0.807)])
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 0.613), (12, 0.503), (40, 0.807)])
 def test_top_p_of_top_k_with_tokens_that_are_equally_likely(top_k, top_p):
     counts = np.random.default_rng(4).integers(1, 9, (16, 40)).astype(np.float64)
     found = mask_logits(jnp.log(counts), top_k=top_k, top_p=top_p)

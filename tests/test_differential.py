@@ -16,7 +16,6 @@ from test_embedding import NUM_IDS, TABLES, mesh_of, whole
 from jaxdl.core.files import step_folder
 from jaxdl.parallel.embedding import (
     ColumnWise,
-    DataParallel,
     EmbeddingConfig,
     Replicated,
     RowWise,
@@ -139,7 +138,7 @@ def test_it_restores_what_a_whole_one_would(workdir, scheme, sizes, step):
 
 @pytest.mark.parametrize(
     "scheme",
-    [Replicated(), *(pytest.param(x, marks=pytest.mark.slow) for x in (TableRowWise(), DataParallel()))],
+    [Replicated(), pytest.param(TableRowWise(), marks=pytest.mark.slow)],
     ids=lambda scheme: scheme.kind,
 )
 def test_copies_are_written_once(tmp_path, scheme):

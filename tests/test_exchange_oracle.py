@@ -24,10 +24,8 @@ EVERYWHERE = (
 )
 ONCE = {
     "dense float16": ("replica 4 x fsdp 2", "float32"),
-    "topk exact, all to all": ("replica 8", "float32"),
     "topk threshold": ("replica 4 x fsdp 2, whole", "bfloat16"),
     "topk block, all to all": ("replica 4 x fsdp 2", "bfloat16"),
-    "quantized 4": ("replica 4 x fsdp 2", "float32"),
     "quantized 2": ("replica 4 x fsdp 2, whole", "bfloat16"),
     "demo plain": ("replica 4 x fsdp 2, whole", "float32"),
 }

@@ -9,7 +9,7 @@ from jaxdl.core.config import ConfigError
 from jaxdl.core.options import parse
 from jaxdl.core.patterns import matches
 from jaxdl.exchange import by_name
-from jaxdl.optim import LARS, SGD, AdamW, Optax
+from jaxdl.optim import LARS, SGD, Optax
 from jaxdl.training.run.plan.build import make_initial_state, make_plan
 from jaxdl.training.step import StepConfig
 
@@ -82,7 +82,6 @@ def test_the_trained_ones_move_as_if_the_others_were_constants(frozen):
     "make",
     [
         SGD,
-        pytest.param(AdamW, marks=pytest.mark.slow),
         pytest.param(lambda **fields: Optax("adamw", **fields), marks=pytest.mark.slow),
     ],
 )

@@ -39,7 +39,7 @@ def text(tmp_path_factory):
         (folder / f"{number}.txt").write_text("".join(f"{number} fish, {word} fish\n" for word in ("red", "blue") * 20))
     experiment = tiny_experiment(
         data=TextFiles(paths=(str(folder),), glob="*.txt", length=LENGTH, test_fraction=0.25),
-        model=Transformer(num_layers=2, embed_dim=32, num_heads=2, mlp_dim=64),
+        model=Transformer(num_layers=1, embed_dim=32, num_heads=2, mlp_dim=64),
         task=LanguageModelling(),
         optimizer=AdamW(learning_rate=0.02),
         batch_size=8,

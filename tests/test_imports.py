@@ -17,30 +17,31 @@ HEAVY = {
 }  # fmt: skip
 
 
-def early_imports(tree):
+def early_imports(node):
     """(line, module) of the imports that run when the module itself is imported."""
-    late = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        or (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING")
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in late:
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            yield from ((node.lineno, one) for one in names)
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+        yield from ((node.lineno, one) for one in names)
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        return
+    if not isinstance(node, ast.FunctionDef | ast.expr):
+        for inner in ast.iter_child_nodes(node):
+            yield from early_imports(inner)
 
 
-@pytest.mark.slow
 def test_heavy_packages_are_imported_when_they_are_used():
+    named = re.compile(rf"\b({'|'.join([*HEAVY, 'pyplot'])})\b")
+    texts = {path: path.read_text() for path in sorted((ROOT / "jaxdl").rglob("*.py"))}
     found = [
         f"{path}:{line} imports {module} at the top: import it in the function that needs it"
-        for path in sorted((ROOT / "jaxdl").rglob("*.py"))
-        for line, module in early_imports(ast.parse(path.read_text()))
+        for path, text in texts.items()
+        if named.search(text)
+        for line, module in early_imports(ast.parse(text))
         if module.split(".")[0] in HEAVY or module.startswith("matplotlib.pyplot")
     ]
     assert not found, "\n".join(found)
+    early = ast.parse("try:\n import PIL\nfinally:\n pass\ndef f():\n import cv2\nclass A:\n import wandb\n")
+    assert [module for _, module in early_imports(early)] == ["PIL", "wandb"]
 
 
 def in_a_fresh_process(code):

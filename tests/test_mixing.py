@@ -23,7 +23,7 @@ def batch():
 
 
 def mixed(**fields):
-    return Classification(**fields).augmented(batch(), jax.random.key(0))
+    return jax.jit(Classification(**fields).augmented)(batch(), jax.random.key(0))
 
 
 def shown_shares(found):
@@ -41,9 +41,7 @@ def test_labels_have_the_shares_of_the_pixels(fields):
     assert np.array_equal(found["share"][::2], found["share"][1::2]), "both of a pair alike"
 
 
-@pytest.mark.parametrize(
-    "alpha", [pytest.param(0.4, marks=pytest.mark.slow), 1.0, pytest.param(8.0, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("alpha", [pytest.param(0.4, marks=pytest.mark.slow), 1.0])
 def test_shares_of_mixup_are_beta_distributed(alpha):
     many = {"image": jnp.zeros((20_000, 1, 1, 1), jnp.uint8), "label": jnp.zeros(20_000, jnp.int32)}
     shares = np.asarray(Classification(mixup=alpha).augmented(many, jax.random.key(0))["share"])[::2]
@@ -82,22 +80,20 @@ def test_with_both_each_pair_gets_one():
 def test_the_loss_is_the_mean_over_both_labels():
     task = Classification(mixup=0.5, label_smoothing=0.1)
     found = task.augmented(batch(), jax.random.key(1))
-    logits = jax.random.normal(jax.random.key(2), (BATCH, 10))
-    plain = {"label": found["label"]}
-    one = task.sums(logits, plain, train=True)["loss"]
-    two = task.sums(logits, {"label": found["other"]}, train=True)["loss"]
-    share = np.asarray(found["share"], np.float64)
-    each = [
-        np.array([float(task.sums(logits[row : row + 1], {"label": labels[row : row + 1]}, train=True)["loss"])
-                  for row in range(20)])
+    logits = np.random.default_rng(2).normal(size=(BATCH, 10)).astype(np.float32)
+    sums = jax.jit(task.sums, static_argnames="train")
+    shifted = logits.astype(np.float64)
+    log_probability = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    one, two = (
+        -((0.9 * np.eye(10)[np.asarray(labels)] + 0.01) * log_probability).sum(axis=1)
         for labels in (found["label"], found["other"])
-    ]  # fmt: skip
-    wanted = share[:20] * each[0] + (1 - share[:20]) * each[1]
-    first = {name: value[:20] for name, value in found.items()}
-    assert float(task.sums(logits[:20], first, train=True)["loss"]) == pytest.approx(wanted.sum(), rel=1e-5)
-    assert not np.isclose(float(one), float(two))
-    evaluated = task.sums(logits, found, train=False)["loss"]
-    assert float(evaluated) == pytest.approx(float(task.sums(logits, plain, train=False)["loss"])), "in training only"
+    )
+    share = np.asarray(found["share"], np.float64)
+    wanted = share * one + (1 - share) * two
+    assert float(sums(logits, found, train=True)["loss"]) == pytest.approx(wanted.sum(), rel=1e-5)
+    assert not np.isclose(one.sum(), two.sum())
+    evaluated = [float(sums(logits, batch, train=False)["loss"]) for batch in (found, {"label": found["label"]})]
+    assert evaluated[0] == pytest.approx(evaluated[1]), "in training only"
 
 
 def test_an_odd_batch_is_refused():

@@ -95,19 +95,13 @@ def test_bytes_over_replica_are_those_of_the_shards():
     assert sum(math.prod(shape) for shape in reduced) == sum(sharded) + math.ceil(sum(whole) / 4) + small
 
 
-@pytest.mark.parametrize(
-    ("fsdp", "tensor", "changes"),
-    [
-        pytest.param(2, 2, {}, marks=pytest.mark.slow),
-        pytest.param(4, 1, {"model.tied_embeddings": False, "step.microbatches": 2}, marks=pytest.mark.slow),
-    ],
-)
-def test_no_activation_of_all_data_shards_travels(fsdp, tensor, changes):
+@pytest.mark.slow
+def test_no_activation_of_all_data_shards_travels():
     """Nothing as large as [batch, length, embed] of a replica: not for the gradient of the embedding either."""
     model = Transformer(num_layers=1, embed_dim=32, num_heads=4, mlp_dim=64)
     data = SyntheticText(vocab_size=96, length=40, num_train=64, num_test=8)
-    mesh = MeshConfig(replica=2, fsdp=fsdp, tensor=tensor)
-    experiment = TEXT.replaced({"model": model, "data": data, "batch_size": 64, "mesh": mesh}).replaced(changes)
+    changes = {"mesh": MeshConfig(replica=2, fsdp=2, tensor=2), "step.microbatches": 2}
+    experiment = TEXT.replaced({"model": model, "data": data, "batch_size": 64} | changes)
     _, step = lowered(experiment)
     activation = 64 // 2 // experiment.step.microbatches * 40 * 32
     collectives = r"= (.*?) (?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("

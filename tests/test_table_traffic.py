@@ -57,7 +57,7 @@ def test_bytes_along_every_axis_are_those_of_the_compiled_program(kind):
     )
 
 
-@pytest.mark.parametrize("kind", sorted(kinds(Scheme)))
+@pytest.mark.parametrize("kind", ["column_wise", "data_parallel", "row_wise"])
 def test_costs_with_values_and_lengths_are_those_of_the_compiled_program(kind):
     features = {name: Feature(name, 9, count, *((1.5, 0.5) if count == 4 else ())) for name, count in NUM_IDS.items()}
     here = dataclasses.replace(work(), jagged=features)
@@ -166,23 +166,22 @@ def test_a_plan_is_a_config():
 @pytest.mark.slow
 def test_messages_of_eight_bits_have_the_right_mean_and_size():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 16)) * [[1], [1e-3], [1e4], [0], [1]], jnp.float32)
-    sent = jax.vmap(lambda words: encode_vectors(x, words, jnp.int32(3)))(
-        jax.random.bits(jax.random.key(0), (4000, 2), jnp.uint32)
-    )
-    assert sent.shape == (4000, 5, 20)
+    words = np.random.default_rng(1).integers(0, 2**32, (1000, 2), dtype=np.uint32)
+    sent = jax.jit(jax.vmap(lambda words: encode_vectors(x, words, jnp.int32(3))))(words)
+    assert sent.shape == (1000, 5, 20)
     assert sent.dtype == jnp.uint8
     scale = np.abs(x).max(axis=1, keepdims=True) / 127
-    found = np.asarray(jax.vmap(decode_vectors)(sent), np.float64)
+    found = np.asarray(jax.jit(jax.vmap(decode_vectors))(sent), np.float64)
     np.testing.assert_array_less(np.abs(found - x), np.broadcast_to(scale * 1.0001 + 1e-30, found.shape))
-    # The error of a mean of 4,000 draws, each within one level.
-    assert (np.abs(found.mean(axis=0) - x) <= 5 * scale * 0.5 / math.sqrt(4000) + 1e-30).all()
-    nearest = decode_vectors(encode_vectors(x, None, jnp.int32(0)))
+    # The error of a mean of 1,000 draws, each within one level.
+    assert (np.abs(found.mean(axis=0) - x) <= 5 * scale * 0.5 / math.sqrt(1000) + 1e-30).all()
+    nearest = jax.jit(lambda x: decode_vectors(encode_vectors(x, None, jnp.int32(0))))(x)
     np.testing.assert_array_less(np.abs(nearest - x), np.broadcast_to(scale * 0.5001 + 1e-30, nearest.shape))
 
 
 def test_a_vector_that_is_not_finite_stays_so():
     x = jnp.asarray([[1.0, np.nan], [np.inf, 2.0], [3.0, 4.0]], jnp.float32)
-    found = np.asarray(decode_vectors(encode_vectors(x, None, jnp.int32(0))))
+    found = np.asarray(jax.jit(lambda x: decode_vectors(encode_vectors(x, None, jnp.int32(0))))(x))
     assert np.isnan(found[:2]).all()
     np.testing.assert_allclose(found[2], [3, 4], rtol=0.02)
 

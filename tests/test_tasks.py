@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import math
 
 import jax
@@ -99,11 +100,12 @@ def test_what_the_training_loss_has_that_of_the_evaluation_lacks():
 def test_ties_go_to_the_lower_class():
     """A constant output is right for label 0, and among the first five for labels 0 to 4: chance, not 100 %."""
     batch = {"label": jnp.arange(8, dtype=jnp.int32)}
-    sums = Classification().sums(jnp.zeros((8, 8)), batch, train=False)
+    task = jax.jit(functools.partial(Classification().sums, train=False))
+    sums = task(jnp.zeros((8, 8)), batch)
     assert (sums["correct"], sums["correct_top5"]) == (1, 5)
     tied = jnp.array([[1.0, 2, 2, 2, 2, 2, 0, 3]])  # Order of classes: 7, 1, 2, 3, 4, 5, 0, 6.
     for label, in_top5 in [(7, 1), (4, 1), (5, 0), (0, 0), (6, 0)]:
-        sums = Classification().sums(tied, {"label": jnp.array([label], jnp.int32)}, train=False)
+        sums = task(tied, {"label": jnp.array([label], jnp.int32)})
         assert sums["correct_top5"] == in_top5, label
         assert sums["correct"] == (label == 7)
 
@@ -125,11 +127,9 @@ def test_sums_of_parts_are_the_sum_of_the_whole():
     batch = image_batch()
     logits = np.random.default_rng(1).normal(size=(6, 8)).astype(np.float32)
     task = Classification()
-    whole = task.sums(logits, batch, train=False)
-    parts = [
-        task.sums(logits[rows], {name: x[rows] for name, x in batch.items()}, train=False)
-        for rows in (slice(0, 1), slice(1, 6))
-    ]
+    sums = jax.jit(functools.partial(task.sums, train=False))
+    whole = sums(logits, batch)
+    parts = [sums(logits[rows], {name: x[rows] for name, x in batch.items()}) for rows in (slice(0, 1), slice(1, 6))]
     for name in whole:
         assert whole[name] == pytest.approx(float(parts[0][name] + parts[1][name]), rel=1e-6)
 

@@ -1,4 +1,4 @@
-"""What the exchanges put on the wire, counted in the StableHLO at full size; nothing of it runs."""
+"""What the exchanges put on the wire, counted in the StableHLO of large gradients; nothing of it runs."""
 
 import json
 
@@ -8,18 +8,20 @@ from benchmarks import traffic
 from jaxdl.exchange import DeMo, PowerSGD, Quantized, TopK
 from jaxdl.performance.bench.shared import run_module
 
+NUM_ELEMENTS = 6 * 1_024_000
+
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     path = tmp_path_factory.mktemp("traffic") / "rows.json"
-    traffic.main(["--json", str(path)])
+    traffic.main(["--json", str(path), "--num-elements", str(NUM_ELEMENTS)])
     return {row["exchange"]: row for row in json.loads(path.read_text())}
 
 
 @pytest.mark.slow
 def test_dense_is_a_ring_of_shards(rows):
-    """25.6 M parameters on fsdp 2: 12.8 M float32 a device, each sent 2 (8-1)/8 times."""
-    assert rows["dense float32"]["bytes_sent"] == {"replica": 2 * 7 / 8 * 12_800_000 * 4, "fsdp": 0}
+    """Half of the parameters, float32, on each of the two devices of fsdp, each sent 2 (8-1)/8 times."""
+    assert rows["dense float32"]["bytes_sent"] == {"replica": 2 * 7 / 8 * NUM_ELEMENTS / 2 * 4, "fsdp": 0}
     assert rows["dense bfloat16"]["of_float32"] == 0.5
 
 
