@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
-from runs import assert_bit_equal, tiny_experiment
+from runs import TinyPerceptron, assert_bit_equal, tiny_experiment
 
 import jaxdl
 from jaxdl.data import SyntheticText, TrainLoader
@@ -27,7 +27,7 @@ from jaxdl.training.run.plan.build import make_exchange_state, make_initial_stat
 from jaxdl.training.run.plan.exchange import exchanged_gradients
 from jaxdl.training.state import OUTER
 from jaxdl.training.step import make_train_step
-from jaxdl.training.tasks import LanguageModelling
+from jaxdl.training.tasks import Classification, LanguageModelling
 
 TEXT = Experiment(
     data=SyntheticText(vocab_size=32, length=16, num_train=256, num_test=32),
@@ -40,29 +40,46 @@ TEXT = Experiment(
     mesh=MeshConfig(replica=4, fsdp=2, tensor=1),
 )
 
+IMAGES = tiny_experiment(
+    model=TinyPerceptron(),
+    task=Classification(),
+    optimizer=SGD(learning_rate=0.1, momentum=0.9),
+    schedule=Constant(),
+    step={},
+    mesh=MeshConfig(replica=4, fsdp=2, tensor=1),
+)
+"""Its network has few parameters: for what happens to all alike."""
 
-def trained(experiment, num_steps=None, seen=None):
-    """(the plan, the state after the steps, the metrics of each step); into `seen` come the states by step."""
-    plan = make_plan(experiment, jax.devices())
-    rounds = plan.parts.agreement.keeps_replicas
-    steps = compile_rounds(plan) if rounds else EachStep(compile_train_step(plan), plan.parts)
-    state = make_initial_state(plan)
-    found, step, num_steps = [], 0, num_steps or experiment.steps
-    with TrainLoader(
+
+def plan_on_devices(experiment):
+    mesh = experiment.mesh
+    return make_plan(experiment, jax.devices()[: mesh.replica * mesh.fsdp * mesh.tensor])
+
+
+def batches_of(plan, num_steps):
+    return TrainLoader(
         plan.splits.train,
-        batch_size=experiment.batch_size,
-        seed=experiment.seed,
+        batch_size=plan.experiment.batch_size,
+        seed=plan.experiment.seed,
         sharding=batch_sharding(plan.parts.layout.mesh),
         start=0,
         num_steps=num_steps,
-    ) as loader:
+    )
+
+
+def trained(experiment, num_steps):
+    """(the plan, the state after the steps, the metrics of each step)."""
+    plan = plan_on_devices(experiment)
+    rounds = plan.parts.agreement.keeps_replicas
+    steps = compile_rounds(plan) if rounds else EachStep(compile_train_step(plan), plan.parts)
+    state = make_initial_state(plan)
+    found, step = [], 0
+    with batches_of(plan, num_steps) as loader:
         while step < num_steps:
             batches = [next(loader) for _ in range(steps.num_batches(step))]
             state, metrics = steps(state, batches, step)
             step += len(batches)
             found += jax.device_get(metrics)
-            if seen is not None:
-                seen[step] = jax.device_get(state)
     return plan, steps.settle(state)[0], found
 
 
@@ -76,13 +93,7 @@ def test_a_merge_after_every_step_is_the_dense_exchange_and_so_are_the_steps_bef
 
     Before the start step the run is that of every step, with the optimizer's state and the moving average.
     """
-    plain = TEXT.replaced(
-        {
-            "mesh": MeshConfig(replica=2, fsdp=2, tensor=2),
-            "optimizer": SGD(learning_rate=0.1, momentum=0.9),
-            "step.ema_decay": 0.9,
-        }
-    )
+    plain = IMAGES.replaced({"mesh": MeshConfig(replica=2, fsdp=2, tensor=2), "step.ema_decay": 0.9})
     _, state, metrics = trained(plain, 8)
     assert losses(metrics)[-1] < 0.97 * losses(metrics)[0]
     _, merging, merging_metrics = trained(plain.replaced({"agreement": Periodic(every_steps=1)}), 8)
@@ -177,7 +188,7 @@ def test_nesterov_moves_the_anchor():
         )
         return state.replace(agreement_state=state.agreement_state | {OUTER: full})
 
-    before, after, metrics = merged(TEXT.replaced({"agreement": Periodic(every_steps=8, outer=outer)}), change=later)
+    before, after, metrics = merged(IMAGES.replaced({"agreement": Periodic(every_steps=8, outer=outer)}), change=later)
     squares = 0
     for name, (anchor, new, own, momentum) in enumerate(
         zip(
@@ -198,7 +209,7 @@ def test_nesterov_moves_the_anchor():
 
 
 def test_elastic_averaging():
-    before, after, _ = merged(TEXT.replaced({"agreement": Elastic(every_steps=8, beta=0.8)}))
+    before, after, _ = merged(IMAGES.replaced({"agreement": Elastic(every_steps=8, beta=0.8)}))
     everything = (jax.tree.leaves(before.params), own_params(before), jax.tree.leaves(after.params), own_params(after))
     for center, own, new_center, new_own in zip(*everything, strict=True):
         np.testing.assert_allclose(new_own, own - 0.2 * (own - center), atol=1e-6)
@@ -207,7 +218,7 @@ def test_elastic_averaging():
 
 def predicted_bytes(experiment):
     """What a device sends in each merge of a round, by the cost model."""
-    plan = make_plan(experiment, jax.devices())
+    plan = plan_on_devices(experiment)
     mesh = plan.parts.layout.mesh
     free = Machine(dict.fromkeys(mesh.shape, Link(0, np.inf)))
     gradients = exchanged_gradients(experiment, plan.splits.train.spec, mesh)
@@ -216,7 +227,7 @@ def predicted_bytes(experiment):
 
 @pytest.mark.parametrize("graph", [pytest.param("ring", marks=pytest.mark.slow), "exponential"])
 def test_gossip_is_the_product_with_a_doubly_stochastic_matrix(graph):
-    experiment = TEXT.replaced({"agreement": Gossip(graph=graph, every_steps=8)})
+    experiment = IMAGES.replaced({"agreement": Gossip(graph=graph, every_steps=8)})
     before, after, metrics = merged(experiment)
     assert metrics["exchange/bytes_sent/replica"] == predicted_bytes(experiment)[0]
     hops = {"ring": (0, 1, 3), "exponential": (0, 1, 2)}[graph]
@@ -227,7 +238,7 @@ def test_gossip_is_the_product_with_a_doubly_stochastic_matrix(graph):
 
 @pytest.mark.slow
 def test_one_peer_gossip_reaches_the_mean_in_log2_n_merges():
-    experiment = TEXT.replaced({"agreement": Gossip(every_steps=8)})
+    experiment = IMAGES.replaced({"agreement": Gossip(every_steps=8)})
     plan = make_plan(experiment, jax.devices())
     state = apart(plan)
     before = own_params(state)
@@ -245,14 +256,15 @@ def with_bad_replica(state):
     def spoiled(x):
         return jax.device_put(np.where(np.arange(4).reshape(-1, *[1] * (x.ndim - 1)) == 2, np.nan, x), x.sharding)
 
-    params = replicas.params | {"embedding": jax.tree.map(spoiled, replicas.params["embedding"])}
+    name = next(iter(replicas.params))
+    params = replicas.params | {name: jax.tree.map(spoiled, replicas.params[name])}
     own = dataclasses.replace(replicas, params=params)
     return state.with_own(own)
 
 
 @pytest.mark.parametrize("agreement", [Periodic(every_steps=8), Gossip(graph="ring", every_steps=8)])
 def test_a_bad_replica_is_left_out_of_a_merge_and_is_mended_by_it(agreement):
-    before, after, metrics = merged(TEXT.replaced({"agreement": agreement}), change=with_bad_replica)
+    before, after, metrics = merged(IMAGES.replaced({"agreement": agreement}), change=with_bad_replica)
     for own, new in zip(own_params(before), own_params(after), strict=True):
         if agreement.has_anchor:
             np.testing.assert_allclose(new, np.broadcast_to(own[[0, 1, 3]].mean(axis=0), own.shape), atol=1e-6)
@@ -266,7 +278,7 @@ def test_a_bad_replica_is_left_out_of_a_merge_and_is_mended_by_it(agreement):
 RESUMED = {
     "streaming, top-k, momentum": (
         Periodic(every_steps=6, fragments=2, overlap_steps=2, mixing=0.5, outer=Outer(momentum=0.5)),
-        TopK(density=0.1),
+        TopK(density=0.1, min_elements=64),
     ),
     "gossip": (Gossip(every_steps=2), Dense()),
 }
@@ -278,7 +290,7 @@ RESUMED = {
 def test_a_run_stopped_within_a_round_ends_bit_equal(name, tmp_path):
     agreement, exchange = RESUMED[name]
     mesh = MeshConfig(replica=4, fsdp=1, tensor=1)
-    experiment = tiny_experiment(mesh=mesh, steps=12, agreement=agreement, exchange=exchange)
+    experiment = tiny_experiment(model=TinyPerceptron(), mesh=mesh, steps=12, agreement=agreement, exchange=exchange)
     if not agreement.has_anchor:
         experiment = experiment.replaced({"step.ema_decay": None})
     four = jax.devices()[:4]
@@ -292,7 +304,8 @@ def test_a_run_stopped_within_a_round_ends_bit_equal(name, tmp_path):
 @pytest.mark.slow
 def test_on_other_meshes_the_anchor_and_the_mean_change_are_kept(tmp_path):
     """4 replicas, then 2, then 3: the anchor stays, and so does what the next merge hands to the outer optimizer."""
-    experiment = TEXT.replaced({"agreement": Periodic(every_steps=8, outer=Outer(momentum=0.5)), "batch_size": 24})
+    agreement = Periodic(every_steps=8, outer=Outer(momentum=0.5))
+    experiment = IMAGES.replaced({"agreement": agreement, "optimizer.momentum": 0.0, "batch_size": 24})
     plans = [
         make_plan(experiment.replaced({"mesh.replica": number}), jax.devices()[: 2 * number]) for number in (4, 2, 3)
     ]
@@ -337,6 +350,16 @@ def test_fragments_that_merge_together_at_the_end_equal_one_merge_of_all():
     np.testing.assert_allclose(other[2]["agreement/distance"], one[2]["agreement/distance"], rtol=1e-5)
 
 
+def states_without_merges(plan, num_steps):
+    """The states of a plan after local steps, by step."""
+    step, state, found = make_local_step(plan.parts), make_initial_state(plan), {}
+    with batches_of(plan, num_steps) as loader:
+        for number, batch in enumerate(loader, start=1):
+            state, _ = step(state, batch)
+            found[number] = jax.device_get(state)
+    return found
+
+
 @pytest.mark.slow
 def test_streamed_merges_equal_a_plain_run_of_their_parts():
     """Fragments merge in turn; beside local steps they arrive late, mixed with what the replica has done since."""
@@ -344,12 +367,12 @@ def test_streamed_merges_equal_a_plain_run_of_their_parts():
     assert [agreement.steps_beside(step, 20) for step in range(9)] == [
         None, None, (0, 2), None, (1, 2), None, (0, 2), None, (1, 2)
     ]  # fmt: skip
-    plan, late, metrics = trained(TEXT.replaced({"agreement": agreement}), 4)
-    first, second = predicted_bytes(TEXT.replaced({"agreement": agreement}))
+    streamed = TEXT.replaced({"mesh": MeshConfig(replica=2, fsdp=1), "agreement": agreement})
+    plan, late, metrics = trained(streamed, 4)
+    first, second = predicted_bytes(streamed)
     assert metrics[3]["exchange/bytes_sent/replica"] == first
     assert first == pytest.approx(second, rel=0.15)
-    plainly = {}
-    trained(TEXT.replaced({"agreement": Periodic(every_steps=16)}), 4, plainly)
+    plainly = states_without_merges(plan, 4)
     keys = plan.parts.fragments.keys(0)
     names = {piece.name for piece in plan.parts.fragments.pieces[0]}
     assert keys

@@ -65,8 +65,6 @@ def wrong(right, wrap):
     return Wrong
 
 
-SumOfAll = wrong(Dense, lambda one: Scaled(one, 2.0))
-"""The sum over the replicas in place of the mean."""
 ScaledTopK = wrong(TopK, lambda one: Scaled(one, 2.0))
 """What is sent is doubled, and the residual does not know."""
 DeafTopK = wrong(TopK, lambda one: OnDevices(one, Scaled(one, 1.01)))
@@ -79,28 +77,23 @@ MissingTopK = wrong(TopK, lambda one: OnDevices(one, Weighted(one, 0.0)))
 """On devices alone: what one replica sends is lost."""
 
 
-def checked(exchanges, replicas=2, inner=1, precision="float32"):
-    clock = Clock(make_mesh(MeshConfig(replica=replicas, fsdp=inner), jax.devices()[: replicas * inner]))
-    sizes = {"replicas": replicas, "inner": inner, "precision": precision}
+def checked(exchanges, precision="float32"):
+    clock = Clock(make_mesh(MeshConfig(replica=8, fsdp=1), jax.devices()))
+    sizes = {"replicas": 8, "inner": 1, "precision": precision}
     return check_all(block("tiny"), exchanges, **sizes, clock=clock)
 
 
 @pytest.mark.slow
-@pytest.mark.long("each exchange, right and wrong, is another program")
-def test_the_check_finds_wrong_exchanges_and_passes_right_ones():
-    right = {"dense": Dense(), "topk": TopK(min_elements=64)}
+def test_the_check_finds_wrong_exchanges():
+    """Each by its own comparison alone: in the others its top-k is right."""
     bad = {
-        "sum": SumOfAll(),
         "scaled": ScaledTopK(min_elements=64),
         "deaf": DeafTopK(min_elements=64),
         "lossy": LossyQuantized(error_feedback=False),
     }
-    found = checked(right | bad)
-    assert {one.name for one in found if one.name in right and not one.fine} == set()
+    found = checked(bad)
     failed = {(one.name, one.reference) for one in found if not one.fine}
     assert failed == {
-        ("sum", "one device"),
-        ("sum", "first change of one device"),
         ("scaled", "means and residuals"),
         ("deaf", "emulated on one device"),
         ("deaf", "first change, emulated"),
@@ -109,18 +102,10 @@ def test_the_check_finds_wrong_exchanges_and_passes_right_ones():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("precision", "right", "bad"),
-    [
-        ("float32", {"f16": Dense(wire_dtype="float16")},
-         {"missing": Missing(wire_dtype="bfloat16")}),
-        ("bfloat16", {"bf16": Dense(wire_dtype="bfloat16"), "topk": TopK(min_elements=64)},
-         {"missing": Missing(), "lost": MissingTopK(min_elements=64)}),
-    ],
-    ids=["computed in float32", "in bfloat16"],
-)  # fmt: skip
-def test_one_replica_of_eight_that_is_missing_is_found_in_every_dtype(precision, right, bad):
-    found = checked(right | bad, replicas=8, precision=precision)
+def test_one_replica_of_eight_that_is_missing_is_found_in_bfloat16():
+    right = {"bf16": Dense(wire_dtype="bfloat16"), "topk": TopK(min_elements=64)}
+    bad = {"missing": Missing(), "lost": MissingTopK(min_elements=64)}
+    found = checked(right | bad, precision="bfloat16")
     assert {one.name for one in found if not one.fine} == set(bad)
     losses = [one for one in found if one.name == "missing" and one.reference == "one device"]
     assert losses[0].fine, "the losses of a few steps would not tell"

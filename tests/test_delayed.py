@@ -25,7 +25,7 @@ from jaxdl.training.run.plan.build import make_initial_state, make_plan
 from jaxdl.training.tasks import Classification
 
 PLACE = "replica 4 x fsdp 2"
-CASES = ["dense", "topk block", pytest.param("quantized 8", marks=pytest.mark.slow)]
+CASES = ["dense", "topk block"]
 EXPERIMENT = tiny_experiment(
     model=TinyPerceptron(),
     task=Classification(),

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from runs import assert_bit_equal, rows, tiny_experiment
+from runs import TinyPerceptron, assert_bit_equal, rows, tiny_experiment
 
 import jaxdl
 from jaxdl.core.files import step_dir
@@ -286,9 +286,19 @@ def train_losses(workdir):
 
 @pytest.mark.slow
 def test_a_resumed_run_ends_bit_equal_and_goes_on_through_one_replica(tmp_path, capsys):
-    """The story of a cluster that shrinks and grows: the run resumes on 2, on 1, and on 4 replicas."""
+    """The story of a cluster that shrinks and grows: the run resumes on 2, on 1, and on 2 replicas again."""
     exchange = TOPK.replaced({"density_warmup_steps": 0})  # Each density of the warm-up is a program.
-    experiment = EXPERIMENT.replaced({"exchange": exchange, "checkpoint": {"every_steps": 2, "keep": 8}})
+    experiment = tiny_experiment(
+        model=TinyPerceptron(),
+        optimizer=SGD(learning_rate=1e-2, momentum=0.0),
+        schedule=Constant(),
+        step={},
+        batch_size=24,
+        steps=6,
+        evaluation={"every_steps": 6},
+        exchange=exchange,
+        checkpoint={"every_steps": 2, "keep": 8},
+    )
     whole = train(tmp_path / "whole", experiment, (2, 1, 1))
     assert all(np.any(x) for x in jax.tree.leaves(host(whole.state.exchange_state["replica"])))
     losses = train_losses(tmp_path / "whole")
@@ -296,19 +306,19 @@ def test_a_resumed_run_ends_bit_equal_and_goes_on_through_one_replica(tmp_path, 
     for name in ("resumed", "moved"):
         shutil.copytree(tmp_path / "whole", tmp_path / name)
 
-    said = {}
-    for name, step, replicas in (("resumed", 4, 2), ("moved", 2, 1), ("moved", 4, 4)):
+    said = []
+    for name, step, replicas in (("resumed", 4, 2), ("moved", 2, 1), ("moved", 4, 2)):
         for later in range(step + 2, 7, 2):
             shutil.rmtree(step_dir(tmp_path / name, later))
         capsys.readouterr()
         found = train(tmp_path / name, experiment, (replicas, 1, 1))
-        said[replicas] = capsys.readouterr().out
-        assert f"resumed from the checkpoint at step {step}" in said[replicas]
+        said.append(capsys.readouterr().out)
+        assert f"resumed from the checkpoint at step {step}" in said[-1]
         if name == "resumed":
             assert_bit_equal(host(found.state), host(whole.state))
             assert train_losses(tmp_path / name) == losses
     assert "residual of 2 replicas is split over 1" in said[1]
     assert "exchange topk: this mesh has one replica, so nothing is exchanged" in said[1]
-    assert "of 1 replica is split over 4" in said[4]
+    assert "of 1 replica is split over 2" in said[2]
     assert int(found.state.exchange_state["common"]["num_updates"]) == 6
     np.testing.assert_allclose(train_losses(tmp_path / "moved"), losses, rtol=0.05)

@@ -138,7 +138,6 @@ def reference(family):
     ("family", "mesh", "changes"),
     [
         ("resnet", "replica 2 x fsdp 2 x tensor 2", {}),
-        pytest.param("resnet", "replica 8", {}, marks=pytest.mark.slow),
         pytest.param("resnet", "replica 2 x fsdp 2 x tensor 2", {"sharding": SPLIT}, marks=pytest.mark.slow),
         ("qwen3, packed", "fsdp 8", {}),
         pytest.param("qwen3, packed", "tensor 4 x fsdp 2", {"task.chunk_tokens": 8}, marks=pytest.mark.slow),

@@ -201,17 +201,17 @@ def test_a_run_goes_back_into_an_earlier_phase(whole, folder, tmp_path, monkeypa
     poison_batches((7, 8), monkeypatch.setattr, lambda start, _: step_at[start])
     settings = {"report": REPORT, "guard": {"rollback_after": 2}, "checkpoint": {"every_steps": 4}}
     with shared_programs():  # The poisonous labels are part of the steps.
-        run = jaxdl.train(experiment(folder, **settings), tmp_path, quiet=True, devices=jax.devices()[:4])
+        run = jaxdl.train(experiment(folder, **settings), tmp_path, quiet=True, devices=jax.devices()[:4], max_steps=10)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     events = [row["event"] for row in rows if "event" in row]
     assert [text.partition(":")[0] for text in events if "rolled back" in text] == [
         "rolled back from step 8 to the checkpoint of step 4"
     ]
-    assert (int(run.state.step), int(run.state.guard["bad_steps"])) == (15, 2)
+    assert (int(run.state.step), int(run.state.guard["bad_steps"])) == (10, 2)
     losses = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
     before = dict(enumerate(column(whole, "train/loss"), 1))
     assert [losses[step] for step in range(1, 7)] == [before[step] for step in range(1, 7)]
-    assert all(np.isfinite(losses[step]) for step in range(9, 16))
+    assert all(np.isfinite(losses[step]) for step in (9, 10))
 
 
 def test_a_run_does_not_go_on_with_other_data(whole, folder, tmp_path):

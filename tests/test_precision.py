@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from runs import TinyResNet
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data import SyntheticImages, SyntheticText, TrainLoader
@@ -135,7 +136,8 @@ def test_tensorfloat32_is_for_gpus():
 @pytest.mark.slow
 def test_float16_overflows_on_purpose_skips_and_recovers():
     precision = Float16(initial_scale=2.0**40, max_scale=2.0**40, factor=2.0**8)
-    plan = make_plan(IMAGES.replaced({"precision": precision, "schedule.warmup_steps": 4}))
+    changes = {"precision": precision, "schedule.warmup_steps": 4, "model": TinyResNet(depth=8, width=32)}
+    plan = make_plan(IMAGES.replaced(changes))
     step, state = make_train_step(plan.parts), make_initial_state(plan)
     num_steps, losses, skipped = 20, [], []
     before = jax.device_get(state)
@@ -169,7 +171,7 @@ def test_float16_overflows_on_purpose_skips_and_recovers():
     assert 1 <= sum(skipped) <= 4
     assert skipped == sorted(skipped, reverse=True), "after the overflows every step is a good one"
     assert all(np.isfinite(losses)), "the loss itself is not scaled"
-    assert np.mean(losses[-3:]) < 0.7 * losses[0]
+    assert np.mean(losses[-3:]) < 0.8 * losses[0]
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves((before.params, before.ema_params)))
 
 
@@ -180,6 +182,7 @@ def test_float16_follows_float32():
     for precision in (Float32(), Float16()):
         # Not Adam, whose first step has the size of the learning rate however large the gradient.
         changes = {"precision": precision, "mesh": MeshConfig(), "optimizer": IMAGES.optimizer}
+        changes |= {"model.scan_layers": False}
         plan = make_plan(TEXT.replaced(changes), jax.devices()[:1])
         state = make_initial_state(plan)
         start = jax.device_get(state.params)
