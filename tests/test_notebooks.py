@@ -172,6 +172,7 @@ def test_language_model(tmp_path, monkeypatch):
         ('"2000000"', '"500000"'),
         ('"2000"', '"1000"'),
         ("num_layers=2", "num_layers=1"),
+        ("steps=300", "steps=200"),
         ("paths=(library,)", 'paths=tuple(f"{library}/{name}" for name in ("asyncio", "json", "unittest"))'),
         ('"steps": 80', '"steps": 30'),
     ]
