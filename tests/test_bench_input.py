@@ -22,7 +22,7 @@ def images(tmp_path_factory):
 
 @pytest.mark.slow
 def test_it_measures_what_is_there_and_names_what_is_not(images, tmp_path, capsys):
-    sides = ["tf.data", "jaxdl", "jaxdl, filling the cache", "jaxdl from disk", "jaxdl from memory"]
+    sides = ["tf.data", "jaxdl", "jaxdl, filling the cache", "jaxdl from memory"]
     options = ["--images", str(images), "--num-images", "32", "--num-rounds", "1", "--size", "32", "--workers", "1"]
     main(["input", *options, "--json", str(tmp_path / "input.json"), "--sides", *sides])
     results = json.loads((tmp_path / "input.json").read_text())["results"]

@@ -7,16 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
+from runs import wait_for
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data import Codec, Documents
 from jaxdl.data.__main__ import main
+from jaxdl.data.text import shards as shards_of_texts
+from jaxdl.data.text import tokenizing
 from jaxdl.data.text.documents import EVERY_FILE, Reading, document_texts, find_documents, format_of, read_documents
-from jaxdl.data.text.shards import ShardPlan, TokenStore
+from jaxdl.data.text.shards import ShardPlan, TokenStore, write_shard
 from jaxdl.data.text.tokenizing import load_tokens
 
 TEXTS = ["one", "", "zwei — 𝄞", "three\twith tab", "a longer document, " * 9, "é"]
@@ -190,7 +192,7 @@ def test_much_text_is_not_tokenized_unasked(tmp_path):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """20 MB in three pieces, of words that a small tokenizer knows."""
+    """Sixty lines of words that a small tokenizer knows, 36 kB."""
     import tokenizers
 
     folder = tmp_path_factory.mktemp("corpus")
@@ -254,60 +256,65 @@ from jaxdl.data import Documents
 def config():
     from jaxdl.models import Transformer
     from jaxdl.training.tasks import LanguageModelling
-    data = Documents(paths=({path!r},), document="line", tokenizer={tokenizer!r})
+    data = Documents(paths=({path!r},), document="line", tokenizer={tokenizer!r}, shards={shards!r})
     return Experiment(data=data, model=Transformer(), task=LanguageModelling(), epochs=1)
 """
 
 
-@pytest.mark.slow
-def test_the_command_resumes_and_leaves_finished_shards(corpus, tmp_path, capsys):
-    folder, texts = corpus
-    for number in range(3):  # Each file of 9 MB is a shard.
-        (tmp_path / f"{number}.txt").write_text("\n".join(texts * (9_000_000 // sum(map(len, texts)))))
-    (tmp_path / "config.py").write_text(CONFIG.format(path=str(tmp_path), tokenizer=str(folder / "words.json")))
-    args = ["prepare", "--config", str(tmp_path / "config.py"), "--data.glob", "*.txt"]
-    main([*args, "--data.shards", str(tmp_path / "shards")])
-    (shards,) = (tmp_path / "shards").iterdir()
-    before = {path.name: path.read_bytes() for path in shards.iterdir()}
-    assert "documents" in capsys.readouterr().out
-    for name in ("manifest.json", "00001.json"):
-        (shards / name).unlink()
-    (shards / "00001.tokens").write_bytes(b"half")
-    (shards / (".00001.npy." + "0" * 32)).write_bytes(b"half")
-    untouched = (shards / "00002.tokens").stat().st_mtime_ns
-    main([*args, "--data.shards", str(tmp_path / "shards")])
-    assert {path.name: path.read_bytes() for path in shards.iterdir()} == before
-    assert (shards / "00002.tokens").stat().st_mtime_ns == untouched
-    main([*args, "--data.shards", str(tmp_path / "shards")])
-    assert "were prepared already" in capsys.readouterr().out
+IN_SMALL_PIECES = """
+import os, signal, sys
+from jaxdl.data.__main__ import main
+from jaxdl.data.text import shards
+
+shards._PIECE_BYTES = 10_000
+encode, shards_left = shards._encode, [int(sys.argv.pop(1))]
+
+def encode_or_die(plan, texts):
+    if not shards_left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    shards_left[0] -= 1
+    return encode(plan, texts)
+
+shards._encode = encode_or_die
+main()
+"""
 
 
 @pytest.mark.slow
-def test_killed_and_started_again_twice_at_once_it_writes_the_same_shards(corpus, tmp_path):
-    folder, texts = corpus
-    for number in range(3):
-        (tmp_path / f"{number}.txt").write_text("\n".join(texts * (9_000_000 // sum(map(len, texts)))))
-    (tmp_path / "config.py").write_text(CONFIG.format(path=str(tmp_path), tokenizer=str(folder / "words.json")))
+def test_killed_and_started_again_twice_at_once_it_writes_the_same_shards(corpus, tmp_path, monkeypatch):
+    """Of four shards it is killed in the second one, whose file is left half-written."""
+    folder, _ = corpus
+    monkeypatch.setattr(shards_of_texts, "_PIECE_BYTES", 10_000)
 
     def prepare(name):
-        args = ["--config", str(tmp_path / "config.py"), "--data.glob", "*.txt", "--data.shards", str(tmp_path / name)]
-        return ["prepare", *args]
+        text = CONFIG.format(path=str(folder / "in"), tokenizer=str(folder / "words.json"), shards=str(tmp_path / name))
+        (tmp_path / f"{name}.py").write_text(text)
+        return ["prepare", "--config", str(tmp_path / f"{name}.py")]
 
-    def start(name):
-        return subprocess.Popen([sys.executable, "-m", "jaxdl.data", *prepare(name)], stdout=subprocess.DEVNULL)
+    def start(num_shards):
+        command = [sys.executable, "-c", IN_SMALL_PIECES, num_shards, *prepare("killed")]
+        with (tmp_path / "said").open("w") as said:
+            return subprocess.Popen(command, stdout=said, stderr=said)
 
-    killed = start("killed")
-    while not list((tmp_path / "killed").glob("*/*.json")):
-        assert killed.poll() is None
-        time.sleep(0.02)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    done = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").glob("*/*.json")}
-    assert not list((tmp_path / "killed").glob("*/manifest.json"))
-    for again in [start("killed"), start("killed")]:
-        assert again.wait() == 0
+    assert start("1").wait() == -signal.SIGKILL, (tmp_path / "said").read_text()
+    (right,) = (tmp_path / "killed").iterdir()
+    done = {path: path.stat().st_mtime_ns for path in right.glob("00000.*")}
+    assert len(done) == 3
+    assert len(list(right.glob(".00001.tokens.*"))) == 1
+    assert not (right / "manifest.json").exists()
+
+    def write_when_the_other_waits(*args):
+        if not others:
+            others.append(start("-1"))
+            wait_for(others[0], lambda: "waiting for another process" in (tmp_path / "said").read_text())
+        return write_shard(*args)
+
+    others = []
+    monkeypatch.setattr(tokenizing, "write_shard", write_when_the_other_waits)
+    main(prepare("killed"))
+    assert others[0].wait() == 0, (tmp_path / "said").read_text()
     main(prepare("whole"))
-    (left,), (right,) = (list((tmp_path / name).iterdir()) for name in ("whole", "killed"))
+    (left,) = (tmp_path / "whole").iterdir()
     assert left.name == right.name
     assert {path.name: path.read_bytes() for path in left.iterdir()} == {
         path.name: path.read_bytes() for path in right.iterdir()

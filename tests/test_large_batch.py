@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from mistakes import refusal
-from runs import ROOT, tiny_experiment
+from runs import ROOT, TinyPerceptron, tiny_experiment
 
 import jaxdl
 from benchmarks.studies import large_batch
@@ -30,7 +30,7 @@ def test_variants_differ_in_the_optimizer_and_share_the_rest():
 
 @pytest.mark.slow
 def test_a_run_that_finished_or_diverged_is_not_made_again(tmp_path, monkeypatch):
-    one = {"mesh": MeshConfig(), "steps": 4}
+    one = {"mesh": MeshConfig(), "steps": 4, "model": TinyPerceptron()}
     fine = tiny_experiment().replaced(one)
     wild = fine.replaced({"optimizer.learning_rate": 1e30, "guard.rollback_after": 1, "guard.max_rollbacks": 0})
     train, count = jaxdl.train, []
@@ -68,7 +68,7 @@ from jaxdl.core.kinds import kinds
 from jaxdl.optim import Schedule, Steps
 from jaxdl.platform.search.config import Lengths
 
-base = jaxdl.load("digits", {"steps": 13, "epochs": None})
+base = jaxdl.load("digits", {"data": "synthetic_images", "data.num_train": 960, "steps": 13, "epochs": None})
 lengths = Lengths(base, [])
 schedules = [kind(milestones_epochs=(0.2, 0.4)) if kind is Steps else kind() for kind in kinds(Schedule).values()]
 assert Steps(milestones_epochs=(0.2, 0.4)) in schedules

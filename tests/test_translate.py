@@ -40,7 +40,7 @@ def test_a_translation_does_not_depend_on_its_batch_or_the_mesh(workdir):
     found = predictor.translate(texts, beams=2, batch_size=2, done=counts.append)
     assert sum(counts) == len(texts)
     assert found[1] == ""
-    assert found[0] == predictor.translate(["w1 w2 w3"], beams=2, batch_size=2)[0]
+    assert found[0] == predictor.translate(["w1 w2 w3", "w4 w2"], beams=2, batch_size=2)[0]
     split = restore(workdir, mesh=MeshConfig(replica=2, fsdp=2, tensor=2))
     assert split.translate(texts, beams=2, batch_size=2) == found
 

@@ -88,9 +88,7 @@ def all_measurements() -> list[Measurement]:
         decoder("gpt2-124m", 16, 2048, ("12", "768", "12", "12", "3072"), 5, *GPT2),
         Measurement("rows-10", ("benchmarks.embedding.rows",), 2, ROWS_TOY, against=True),
         decoder("gpt2-124m-no-loop", 16, 2048, ("12", "768", "12", "12", "3072"), 5, *GPT2, "--model.no-scan-layers"),
-        Measurement(
-            "train", ("jaxdl.train", "--config", "configs/digits.py", "--workdir", "{out}"), 4, ("--max-steps", "3")
-        ),
+        Measurement("train", ("jaxdl.train", "--config", "configs/digits.py", "--workdir", "{out}"), 4, TRAIN_TOY),
         Measurement("lars", (*resnet_args("imagenet_resnet50_lars_4k", 224, "bfloat16"),), 3, RESNET_TOY),
         resnet50(128, "bfloat16", 4),
         resnet50(96, "bfloat16", 4),
@@ -106,6 +104,8 @@ def all_measurements() -> list[Measurement]:
 ROWS_TOY = ("--rows", "200", "--columns", "8", "--batch-size", "16", "--num-steps", "1", "--num-repeats", "2")
 RESNET_TOY = ("--image-size", "32", "--batch-size", "4", "--model.depth", "18", "--model.width", "8",
               "--num-steps", "1", "--num-repeats", "2")  # fmt: skip
+TRAIN_TOY = ("--max-steps", "3", "--model.width", "8", "--mesh.cpu-devices", "1", "--mesh.replica", "1",
+             "--report.no-curves")  # fmt: skip
 GPT2 = ("--model.norm", "layer", "--model.mlp", "gelu", "--model.biases", "all", "--model.positions", "learned",
         "--model.max-length", "2048")  # fmt: skip
 DECODER_TOY = ("--batch-size", "2", "--data.length", "16", "--data.vocab-size", "64", "--data.num-train", "16",
