@@ -8,15 +8,21 @@ import numpy as np
 import pytest
 from agreeing_train import STOPPED_AT
 from runs import finish, rows, tiny_experiment, write_config
-from test_processes import EXPERIMENT as TEXT
 from test_processes import start_pair
 
 import jaxdl
+from jaxdl.data import SyntheticText
 from jaxdl.exchange.agreement import Outer, Periodic
+from jaxdl.models import Transformer
+from jaxdl.optim import AdamW
+from jaxdl.training.tasks import LanguageModelling
 
 ROUND, LAST = 4, 12
 EXPERIMENT = tiny_experiment(
-    **{name: getattr(TEXT, name) for name in ("data", "model", "task", "optimizer")},
+    data=SyntheticText(vocab_size=32, length=16, num_train=96, num_test=20),
+    model=Transformer(num_layers=1, embed_dim=32, num_heads=2, mlp_dim=64, scan_layers=False),
+    task=LanguageModelling(),
+    optimizer=AdamW(learning_rate=0.01, epsilon=1e-4),
     steps=20,
     mesh={"replica": 2, "fsdp": 1, "tensor": 1, "cpu_devices": 1},
     agreement=Periodic(every_steps=ROUND, outer=Outer(learning_rate=0.7, momentum=0.5)),

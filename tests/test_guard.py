@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from faulty_train import GRADIENT, LOSS, make_labels_poisonous, poison_batches, poisoned
 from orbax.checkpoint.utils import checkpoint_steps
-from runs import assert_bit_equal, measured, rows, saved_state, tiny_experiment
+from runs import TinyPerceptron, assert_bit_equal, measured, rows, saved_state, tiny_experiment
 
 import jaxdl
 from jaxdl.core.config import ConfigError
@@ -81,7 +81,7 @@ def test_a_bad_step_changes_nothing_but_counters():
 
 def test_an_overflow_at_the_lowest_loss_scale_is_bad():
     scale = Float16(initial_scale=2.0**40, min_scale=2.0**40, max_scale=2.0**40)
-    plan = make_plan(tiny_experiment(mesh=MeshConfig(), precision=scale), jax.devices()[:1])
+    plan = make_plan(tiny_experiment(model=TinyPerceptron(), mesh=MeshConfig(), precision=scale), jax.devices()[:1])
     batch = plan.splits.train.batch(np.arange(16))
     state, metrics = make_train_step(plan.parts)(make_initial_state(plan), batch)
     assert (metrics["bad_steps"], metrics["skipped_steps"]) == (1, 0)
@@ -104,6 +104,7 @@ def test_the_guard_costs_no_copy_of_the_state_and_keeps_the_donation():
 
 
 RUN = tiny_experiment(
+    model=TinyPerceptron(),
     mesh=MeshConfig(replica=2, fsdp=2),
     steps=16,
     exchange=TopK(density=0.05, min_elements=64),

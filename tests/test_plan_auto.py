@@ -8,7 +8,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from runs import tiny_experiment
+from runs import TinyPerceptron, tiny_experiment
 from test_planner import cluster, workload
 
 import jaxdl
@@ -145,7 +145,6 @@ def test_only_training_plans_and_only_what_it_knows():
 
 
 @pytest.mark.slow
-@pytest.mark.long("each layout that is timed is another program")
 def test_a_run_plans_once_for_its_devices(tmp_path, monkeypatch):
     planned, found = auto.plan, []
 
@@ -154,7 +153,7 @@ def test_a_run_plans_once_for_its_devices(tmp_path, monkeypatch):
         return found[-1]
 
     monkeypatch.setattr(auto, "plan", counted)
-    experiment = tiny_experiment(mesh=MESH, plan=GIVEN, model=tiny_experiment().model)
+    experiment = tiny_experiment(mesh=MESH, plan=GIVEN.replaced({"timed": 1}), model=TinyPerceptron())
     first = jaxdl.train(experiment, tmp_path / "a", quiet=True, devices=jax.devices()[:2], max_steps=4)
     assert first.plan.mesh_sizes == {"replica": 2, "fsdp": 1, "tensor": 1}
     kept = json.loads((tmp_path / "a" / PLAN_FILE).read_text())

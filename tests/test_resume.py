@@ -1,11 +1,12 @@
 """Runs that are stopped, killed or damaged, and resume: bit-equal to one that never stopped."""
 
 import functools
+import itertools
 import json
+import os
 import random
 import shutil
 import signal
-import time
 
 import jax
 import pytest
@@ -26,6 +27,7 @@ from runs import (
 
 import jaxdl
 from jaxdl.core.files import step_dir, step_folder
+from jaxdl.report.reporter import Reporter
 
 EXPERIMENT = tiny_experiment()
 
@@ -77,43 +79,44 @@ def test_sigterm_while_compiling_and_sigint_while_training(tmp_path, config, uni
     assert "saved" in output
     assert step_dir(tmp_path, 0).is_dir(), "stopped while compiling, the initial state is saved"
 
-    process = start(config, tmp_path)
-    wait_for(process, has_step(tmp_path, 5))
-    code, output = stop(process, signal.SIGINT)
-    if code != 0:  # The signal may come after the last step: then the run has finished.
-        assert code == 128 + signal.SIGINT, output
-        stopped_at = json.loads((tmp_path / "summary.json").read_text())
-        assert stopped_at["status"] == "interrupted"
-        assert stopped_at["steps"] >= 5
-    assert "resumed from the checkpoint at step 0" in output
+    with pytest.raises(jaxdl.Interrupted) as stopped:
+        train_here(EXPERIMENT, tmp_path, on_step=lambda info: info.step == 5 and os.kill(os.getpid(), signal.SIGINT))
+    assert stopped.value.code == 128 + signal.SIGINT
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("interrupted", 5)
+    events = [row["event"] for row in rows(tmp_path) if "event" in row]
+    assert "resumed from the checkpoint at step 0" in events
 
     train_here(EXPERIMENT, tmp_path, quiet=True)
     assert_same_run(tmp_path, uninterrupted)
 
 
 @pytest.mark.slow
-def test_sigterm_while_evaluating(tmp_path):
-    # Evaluation takes long here: many small batches.
-    experiment = tiny_experiment(
-        model=TinyPerceptron(),
-        data=EXPERIMENT.data.replaced({"num_test": 40_000}),
-        evaluation={"every_steps": 3, "batch_size": 4},
-        steps=3,
-    )
-    config = write_config(tmp_path, experiment)
-    process = start(config, tmp_path / "run")
-    wait_for(process, has_step(tmp_path / "run", 3))
-    time.sleep(0.5)
-    begin = time.monotonic()
-    code, output = stop(process, signal.SIGTERM)
-    assert code == 128 + signal.SIGTERM, output
-    assert time.monotonic() - begin < 20
-    assert not any("eval/accuracy" in row for row in rows(tmp_path / "run"))
-    assert step_dir(tmp_path / "run", 3).is_dir()
+def test_sigterm_while_evaluating(tmp_path, monkeypatch):
+    """At the third batch."""
+
+    def count_batches(reporter, poll, total):
+        number = itertools.count(1)
+
+        def counting():
+            if next(number) == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            poll()
+
+        return counting
+
+    evaluation = {"every_steps": 3, "batch_size": 4}
+    experiment = tiny_experiment(model=TinyPerceptron(), evaluation=evaluation, steps=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(Reporter, "count_batches", count_batches)
+        with pytest.raises(jaxdl.Interrupted) as stopped:
+            train_here(experiment, tmp_path, quiet=True)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert not any("eval/accuracy" in row for row in rows(tmp_path))
+    assert step_dir(tmp_path, 3).is_dir()
     # The restarted run has no step left, but catches up on the evaluation.
-    faster = {"evaluation.batch_size": 4000}
-    train_here(experiment.replaced(faster), tmp_path / "run", quiet=True, may_change=tuple(faster))
-    [row] = [row for row in rows(tmp_path / "run") if "eval/accuracy" in row]
+    train_here(experiment, tmp_path, quiet=True)
+    [row] = [row for row in rows(tmp_path) if "eval/accuracy" in row]
     assert row["step"] == 3
 
 

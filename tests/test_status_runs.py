@@ -7,7 +7,7 @@ import time
 
 import jax
 import pytest
-from runs import Started, finish, has_step, tiny_experiment, wait_for, write_config
+from runs import Started, TinyPerceptron, finish, has_step, tiny_experiment, wait_for, write_config
 
 import jaxdl
 from jaxdl.core.files import HALT_FILE
@@ -15,7 +15,7 @@ from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.report.status import Record, State, read_record, read_row, utc_now, write_record
 
 ONE = jax.devices()[:1]
-EXPERIMENT = tiny_experiment(mesh=MeshConfig(), steps=400, evaluation={}, checkpoint={})
+EXPERIMENT = tiny_experiment(model=TinyPerceptron(), mesh=MeshConfig(), steps=400, evaluation={}, checkpoint={})
 
 
 def train(workdir, experiment=EXPERIMENT, **options):
@@ -109,7 +109,6 @@ def test_a_refused_command_is_no_failed_run(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.long("two processes, killed, started again and halted")
 def test_two_processes_under_a_launcher(tmp_path):
     """One is killed: its launcher keeps the end of what each printed, and starts them again; then both are halted."""
     experiment = EXPERIMENT.replaced({"mesh": {"replica": 2}, "steps": 20_000, "checkpoint.every_steps": 5})

@@ -1,7 +1,6 @@
 """The cache's stores: what is written is read by every process, whatever is killed, damaged or full."""
 
 import errno
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -74,37 +73,60 @@ def test_the_budget_holds_for_all_writers_together(tmp_path):
     assert [same(fresh.get(number), record(number, 1000)) for number in range(90)] == kept
 
 
-WRITER = """
-import sys
+WRITERS = """
+import os, sys
 sys.path.insert(0, {tests!r})
 from test_store import open_store, record
-store = open_store(sys.argv[1])
-print("ready", flush=True)
-for number in range(int(sys.argv[2]), 1000, 2):
-    store.put(number, record(number))
+
+def write(folder, *numbers):
+    store = open_store(folder)
+    print(os.getpid(), flush=True)
+    for number in range(*map(int, numbers)):
+        store.put(number, record(number))
+    store.close()
+
+for line in sys.stdin:
+    if os.fork() == 0:
+        try:
+            write(*line.split())
+        except Exception as error:
+            print(repr(error), flush=True)
+            os._exit(1)
+        os._exit(0)
+print(*(os.waitstatus_to_exitcode(os.wait()[1]) for line in range({count})))
 """
+"""Each line of its input starts a process that writes; it prints their numbers, and at last how they have ended."""
+
+
+class Writers:
+    """Processes that write: forked by one that has no threads, because to import takes longer than to write."""
+
+    def __init__(self, count):
+        code = WRITERS.format(tests=str(Path(__file__).parent), count=count)
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        self._parent = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+        )
+
+    def start(self, *words):
+        """Starts one, which has opened the store when its number is returned."""
+        print(*words, file=self._parent.stdin, flush=True)
+        return int(self._parent.stdout.readline())
+
+    def end(self):
+        """The exit codes of all."""
+        return [int(code) for code in self._parent.communicate()[0].split()]
 
 
 @pytest.mark.slow
 def test_killed_at_any_moment_it_is_whole(tmp_path):
     """Two writers at a time, killed after 0 to 40 ms of writing; nothing that can be read is wrong."""
-    seen = 0
+    seen, writers = 0, Writers(10)
     for attempt in range(5):
-        writers = [
-            subprocess.Popen(
-                [sys.executable, "-c", WRITER.format(tests=str(Path(__file__).parent)), tmp_path, str(first)],
-                stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-            )
-            for first in (0, 1)
-        ]
-        for writer in writers:
-            assert writer.stdout is not None
-            assert writer.stdout.readline() == b"ready\n"
+        pids = [writers.start(tmp_path, first, 1000, 2) for first in (0, 1)]
         time.sleep(0.01 * attempt)
-        for writer in writers:
-            with writer:
-                writer.send_signal(signal.SIGKILL)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
         store = open_store(tmp_path, verify=bool(attempt % 2))
         found = [(one := store.get(number)) is None or same(one, record(number)) for number in range(1000)]
         assert all(found)
@@ -112,6 +134,7 @@ def test_killed_at_any_moment_it_is_whole(tmp_path):
         assert count >= seen, "what was there is not lost"
         seen = count
         store.close()
+    assert -signal.SIGKILL in writers.end()
     assert len(list(tmp_path.glob("segment-*"))) <= 3
     assert seen > 0
 
@@ -157,22 +180,12 @@ def test_a_full_disk_is_a_problem_and_no_error(tmp_path, monkeypatch):
     assert same(store.get(1), record(1)), "what it has is still read"
 
 
-def _write_range(folder, first, last):
-    store = open_store(folder)
-    for number in range(first, last):
-        store.put(number, record(number))
-    store.close()
-
-
 @pytest.mark.slow
 def test_many_processes_write_at_once(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_write_range, args=(tmp_path, 100 * n, 100 * n + 150)) for n in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
+    writers = Writers(4)
+    for number in range(4):
+        writers.start(tmp_path, 100 * number, 100 * number + 150, 1)
+    assert writers.end() == [0] * 4
     store = open_store(tmp_path)
     assert all(same(store.get(number), record(number)) for number in range(450))
 

@@ -18,17 +18,16 @@ from jaxdl.parallel.embedding import (
     EmbeddingConfig,
     RowWise,
     RowWiseAdaGrad,
-    TableWise,
 )
 
 pytestmark = pytest.mark.slow
 
-SCHEMES = (ColumnWise(), RowWise(), TableWise())
+SCHEMES = (ColumnWise(), RowWise())
 """All kinds: test_table_faults_processes.py, test_table_hosts.py."""
 EXPERIMENT = experiment(
     data=Clicks(
-        rows=(9000, 4000, 50),
-        num_ids=(4, 1, 2),
+        rows=(9000, 4000),
+        num_ids=(4, 1),
         jagged=True,
         train_examples=3000,
         test_examples=200,

@@ -7,7 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from runs import Started, assert_bit_equal, has_step, kill, rows, wait_for, write_config
+from runs import assert_bit_equal, rows
 from test_embedding import whole as rows_of_ids
 from test_table_cache import experiment
 
@@ -20,30 +20,27 @@ from jaxdl.training.checkpoint import Checkpoints
 from jaxdl.training.run.plan.build import make_plan
 
 SCHEMES = (("feature00", ColumnWise()), ("feature01", Replicated()), ("feature02", RowWise()))
-STEPS, SAVED_EVERY, HELD = 20, 4, 18
+STEPS, SAVED_EVERY = 20, 4
 EXPERIMENT = experiment(
     CacheConfig(fraction=0.1, min_rows=1000, window=3),
     steps=STEPS,
     embedding=EmbeddingConfig(schemes=SCHEMES, optimizer=RowWiseAdaGrad()),
     exchange=TopK(density=0.1, min_elements=16),
-    mesh={"replica": 2, "fsdp": 2, "cpu_devices": 4},
+    mesh={"replica": 2, "fsdp": 2},
     evaluation={"every_steps": STEPS, "batch_size": 40},
     checkpoint={"every_steps": SAVED_EVERY, "differential_tables": 2, "keep": 2},
     report={"every_steps": 1, "tensorboard": False, "curves": False},
 )
 """Every other checkpoint has only the rows that changed since the last whole one."""
-SLOW = f"""import sys, time, jaxdl
-from jaxdl.training.command import parse_command
-command = parse_command(sys.argv[1:])
-slower = lambda info: time.sleep(300 if info.step == {HELD} else 0.02)
-jaxdl.train(command.experiment, command.workdir, on_step=[slower])
-"""
-"""Trains, but never to the end, so that the signal meets it in the midst of its steps."""
+
+
+class Killed(BaseException):
+    """Ends a run where it is."""
 
 
 def saved(workdir):
     """(State, tables in the order of ids) of the newest checkpoint, which must be the last one, and intact."""
-    plan = make_plan(EXPERIMENT.replaced({"mesh.cpu_devices": None}), jax.devices()[:4])
+    plan = make_plan(EXPERIMENT, jax.devices()[:4])
     arguments = {"best_metric": "auc", "best_mode": "max", "read_only": True, "form": plan.caches}
     layout = plan.caches.store.layout
     with contextlib.closing(Checkpoints(workdir, EXPERIMENT.checkpoint, table_layout=layout, **arguments)) as found:
@@ -60,17 +57,23 @@ def losses(workdir):
 
 
 @pytest.mark.slow
-def test_sigkill_of_tables_with_a_cache_and_residuals(tmp_path):
+def test_killed_with_tables_a_cache_and_residuals(tmp_path):
+    """In this process; by SIGKILL: test_resume.py."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    alone = EXPERIMENT.replaced({"mesh.cpu_devices": None})
-    jaxdl.train(alone, workdir=whole, quiet=True, devices=jax.devices()[:4])
-    config = write_config(tmp_path, EXPERIMENT)
+    step = random.Random().randint(SAVED_EVERY + 1, STEPS - 1)
 
-    process = Started("-c", SLOW, "--config", str(config), "--workdir", str(killed))
-    step = random.Random().randint(SAVED_EVERY + 1, HELD - 1)
-    wait_for(process, lambda: step_dir(killed, SAVED_EVERY).is_dir() and has_step(killed, step)())
-    kill(process)
-    jaxdl.train(alone, workdir=killed, quiet=True, devices=jax.devices()[:4])
+    def kill(info):
+        if info.step == step:
+            raise Killed
+
+    def train(workdir, **options):
+        jaxdl.train(EXPERIMENT, workdir=workdir, quiet=True, devices=jax.devices()[:4], **options)
+
+    train(whole)
+    with pytest.raises(Killed):
+        train(killed, on_step=[kill])
+    assert not step_dir(killed, step).is_dir() or step % SAVED_EVERY == 0, "a run that is killed saves nothing more"
+    train(killed)
     [resumed] = re.findall(r"resumed from the checkpoint at step (\d+)", str(rows(killed)))
     assert 0 < int(resumed) < STEPS
     assert losses(killed) == losses(whole)

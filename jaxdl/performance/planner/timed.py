@@ -193,10 +193,7 @@ def time_rounds(
 
     Rounds end early, but not before the third, when all took longer than `most_sec`.
     """
-    # Without the tables of the host, of which no step sees more than its slots.
-    states: dict[Name, TrainState] = {
-        name: plan.parts.state_spec.make(plan.experiment.seed) for name, (plan, _) in programs.items()
-    }
+    states = _states({name: plan for name, (plan, _) in programs.items()})
     batches = {name: _batch(plan, program) for name, (plan, program) in programs.items()}
     times: dict[Name, list[float]] = {name: [] for name in programs}
     for number in range(num_rounds + 2):
@@ -213,6 +210,23 @@ def time_rounds(
 
 def _turns(names: Iterable[Name], number: int) -> list[Name]:
     return list(names)[:: -1 if number % 2 else 1]
+
+
+def _states(plans: Mapping[Name, Plan]) -> dict[Name, TrainState]:
+    """Fresh states, without the tables of the host, of which no step sees more than its slots.
+
+    Equal ones are made by one program: to compile it takes about as long as to compile a step.
+    """
+    makers: dict[Hashable, Callable[[int], TrainState]] = {}
+    states = {}
+    for name, plan in plans.items():
+        spec = plan.parts.state_spec
+        leaves, structure = jax.tree.flatten((spec.shapes, spec.shardings))
+        kind = (structure, *leaves)
+        if kind not in makers:
+            makers[kind] = spec.initializer()
+        states[name] = makers[kind](plan.experiment.seed)
+    return states
 
 
 def _batch(plan: Plan, program: jax.stages.Compiled) -> Batch:
