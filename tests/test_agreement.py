@@ -138,6 +138,7 @@ def make_exchange_buckets(plan):
     return plan.experiment.exchange.buckets(local, plan.parts.exchange.layout)[0]
 
 
+@pytest.mark.slow
 def test_a_merge_sends_the_bytes_of_the_exchange():
     """As many over replica as the step in which gradients are exchanged, counted in both; none in a local step."""
     each = TEXT.replaced({"exchange": TopK(density=0.01)})
@@ -178,6 +179,7 @@ def merged(experiment, number=0, change=lambda state: state):
     return before, jax.tree.map(np.asarray, after), jax.device_get(metrics)
 
 
+@pytest.mark.slow
 def test_nesterov_moves_the_anchor():
     outer = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
 
@@ -208,6 +210,7 @@ def test_nesterov_moves_the_anchor():
         assert (own == new[None]).all()
 
 
+@pytest.mark.slow
 def test_elastic_averaging():
     before, after, _ = merged(IMAGES.replaced({"agreement": Elastic(every_steps=8, beta=0.8)}))
     everything = (jax.tree.leaves(before.params), own_params(before), jax.tree.leaves(after.params), own_params(after))
@@ -225,7 +228,7 @@ def predicted_bytes(experiment):
     return [one.sent_bytes for one in experiment.agreement.merges(experiment.exchange, gradients, free)]
 
 
-@pytest.mark.parametrize("graph", [pytest.param("ring", marks=pytest.mark.slow), "exponential"])
+@pytest.mark.parametrize("graph", [pytest.param(name, marks=pytest.mark.slow) for name in ("ring", "exponential")])
 def test_gossip_is_the_product_with_a_doubly_stochastic_matrix(graph):
     experiment = IMAGES.replaced({"agreement": Gossip(graph=graph, every_steps=8)})
     before, after, metrics = merged(experiment)
@@ -284,9 +287,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "gossip" else pytest.mark.slow) for name in RESUMED]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in RESUMED])
 def test_a_run_stopped_within_a_round_ends_bit_equal(name, tmp_path):
     agreement, exchange = RESUMED[name]
     mesh = MeshConfig(replica=4, fsdp=1, tensor=1)

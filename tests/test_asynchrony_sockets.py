@@ -325,6 +325,7 @@ def test_a_silent_learner_is_noticed(tmp_path):
         vanish(frozen)
 
 
+@pytest.mark.slow
 def test_processes_that_are_killed(tmp_path):
     """SIGKILL to a learner and to the syncer, in processes of their own; both are started again."""
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -54,6 +54,7 @@ def titles(figure):
     return [axes.get_title(loc="left") for axes in figure.axes]
 
 
+@pytest.mark.slow
 def test_curves_show_what_there_is(tmp_path):
     figure = plot_history(make_columns(), tmp_path / "new" / "curves.png", title="digits")
     assert titles(figure) == ["Loss", "Accuracy", "Learning rate", "Throughput"]

@@ -157,6 +157,7 @@ def train(workdir, experiment, *sizes):
     return run.state
 
 
+@pytest.mark.slow
 def test_resumed_bit_equal(tmp_path):
     experiment = EXPERIMENT.replaced({"exchange": TopK(density=0.1, min_elements=64, delay_steps=1)})
     whole = train(tmp_path / "whole", experiment, 2, 2, 1)

@@ -88,7 +88,10 @@ def train(workdir, actions=None, experiment=EXPERIMENT):
 
 @pytest.mark.parametrize(
     "leave_bytes",
-    [pytest.param(0, id="full", marks=pytest.mark.slow), pytest.param(100_000, id="full while it is written")],
+    [
+        pytest.param(0, id="full", marks=pytest.mark.slow),
+        pytest.param(100_000, id="full while it is written", marks=pytest.mark.slow),
+    ],
 )
 def test_a_full_disk_for_a_while(small_disk, plain, leave_bytes):
     seen = {}

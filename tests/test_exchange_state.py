@@ -214,6 +214,7 @@ def test_clipping_on_one_replica_spares_the_residual():
     assert any(np.abs(moved[0.0][name] - x).max() > 0 for name, x in before.items())
 
 
+@pytest.mark.slow
 def test_an_older_checkpoint_of_one_replica(tmp_path):
     """It has no residual and no counters: they are those of a new run."""
     old = filled(plan_of(TOPK, 1, 1, 1))
@@ -231,6 +232,7 @@ def test_an_older_checkpoint_of_one_replica(tmp_path):
     assert_bit_equal(found, fresh)
 
 
+@pytest.mark.slow
 def test_other_shards_with_the_same_replicas(tmp_path):
     before, plan = plan_of(POWERSGD, 2, 4, 1), plan_of(POWERSGD, 2, 2, 2)
     state = filled(before)

@@ -37,6 +37,7 @@ def poisonous_labels(monkeypatch):
 # One step
 
 
+@pytest.mark.slow
 def test_a_bad_step_changes_nothing_but_counters():
     mesh, exchange = MeshConfig(replica=2, fsdp=2), TopK(density=0.05, min_elements=64)
     plan = make_plan(tiny_experiment(mesh=mesh, precision={"kind": "float16"}, exchange=exchange), FOUR)
@@ -79,6 +80,7 @@ def test_a_bad_step_changes_nothing_but_counters():
     assert after.loss_scale["skipped_steps"] == overflows == 1
 
 
+@pytest.mark.slow
 def test_an_overflow_at_the_lowest_loss_scale_is_bad():
     scale = Float16(initial_scale=2.0**40, min_scale=2.0**40, max_scale=2.0**40)
     plan = make_plan(tiny_experiment(model=TinyPerceptron(), mesh=MeshConfig(), precision=scale), jax.devices()[:1])
@@ -247,6 +249,7 @@ def test_killed_around_a_rollback(tmp_path, whole, monkeypatch, when):
     assert any("resumed" in text for _, text in events(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_signal_in_a_streak_of_bad_steps_saves_none_of_it(tmp_path, whole):
     def stop(info):
         if info.step == 8:
@@ -261,6 +264,7 @@ def test_a_signal_in_a_streak_of_bad_steps_saves_none_of_it(tmp_path, whole):
     assert_bit_equal(*(jax.tree.map(np.asarray, one.state) for one in (run, whole[1])))
 
 
+@pytest.mark.slow
 def test_going_back_is_tried_so_often_and_then_the_run_stops_with_a_report(tmp_path, bad_batches):
     bad_batches |= set(range(7, 17))
     with pytest.raises(Diverged, match=r"not finite at step \d+ .*2 rollbacks before; guard.max_rollbacks = 2") as end:

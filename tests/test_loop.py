@@ -58,7 +58,7 @@ def overflowing_gates(params):
 @pytest.mark.parametrize(
     ("param_sharding", "tied", "compared"),
     [
-        ("sharded", False, False),
+        pytest.param("sharded", False, False, marks=pytest.mark.slow),
         pytest.param("replicated", True, True, marks=pytest.mark.slow),
     ],
 )

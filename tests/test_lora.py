@@ -67,6 +67,7 @@ def tuned(base, tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 def test_only_adapters_are_trained(base, tuned):
     """Counts by hand: embed 16, 4 heads of 8, 2 of keys and values, mlp 24; rank 2, 2 layers."""
     plan, params = tuned.plan, tuned.state.params

@@ -145,6 +145,7 @@ def test_the_dtype_of_sums_does_not_change_the_forward_pass():
     assert equal_bits(*outputs)
 
 
+@pytest.mark.slow
 def test_bfloat16_trains_with_parameters_in_float32():
     plan = make_plan(TEXT.replaced({"precision": "bfloat16"}))
     step, state, losses = make_train_step(plan.parts), make_initial_state(plan), []

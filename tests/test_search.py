@@ -228,6 +228,7 @@ def test_a_metric_that_no_run_has_ends_the_search_and_can_be_corrected(config, t
         search(config, tmp_path / "b", *words, "--metric", "evaluation/acuracy")
 
 
+@pytest.mark.slow
 def test_a_population_copies_checkpoints_and_changes_rates(config, tmp_path, monkeypatch):
     """Also where it is killed while a copy is recorded and not made."""
     words = ["--vary", "optimizer.learning_rate=log:0.001:1", "--trials", "4", "--scheduler", "pbt"]
@@ -256,6 +257,7 @@ def os_kill():
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_a_copy_is_whole_or_not_there(tiny_run, tmp_path):
     source = tmp_path / "0000"
     shutil.copytree(tiny_run.workdir, source)

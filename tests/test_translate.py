@@ -45,6 +45,7 @@ def test_a_translation_does_not_depend_on_its_batch_or_the_mesh(workdir):
     assert split.translate(texts, beams=2, batch_size=2) == found
 
 
+@pytest.mark.slow
 def test_long_texts_are_translated_a_few_at_a_time(workdir):
     counts = []
     long = " ".join(["w1"] * 200)  # More tokens than a whole batch may have.
@@ -88,6 +89,7 @@ def test_mistakes_on_the_command_line(workdir, capsys, args, message):
     assert message in refusal(capsys, *[str(workdir) if one == "RUN" else one for one in args], run=main)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_was_replaced_is_told(workdir, folder, tmp_path, capsys):  # noqa: F811
     """Another one of the same size, under the same name; a run of an older jaxdl, which recorded none, goes on."""
     path = folder / "words.json"

@@ -41,6 +41,7 @@ def local_bytes(tree):
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 def test_a_device_keeps_its_part_of_the_optimizer_state_and_all_parameters():
     config = LARS(momentum_at_peak=0.8)
     found = {}
