@@ -228,7 +228,8 @@ def predicted_bytes(experiment):
     return [one.sent_bytes for one in experiment.agreement.merges(experiment.exchange, gradients, free)]
 
 
-@pytest.mark.parametrize("graph", [pytest.param(name, marks=pytest.mark.slow) for name in ("ring", "exponential")])
+@pytest.mark.slow
+@pytest.mark.parametrize("graph", ["ring", "exponential"])
 def test_gossip_is_the_product_with_a_doubly_stochastic_matrix(graph):
     experiment = IMAGES.replaced({"agreement": Gossip(graph=graph, every_steps=8)})
     before, after, metrics = merged(experiment)
@@ -287,7 +288,8 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in RESUMED])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(RESUMED))
 def test_a_run_stopped_within_a_round_ends_bit_equal(name, tmp_path):
     agreement, exchange = RESUMED[name]
     mesh = MeshConfig(replica=4, fsdp=1, tensor=1)

@@ -29,7 +29,7 @@ def test_made_up_clicks_have_the_tables_of_mlperf():
 
 @pytest.mark.slow
 def test_a_smoke_run_trains(tmp_path):
-    """With the first six tables, of which the first is cut over the devices."""
+    """With the first six tables, on one device."""
     smoke = jaxdl.load(f"{CONFIG}:smoke")
     data = smoke.data.replaced({"rows": smoke.data.rows[:6], "num_ids": smoke.data.num_ids[:6]})
     schemes = tuple(scheme for scheme in smoke.embedding.schemes if scheme[0] < "feature06")

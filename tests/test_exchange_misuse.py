@@ -171,7 +171,8 @@ def test_powersgd_of_too_high_a_rank():
         make_plan(tiny(exchange=PowerSGD(rank=64, min_elements=0), mesh=REPLICAS))
 
 
-@pytest.mark.parametrize("num_replicas", [pytest.param(number, marks=pytest.mark.slow) for number in (1, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_replicas", [1, 2])
 def test_momentum_of_the_exchange_is_that_of_sgd(num_replicas):
     """Until entries are sent and their momentum restarts, corrected momentum is plain momentum: of all gradients, on
     one replica too."""

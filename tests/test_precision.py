@@ -226,6 +226,7 @@ def products(text):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", [IMAGES, TEXT], ids=["resnet", "transformer"])
 def test_float32_has_the_highest_precision_everywhere(experiment):
     found = products(lowered(experiment))
