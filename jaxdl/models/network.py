@@ -236,7 +236,7 @@ class _Keys(nnx.RngStream):
 def _rngs(key: int | jax.Array) -> nnx.Rngs:
     """`nnx.Rngs(key)`, with keys that are drawn faster."""
     rngs = nnx.Rngs()
-    rngs.default = _Keys(key, tag="default")
+    rngs.default = _Keys(key, tag="default")  # pyright: ignore[reportAttributeAccessIssue]
     return rngs
 
 
