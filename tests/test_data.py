@@ -8,7 +8,7 @@ import pytest
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data import Digits, ImageSpec, SyntheticImages, SyntheticText, TextFiles, TextSpec, standard_library_files
-from jaxdl.data.digits import stratified_split
+from jaxdl.data.digits import read_digits, stratified_split
 from jaxdl.data.source import channel_statistics
 from jaxdl.data.text.token_windows import find_files
 
@@ -86,7 +86,9 @@ def test_evaluation_rows_past_the_end_are_padding(config):
 def test_digits_are_split_by_class_without_overlap():
     from sklearn.datasets import load_digits
 
-    labels = load_digits().target
+    data, labels = load_digits(return_X_y=True)
+    for ours, theirs in zip(read_digits(), (data, labels), strict=True):
+        np.testing.assert_array_equal(ours, theirs, strict=True)
     train, test = stratified_split(labels, 0.2, seed=0)
     np.testing.assert_array_equal(np.sort(np.concatenate([train, test])), np.arange(1797))
     for label in range(10):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import numpy as np
 import pydantic
 
@@ -19,9 +22,7 @@ class Digits(Data, kind="digits"):
 
     def build(self) -> Splits:
         """Training and held-out digits: image uint8 [batch, 8, 8, 1], 10 classes, stratified by class."""
-        from sklearn.datasets import load_digits
-
-        data, labels = (np.asarray(part) for part in load_digits(return_X_y=True))
+        data, labels = read_digits()
         # The file counts ink in 0..16; images are uint8 in 0..255 everywhere else.
         images = np.round(data * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)
         train, test = stratified_split(labels, self.test_fraction, self.split_seed)
@@ -31,6 +32,23 @@ class Digits(Data, kind="digits"):
             ImageArrays(images[train], labels[train], spec),
             ImageArrays(images[test], labels[test], spec),
         )
+
+
+def read_digits() -> tuple[np.ndarray, np.ndarray]:
+    """(ink float64 [1797, 64], labels int64 [1797]), as `sklearn.datasets.load_digits` returns them.
+
+    Its file is read without it: to import scikit-learn takes a hundred times as long, of each process that trains.
+    """
+    package = importlib.util.find_spec("sklearn")
+    for folder in package.submodule_search_locations or () if package else ():
+        file = Path(folder) / "datasets" / "data" / "digits.csv.gz"
+        if file.is_file():
+            rows = np.loadtxt(file, delimiter=",")
+            return rows[:, :-1], rows[:, -1].astype(np.int64)
+    from sklearn.datasets import load_digits  # Another version may keep it elsewhere.
+
+    data, labels = load_digits(return_X_y=True)
+    return np.asarray(data), np.asarray(labels)
 
 
 def stratified_split(labels: np.ndarray, test_fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
