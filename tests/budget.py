@@ -219,7 +219,7 @@ class Budget:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Files with a large budget first: with two workers the last file decides how long one of them is idle."""
+        """Files with a large budget first: with few workers the last file decides how long one of them is idle."""
         items.sort(key=lambda item: -BUDGETS.get(item.path.name, DEFAULT_SEC))
         for item in items:
             marker = item.get_closest_marker("long")

@@ -19,7 +19,7 @@ if FIRST_PROCESS:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"
     # Each program runs a few times on little data: compiling it is what takes time. XLA cuts each in up to 32 parts
-    # for as many cores; here two workers use them, and the parts cost a tenth more.
+    # for as many cores; here the workers use them, and the parts cost a tenth more.
     fast_compile = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
     if importlib.metadata.version("jaxlib") < "0.11":  # Later ones do not know the flag.
         fast_compile.append("--xla_cpu_use_fusion_emitters=false")
