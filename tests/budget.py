@@ -78,7 +78,6 @@ BUDGETS = {
     "test_exchange_oracle.py": 30,
     "test_figures.py": 30,
     "test_precision.py": 30,
-    "test_emulated_cluster.py": 29,
     "test_photos.py": 29,
     "test_trainer.py": 29,
     "test_own_models.py": 28,
