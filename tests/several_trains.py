@@ -1,13 +1,15 @@
 """Several runs in one process of several: to start and to compile takes most of the time of a short run.
 
 python -m tests.several_trains '[{"args": ["--max-steps", "4"]}, {}]' --config ... --workdir ...: the second run has no
-options of its own. With "copied": FOLDER a run, not the first one, goes on from a copy of that folder, and with
-"damaged": [8] the part of process 1 of the copy's checkpoint of step 8 is gone.
+options of its own. With "pause_sec": 0.1 a run pauses after each step. With "copied": FOLDER a run, not the first one,
+goes on from a copy of that folder, and with "damaged": [8] the part of process 1 of the copy's checkpoint of step 8 is
+gone.
 """
 
 import json
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -43,4 +45,5 @@ if __name__ == "__main__":
                     for step in one.get("damaged", []):
                         remove_part(Path(command.workdir), step)
                 multihost_utils.sync_global_devices("copied")
-            jaxdl.train(command.experiment, command.workdir, max_steps=command.max_steps)
+            pause = [lambda info, sec=one["pause_sec"]: time.sleep(sec)] if "pause_sec" in one else []
+            jaxdl.train(command.experiment, command.workdir, max_steps=command.max_steps, on_step=pause)

@@ -68,7 +68,8 @@ def test_a_hook_that_stops_by_a_metric_ends_both_at_the_same_step(story):
 def test_rows_are_those_of_one_process(story):
     found = [row for row in rows(story.workdir / "whole") if "event" not in row]
     alone = story.alone.history
-    for name in ("train/loss", "train/accuracy", "train/agreement/distance", "tokens_seen", "eval/loss"):
+    trained = ("train/loss", "train/accuracy", "train/agreement/distance", "tokens_seen")
+    for name in (*trained, "eval/loss", "eval/bits_per_byte"):
         expected = values(alone, name)
         measured = {row["step"]: row[name] for row in found if name in row}
         assert measured.keys() == expected.keys() - {0}

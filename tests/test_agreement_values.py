@@ -123,6 +123,23 @@ def test_a_replica_counts_the_tokens_that_it_has_trained_on():
 
 
 @pytest.mark.slow
+def test_one_replica_is_lookahead():
+    """Zhang et al., arXiv 1907.08610: the slow weights go half of the way to the fast ones."""
+    agreement = Periodic(every_steps=5, outer=Outer(learning_rate=0.5))
+    assert "only the outer optimizer takes effect" in agreement.remarks(20, 1)[0]
+    plan = make_plan(images(agreement=agreement, mesh=MeshConfig(replica=1, fsdp=1, tensor=1)), jax.devices()[:1])
+    state = apart(plan, np.float32([3]))
+    before = jax.tree.map(np.asarray, state)
+    after, metrics = jax.tree.map(np.asarray, make_merge(plan.parts, 0)(state))
+    for slow, fast, new, own in zip(
+        *map(jax.tree.leaves, (before.params, before.own.params, after.params, after.own.params)), strict=True
+    ):
+        np.testing.assert_allclose(new, (slow + fast[0]) / 2, atol=1e-6)
+        np.testing.assert_array_equal(own[0], new)
+    assert metrics["joined/sums/weight"] == 3 * (1 + list(before.own.since["sums"]).index("weight"))
+
+
+@pytest.mark.slow
 def test_gossip_evaluates_the_mean_by_the_weights_of_push_sum():
     plan = make_plan(images(agreement=Gossip(graph="ring"), step={}), jax.devices()[:4])
     state = apart(plan)

@@ -85,7 +85,7 @@ def checked(exchanges, precision="float32"):
 
 @pytest.mark.slow
 def test_the_check_finds_wrong_exchanges():
-    """Each by its own comparison alone: in the others its top-k is right."""
+    """Each is found by comparisons that pass the others."""
     bad = {
         "scaled": ScaledTopK(min_elements=64),
         "deaf": DeafTopK(min_elements=64),

@@ -269,8 +269,15 @@ def test_every_parameter_has_logical_axes():
     assert transformer.axes["head"] == ("embed", "vocab")
 
 
-def test_a_network_begins_with_the_keys_of_flax():
-    make = ResNet(depth=8, width=4).build(num_classes=3, channels=1, dtype=jnp.float32)
+@pytest.mark.parametrize(
+    "make",
+    [
+        ResNet(depth=8, width=4).build(num_classes=3, channels=1, dtype=jnp.float32),
+        Transformer(num_layers=2, embed_dim=8, num_heads=2, dropout=0.1).build(vocab_size=7, dtype=jnp.float32),
+    ],
+    ids=["resnet", "layers in a loop, dropout"],
+)
+def test_a_network_begins_with_the_keys_of_flax(make):
     params, _ = Network(make).init(jax.random.key(7))
     of_flax = nnx.to_pure_dict(nnx.state(make(nnx.Rngs(jax.random.key(7))), nnx.Param))
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(params), jax.tree.leaves(of_flax))

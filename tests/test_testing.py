@@ -93,7 +93,7 @@ def test_an_exchange_of_ten_lines_is_a_kind(mine):
 
 @pytest.mark.slow
 def test_an_exchange_of_ten_lines_in_the_bench(mine, capsys):
-    options = "--devices 8 --num-elements 30000 --num-repeats 1 --methods threshold --kinds one_in_four"
+    options = "--devices 8 --mesh.fsdp 2 --num-elements 30000 --num-repeats 1 --methods threshold --kinds one_in_four"
     bench.main(["exchange", "--import", "mine.py", *options.split(), "--json", "rows.json"])
     assert "one_in_four" in capsys.readouterr().out
     rows = {row["exchange"]: row for row in json.loads((mine.parent / "rows.json").read_text())["exchanges"]}

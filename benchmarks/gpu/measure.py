@@ -104,8 +104,7 @@ def all_measurements() -> list[Measurement]:
 ROWS_TOY = ("--rows", "200", "--columns", "8", "--batch-size", "16", "--num-steps", "1", "--num-repeats", "2")
 RESNET_TOY = ("--image-size", "32", "--batch-size", "4", "--model.depth", "18", "--model.width", "8",
               "--num-steps", "1", "--num-repeats", "2")  # fmt: skip
-TRAIN_TOY = ("--max-steps", "3", "--model.width", "8", "--mesh.cpu-devices", "1", "--mesh.replica", "1",
-             "--report.no-curves")  # fmt: skip
+TRAIN_TOY = ("--max-steps", "3", "--model.width", "8", "--devices", "1", "--mesh.replica", "1", "--report.no-curves")
 GPT2 = ("--model.norm", "layer", "--model.mlp", "gelu", "--model.biases", "all", "--model.positions", "learned",
         "--model.max-length", "2048")  # fmt: skip
 DECODER_TOY = ("--batch-size", "2", "--data.length", "16", "--data.vocab-size", "64", "--data.num-train", "16",

@@ -276,8 +276,8 @@ def speeds_text(machine: Machine) -> str:
     selection = ", ".join(f"{name} {rate / 1e6:.3g}" for name, rate in speeds.selection_elements_per_sec.items())
     quantized = ", ".join(f"{bits} bits {rate / 1e6:.3g}" for bits, rate in speeds.quantized_elements_per_sec.items())
     return (
-        f"selection, million elements a second: {selection}\n"
-        f"quantized sum, million elements a second: {quantized}\n"
+        f"selection, million elements a second: {selection or 'not needed'}\n"
+        f"quantized sum, million elements a second: {quantized or 'not needed'}\n"
         f"memory {speeds.memory_bytes_per_sec / 1e9:.3g} GB/s; sparse entries, million a second: "
         f"{speeds.entries_per_sec / 1e6:.3g} added, {speeds.sorted_entries_per_sec / 1e6:.3g} sorted; "
         f"thin products {speeds.flops_per_sec / 1e9:.3g} Gflop/s; a small operation {1e6 * speeds.operation_sec:.3g} us"
