@@ -228,7 +228,6 @@ def predicted_bytes(experiment):
     return [one.sent_bytes for one in experiment.agreement.merges(experiment.exchange, gradients, free)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("graph", ["ring", "exponential"])
 def test_gossip_is_the_product_with_a_doubly_stochastic_matrix(graph):
     experiment = IMAGES.replaced({"agreement": Gossip(graph=graph, every_steps=8)})
@@ -288,8 +287,9 @@ RESUMED = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(RESUMED))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "gossip" else pytest.mark.slow) for name in RESUMED]
+)
 def test_a_run_stopped_within_a_round_ends_bit_equal(name, tmp_path):
     agreement, exchange = RESUMED[name]
     mesh = MeshConfig(replica=4, fsdp=1, tensor=1)

@@ -86,9 +86,9 @@ def train(workdir, actions=None, experiment=EXPERIMENT):
     return jaxdl.train(experiment, workdir, devices=ONE, on_step=[act])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "leave_bytes", [pytest.param(0, id="full"), pytest.param(100_000, id="full while it is written")]
+    "leave_bytes",
+    [pytest.param(0, id="full", marks=pytest.mark.slow), pytest.param(100_000, id="full while it is written")],
 )
 def test_a_full_disk_for_a_while(small_disk, plain, leave_bytes):
     seen = {}

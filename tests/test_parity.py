@@ -139,7 +139,7 @@ def reference(family):
     [
         ("resnet", "replica 2 x fsdp 2 x tensor 2", {}),
         pytest.param("resnet", "replica 2 x fsdp 2 x tensor 2", {"sharding": SPLIT}, marks=pytest.mark.slow),
-        pytest.param("qwen3, packed", "fsdp 8", {}, marks=pytest.mark.slow),
+        ("qwen3, packed", "fsdp 8", {}),
         pytest.param("qwen3, packed", "tensor 4 x fsdp 2", {"task.chunk_tokens": 8}, marks=pytest.mark.slow),
         pytest.param(
             "gpt2 with dropout", "replica 2 x fsdp 2 x tensor 2", {"task.chunk_tokens": 8}, marks=pytest.mark.slow
