@@ -75,7 +75,7 @@ def test_no_start_at_0_beside_damaged_checkpoints(workdir, refused):
         assert contents(workdir) == before
 
 
-@pytest.mark.parametrize("what", ["the folder", "what is in it"])
+@pytest.mark.parametrize("what", [pytest.param("the folder", marks=pytest.mark.slow), "what is in it"])
 def test_checkpoints_removed_under_a_history(workdir, refused, what):
     shutil.rmtree(workdir / "checkpoints")
     if what == "what is in it":

@@ -127,6 +127,7 @@ def test_texts_begin_with_the_mark_too(writer):
     assert likeliest.text == codec.decode([*codec.prompt("1 fish"), int(np.argmax(logits))])[len("<s>1 fish") :]
 
 
+@pytest.mark.slow
 def test_the_mark_is_recorded_and_older_workdirs_have_it_from_their_config(packed, writer, tmp_path):
     kept = json.loads((packed / "codec.json").read_text())
     assert kept["opening"] == [1]

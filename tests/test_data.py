@@ -260,6 +260,7 @@ def test_bytes_need_not_be_text_but_tokens_do(tmp_path):
         config.replaced({"tokenizer": make_tokenizer(tmp_path / "words.json")}).build()
 
 
+@pytest.mark.slow
 def test_the_standard_library():
     files = standard_library_files()
     assert any(file.endswith("argparse.py") for file in files)

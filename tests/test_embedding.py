@@ -330,7 +330,10 @@ def test_jagged_ids_have_the_bits_of_columns():
 
 @pytest.mark.parametrize(
     "scheme",
-    [pytest.param(RowWise(), id="row_wise", marks=pytest.mark.slow), pytest.param(Replicated(), id="replicated")],
+    [
+        pytest.param(RowWise(), id="row_wise", marks=pytest.mark.slow),
+        pytest.param(Replicated(), id="replicated", marks=pytest.mark.slow),
+    ],
 )
 def test_jagged_ids_on_a_mesh(scheme):
     assert_all_like_oracle(trained(scheme, RowWiseAdaGrad(), MESHES[2], jagged=JAGGED), RowWiseAdaGrad())

@@ -141,6 +141,7 @@ def test_no_text_on_another_and_none_cut_off(case, monkeypatch):
         assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", draw_docs.FIGURES)
 def test_the_figures_of_the_docs(name, monkeypatch):
     data = draw_docs.read(name)

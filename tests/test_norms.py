@@ -184,6 +184,7 @@ def test_estimated_statistics_are_the_means_over_the_last_batches(estimated):
     assert_bit_equal(saved_state(run.workdir, ESTIMATED).model_state, state.model_state)
 
 
+@pytest.mark.slow
 def test_estimation_changes_the_evaluation_and_not_the_training(estimated):
     plain = jaxdl.train(ESTIMATED.replaced({"evaluation.norm_batches": None}), quiet=True, devices=FOUR)
     assert_bit_equal(jax.device_get(estimated.state.params), jax.device_get(plain.state.params))

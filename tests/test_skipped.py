@@ -76,6 +76,7 @@ def assert_close(tree, other):
         np.testing.assert_allclose(one, two, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_mean_is_over_what_counts_and_without_any_there_is_no_update():
     """Of replicas and micro-batches, without the guard, against one device and a batch at once.
 

@@ -82,6 +82,7 @@ def assert_close(one, other, rtol=2e-5):
         np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * np.abs(y).max() + 2e-7)
 
 
+@pytest.mark.slow
 def test_the_optimizer_sees_the_gradient_of_the_mean_loss_and_a_moving_average_follows():
     """Of two micro-batches, with parameters that are kept whole; that of a batch at once is clipped below."""
     changes = {"step.microbatches": 2, "step.ema_decay": 0.15, "sharding.param_sharding": "replicated"}
