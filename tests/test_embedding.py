@@ -328,13 +328,8 @@ def test_jagged_ids_have_the_bits_of_columns():
     jax.tree.map(np.testing.assert_array_equal, columns[:2], jagged[:2])
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        pytest.param(RowWise(), id="row_wise", marks=pytest.mark.slow),
-        pytest.param(Replicated(), id="replicated", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", [RowWise(), Replicated()], ids=["row_wise", "replicated"])
 def test_jagged_ids_on_a_mesh(scheme):
     assert_all_like_oracle(trained(scheme, RowWiseAdaGrad(), MESHES[2], jagged=JAGGED), RowWiseAdaGrad())
 
