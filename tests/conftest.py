@@ -3,11 +3,11 @@
 import atexit
 import gc
 import importlib.metadata
-import math
 import os
 import shutil
 import signal
 import tempfile
+from pathlib import Path
 
 FIRST_PROCESS = "PYTEST_XDIST_WORKER" not in os.environ
 """Whether this process is pytest's own and not one of the workers, which inherit its environment."""
@@ -29,9 +29,11 @@ import jax
 import pytest
 from budget import Budget
 
-# The processes that a test starts find the programs of each other. Those of this one are kept in memory for each file:
-# of 838 that were compiled for ten files ten were found on the disk, and writing took longer than that saved.
-jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
+# The processes that a test starts find the programs of each other in a folder that ends with the run, since some of them
+# are killed while they write. Those of this process are kept from run to run: a second run takes two thirds of the time.
+# Within one run nearly none is found on the disk; the tests of a file share theirs in memory.
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).resolve().parents[1] / ".pytest_cache/d/programs"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 # A shell that starts pytest in the background of a script has it ignore SIGINT, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
