@@ -1,11 +1,13 @@
-"""Norms and gates with a backward pass of their own: against what JAX derives from their formulas."""
+"""Norms, gates and activations with a backward pass of their own: against what JAX derives from their formulas."""
+
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdl.models.elementwise import layer_norm, rms_norm, swiglu
+from jaxdl.models.elementwise import gelu, layer_norm, rms_norm, swiglu
 
 EPSILON = 0.1
 
@@ -19,9 +21,16 @@ def plain_layer_norm(x, scale, bias):
     return centred / jnp.sqrt(jnp.var(x, axis=-1, keepdims=True) + EPSILON) * scale + bias
 
 
+def plain_gelu(x, bias=0.0):
+    x = x + bias
+    return x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+
+
 CASES = {
     "rms_norm": (lambda *x: rms_norm(*x, EPSILON, x[0].dtype), plain_rms_norm, [(2, 5, 8), (8,)]),
     "layer_norm": (lambda *x: layer_norm(*x, EPSILON, x[0].dtype), plain_layer_norm, [(2, 5, 8), (8,), (8,)]),
+    "gelu": (gelu, plain_gelu, [(2, 5, 8), (8,)]),
+    "gelu without a bias": (lambda x: gelu(x, None), plain_gelu, [(2, 5, 8)]),
     "swiglu": (swiglu, lambda gate, up: gate / (1 + jnp.exp(-gate)) * up, [(2, 5, 8), (2, 5, 8)]),
 }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,16 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxdl.models.attention import attend
-from jaxdl.models.elementwise import layer_norm, rms_norm, swiglu
+from jaxdl.models.elementwise import gelu, layer_norm, rms_norm, swiglu
 from jaxdl.models.lora import adapt
-from jaxdl.models.products import add_bias, weight_product
+from jaxdl.models.products import add_bias, head_products, weight_product
 from jaxdl.models.rotary import Angles, rotate
 from jaxdl.parallel import sharding
 
 NormKind = Literal["rms", "layer"]
 MLPKind = Literal["swiglu", "gelu", "relu"]
 Biases = Literal["none", "qkv", "all"]
+_PROJECTIONS = ("query", "key", "value")
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,20 @@ def linear(module: nnx.Module, name: str, x: jax.Array, num_contracted: int = 1)
 
     `num_contracted` dimensions of `x`, and of the kernel, are contracted; a bias has one dimension for all features.
     """
-    kernel, bias = getattr(module, name)[...], getattr(module, f"{name}_bias", None)
-    product = weight_product(x, kernel, num_contracted=num_contracted)
+    kernel = getattr(module, name)[...]
+    return _completed(module, name, x, weight_product(x, kernel, num_contracted=num_contracted), num_contracted)
+
+
+def _completed(module: nnx.Module, name: str, x: jax.Array, product: jax.Array, num_contracted: int = 1) -> jax.Array:
+    """The product of `x` with a kernel, plus its adapter and its bias."""
+    product, bias = _adapted(module, name, x, product, num_contracted), getattr(module, f"{name}_bias", None)
+    return product if bias is None else add_bias(product, bias[...].reshape(product.shape[x.ndim - num_contracted :]))
+
+
+def _adapted(module: nnx.Module, name: str, x: jax.Array, product: jax.Array, num_contracted: int = 1) -> jax.Array:
+    """The product of `x` with a kernel, plus its adapter."""
     adapter = adapt(module, name, x, num_contracted)
-    product = product if adapter is None else product + adapter
-    return product if bias is None else add_bias(product, bias[...].reshape(kernel.shape[num_contracted:]))
+    return product if adapter is None else product + adapter
 
 
 def _add_biases(module: nnx.Module, sizes: dict[str, int]) -> None:
@@ -149,8 +159,15 @@ class Attention(nnx.Module):
         `angles` rotate queries and keys; `segments`, `key_segments` and `key_lengths` are those of `attend`; `keys` are
         the random keys of the rows, for dropout.
         """
-        query = self.queries(x, angles)
-        key, value = self.keys_values(x if source is None else source, angles)
+        if source is None and self._heads_are_sharded_alike():
+            products = head_products(x, self.query[...], self.key[...], self.value[...])
+            query, key, value = (
+                _completed(self, name, x, product) for name, product in zip(_PROJECTIONS, products, strict=True)
+            )
+            query, (key, value) = self._query(query, angles), self._key_value(key, value, angles)
+        else:
+            query = self.queries(x, angles)
+            key, value = self.keys_values(x if source is None else source, angles)
         mixed = attend(
             query,
             key,
@@ -167,25 +184,36 @@ class Attention(nnx.Module):
 
     def queries(self, x: jax.Array, angles: Angles | None = None) -> jax.Array:
         """The queries of `x`, [batch, length, heads, head_dim]."""
-        return sharding.constrain(self._placed("query", x, angles), "batch", "length", "heads", "head_dim")
+        return self._query(linear(self, "query", x), angles)
 
     def keys_values(self, x: jax.Array, angles: Angles | None = None) -> tuple[jax.Array, jax.Array]:
         """The keys and the values of `x`, [batch, length, kv_heads, head_dim] each."""
-        made = self._placed("key", x, angles), linear(self, "value", x)
-        key, value = (sharding.constrain(projected, "batch", "length", "kv_heads", "head_dim") for projected in made)
-        return key, value
+        return self._key_value(linear(self, "key", x), linear(self, "value", x), angles)
 
     def merged(self, mixed: jax.Array) -> jax.Array:
         """What attention adds to the residual stream, [batch, length, embed], from the heads' mixed values."""
         mixed = sharding.constrain(mixed, "batch", "length", "heads", "head_dim")
         return linear(self, "out", mixed, 2)
 
+    def _query(self, query: jax.Array, angles: Angles | None) -> jax.Array:
+        return sharding.constrain(self._placed("query", query, angles), "batch", "length", "heads", "head_dim")
+
+    def _key_value(self, key: jax.Array, value: jax.Array, angles: Angles | None) -> tuple[jax.Array, jax.Array]:
+        key = sharding.constrain(self._placed("key", key, angles), "batch", "length", "kv_heads", "head_dim")
+        return key, sharding.constrain(value, "batch", "length", "kv_heads", "head_dim")
+
     def _placed(self, name: str, x: jax.Array, angles: Angles | None) -> jax.Array:
-        """Queries or keys: normed, then rotated."""
-        made: Any = linear(self, name, x)
+        """Queries or keys `x`: normed, then rotated."""
         if self.qk_norm_epsilon is not None:
-            made = rms_norm(made, getattr(self, f"{name}_norm")[...], self.qk_norm_epsilon, made.dtype)
-        return made if angles is None else rotate(made, angles)
+            x = rms_norm(x, getattr(self, f"{name}_norm")[...], self.qk_norm_epsilon, x.dtype)
+        return x if angles is None else rotate(x, angles)
+
+    def _heads_are_sharded_alike(self) -> bool:
+        """Whether each device has the keys and values of its queries."""
+        layout, heads, kv_heads = sharding.current_layout(), self.query.shape[1], self.key.shape[1]
+        if layout is None:
+            return True
+        return layout.activation_spec(("heads",), (heads,)) == layout.activation_spec(("kv_heads",), (kv_heads,))
 
 
 class MLP(nnx.Module):
@@ -212,7 +240,9 @@ class MLP(nnx.Module):
         """[batch, length, embed] -> [batch, length, embed]."""
         if self.kind == "swiglu":
             hidden = swiglu(linear(self, "gate", x), linear(self, "up", x))
+        elif self.kind == "gelu":
+            bias = getattr(self, "up_bias", None)
+            hidden = gelu(_adapted(self, "up", x, weight_product(x, self.up[...])), None if bias is None else bias[...])
         else:
-            hidden = linear(self, "up", x)
-            hidden = jax.nn.relu(hidden) if self.kind == "relu" else jax.nn.gelu(hidden, approximate=True)
+            hidden = jax.nn.relu(linear(self, "up", x))
         return linear(self, "down", sharding.constrain(hidden, "batch", "length", "mlp"))

@@ -1,4 +1,4 @@
-"""Norms and gates whose backward pass keeps nothing but their inputs.
+"""Norms, gates and activations whose backward pass keeps nothing but their inputs.
 
 JAX would keep their float32 intermediates, which take several times the memory of a 16-bit activation and as many
 passes over it; they are cheap to compute again where the gradient needs them.
@@ -7,11 +7,14 @@ passes over it; they are cheap to compute again where the gradient needs them.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
+
+from jaxdl.parallel.collectives.shards import sum_of_rows
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -60,7 +63,7 @@ def _layer_norm_backward(
     x, scale, bias = residuals
     unit, inverse = _unit(_centred(x), epsilon)
     x_gradient, scale_gradient = _gradients(unit, inverse, scale, cotangent)
-    bias_gradient = _over_rows(cotangent.astype(jnp.float32)).astype(bias.dtype)
+    bias_gradient = sum_of_rows(cotangent).astype(bias.dtype)
     return _centred(x_gradient).astype(x.dtype), scale_gradient, bias_gradient
 
 
@@ -78,13 +81,45 @@ def _swiglu_forward(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple[ja
 
 
 def _swiglu_backward(residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    gate, up, wide = (x.astype(jnp.float32) for x in (*residuals, cotangent))
+    gate, up, wide = (x.astype(jnp.float32) for x in (*_computed_again(residuals), cotangent))
     share = jax.nn.sigmoid(gate)
     gate_gradient = wide * up * share * (1 + gate * (1 - share))
     return gate_gradient.astype(residuals[0].dtype), (wide * gate * share).astype(residuals[1].dtype)
 
 
 swiglu.defvjp(_swiglu_forward, _swiglu_backward)
+
+
+@jax.custom_vjp
+def gelu(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """GELU (Hendrycks and Gimpel, arXiv 1606.08415) in its tanh form of `x` [..., features] + `bias`, like `x`."""
+    return jax.nn.gelu(_wide_sum(x, bias), approximate=True).astype(x.dtype)
+
+
+def _gelu_forward(x: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+    return gelu(x, bias), (x, bias)
+
+
+def _gelu_backward(
+    residuals: tuple[jax.Array, jax.Array | None], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    x, bias = _computed_again(residuals)
+    _, transpose = jax.vjp(lambda x: jax.nn.gelu(x, approximate=True), _wide_sum(x, bias))
+    x_gradient = transpose(cotangent.astype(jnp.float32))[0].astype(x.dtype)
+    return x_gradient, None if bias is None else sum_of_rows(x_gradient).astype(bias.dtype)
+
+
+gelu.defvjp(_gelu_forward, _gelu_backward)
+
+
+def _computed_again(residuals: Any) -> Any:
+    """What a backward pass reads. XLA would otherwise keep what the forward pass computed of it, in float32, wherever
+    both are in one computation, as without a loop over layers."""
+    return lax.optimization_barrier(residuals)
+
+
+def _wide_sum(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return x.astype(jnp.float32) if bias is None else x.astype(jnp.float32) + bias
 
 
 def _centred(x: jax.Array) -> jax.Array:
@@ -105,8 +140,5 @@ def _gradients(
     wide = cotangent.astype(jnp.float32)
     scaled = wide * scale
     x_gradient = inverse * (scaled - unit * jnp.mean(scaled * unit, axis=-1, keepdims=True))
-    return x_gradient, _over_rows(wide * unit).astype(scale.dtype)
-
-
-def _over_rows(x: jax.Array) -> jax.Array:
-    return x.sum(axis=tuple(range(x.ndim - 1)))
+    # In the dtype of the activations: each rounded addend is off by as much as its cotangent already is.
+    return x_gradient, sum_of_rows((wide * unit).astype(cotangent.dtype)).astype(scale.dtype)

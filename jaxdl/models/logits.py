@@ -17,8 +17,8 @@ from jaxdl.parallel import sharding
 from jaxdl.parallel.collectives.cross_entropy import TokenLoss
 from jaxdl.parallel.sharding import Layout, current_layout
 
-_MOST_BYTES = 2**29
-"""Of float32 logits that one device makes at a time, unless it is told."""
+_MOST_BYTES = 2**30
+"""Of logits that one device makes at a time, unless it is told."""
 
 
 @jax.tree_util.register_dataclass
@@ -52,13 +52,14 @@ class Logits:
             return sharding.constrain(logits, "batch", "length", "vocab")
 
     def most_tokens(self) -> int | None:
-        """The tokens of one device whose logits fit in 512 MiB; None when those of all its tokens do."""
+        """The tokens of one device whose logits fit in 1 GiB; None when those of all its tokens do."""
         batch, length, vocab = self.shape
         batch_axes, vocab_axis = self._split()
         shape = self.layout.mesh.shape if self.layout else {}
         own_vocab = vocab // (shape[vocab_axis] if vocab_axis else 1)
         own_tokens = batch * length // math.prod(shape[axis] for axis in batch_axes)
-        most = max(1, _MOST_BYTES // (4 * own_vocab))
+        size = 2 if self.x.dtype == jnp.bfloat16 else 4
+        most = max(1, _MOST_BYTES // (size * own_vocab))
         return most if own_tokens > most else None
 
     def sums(

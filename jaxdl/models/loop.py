@@ -1,4 +1,8 @@
-"""The loop over stacked layers, and sums of their gradients over replicas inside its backward pass.
+"""The layers of a stack, in a loop or one after the other, and sums of their gradients over replicas.
+
+A loop copies each layer out of the stack, and its gradients into one; on a GPU that takes a seventh of a step. So there
+the layers stand one after the other in the program, up to `_MOST_UNROLLED`, and are traced once all the same. Elsewhere
+they are a loop, which compiles in the time of one layer.
 
 The backward pass of a plain loop returns the gradients of all layers when it ends, so that no message about them could
 run beside it. Here each turn of the backward loop sends the gradients of the layer before (in its order) while it
@@ -11,7 +15,8 @@ computes those of its own:
 The last layer stands outside of the loop, since at its turn there is nothing to send yet; the first layer's gradients
 are summed after the loop. XLA runs no message from before a loop to after it, if there are messages inside. So the
 gradient of a matrix that is used after the layers is sent in pieces, one in each turn: the loop yields zeros, whose
-cotangents are the pieces.
+cotangents are the pieces. Layers that stand one after the other need none of this: the gradients of each are summed
+where they are made.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from jax.typing import DTypeLike
 
 from jaxdl.models.products import PRODUCT
 from jaxdl.parallel.collectives.attention import ATTENTION
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import Axis, platform
 from jaxdl.parallel.sharding import Layout, current_layout
 
 Body = Callable[[jax.Array, Any, jax.Array | int], jax.Array]
@@ -60,6 +65,8 @@ _POLICIES = {
 BESIDE_LOOP = "beside_loop"
 """Metadata of a parameter that is given to `through_layers` beside the layers: true."""
 _REPLICA = Axis.REPLICA.value
+_MOST_UNROLLED = 64
+"""Layers that stand one after the other on a GPU by default. The time to compile grows with them."""
 
 
 def through_layers(
@@ -68,27 +75,70 @@ def through_layers(
     layers: nnx.State,
     *,
     remat: Remat,
-    scan_unroll: int = 1,
+    scan_unroll: int | None = None,
     beside: nnx.Param[jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`x` after all layers; each leaf of `layers` has a leading dimension for them. Also the value of `beside`.
 
-    `remat` says what the backward pass computes again; a turn of the loop computes `scan_unroll`. Where the
-    surrounding layout has a `sum_dtype`, parameters are those of all replicas, typed alike, and their gradients are
-    means over the replicas; so is `beside`, a matrix that is used after the layers.
+    `remat` says what the backward pass computes again; a turn of the loop computes `scan_unroll` layers, and with as
+    many as there are, or with None on a GPU, there is no loop. Where the surrounding layout has a `sum_dtype`,
+    parameters are those of all replicas, typed alike, and their gradients are means over the replicas; so is `beside`,
+    a matrix that is used after the layers.
     """
     layout, after = current_layout(), None if beside is None else beside[...]
-    if layout is not None and layout.sum_dtype is not None:
-        return _through_summed_layers(
-            body, x, layers, beside, layout, layout.sum_dtype, remat=remat, scan_unroll=scan_unroll
-        )
     num_layers = jax.tree.leaves(layers)[0].shape[0]
+    if scan_unroll is None:
+        on_gpu = (jax.default_backend() if layout is None else platform(layout.mesh)) == "gpu"
+        scan_unroll = num_layers if on_gpu and num_layers <= _MOST_UNROLLED else 1
+    if scan_unroll >= num_layers:
+        return _through_unrolled_layers(body, x, layers, beside, layout, remat)
+    if layout is not None and layout.sum_dtype is not None:
+        return _through_summed_layers(body, x, layers, beside, layout, remat=remat, scan_unroll=scan_unroll)
     body = rematerialize(body, remat, in_scan=_all_in_loop(num_layers, scan_unroll))
 
     def turn(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
         return body(x, *layer), None
 
     return lax.scan(turn, x, (layers, jnp.arange(num_layers)), unroll=scan_unroll)[0], after
+
+
+def _through_unrolled_layers(
+    body: Body,
+    x: jax.Array,
+    layers: nnx.State,
+    beside: nnx.Param[jax.Array] | None,
+    layout: Layout | None,
+    remat: Remat,
+) -> tuple[jax.Array, jax.Array | None]:
+    """What `through_layers` returns, without a loop."""
+    stacks, treedef = jax.tree.flatten(layers)
+    each, after = _unstacked(stacks), None if beside is None else beside[...]
+    if layout is not None and layout.sum_dtype is not None:
+        layer_sum = _sum_of(layout, jax.tree.leaves(layers, is_leaf=_is_variable), 1)
+        each = [_in_use(layer, layer_sum) for layer in each]
+        after = None if beside is None else _in_use([beside[...]], _sum_of(layout, [beside], 0))[0]
+    return through_each(body, x, [jax.tree.unflatten(treedef, layer) for layer in each], remat), after
+
+
+def through_each(body: Body, x: jax.Array, layers: Sequence[Any], remat: Remat) -> jax.Array:
+    """`x` after these layers, which are alike, one after the other."""
+    # As a function of its own a layer is traced, differentiated and lowered once for all; XLA inlines the calls.
+    layer_of = jax.jit(rematerialize(body, remat))
+    for index, layer in enumerate(layers):
+        x = layer_of(x, layer, jnp.int32(index))
+    return x
+
+
+@jax.custom_vjp
+def _unstacked(stacks: list[jax.Array]) -> list[list[jax.Array]]:
+    """The leaves of each layer. JAX would sum gradients of slices that are filled up with zeros; these are stacked."""
+    return [[stack[index] for stack in stacks] for index in range(stacks[0].shape[0])]
+
+
+_unstacked.defvjp(
+    lambda stacks: (_unstacked(stacks), None),
+    lambda _, grads: ([jnp.stack(layer_grads) for layer_grads in zip(*grads, strict=True)],),
+)
 
 
 def _all_in_loop(num_layers: int, scan_unroll: int) -> bool:
@@ -123,30 +173,48 @@ class _Sum:
         return self.split(means)
 
 
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def _sum_of(layout: Layout, variables: Sequence[nnx.Variable], num_stacked: int) -> _Sum:
+    """How the gradients of these are summed, each without its first `num_stacked` dimensions."""
+    assert layout.sum_dtype is not None
+    shapes = [(variable.get_metadata()["axes"], variable[...].shape[num_stacked:]) for variable in variables]
+    return _Sum(layout, tuple(layout.grad_spec(*axes_and_shape) for axes_and_shape in shapes), layout.sum_dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _in_use(params: list[jax.Array], how: _Sum) -> list[jax.Array]:
+    """Parameters for use, whose gradients are summed over the replicas as soon as they are made."""
+    del how
+    return lax.pcast(params, _REPLICA, to="varying")
+
+
+_in_use.defvjp(
+    lambda params, how: (_in_use(params, how), None),
+    lambda how, _, grads: (how.mean(how.split(grads)),),
+)
+
+
 def _through_summed_layers(
     body: Body,
     x: jax.Array,
     layers: nnx.State,
     beside: nnx.Param[jax.Array] | None,
     layout: Layout,
-    dtype: DTypeLike,
     *,
     remat: Remat,
     scan_unroll: int,
 ) -> tuple[jax.Array, jax.Array | None]:
     leaves, treedef = jax.tree.flatten(layers)
     last = leaves[0].shape[0] - 1
-
-    def sum_of(variables: Sequence[nnx.Variable], num_stacked: int) -> _Sum:
-        shapes = [(variable.get_metadata()["axes"], variable[...].shape[num_stacked:]) for variable in variables]
-        return _Sum(layout, tuple(layout.grad_spec(*axes_and_shape) for axes_and_shape in shapes), dtype)
-
-    layer_sum = sum_of(jax.tree.leaves(layers, is_leaf=lambda node: isinstance(node, nnx.Variable)), 1)
+    layer_sum = _sum_of(layout, jax.tree.leaves(layers, is_leaf=_is_variable), 1)
     outlets, carrier = _pair(_outlets_and_carrier(leaves, layer_sum))
     values = lax.stop_gradient(leaves)  # Their gradients leave through `outlets` and `carrier`.
     pieces, rows = None, []
     if beside is not None:
-        pieces = _Pieces(sum_of([beside], 0), beside[...].shape, last)
+        pieces = _Pieces(_sum_of(layout, [beside], 0), beside[...].shape, last)
         rows = _piece_outlets(beside[...], pieces)
 
     def turn(carry: Any, of_turn: Any) -> Any:

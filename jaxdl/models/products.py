@@ -23,7 +23,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jaxdl.parallel.collectives.shards import float32_product, sum_of_shards
+from jaxdl.parallel import sharding
+from jaxdl.parallel.collectives.shards import float32_product, sum_of_rows, sum_of_shards
 from jaxdl.parallel.precision import float32_matmul
 from jaxdl.parallel.sharding import Layout, current_layout
 
@@ -50,6 +51,21 @@ def weight_product(
     else:
         result = _narrow_product(x, kernel, num_contracted, jax.config.values["jax_default_matmul_precision"])
     return checkpoint_name(result, PRODUCT)
+
+
+def head_products(x: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, ...]:
+    """Queries, keys and values, [batch, length, heads, head_dim], of `x` [batch, length, embed] in one product.
+
+    The kernels are `[embed, heads, head_dim]`. One product reads `x` once, and has its gradient in one product too. The
+    kernels are joined for each key's head, so that heads may be sharded alike.
+    """
+    (embed, num_heads, _), num_keys = query.shape, key.shape[1]
+    group = num_heads // num_keys
+    kernels = query.reshape(embed, num_keys, group, -1), key[:, :, None], value[:, :, None]
+    product = weight_product(x, jnp.concatenate(kernels, axis=2))
+    product = sharding.constrain(product, "batch", "length", "kv_heads", "", "head_dim")
+    queries = product[..., :group, :].reshape(*x.shape[:-1], num_heads, -1)
+    return queries, product[..., group, :], product[..., group + 1, :]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -203,7 +219,7 @@ def _add_bias_forward(x: jax.Array, bias: jax.Array, ndim: int) -> tuple[jax.Arr
 
 
 def _add_bias_backward(ndim: int, _: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return cotangent, jnp.sum(cotangent, axis=tuple(range(cotangent.ndim - ndim)), dtype=jnp.float32)
+    return cotangent, sum_of_rows(cotangent, ndim)
 
 
 _add_bias.defvjp(_add_bias_forward, _add_bias_backward)

@@ -24,7 +24,7 @@ from jaxdl.models.cache import KeyValues, attend_cached, empty_cache, with_promp
 from jaxdl.models.config import Model
 from jaxdl.models.dropout import RowKeys, dropout, fold
 from jaxdl.models.logits import Logits
-from jaxdl.models.loop import BESIDE_LOOP, Remat, rematerialize, through_layers
+from jaxdl.models.loop import BESIDE_LOOP, Remat, through_each, through_layers
 from jaxdl.models.lora import LoRA
 from jaxdl.models.products import add_bias
 from jaxdl.models.rotary import Angles, RopeScaling, positions_of, rotary_angles
@@ -88,10 +88,9 @@ class Transformer(Model, kind="transformer"):
     scan_layers: bool = True
     """Stack the layers' parameters and scan over them: compile time no longer grows with num_layers."""
     former_names: ClassVar[Mapping[str, str]] = {"layers_per_turn": "scan_unroll"}
-    scan_unroll: int = pydantic.Field(default=1, ge=1)
-    """Layers that one turn of the loop of `scan_layers` computes (`unroll` of `jax.lax.scan`): more compile longer, and
-    are not always faster. Best a divisor of num_layers, or of one less where the loop sums gradients (several replicas
-    of GPUs)."""
+    scan_unroll: int | None = pydantic.Field(default=None, ge=1)
+    """Layers that one turn of the loop of `scan_layers` computes. None: on a GPU all, up to 64: there is no loop then,
+    which would copy their parameters and gradients; elsewhere one, which compiles faster."""
     remat: Remat = "none"
     """What is kept of a block for the backward pass, which computes the rest again: everything (`none`), its input
     (`block`), also the results of its products and of attention (`dots`), or these in the host's memory (`offload`)."""
@@ -132,7 +131,7 @@ class Transformer(Model, kind="transformer"):
 
     @pydantic.model_validator(mode="after")
     def _turns_have_a_loop(self) -> Transformer:
-        if self.scan_unroll > 1 and not self.scan_layers:
+        if (self.scan_unroll or 1) > 1 and not self.scan_layers:
             raise ValueError(
                 f"scan_unroll = {self.scan_unroll} has no effect without scan_layers, whose loop it is about. "
                 "Remove one of them."
@@ -388,9 +387,8 @@ class TransformerModule(nnx.Module):
             graphdef, state = nnx.split(self.layers)
             looped, unroll = body(graphdef), config.scan_unroll
             return through_layers(looped, x, state, remat=config.remat, scan_unroll=unroll, beside=head)
-        for index in range(config.num_layers):
-            graphdef, state = nnx.split(getattr(self, f"layer_{index}"))
-            x = rematerialize(body(graphdef), config.remat)(x, state, index)
+        layers = [nnx.split(getattr(self, f"layer_{index}")) for index in range(config.num_layers)]
+        x = through_each(body(layers[0][0]), x, [state for _, state in layers], config.remat)
         return x, None if head is None else head[...]
 
 

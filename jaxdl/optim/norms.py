@@ -19,9 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_LARGE, _SMALL = np.float32(2.0**64), np.float32(2.0**-36)
-"""Scaled by the first, numbers from 2^-126 to 1 have squares in range; by the second those from 2^-27 to 2^99."""
-
+from jaxdl.parallel.squares import LARGE, SMALL, square_sums
 
 _SAFE = np.float32(2.0**-72), np.float32(2.0**120)
 """Within these a plain sum of squares loses nothing: a number 2^27 times smaller than the norm still has a square."""
@@ -40,7 +38,7 @@ def layer_norms(leaves: Sequence[jax.Array], layer_dims: Sequence[tuple[int, ...
     sizes = [math.prod(leaf.shape[dim] for dim in dims) for leaf, dims in zip(leaves, layer_dims, strict=True)]
 
     def sums(leaves: Sequence[jax.Array], scale: np.float32) -> jax.Array:
-        parts = [_square_sums(leaf, dims, scale) for leaf, dims in zip(leaves, layer_dims, strict=True)]
+        parts = [square_sums(leaf, dims, scale) for leaf, dims in zip(leaves, layer_dims, strict=True)]
         return jnp.concatenate(parts)
 
     joined = _norms(list(leaves), sums)
@@ -58,7 +56,7 @@ def global_norm(tree: Any) -> jax.Array:
         return jnp.float32(0)
 
     def sums(leaves: Sequence[jax.Array], scale: np.float32) -> jax.Array:
-        return jnp.concatenate([_square_sums(leaf, (), scale) for leaf in leaves]).sum(keepdims=True)
+        return jnp.concatenate([square_sums(leaf, (), scale) for leaf in leaves]).sum(keepdims=True)
 
     return _norms(leaves, sums)[0]
 
@@ -67,9 +65,9 @@ def _norms(leaves: list[jax.Array], sums: Callable[[Sequence[jax.Array], np.floa
     """Norms `[n]`; `sums` gives the sums of squares `[n]` of the leaves times a scale."""
 
     def scaled(*leaves: jax.Array) -> jax.Array:
-        up, down = jnp.sqrt(jnp.stack([sums(leaves, _LARGE), sums(leaves, _SMALL)]))
+        up, down = jnp.sqrt(jnp.stack([sums(leaves, LARGE), sums(leaves, SMALL)]))
         # Up to norm 1; infinity is larger, and NaN stays NaN either way.
-        return jnp.where(up <= _LARGE, up / _LARGE, down / _SMALL)
+        return jnp.where(up <= LARGE, up / LARGE, down / SMALL)
 
     def plain_first(*leaves: jax.Array) -> jax.Array:
         squares = sums(leaves, np.float32(1))
@@ -82,9 +80,3 @@ def _norms(leaves: list[jax.Array], sums: Callable[[Sequence[jax.Array], np.floa
         return lax.cond(safe, lambda: jnp.sqrt(squares), wide)
 
     return lax.platform_dependent(*leaves, cpu=plain_first, default=scaled)
-
-
-def _square_sums(leaf: jax.Array, layer_dims: tuple[int, ...], scale: np.float32) -> jax.Array:
-    """`[layers]`: the sum of squares of each layer times `scale`."""
-    squares = jnp.square(leaf.astype(jnp.float32) * scale)
-    return squares.sum(axis=tuple(dim for dim in range(leaf.ndim) if dim not in layer_dims)).reshape(-1)

@@ -149,7 +149,7 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
     For photographs, the number of workers and the place of the cache may change, but not the form in which images are
     cached, since crops are cut from it. The folder with the tokens of documents may change. `guard.max_rollbacks` may
     be raised to resume a run that gave up, and the files of kinds outside jaxdl may move. Embedding tables may be
-    spread otherwise, and another plan be made.
+    spread otherwise, another plan be made, and a turn of the loop over layers compute another number of them.
     """
     others = (*LENGTH, "mesh", "plan", "sharding", "compiler", "checkpoint", "report", "cluster")
     fields = without_source({name: value for name, value in config.items() if name not in others})
@@ -182,6 +182,8 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
     if "embedding" in fields:  # Tables are restored on any mesh, under any scheme.
         spread = ("scheme", "schemes", "places", "cache")
         fields["embedding"] = {name: value for name, value in fields["embedding"].items() if name not in spread}
+    if "scan_unroll" in (fields.get("model") or {}):  # How the loop over layers is compiled.
+        fields["model"] = {name: value for name, value in fields["model"].items() if name != "scan_unroll"}
     return fields
 
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxdl.parallel.collectives.primitive import alike
 from jaxdl.parallel.collectives.shards import float32_product
@@ -31,7 +32,7 @@ Without a z-loss they are at most this."""
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """How the loss is computed.
+    """How the loss is computed. In training logits of bfloat16 activations are rounded to bfloat16.
 
     Attributes:
       chunk_tokens: the tokens of one device whose logits are made at a time; at least one of each of its examples.
@@ -112,14 +113,17 @@ def _one_device(
     x: jax.Array, kernel: jax.Array, target: jax.Array, mask: jax.Array, *, how: TokenLoss, with_gradients: bool
 ) -> tuple[jax.Array, jax.Array, Any]:
     (batch, length, embed), narrow = x.shape, kernel.astype(x.dtype)
-    size = min(length, max(1, how.chunk_tokens // batch))
-    num_chunks = -(-length // size)
+    # In bfloat16 they are half as many bytes, of which a training step makes five passes; all computed of them is
+    # float32.
+    logits_dtype = x.dtype if with_gradients and x.dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)
+    num_chunks = -(-length // min(length, max(1, how.chunk_tokens // batch)))
+    size = -(-length // num_chunks)  # Chunks of one size have the least padding.
     fill = ((0, 0), (0, num_chunks * size - length))
     x, target, mask = jnp.pad(x, (*fill, (0, 0))), jnp.pad(target, fill), jnp.pad(mask, fill)
 
     def chunk(carry: Any, start: jax.Array) -> Any:
         features, labels, counts = (lax.dynamic_slice_in_dim(whole, start, size, axis=1) for whole in (x, target, mask))
-        loss, correct, grad = _token_sums(features, narrow, labels, counts, how)
+        loss, correct, grad = _token_sums(features, narrow, labels, counts, how, logits_dtype)
         if not with_gradients:
             return (carry[0] + loss, carry[1] + correct), ()
         x_grad = _over_vocabulary(lax.psum, how, _product(grad, narrow, ((2,), (1,)), x.dtype))
@@ -140,38 +144,74 @@ def _one_device(
 
 
 def _token_sums(
-    x: jax.Array, kernel: jax.Array, target: jax.Array, mask: jax.Array, how: TokenLoss
+    x: jax.Array, kernel: jax.Array, target: jax.Array, mask: jax.Array, how: TokenLoss, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`(loss, correct, gradient of the logits)` of a few tokens; the gradient in the dtype of `x`, times `_scale`."""
-    logits = _product(x, kernel, ((2,), (0,)), jnp.float32)
+    """`(loss, correct, gradient of the logits)` of a few tokens; the gradient in the dtype of `x`, times `_scale`.
+
+    The logits are rounded to `dtype`.
+    """
+    logits = _product(x, kernel, ((2,), (0,)), dtype).astype(jnp.float32)
+    num_words = kernel.shape[1]
     classes = lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-    if how.vocab_axis:
-        classes = classes + lax.axis_index(how.vocab_axis) * kernel.shape[1]
-    is_target = classes == target[..., None]
-    highest = _over_vocabulary(lax.pmax, how, logits.max(axis=-1, keepdims=True))
-    place = target[..., None] - classes[..., :1]
-    target_logit = jnp.take_along_axis(logits, jnp.clip(place, 0, kernel.shape[1] - 1), axis=-1)
-    target_logit = _over_vocabulary(lax.psum, how, jnp.where((place >= 0) & (place < kernel.shape[1]), target_logit, 0))
-    powers = jnp.exp(logits - highest)
-    # NaN <= x and x <= NaN are false: a NaN is ahead of every number, and so its token is never correct.
-    ahead = ~(logits <= target_logit) | ((logits == target_logit) & (classes < target[..., None]))
-    # One sum over the devices; a count of words is exact in float32.
-    sums = [powers.sum(axis=-1), ahead.sum(axis=-1, dtype=jnp.float32)]
+    device = lax.axis_index(how.vocab_axis) if how.vocab_axis else 0
+    place = target - device * num_words
+    is_here, is_target = (place >= 0) & (place < num_words), classes == place[..., None]
+    local_highest, local_total, best = lax.platform_dependent(logits, classes, cpu=_in_passes, default=_in_one_pass)
+    highest = _over_vocabulary(lax.pmax, how, local_highest)
+    target_logit = jnp.take_along_axis(logits, jnp.clip(place, 0, num_words - 1)[..., None], axis=-1)[..., 0]
+    tied = local_highest == highest
+    ahead = jnp.where(is_here, ~(tied & (best == place)), tied & (place >= num_words))
+    # One sum over the devices; a count of devices is exact in float32.
+    sums = [local_total * jnp.exp(local_highest - highest), jnp.where(is_here, target_logit, 0)]
+    sums.append(ahead.astype(jnp.float32))
     if how.label_smoothing:
         sums.append(logits.sum(axis=-1))
-    total, rank, *of_all = _over_vocabulary(lax.psum, how, jnp.stack(sums))
-    normalizer = jnp.log(total) + highest[..., 0]
+    total, target_logit, rank, *of_all = _over_vocabulary(lax.psum, how, jnp.stack(sums))
+    normalizer = jnp.log(total) + highest
     # The cross-entropy with a target of 1 - smoothing and smoothing / words everywhere, in closed form.
     words = kernel.shape[1] * (lax.axis_size(how.vocab_axis) if how.vocab_axis else 1)
     wanted, everywhere = 1 - how.label_smoothing, how.label_smoothing / words
-    loss = normalizer - wanted * target_logit[..., 0] + how.z_loss * jnp.square(normalizer)
+    loss = normalizer - wanted * target_logit + how.z_loss * jnp.square(normalizer)
     slope = (mask / total) * (1 + 2 * how.z_loss * normalizer)
-    grad = powers * slope[..., None] - jnp.where(is_target & mask[..., None], wanted, 0.0)
+    grad = jnp.exp(logits - highest[..., None]) * slope[..., None] - jnp.where(is_target & mask[..., None], wanted, 0.0)
     if how.label_smoothing:
         loss -= everywhere * of_all[0]
         grad -= everywhere * mask[..., None]
-    sums = jnp.sum(jnp.where(mask, loss, 0)), jnp.sum(mask & (rank < 1), dtype=jnp.float32)
+    is_correct = mask & (rank < 1) & ~jnp.isnan(total)
+    sums = jnp.sum(jnp.where(mask, loss, 0)), jnp.sum(is_correct, dtype=jnp.float32)
     return *sums, (grad * _scale(x.dtype)).astype(x.dtype)
+
+
+def _in_passes(logits: jax.Array, classes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of each token's logits: the highest, the sum of exp(logit - highest), and the first class that has the highest.
+
+    There is no such class, and the others are NaN, where a logit is NaN.
+    """
+    highest = logits.max(axis=-1)
+    total = jnp.exp(logits - highest[..., None]).sum(axis=-1)
+    is_highest = logits == highest[..., None]
+    return highest, total, jnp.where(is_highest, classes, jnp.iinfo(jnp.int32).max).min(axis=-1)
+
+
+def _in_one_pass(logits: jax.Array, classes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same in one reduction, which reads the logits once: XLA does not merge reductions that need each other.
+
+    (Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv 1805.02867, section 3.) On CPUs it is
+    slower, since such a reduction is not vectorized.
+    """
+
+    def merge(one: Any, other: Any) -> Any:
+        (highest, total, best), (other_highest, other_total, other_best) = one, other
+        shrunk = jnp.exp(-jnp.abs(highest - other_highest))
+        is_behind = highest < other_highest
+        total = jnp.where(is_behind, total * shrunk + other_total, total + other_total * shrunk)
+        is_later = is_behind | (highest == other_highest) & (best > other_best)
+        return jnp.maximum(highest, other_highest), total, jnp.where(is_later, other_best, best)
+
+    lowest, none = jnp.finfo(jnp.float32).min, jnp.iinfo(jnp.int32).max
+    starts = jnp.float32(lowest), jnp.float32(0), jnp.int32(none)
+    operands = logits, jnp.ones_like(logits), classes
+    return tuple(lax.reduce(operands, starts, merge, (logits.ndim - 1,)))
 
 
 def _over_vocabulary(collective: Any, how: TokenLoss, x: jax.Array) -> jax.Array:

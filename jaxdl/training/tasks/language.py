@@ -33,7 +33,7 @@ class LanguageModelling(Task, kind="language_modelling"):
 
     chunk_tokens: int | None = pydantic.Field(default=None, ge=1)
     """Tokens of one device whose logits are made at a time, at least one of each of its examples. None takes all at
-    once if their logits, float32, fit in 512 MiB, or else as many as do."""
+    once if their logits fit in 1 GiB, or else as many as do."""
 
     label_smoothing: float = pydantic.Field(default=0.0, ge=0, lt=1)
     """Part of the target probability that is spread evenly over the vocabulary in the training loss (arXiv 1512.00567).

@@ -1,0 +1,33 @@
+"""Sums of squares that neither overflow nor underflow where their root is a float32 number."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+LARGE, SMALL = np.float32(2.0**64), np.float32(2.0**-36)
+"""Scaled by the first, numbers from 2^-126 to 1 have squares in range; by the second those from 2^-27 to 2^99."""
+
+
+def square_sums(x: jax.Array, layer_dims: tuple[int, ...], scale: np.float32) -> jax.Array:
+    """`[layers]`, float32: the sum of squares of each layer of `x` times `scale`; the dimensions `layer_dims` count
+    layers."""
+    squares = jnp.square(x.astype(jnp.float32) * scale)
+    return squares.sum(axis=tuple(dim for dim in range(x.ndim) if dim not in layer_dims)).reshape(-1)
+
+
+def is_finite(x: jax.Array) -> jax.Array:
+    """Whether all of `x` is finite, a boolean scalar.
+
+    On a GPU it is read off the sum of squares that the norm of the gradients needs too, so that one pass serves both;
+    then a number above 2^99, whose norm is infinite, is not finite either.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating) or not x.size:
+        return jnp.bool_(True)
+    return lax.platform_dependent(
+        x,
+        cpu=lambda x: jnp.all(jnp.isfinite(x)),
+        default=lambda x: jnp.isfinite(square_sums(x, (), SMALL)[0]),
+    )
