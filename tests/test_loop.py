@@ -128,13 +128,13 @@ def loss_of_layers(params, x, remat, scan_unroll=1):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("remat", "per_turn", "fsdp", "tensor"),
-    [("dots", 2, 2, 2), ("none", 1, 2, 2), ("block", 3, 1, 4), ("offload", 1, 2, 2)],
+    [("dots", 2, 2, 2), ("none", 1, 2, 2), ("block", 3, 1, 4), ("offload", 1, 2, 2), ("dots", 5, 2, 2)],
 )
 def test_gradients_of_looped_layers_are_means_over_replicas(remat, per_turn, fsdp, tensor):
     """Those of one device that has the whole batch, whatever splits the layers, computes them again or unrolls them.
 
     The last of the five layers stands outside of the loop: two in a turn leave none over, three leave one, and one
-    turn, of which XLA makes no loop.
+    turn, of which XLA makes no loop. Five in a turn leave no loop at all.
     """
     shapes = {"up": (5, 8, 16), "down": (5, 16, 8), "scale": (5, 8), "head": (8, 12)}
     keys = jax.random.split(jax.random.key(0), 5)

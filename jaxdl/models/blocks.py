@@ -53,14 +53,10 @@ def linear(module: nnx.Module, name: str, x: jax.Array, num_contracted: int = 1)
 
     `num_contracted` dimensions of `x`, and of the kernel, are contracted; a bias has one dimension for all features.
     """
-    kernel = getattr(module, name)[...]
-    return _completed(module, name, x, weight_product(x, kernel, num_contracted=num_contracted), num_contracted)
-
-
-def _completed(module: nnx.Module, name: str, x: jax.Array, product: jax.Array, num_contracted: int = 1) -> jax.Array:
-    """The product of `x` with a kernel, plus its adapter and its bias."""
-    product, bias = _adapted(module, name, x, product, num_contracted), getattr(module, f"{name}_bias", None)
-    return product if bias is None else add_bias(product, bias[...].reshape(product.shape[x.ndim - num_contracted :]))
+    kernel, bias = getattr(module, name)[...], getattr(module, f"{name}_bias", None)
+    product = weight_product(x, kernel, num_contracted=num_contracted)
+    product = _adapted(module, name, x, product, num_contracted)
+    return product if bias is None else add_bias(product, bias[...].reshape(kernel.shape[num_contracted:]))
 
 
 def _adapted(module: nnx.Module, name: str, x: jax.Array, product: jax.Array, num_contracted: int = 1) -> jax.Array:
@@ -160,9 +156,13 @@ class Attention(nnx.Module):
         the random keys of the rows, for dropout.
         """
         if source is None and self._heads_are_sharded_alike():
-            products = head_products(x, self.query[...], self.key[...], self.value[...])
+            kernels, biases = (
+                [part[...] for part in (getattr(self, name + end, None) for name in _PROJECTIONS) if part is not None]
+                for end in ("", "_bias")
+            )
+            products = head_products(x, kernels, biases)
             query, key, value = (
-                _completed(self, name, x, product) for name, product in zip(_PROJECTIONS, products, strict=True)
+                _adapted(self, name, x, product) for name, product in zip(_PROJECTIONS, products, strict=True)
             )
             query, (key, value) = self._query(query, angles), self._key_value(key, value, angles)
         else:

@@ -52,7 +52,7 @@ class Logits:
             return sharding.constrain(logits, "batch", "length", "vocab")
 
     def most_tokens(self) -> int | None:
-        """The tokens of one device whose logits fit in 1 GiB; None when those of all its tokens do."""
+        """The tokens of one device whose logits fit in 1 GiB; None when those of all its tokens do, in float32."""
         batch, length, vocab = self.shape
         batch_axes, vocab_axis = self._split()
         shape = self.layout.mesh.shape if self.layout else {}
@@ -60,6 +60,8 @@ class Logits:
         own_tokens = batch * length // math.prod(shape[axis] for axis in batch_axes)
         size = 2 if self.x.dtype == jnp.bfloat16 else 4
         most = max(1, _MOST_BYTES // (size * own_vocab))
+        if self.x.dtype == jnp.bfloat16:  # `materialize` would make them in float32.
+            return min(most, own_tokens)
         return most if own_tokens > most else None
 
     def sums(

@@ -15,6 +15,7 @@ then summed in float32. The kernel gradient of a 1x1 convolution is a product of
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -53,18 +54,20 @@ def weight_product(
     return checkpoint_name(result, PRODUCT)
 
 
-def head_products(x: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, ...]:
+def head_products(x: jax.Array, kernels: Sequence[jax.Array], biases: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """Queries, keys and values, [batch, length, heads, head_dim], of `x` [batch, length, embed] in one product.
 
-    The kernels are `[embed, heads, head_dim]`. One product reads `x` once, and has its gradient in one product too. The
-    kernels are joined for each key's head, so that heads may be sharded alike.
+    The three kernels are `[embed, heads, head_dim]`, the biases, of which there are three or none, `[heads head_dim]`.
+    One product reads `x` once, and has its gradient in one product too. The kernels are joined for each key's head, so
+    that heads may be sharded.
     """
-    (embed, num_heads, _), num_keys = query.shape, key.shape[1]
-    group = num_heads // num_keys
-    kernels = query.reshape(embed, num_keys, group, -1), key[:, :, None], value[:, :, None]
-    product = weight_product(x, jnp.concatenate(kernels, axis=2))
-    product = sharding.constrain(product, "batch", "length", "kv_heads", "", "head_dim")
-    queries = product[..., :group, :].reshape(*x.shape[:-1], num_heads, -1)
+    embed, num_keys, head_dim = kernels[1].shape
+    group = kernels[0].shape[1] // num_keys
+    kernel = jnp.concatenate([part.reshape(embed, num_keys, -1, head_dim) for part in kernels], axis=2)
+    product = sharding.constrain(weight_product(x, kernel), "batch", "length", "kv_heads", "", "head_dim")
+    if biases:
+        product = add_bias(product, jnp.concatenate([part.reshape(num_keys, -1, head_dim) for part in biases], axis=1))
+    queries = product[..., :group, :].reshape(*x.shape[:-1], num_keys * group, head_dim)
     return queries, product[..., group, :], product[..., group + 1, :]
 
 

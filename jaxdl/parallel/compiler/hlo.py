@@ -31,6 +31,8 @@ _CONTROL = {"while": ("body",), "conditional": ("true_computation", "false_compu
 _HOST = "S(5)"
 """In a layout: the memory of the host."""
 _SLICES = {"slice", "dynamic-slice", "gather"}
+_AS_LARGE = {"bitcast", "convert", "copy", "reshape", "transpose"}
+"""Kinds of which a slice needs no more than as large a slice of their operand."""
 
 GATHERS = "reads_a_part"
 """In the name (`jax.named_scope`) of a custom call that reads parts of its operands.
@@ -64,6 +66,11 @@ class Instruction:
     def num_bytes(self) -> float:
         """Bytes of the result."""
         return shapes_bytes(self.shapes)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the result."""
+        return sum(math.prod(shape) for _, shape in self.shapes)
 
     def called(self, attribute: str) -> str | None:
         """The computation that an attribute (`calls`, `body`, `condition`...) names."""
@@ -136,12 +143,8 @@ class Module:
         read = 0.0
         for parameter in parameters:
             users = [x for x in inside.values() if parameter.name in x.operands]
-            if users and all(x.kind in _SLICES for x in users):
-                read += min(parameter.num_bytes, sum(x.num_bytes for x in users))
-            elif not (
-                users and all(x.kind == "dynamic-update-slice" and x.operands[0] == parameter.name for x in users)
-            ):
-                read += parameter.num_bytes
+            if not (users and all(x.kind == "dynamic-update-slice" and x.operands[0] == parameter.name for x in users)):
+                read += parameter.num_bytes * _read_share(inside, parameter)
         updates = [x for x in inside.values() if x.kind == "dynamic-update-slice"]
         written = instruction.num_bytes
         for update in updates:
@@ -238,6 +241,17 @@ def inner_computations(instruction: Instruction) -> list[str]:
     )
     names = re.findall(r"%([^\s,}]+)", listed[1]) if listed else []
     return names + [name for which in _CONTROL.get(instruction.kind, ()) if (name := instruction.called(which))]
+
+
+def _read_share(inside: dict[str, Instruction], array: Instruction) -> float:
+    """The share of an array that a fusion reads: where it is only sliced, also after it was converted or reshaped."""
+    share = 0.0
+    for user in (x for x in inside.values() if array.name in x.operands):
+        if user.kind in _SLICES and array.name not in user.operands[1:]:
+            share += user.num_elements / max(1, array.num_elements)
+        else:
+            share += _read_share(inside, user) if user.kind in _AS_LARGE else 1.0
+    return min(1.0, share) if share else 1.0
 
 
 def _called_bytes(instruction: Instruction, operands: list[Instruction]) -> float:
