@@ -1,6 +1,7 @@
 """Where a run ends: `max_steps`, and a run whose length is changed when it resumes."""
 
 import json
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from jaxdl.core.config import ConfigError
 from jaxdl.core.files import step_dir
 from jaxdl.data.phases import Phase, make_timeline
 from jaxdl.exchange import TopK
-from jaxdl.optim import Constant, Cosine
+from jaxdl.optim import WSD, Constant, Cosine
 from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.training.run.compile import Programs, program_key
 from jaxdl.training.run.plan.build import make_plan
@@ -117,6 +118,18 @@ def test_a_finished_run_is_made_longer(tmp_path, straight, capsys):
     assert (tmp_path / "config.json").read_bytes() == before
 
 
+def test_a_checkpoint_of_the_plateau_cools_down_as_a_run_of_that_length(tmp_path, straight, capsys):
+    """With `wsd` a copy of the workdir, resumed with another length, ends with the bits of a run of that length."""
+    schedule = {"schedule": WSD(decay_steps=3), "checkpoint.every_steps": 4}
+    long, cooled, whole = (EXPERIMENT.replaced(schedule | {"steps": steps}) for steps in (20, 8, 8))
+    train(long, tmp_path / "long", max_steps=4)
+    shutil.copytree(tmp_path / "long", tmp_path / "cooled")
+    assert_bit_equal(as_numpy(train(cooled, tmp_path / "cooled")), as_numpy(train(whole, tmp_path / "whole")))
+    assert not any("goes up again" in event for event in events(tmp_path / "cooled"))
+    train(cooled.replaced({"steps": 12}), tmp_path / "cooled", max_steps=9)
+    assert "its decay had begun at step 5, so the learning rate goes up again" in events(tmp_path / "cooled")[-2]
+
+
 @pytest.mark.slow
 def test_an_interrupted_run_is_made_shorter_but_not_than_it_is(tmp_path):
     train(EXPERIMENT, tmp_path, max_steps=3)
@@ -147,6 +160,7 @@ def test_phases_may_change_after_what_is_done(phases, done, refused):
     """64 examples in batches of 16: the first phase is 4 steps, the second 16 of 8."""
     asked = SimpleNamespace(
         batch_size=16,
+        schedule=Constant(),
         model_dump=lambda **_: {"epochs": None, "steps": None, "phases": [one.model_dump() for one in phases]},
     )
     earlier = {"epochs": None, "steps": None, "phases": [one.model_dump(mode="json") for one in PHASES]}

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxdl.core.config import Config, ConfigError
-from jaxdl.optim import Constant, Cosine, InverseSqrt, Linear, Polynomial, Schedule, Steps, noam_peak
+from jaxdl.optim import WSD, Constant, Cosine, InverseSqrt, Linear, Polynomial, Schedule, Steps, noam_peak
 from jaxdl.optim.schedules import LearningRate
 
 PEAK, TOTAL, WARMUP, END, START = 3.7, 97, 11, 0.05, 0.2
@@ -48,6 +48,33 @@ def test_closed_form(kind, num_warmup):
     assert got.max() == np.float32(PEAK)
     if num_warmup:
         assert got[num_warmup - 1] == np.float32(PEAK)
+
+
+COURSES = {"linear": lambda p: 1 - p, "sqrt": lambda p: 1 - np.sqrt(p), "cosine": lambda p: (1 + np.cos(np.pi * p)) / 2}
+
+
+@pytest.mark.parametrize("decay", COURSES)
+@pytest.mark.parametrize(
+    ("num_warmup", "length", "num_decay"),
+    [(WARMUP, {"decay_steps": 20}, 20), (0, {}, 10), (1, {"decay_epochs": 9.6}, 96), (0, {"decay_fraction": 1.0}, 97)],
+)
+def test_warm_up_stable_decay(decay, num_warmup, length, num_decay):
+    schedule = WSD(warmup_steps=num_warmup, end_fraction=END, decay=decay, **length)
+    got = rates(schedule.build(peak=PEAK, total_steps=TOTAL, steps_per_epoch=10), TOTAL + 20)
+    progress = np.minimum(1, np.arange(num_decay + 20) / num_decay)
+    parts = warmup(num_warmup, 0), np.ones(TOTAL - num_warmup - num_decay), END + (1 - END) * COURSES[decay](progress)
+    np.testing.assert_allclose(got, PEAK * np.concatenate(parts), rtol=1e-5)
+    assert (got[max(0, num_warmup - 1) : TOTAL - num_decay + 1] == np.float32(PEAK)).all()
+    longer = rates(schedule.build(peak=PEAK, total_steps=TOTAL + 30, steps_per_epoch=10), TOTAL)
+    stable = min(TOTAL - num_decay, TOTAL + 30 - round(num_decay * (1 + 30 / TOTAL)))
+    np.testing.assert_array_equal(longer[: stable + 1], got[: stable + 1])
+
+
+def test_mistakes_of_warm_up_stable_decay():
+    with pytest.raises(ValueError, match="decay_steps = 3 and decay_epochs = 2.0 both set"):
+        WSD(decay_steps=3, decay_epochs=2)
+    with pytest.raises(ConfigError, match="a warm-up of 90 steps and a decay of 10 are more than the run has, 97"):
+        WSD(warmup_steps=90).build(peak=1.0, total_steps=TOTAL, steps_per_epoch=10)
 
 
 def test_steps():

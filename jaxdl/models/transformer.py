@@ -89,8 +89,8 @@ class Transformer(Model, kind="transformer"):
     """Stack the layers' parameters and scan over them: compile time no longer grows with num_layers."""
     former_names: ClassVar[Mapping[str, str]] = {"layers_per_turn": "scan_unroll"}
     scan_unroll: int | None = pydantic.Field(default=None, ge=1)
-    """Layers that one turn of the loop of `scan_layers` computes. None: on a GPU all, up to 64: there is no loop then,
-    which would copy their parameters and gradients; elsewhere one, which compiles faster."""
+    """Layers that one turn of the loop of `scan_layers` computes. None: on a GPU all, up to 64, since a
+    loop copies their parameters and gradients, unless it sums gradients over replicas; elsewhere one."""
     remat: Remat = "none"
     """What is kept of a block for the backward pass, which computes the rest again: everything (`none`), its input
     (`block`), also the results of its products and of attention (`dots`), or these in the host's memory (`offload`)."""

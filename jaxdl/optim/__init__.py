@@ -1,9 +1,9 @@
 """Optimizers and learning-rate schedules: small optax transformations and the configs that chain them.
 
 An optimizer config (`SGD`, `AdamW`, `SignSGD`, `Muon`, `LARS`, `LAMB`, or `Optax` for all others) holds the peak
-learning rate; a schedule config (`Constant`, `Linear`, `Cosine`, `InverseSqrt`, `Polynomial`, `Steps`) its shape. Trust
-ratios are per layer, also in a stack of layers in one array, and exclude biases and normalization unless a config says
-otherwise.
+learning rate; a schedule config (`Constant`, `Linear`, `Cosine`, `InverseSqrt`, `Polynomial`, `Steps`, `WSD`) its
+shape. Trust ratios are per layer, also in a stack of layers in one array, and exclude biases and normalization unless a
+config says otherwise.
 """
 
 from jaxdl.optim.averages import average_params, keeps_average
@@ -15,13 +15,14 @@ from jaxdl.optim.muon import Muon
 from jaxdl.optim.optimizers import LAMB, LARS, SGD, AdamW, Optimizer, SignSGD
 from jaxdl.optim.own import Optax
 from jaxdl.optim.rates import Rates, num_updates, scale_by_learning_rate
-from jaxdl.optim.schedules import Constant, Cosine, InverseSqrt, Linear, Polynomial, Schedule, Steps, noam_peak
+from jaxdl.optim.schedules import WSD, Constant, Cosine, InverseSqrt, Linear, Polynomial, Schedule, Steps, noam_peak
 
 __all__ = [
     "EVERYTHING",
     "LAMB",
     "LARS",
     "SGD",
+    "WSD",
     "AdamW",
     "Constant",
     "Cosine",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -71,16 +72,16 @@ class Schedule(Choice):
         Raises ConfigError when the warm-up is longer than `total_steps`.
         """
         num_warmup = self.num_warmup_steps(total_steps, steps_per_epoch)
-        num_decay = self._num_decay_steps(total_steps - num_warmup, steps_per_epoch)
+        first, num_decay = self._decay(num_warmup, total_steps, steps_per_epoch)
         start, end = self.warmup_start_fraction, self._end_fraction()
 
         def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
             now = jnp.asarray(step, jnp.float32)
             warmup = start + (1 - start) * (now + 1) / max(1, num_warmup)
-            remaining = jnp.clip((num_warmup + num_decay - now) / max(1, num_decay), 0, 1)
+            remaining = jnp.clip((first + num_decay - now) / max(1, num_decay), 0, 1)
             # XLA divides by a constant as it multiplies by its inverse, and n * (1 / n) need not be 1: the peak is set.
             # A warm-up that takes the whole run leaves no decay: what follows is at the end value at once.
-            shape = self._shape(jnp.where(now < num_warmup + min(1, num_decay), 1, remaining))
+            shape = self._shape(jnp.where(now < first + min(1, num_decay), 1, remaining))
             # Written so that shape 1 gives the peak and shape 0 the end value to the last bit.
             decay = shape + end * (1 - shape)
             return jnp.float32(peak) * jnp.where(now + 1 < num_warmup, warmup, decay)
@@ -102,6 +103,15 @@ class Schedule(Choice):
             return jnp.clip(jnp.where(now + 1 <= num_warmup, up, down), 0, 1)
 
         return cycle
+
+    def on_another_length(self, num_done: int, total_steps: int, steps_per_epoch: float) -> str | None:
+        """What to say when a run that was `total_steps` long goes on with another length after `num_done` steps."""
+        del num_done, total_steps, steps_per_epoch
+        return None
+
+    def _decay(self, num_warmup: int, total_steps: int, steps_per_epoch: float) -> tuple[int, int]:
+        """(first step, length) of the decay, in steps."""
+        return num_warmup, self._num_decay_steps(total_steps - num_warmup, steps_per_epoch)
 
     def _num_decay_steps(self, num_left: int, steps_per_epoch: float) -> int:
         """Length of the decay, when `num_left` steps follow the warm-up."""
@@ -144,6 +154,61 @@ class Cosine(Decay, kind="cosine"):
     def _shape(self, remaining: jax.Array) -> jax.Array:
         # Equal to (1 + cos(pi (1 - remaining))) / 2, without its loss of digits near the end.
         return jnp.square(jnp.sin(jnp.pi / 2 * remaining))
+
+
+class WSD(Decay, kind="wsd"):
+    """Warm-up, stable, decay: the peak until the decay at the end of the run (Hu et al., arXiv 2404.06395, section 4).
+
+    Until the decay the rate does not depend on the length of the run, so any checkpoint before it can be trained
+    longer, or cooled down: a copy of the workdir that resumes with another length has the rates of a run that was so
+    long from the start.
+    """
+
+    decay_fraction: float | None = pydantic.Field(default=None, gt=0, le=1)
+    """Length of the decay as a fraction of the run, 0.1 by default; or give `decay_steps` or `decay_epochs`."""
+    decay_steps: int | None = pydantic.Field(default=None, ge=1)
+    """Length of the decay in steps."""
+    decay_epochs: float | None = pydantic.Field(default=None, gt=0, allow_inf_nan=False)
+    """Length of the decay in epochs, rounded to whole steps (at least one)."""
+    decay: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Its course: a straight line, `1 - sqrt(progress)` (Hägele et al., arXiv 2405.18392), or half a cosine."""
+
+    @pydantic.model_validator(mode="after")
+    def _one_decay(self) -> WSD:
+        names = "decay_fraction", "decay_steps", "decay_epochs"
+        given = [f"{name} = {getattr(self, name)}" for name in names if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} both set the length of the decay. Give one of them.")
+        return self
+
+    def on_another_length(self, num_done: int, total_steps: int, steps_per_epoch: float) -> str | None:
+        """A warning for a checkpoint of the decay."""
+        first, _ = self._decay(self.num_warmup_steps(total_steps, steps_per_epoch), total_steps, steps_per_epoch)
+        if num_done <= first:
+            return None
+        return (
+            f"its decay had begun at step {first}, so the learning rate goes up again; to cool down from the peak, "
+            "resume a copy of the workdir with an earlier checkpoint"
+        )
+
+    def _decay(self, num_warmup: int, total_steps: int, steps_per_epoch: float) -> tuple[int, int]:
+        if self.decay_epochs is not None:
+            length = max(1, round(self.decay_epochs * steps_per_epoch))
+        elif self.decay_steps is not None:
+            length = self.decay_steps
+        else:
+            length = max(1, round((self.decay_fraction or 0.1) * total_steps))
+        if num_warmup + length > total_steps:
+            raise ConfigError(
+                f"--schedule wsd: a warm-up of {num_warmup} steps and a decay of {length} are more than the run has, "
+                f"{total_steps}. Train longer, or shorten one of them (--schedule.decay-steps, -epochs or -fraction)."
+            )
+        return total_steps - length, length
+
+    def _shape(self, remaining: jax.Array) -> jax.Array:
+        if self.decay == "cosine":
+            return jnp.square(jnp.sin(jnp.pi / 2 * remaining))
+        return 1 - jnp.sqrt(1 - remaining) if self.decay == "sqrt" else remaining
 
 
 class Steps(Schedule, kind="steps"):
