@@ -88,7 +88,7 @@ def through_layers(
     layout, after = current_layout(), None if beside is None else beside[...]
     num_layers = jax.tree.leaves(layers)[0].shape[0]
     if scan_unroll is None:
-        scan_unroll = num_layers if num_layers <= _MOST_UNROLLED and _loop_costs(layout) else 1
+        scan_unroll = num_layers if num_layers <= _MOST_UNROLLED and _loop_costs(layout, remat) else 1
     if scan_unroll >= num_layers:
         return _through_unrolled_layers(body, x, layers, beside, layout, remat)
     if layout is not None and layout.sum_dtype is not None:
@@ -101,11 +101,16 @@ def through_layers(
     return lax.scan(turn, x, (layers, jnp.arange(num_layers)), unroll=scan_unroll)[0], after
 
 
-def _loop_costs(layout: Layout | None) -> bool:
-    """Whether layers without a loop are faster: on GPUs, unless messages between replicas run beside the loop.
+def _loop_costs(layout: Layout | None, remat: Remat) -> bool:
+    """Whether layers without a loop are better: on GPUs, unless messages between replicas run beside the loop, or
+    memory is worth more than time.
 
-    Without one XLA sends most of those after the backward pass (8 x H100, compiled: 7 % of the bytes beside it, not 50).
+    Without a loop XLA gathers the parameters of several layers at once, and leaves what is offloaded in place too.
+    Without one XLA sends most of those after the backward pass (8 x H100, compiled: 7 % of the bytes beside it, with a
+    loop 50 %).
     """
+    if remat in ("block", "offload"):
+        return False
     if layout is None:
         return jax.default_backend() == "gpu"
     return platform(layout.mesh) == "gpu" and layout.sum_dtype is None

@@ -15,6 +15,7 @@ import jax
 
 from jaxdl.core.errors import as_typed
 from jaxdl.core.files import CURVES_FILE, PROFILE_FOLDER, SUMMARY_FILE
+from jaxdl.parallel.compiler.times import CompileTimes
 from jaxdl.report.consumed import Consumption
 from jaxdl.report.events import WARNINGS, Event, EventKind
 from jaxdl.report.fetching import OWN, fetch, joint_totals, step_metrics, total_metrics
@@ -60,6 +61,7 @@ class Reporter:
         self, config: ReportConfig, folder: Path | None, watch: Stopwatch, start: Start, subject: Subject
     ) -> None:
         self._config, self._folder, self._watch, self._start, self._subject = config, folder, watch, start, subject
+        self._compile_times = CompileTimes()
         self._timeline, self._counter, self._task = subject.timeline, subject.counter, subject.task
         self._units = self._task.units_per_example(subject.source.spec)
         self._consumption = Consumption(self._task.unit, self._units, subject.source, subject.seed, subject.timeline)
@@ -294,6 +296,7 @@ class Reporter:
                 extra=self._consumption.total(self.history.rows),
                 num_restarts=self.history.num_events("restart"),
                 num_rollbacks=self.history.num_events("rollback"),
+                compile_seconds=self._compile_times.seconds(),
             )
             if self._folder is not None:
                 folder, columns = self._folder, self.history.columns()

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from jaxdl.core.errors import OptionError
 from jaxdl.parallel.compiler import hlo, roofline
+from jaxdl.parallel.compiler.times import CompileTimes
 from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.performance.bench.shared import make_table
 from jaxdl.performance.planner.h100 import compile_step, h100_devices
@@ -21,18 +22,20 @@ _COLUMNS = ("kernels", "GB", "products, ms", "at least, ms")
 
 
 def measure(experiment: Experiment) -> dict[str, Any]:
-    """The kernels of a training step on one H100 by kind, `jaxdl.parallel.compiler.roofline.summed`, and its memory in
-    bytes.
+    """The kernels of a training step on one H100 by kind, `jaxdl.parallel.compiler.roofline.summed`, its memory in
+    bytes, and the seconds that compiling took.
 
     Nothing runs. Raises ConfigError where JAX's CUDA compiler is missing.
     """
     [device] = h100_devices(1, 1)
     plan = make_plan(experiment.replaced({"mesh": MeshConfig(replica=1, fsdp=1, tensor=1)}), [device])
-    return of_program(compile_step(plan))
+    times = CompileTimes()
+    compiled = compile_step(plan)
+    return of_program(compiled) | {"compile_seconds": times.seconds()}
 
 
 def of_program(compiled: jax.stages.Compiled) -> dict[str, Any]:
-    """What `measure` returns, of a program that is compiled for one H100."""
+    """What `measure` returns, of a program that is compiled for one H100; but not how long that took."""
     memory = compiled.memory_analysis()
     kernels = roofline.summed(roofline.kernels(hlo.parse(compiled.as_text() or "")))
     return {"kernels": kernels, "temporary_bytes": memory and memory.temp_size_in_bytes}
