@@ -17,6 +17,10 @@ VIRTUAL_ENV=$(abspath $(VENV)) UV_DEFAULT_INDEX=$${UV_DEFAULT_INDEX:-$${PIP_INDE
   $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.$(1)' -c constraints.txt; }
 endef
 
+# Where there is an NVIDIA GPU, JAX's packages for it are installed: for CUDA 13 where the driver knows it, else for 12.
+CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p' | head -1)
+GPU := $(if $(CUDA),$(if $(filter 12,$(CUDA)),cuda12,cuda13))
+
 .PHONY: train test test-all lint format docs clean
 
 train: $(VENV)/installed
@@ -50,7 +54,8 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(call install,)
+	$(if $(GPU),@echo "an NVIDIA GPU, and a driver for CUDA $(CUDA): installing jaxdl[$(GPU)]")
+	$(call install,$(if $(GPU),[$(GPU)]))
 	touch $@
 
 $(VENV)/installed-test: $(VENV)/bin/python pyproject.toml constraints.txt

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exchange_cases import FAST_COMPILE, run_of
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdl.exchange import (
@@ -210,7 +210,8 @@ def test_bytes_of_a_16_bit_sum_are_the_same_on_every_platform(platform):
     summed = jax.shard_map(
         lambda x: half_all_reduce(x[0], "replica", "bfloat16"), mesh=mesh, in_specs=P("replica"), out_specs=P()
     )
-    program = lower(summed, jax.ShapeDtypeStruct((4, 1001), jnp.float32), platform=platform)
+    split = NamedSharding(mesh, P("replica"))
+    program = lower(summed, jax.ShapeDtypeStruct((4, 1001), jnp.float32, sharding=split), platform=platform)
     assert sent_bytes(program, mesh)["replica"] == all_reduce_sent_bytes(1001, 4, "bfloat16") == 2 * 3 / 4 * 2 * 1004
     kinds = [(one.kind, one.dtype) for one in collectives(program)]
     assert kinds == (

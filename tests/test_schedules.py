@@ -71,7 +71,7 @@ def test_warm_up_stable_decay(decay, num_warmup, length, num_decay):
 
 
 def test_mistakes_of_warm_up_stable_decay():
-    with pytest.raises(ValueError, match="decay_steps = 3 and decay_epochs = 2.0 both set"):
+    with pytest.raises(ValueError, match=r"decay_steps = 3 and decay_epochs = 2\.0 both set"):
         WSD(decay_steps=3, decay_epochs=2)
     with pytest.raises(ConfigError, match="a warm-up of 90 steps and a decay of 10 are more than the run has, 97"):
         WSD(warmup_steps=90).build(peak=1.0, total_steps=TOTAL, steps_per_epoch=10)

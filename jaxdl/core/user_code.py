@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdl.core.errors import ConfigError
+from jaxdl.core.jax_versions import scan_counts
 
 _LIBRARIES = tuple(
     str(Path(folder)) + os.sep for folder in (Path(__file__).parent.parent, sysconfig.get_path("stdlib"))
@@ -255,7 +256,7 @@ def _through(equation: Any, marks: list[int], values: list[Any]) -> _Flow:
         flows = [_flow(branch, marks[1:], values[1:])[0] for branch in params["branches"]]
         return [functools.reduce(operator.or_, parts, marks[0]) for parts in zip(*flows, strict=True)], [None] * count
     if name == "scan":
-        return _loop_marks(params["jaxpr"], marks, params["num_consts"], params["num_carry"]), [None] * count
+        return _loop_marks(params["jaxpr"], marks, *scan_counts(params)), [None] * count
     if name == "while":
         first = params["cond_nconsts"]
         outs = _loop_marks(params["body_jaxpr"], marks[first:], params["body_nconsts"], count)

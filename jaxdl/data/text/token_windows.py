@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -74,7 +74,8 @@ class TextFiles(Data, kind="text"):
             cut = _boundary(whole, round(len(whole) * (1 - self.test_fraction)))
             train, test = [whole[:cut]], [whole[cut:]]
         else:
-            held_out = _held_out(names, self.test_fraction, self.split_seed)
+            empty = {file.name for file in files if not file.num_bytes}
+            held_out = _held_out(names, empty, self.test_fraction, self.split_seed)
             train = [read(file) for file in files if file.name not in held_out]
             test = [read(file) for file in files if file.name in held_out]
         return text_splits(train, test, self.length, self.tokenizer)
@@ -165,11 +166,13 @@ def _hash(purpose: str, seed: int, name: str) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
-def _held_out(names: Sequence[str], test_fraction: float, seed: int) -> set[str]:
-    """The held-out names: at least one, never all."""
+def _held_out(names: Sequence[str], empty: Container[str], test_fraction: float, seed: int) -> set[str]:
+    """The held-out names: at least one that is not `empty`, if there is one, and never all."""
     ranked = sorted(names, key=lambda name: _hash("held out", seed, name))
-    count = sum(_hash("held out", seed, name) < test_fraction for name in names)
-    return set(ranked[: min(max(count, 1), len(names) - 1)])
+    count = max(1, sum(_hash("held out", seed, name) < test_fraction for name in names))
+    if all(name in empty for name in ranked[:count]):
+        count = 1 + next((place for place, name in enumerate(ranked) if name not in empty), 0)
+    return set(ranked[: min(count, len(names) - 1)])
 
 
 def _limit(files: Sequence[TextFile], max_bytes: int, seed: int) -> list[TextFile]:
