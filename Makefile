@@ -54,7 +54,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(if $(GPU),@echo "an NVIDIA GPU, and a driver for CUDA $(CUDA): installing jaxdl[$(GPU)]")
+	$(if $(GPU),@echo "an NVIDIA GPU with a driver for CUDA $(CUDA): installing jaxdl[$(GPU)]")
 	$(call install,$(if $(GPU),[$(GPU)]))
 	touch $@
 
