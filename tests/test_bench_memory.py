@@ -29,9 +29,25 @@ def test_copies_to_the_host_are_no_kernels_and_what_is_computed_again_is_known()
     assert summed(found.values())["all"]["bytes"] == sum(found[name].moved_bytes for name in ("h", "d", "n"))
 
 
+LOGITS = """
+%inside (p: bf16[2,6,16]) -> bf16[2,6,50] {
+  %p = bf16[2,6,16]{2,1,0} parameter(0)
+  %wide = f32[2,6,50]{2,1,0} broadcast(%p)
+  ROOT %narrow = bf16[2,6,50]{2,1,0} convert(%wide)
+}
+
+ENTRY %main (x: bf16[2,6,16], t: f32[50,16]) -> bf16[2,6,50] {
+  %x = bf16[2,6,16]{2,1,0} parameter(0)
+  %t = f32[50,16]{1,0} parameter(1)
+  %head = f32[16,50]{1,0} copy(%t)
+  ROOT %logits = bf16[2,6,50]{2,1,0} fusion(%x), kind=kLoop, calls=%inside
+}
+"""
+
+
 def test_logits_are_told_from_the_output_layer():
-    text = "f32[16,50] f32[2,6,50]{2,1,0} bf16[99,50] f32[50,16] f32[50]"
-    assert memory.most_logits(text, 50) == 12
+    """And from arrays inside of fusions."""
+    assert memory.most_logits(hlo.parse(LOGITS), 50) == 2 * 2 * 6 * 50
     assert [memory.own_words(words, 8) for words in (400, 50)] == [50, 50]
 
 
@@ -47,12 +63,12 @@ def test_a_row_and_what_is_said_below_the_table():
     assert memory.remarks([ROW]) == [
         "* more than the 80 GB of an H100",
         "attention: cuDNN's flash kernel, forward and backward, in every row",
-        "float32 logits: at most 64 MB of a device at a time",
+        "logits: at most 64 MB of a device at a time",
     ]
     other = ROW | {"bytes": 1, "flash_backward": 0, "kept": "dots", "logits_bytes": 128e6}
     assert memory.remarks([ROW, other])[1:] == [
         "attention: cuDNN's flash kernel, forward and backward, but not in 2 x 4 dots",
-        "float32 logits: at most 128 MB of a device at a time",
+        "logits: at most 128 MB of a device at a time",
     ]
 
 

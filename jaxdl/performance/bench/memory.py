@@ -9,7 +9,6 @@ without those that are computed again; with a causal mask half of attention's pr
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +106,8 @@ def measure(command: MemoryBench, mesh: MeshConfig, length: int | None, examples
     plan = make_plan(_with_enough_data(experiment), h100_devices(1, mesh.fsdp * mesh.tensor))
     compiled = compile_step(plan)
     text, memory, spec = compiled.as_text() or "", compiled.memory_analysis(), plan.parts.data_spec
-    kernels = roofline.kernels(hlo.parse(text))
+    module = hlo.parse(text)
+    kernels = roofline.kernels(module)
     least = sum(kernel.times * kernel.least_sec for kernel in kernels)
     once = sum(kernel.times * kernel.product_sec for kernel in kernels if not kernel.again)
     words = getattr(experiment.model, "vocab_size", None) or getattr(spec, "vocab_size", None)
@@ -124,7 +124,7 @@ def measure(command: MemoryBench, mesh: MeshConfig, length: int | None, examples
         "host_sec": sum(kernel.times * kernel.host_bytes for kernel in kernels) / _HOST_BYTES_PER_SEC,
         "flash_forward": sum("fmha" in kernel.kind and "Backward" not in kernel.kind for kernel in kernels),
         "flash_backward": sum("fmha" in kernel.kind and "Backward" in kernel.kind for kernel in kernels),
-        "logits_bytes": 4 * vocab * most_logits(text, vocab) if vocab else None,
+        "logits_bytes": most_logits(module, vocab) if vocab else None,
     }
 
 
@@ -152,12 +152,20 @@ def own_words(words: int, tensor: int) -> int:
     return words // tensor if words % tensor == 0 else words
 
 
-def most_logits(text: str, vocab: int) -> int:
-    """The most tokens that have float32 logits at a time: rows of the program's arrays of this last dimension."""
-    shapes = set(re.findall(rf"\bf32\[([\d,]+),{vocab}\]", text))
-    kernels = set(re.findall(rf"\bf32\[{vocab},(\d+)\]", text))  # The embedding's table, and so a row of the head's.
-    sizes = [[int(dim) for dim in shape.split(",")] for shape in shapes if shape not in kernels]
-    return max(map(math.prod, sizes), default=0)
+def most_logits(module: hlo.Module, vocab: int) -> float:
+    """The bytes of the most logits that are in memory at a time: the largest result of a kernel of this last dimension.
+
+    An array inside a fusion is nowhere in memory.
+    """
+    written = {kernel.name for kernel in roofline.kernels(module)}
+    every = [instruction for part in module.computations.values() for instruction in part.values()]
+    shapes = {shape for instruction in every if instruction.name in written for shape in instruction.shapes}
+    # The embedding's table is [vocab, embed], and the head's kernel [embed, vocab].
+    embeds = {dims[-1] for instruction in every for _, dims in instruction.shapes if dims[:1] == (vocab,)}
+    logits = [
+        (dtype, dims) for dtype, dims in shapes if dims[-1:] == (vocab,) and dims[:-1] not in {(n,) for n in embeds}
+    ]
+    return max((hlo.shapes_bytes((shape,)) for shape in logits), default=0.0)
 
 
 def texts(row: dict[str, Any]) -> tuple[str, ...]:
@@ -189,5 +197,5 @@ def remarks(rows: list[dict[str, Any]]) -> list[str]:
         lines.append(f"attention: cuDNN's flash kernel, forward and backward, but not in {names}")
     if any(row["logits_bytes"] for row in rows):
         most = max(row["logits_bytes"] or 0 for row in rows)
-        lines.append(f"float32 logits: at most {most / 1e6:.0f} MB of a device at a time")
+        lines.append(f"logits: at most {most / 1e6:.0f} MB of a device at a time")
     return lines
