@@ -1,8 +1,12 @@
 """The settings of the compiler: XLA's options, and the network for which it orders a step."""
 
+import os
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from runs import tiny_experiment
 
 from jaxdl.core.config import ConfigError
@@ -12,6 +16,7 @@ from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.training.run.compile import compile_train_step
 from jaxdl.training.run.plan.build import make_plan
 
+KEPT = ("jax_compilation_cache_dir", "jax_compilation_cache_max_size", "jax_persistent_cache_min_compile_time_secs")
 AXES = {"replica": 2, "fsdp": 4}
 
 
@@ -30,6 +35,33 @@ def test_options_of_the_compiler(monkeypatch):
         CompilerConfig(options=("gpu_x=1",))
     with pytest.raises(ConfigError, match="xla_gpu_x is set twice"):
         CompilerConfig(options=("xla_gpu_x=1", "xla_gpu_x=2"))
+
+
+def test_programs_are_kept_by_default(tmp_path, monkeypatch):
+    """In the user's cache, in a folder of the machine; without one that can be written there is none."""
+    before = {name: jax.config.values[name] for name in KEPT}
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        CompilerConfig().keep_programs()
+        folder = Path(jax.config.values["jax_compilation_cache_dir"])
+        assert folder.is_relative_to(tmp_path / "jaxdl/programs")
+        assert jax.config.values["jax_compilation_cache_max_size"] == 5 * 2**30
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.jit(lambda x: x * 3 + 1).lower(jnp.ones(7)).compile()
+        assert any(name.endswith("-cache") for name in os.listdir(folder))
+        CompilerConfig(cache_dir=str(tmp_path / "own")).keep_programs()
+        assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "own")
+        CompilerConfig().keep_programs()
+        assert jax.config.values["jax_compilation_cache_dir"] == str(folder)
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        CompilerConfig().keep_programs()
+        assert jax.config.values["jax_compilation_cache_dir"] is None
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 def test_the_network_for_which_a_step_is_ordered():

@@ -296,7 +296,7 @@ class Reporter:
                 extra=self._consumption.total(self.history.rows),
                 num_restarts=self.history.num_events("restart"),
                 num_rollbacks=self.history.num_events("rollback"),
-                compile_seconds=self._compile_times.seconds(),
+                compiling=self._compile_times.figures(),
             )
             if self._folder is not None:
                 folder, columns = self._folder, self.history.columns()

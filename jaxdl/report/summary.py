@@ -67,14 +67,14 @@ def make_summary(
     extra: Mapping[str, Any] | None = None,
     num_restarts: int = 0,
     num_rollbacks: int = 0,
-    compile_seconds: Mapping[str, float] | None = None,
+    compiling: Mapping[str, float] | None = None,
 ) -> Summary:
     """The content of summary.json.
 
     `status` is "stopped" when `max_steps` or a hook ended it; `steps` of `total_steps` were completed; `metrics` are
     the last ones; `seconds` is wall time per phase (see `Stopwatch.seconds`); `mesh` is axis -> size; `devices` is
     `describe_devices()` unless given; `extra` is any further JSON, kept under "extra"; `num_restarts` counts the
-    launcher's, `num_rollbacks` returns to a checkpoint after bad steps; `compile_seconds` are those of
+    launcher's, `num_rollbacks` returns to a checkpoint after bad steps; `compiling` are the figures of
     `CompileTimes` in this process. A metric that is not finite is `null`.
     """
     summary: Summary = {
@@ -91,8 +91,8 @@ def make_summary(
         "devices": describe_devices() if devices is None else devices,
         "versions": versions(),
     }
-    if compile_seconds is not None:
-        summary["compile_seconds"] = {stage: round(float(value), 3) for stage, value in compile_seconds.items()}
+    if compiling is not None:
+        summary["compiling"] = {name: round(float(value), 3) for name, value in compiling.items()}
     if extra:
         summary["extra"] = dict(extra)
     return summary
@@ -192,7 +192,7 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
             if summary.get(name)
         ),
         ("wall time", f"{format_duration(total)}: " + ", ".join(phases) if phases else format_duration(total)),
-        *(("programs", described(times)) for times in (summary.get("compile_seconds"),) if times),
+        *(("programs", described(figures)) for figures in (summary.get("compiling"),) if figures),
         ("mesh", " x ".join(f"{axis} {size}" for axis, size in summary["mesh"].items())),
         ("devices", where + ("es" if devices["num_processes"] > 1 else "")),
     ]

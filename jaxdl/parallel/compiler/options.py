@@ -5,11 +5,13 @@ They apply to one compiled function and, unlike `XLA_FLAGS`, to nothing else in 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -45,6 +47,9 @@ ASSUMED_GBPS = 100.0
 ASSUMED = Links(replica_bytes_per_sec=ASSUMED_GBPS * 1e9 / 8)
 """The network for which XLA orders a step of several replicas on GPUs when its speed is not given."""
 
+_MOST_BYTES = 5 * 2**30
+"""Of programs in the folder of this machine; those that were not used for the longest time make room."""
+
 _replaced: dict[str | None, str | None] = {}
 """Cache folder that a run has set -> the previous one."""
 _VARIABLE = "JAX_COMPILATION_CACHE_DIR"
@@ -65,7 +70,9 @@ class CompilerConfig(Config):
 
     cache_dir: str | None = None
     """Folder for programs that took a second or more to compile, so that a resumed run, or a similar one, need not
-    compile them again. Several hosts must share it: the first process writes for all."""
+    compile them again. Several hosts must share it: the first process writes for all. None takes the environment's
+    JAX_COMPILATION_CACHE_DIR, or for a single process a folder of this machine in ~/.cache/jaxdl, of at most 5 GiB
+    (JAX_ENABLE_COMPILATION_CACHE=false: none)."""
 
     @pydantic.model_validator(mode="after")
     def _latency_of_a_network(self) -> CompilerConfig:
@@ -124,6 +131,10 @@ class CompilerConfig(Config):
                     f"{parent}. Make it, or choose another."
                 )
             _replaced[wanted] = before
+        elif wanted is None and jax.process_count() == 1 and (folder := _own_folder()) is not None:
+            wanted = folder
+            _replaced[wanted] = None
+            jax.config.update("jax_compilation_cache_max_size", _MOST_BYTES)
         if present != wanted:
             jax.config.update("jax_compilation_cache_dir", wanted)
             compilation_cache.reset_cache()  # It looks for the folder when the first program is compiled.
@@ -156,6 +167,20 @@ class CompilerConfig(Config):
             return {}
         asked = {*self.values(), *re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", ""))}
         return {name: value for name, value in INSIDE_REPLICAS.items() if name not in asked}
+
+
+def _own_folder() -> str | None:
+    """The folder for programs of this user and machine, which is made; None where it cannot be written."""
+    try:
+        # XLA's programs for a CPU use all that it can do, and a home folder may be that of many machines.
+        cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+        machine = hashlib.sha256(f"{os.uname().machine} {cpu}".encode()).hexdigest()[:12]
+        root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        folder = root / "jaxdl" / "programs" / machine
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        return None
+    return str(folder) if os.access(folder, os.W_OK | os.X_OK) and is_text(str(folder)) else None
 
 
 def _from_each(content: bytes) -> Sequence[bytes]:

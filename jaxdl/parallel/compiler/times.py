@@ -9,37 +9,43 @@ from collections.abc import Mapping
 import jax
 
 _STAGES = {
-    "/jax/core/compile/jaxpr_trace_duration": "trace",
-    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
-    "/jax/core/compile/backend_compile_duration": "compile",
+    "/jax/core/compile/jaxpr_trace_duration": "trace_sec",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower_sec",
+    "/jax/core/compile/backend_compile_duration": "compile_sec",
 }
-"""JAX's name of an event -> the stage. Compiling is XLA's part, with autotuning on GPUs; or the reading of a program
+"""JAX's name of an event -> the figure. Compiling is XLA's part, with autotuning on GPUs; or the reading of a program
 that was kept on disk."""
-_seconds: Counter[str] = Counter()
+_KEPT, _NUM_KEPT = "/jax/compilation_cache/cache_hits", "num_kept"
+_figures: Counter[str] = Counter()
 
 
 @functools.cache
 def _listen() -> None:
-    def add(event: str, seconds: float, **_: object) -> None:
+    def add_seconds(event: str, seconds: float, **_: object) -> None:
         if event in _STAGES:
-            _seconds[_STAGES[event]] += seconds
+            _figures[_STAGES[event]] += seconds
 
-    jax.monitoring.register_event_duration_secs_listener(add)
+    def count(event: str, **_: object) -> None:
+        _figures[_NUM_KEPT] += event == _KEPT
+
+    jax.monitoring.register_event_duration_secs_listener(add_seconds)
+    jax.monitoring.register_event_listener(count)
 
 
 class CompileTimes:
-    """The seconds of each stage since it was made; several threads may compile at once, and then they add up."""
+    """What was compiled since it was made. Several threads may compile at once, and then their seconds add up."""
 
     def __init__(self) -> None:
         _listen()
-        self._before = Counter(_seconds)
+        self._before = Counter(_figures)
 
-    def seconds(self) -> dict[str, float]:
-        """`trace`, `lower` and `compile`, of all programs so far."""
-        return {stage: _seconds[stage] - self._before[stage] for stage in _STAGES.values()}
+    def figures(self) -> dict[str, float]:
+        """`trace_sec`, `lower_sec` and `compile_sec` of all programs so far; `num_kept` of them were on disk."""
+        return {name: _figures[name] - self._before[name] for name in (*_STAGES.values(), _NUM_KEPT)}
 
 
-def described(seconds: Mapping[str, float]) -> str:
-    """The stages in words: `traced 3.1 s, lowered 0.9 s, compiled 16.0 s`."""
-    names = {"trace": "traced", "lower": "lowered", "compile": "compiled"}
-    return ", ".join(f"{word} {seconds[stage]:.1f} s" for stage, word in names.items())
+def described(figures: Mapping[str, float]) -> str:
+    """The figures in words: `traced 3.1 s, lowered 0.9 s, compiled 16.0 s`."""
+    names = {"trace_sec": "traced", "lower_sec": "lowered", "compile_sec": "compiled"}
+    words = ", ".join(f"{word} {figures[name]:.1f} s" for name, word in names.items())
+    return words + (f" ({figures[_NUM_KEPT]:.0f} read from disk)" if figures[_NUM_KEPT] else "")

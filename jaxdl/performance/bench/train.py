@@ -92,7 +92,7 @@ def _list_kernels(command: TrainBench) -> None:
     console.print(roofline.table(title, figures, before))
     speed = f"{1e3 * total['least_sec']:.2f} ms a step, {experiment.batch_size / total['least_sec']:,.0f} examples/s"
     console.print(f"at least {speed}; {(figures['temporary_bytes'] or 0) / 1e9:.2f} GB of temporary memory")
-    console.print(f"the step's program: {described(figures['compile_seconds'])}, without autotuning")
+    console.print(f"the step's program: {described(figures['compiling'])}, without autotuning")
     write_json(command.json, figures)
 
 
@@ -125,7 +125,7 @@ def measure(command: TrainBench) -> dict[str, Any]:
             raise ConfigError(f"--against {command.against}: it is measured on one GPU. Set CUDA_VISIBLE_DEVICES=0.")
         make_steps = FRAMEWORKS[command.against]
         sides[command.against], about[command.against] = make_steps(experiment, plan.parts.data_spec)
-    jaxdl, program, compile_seconds = _jaxdl_side(plan)
+    jaxdl, program, compiling = _jaxdl_side(plan)
     times = _time({"jaxdl": jaxdl} | sides, command)
     used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     kernels = trace.kernels(functools.partial(jaxdl, _PROFILED_STEPS), _PROFILED_STEPS) if command.profile else []
@@ -144,7 +144,7 @@ def measure(command: TrainBench) -> dict[str, Any]:
         "flops_per_step": flops,
         "peak_flops_per_sec": peak,
         "peak_source": source,
-        "compile_seconds": compile_seconds,
+        "compiling": compiling,
         "memory_bytes": planned_bytes(program),
         "memory_peak_bytes": used,
         "kernels": kernels[:_WRITTEN_KERNELS],
@@ -164,10 +164,10 @@ def _time(sides: dict[str, Steps], command: TrainBench) -> dict[str, list[float]
 
 
 def _jaxdl_side(plan: Plan) -> tuple[Steps, jax.stages.Compiled, dict[str, float]]:
-    """The training steps, their program, and the seconds to trace, lower and compile it."""
+    """The training steps, their program, and the figures of compiling it."""
     times = CompileTimes()
     step = compile_train_step(plan)
-    compile_seconds, state = times.seconds(), make_initial_state(plan)
+    compiling, state = times.figures(), make_initial_state(plan)
     with plan.batches(plan.timeline.segments[0], 0, 1) as batches:
         batch = next(batches)
 
@@ -179,7 +179,7 @@ def _jaxdl_side(plan: Plan) -> tuple[Steps, jax.stages.Compiled, dict[str, float
                 jax.block_until_ready(metrics)
         jax.block_until_ready(state)
 
-    return steps, step, compile_seconds
+    return steps, step, compiling
 
 
 def make_updates(parts: Parts) -> Callable[..., None]:
@@ -231,7 +231,7 @@ def _print(command: TrainBench, figures: dict[str, Any]) -> None:
         f"peak: {figures['peak_flops_per_sec'] / 1e12:.3g} TFLOP/s, from {figures['peak_source']}; a step has "
         f"{figures['flops_per_step'] / 1e12:.3g} TFLOP in products and convolutions, forward times 3"
     )
-    console.print(f"the step's program: {described(figures['compile_seconds'])}")
+    console.print(f"the step's program: {described(figures['compiling'])}")
     if figures["memory_bytes"] is not None:
         used = figures["memory_peak_bytes"]
         really = "" if used is None else f", {used / 1e9:.2f} GB at most in use"
