@@ -22,6 +22,7 @@ where they are made.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -145,8 +146,22 @@ def through_each(body: Body, x: jax.Array, layers: Sequence[Any], remat: Remat) 
 
 @jax.custom_vjp
 def _unstacked(stacks: list[jax.Array]) -> list[list[jax.Array]]:
-    """The leaves of each layer. JAX would sum gradients of slices that are filled up with zeros; these are stacked."""
-    return [[stack[index] for stack in stacks] for index in range(stacks[0].shape[0])]
+    """The leaves of each layer. JAX would sum gradients of slices that are filled up with zeros; these are stacked.
+
+    The vectors of a layer are taken out of their stacks together, before they are used. Else each layer has kernels of
+    its own, which read its place in the stacks, and XLA compiles them all.
+    """
+    num_layers = stacks[0].shape[0]
+    each = [[stack[index] for stack in stacks] for index in range(num_layers)]
+    vectors = [place for place, stack in enumerate(stacks) if stack.ndim <= 2 and stack.dtype == jnp.float32]
+    if not vectors:
+        return each
+    joined = jnp.concatenate([stacks[place].reshape(num_layers, -1) for place in vectors], axis=1)
+    ends = list(itertools.accumulate(stacks[place].size // num_layers for place in vectors))
+    for layer, row in zip(each, lax.optimization_barrier([joined[index] for index in range(num_layers)]), strict=True):
+        for place, vector in zip(vectors, jnp.split(row, ends[:-1]), strict=True):
+            layer[place] = vector.reshape(stacks[place].shape[1:])
+    return each
 
 
 _unstacked.defvjp(
