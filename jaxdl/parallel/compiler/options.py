@@ -5,13 +5,11 @@ They apply to one compiled function and, unlike `XLA_FLAGS`, to nothing else in 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +17,7 @@ import pydantic
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxdl.core.config import Config, ConfigError
+from jaxdl.core.files import programs_folder
 from jaxdl.core.paths import expand_home, is_text
 from jaxdl.parallel.cluster import wait_for_all
 from jaxdl.parallel.cluster.agree import from_each_process
@@ -131,7 +130,7 @@ class CompilerConfig(Config):
                     f"{parent}. Make it, or choose another."
                 )
             _replaced[wanted] = before
-        elif wanted is None and jax.process_count() == 1 and (folder := _own_folder()) is not None:
+        elif wanted is None and jax.process_count() == 1 and (folder := programs_folder()) is not None:
             wanted = folder
             _replaced[wanted] = None
             jax.config.update("jax_compilation_cache_max_size", _MOST_BYTES)
@@ -167,20 +166,6 @@ class CompilerConfig(Config):
             return {}
         asked = {*self.values(), *re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", ""))}
         return {name: value for name, value in INSIDE_REPLICAS.items() if name not in asked}
-
-
-def _own_folder() -> str | None:
-    """The folder for programs of this user and machine, which is made; None where it cannot be written."""
-    try:
-        # XLA's programs for a CPU use all that it can do, and a home folder may be that of many machines.
-        cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
-        machine = hashlib.sha256(f"{os.uname().machine} {cpu}".encode()).hexdigest()[:12]
-        root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        folder = root / "jaxdl" / "programs" / machine
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
-        return None
-    return str(folder) if os.access(folder, os.W_OK | os.X_OK) and is_text(str(folder)) else None
 
 
 def _from_each(content: bytes) -> Sequence[bytes]:
