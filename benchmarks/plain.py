@@ -31,9 +31,10 @@ def make_plain_step(experiment: Experiment, spec: DataSpec) -> tuple[Callable[[i
 
     Raises ConfigError for experiments that the plain step does not do.
     """
-    step, make_state, tokens = plain_step(experiment, spec)
+    step, make_state, tokens = plain_step(experiment, spec, flash=jax.default_backend() == "gpu")
+    assert isinstance(spec, TextSpec)
     state = jax.jit(make_state)()
-    batch = jax.random.randint(jax.random.key(1), tokens.shape, 0, experiment.model.num_layers + 2, jnp.int32)
+    batch = jax.random.randint(jax.random.key(1), tokens.shape, 0, spec.vocab_size, jnp.int32)
 
     def steps(number: int) -> None:
         nonlocal state
@@ -46,8 +47,13 @@ def make_plain_step(experiment: Experiment, spec: DataSpec) -> tuple[Callable[[i
     return steps, f"plain JAX {jax.__version__}: layers in a list, AdamW with clipping"
 
 
-def plain_step(experiment: Experiment, spec: DataSpec) -> tuple[Any, Callable[[], Any], jax.ShapeDtypeStruct]:
-    """The jitted `Step`, a function that makes its state, and the shape of its tokens."""
+def plain_step(
+    experiment: Experiment, spec: DataSpec, *, flash: bool
+) -> tuple[Any, Callable[[], Any], jax.ShapeDtypeStruct]:
+    """The jitted `Step`, a function that makes its state, and the shape of its tokens.
+
+    With `flash` attention in 16 bits is cuDNN's.
+    """
     model, optimizer = experiment.model, experiment.optimizer
     if not isinstance(model, Transformer) or not isinstance(optimizer, AdamW) or not isinstance(spec, TextSpec):
         raise ConfigError("--against plain: only the transformer with AdamW is written in plain JAX.")
@@ -58,7 +64,7 @@ def plain_step(experiment: Experiment, spec: DataSpec) -> tuple[Any, Callable[[]
         if getattr(model, name) != usual:
             raise ConfigError(f"--against plain: model.{name} is not written in plain JAX. Leave it out.")
     dtype = jnp.bfloat16 if experiment.precision.kind == "bfloat16" else jnp.float32
-    clip = experiment.step.clip_norm or math.inf
+    clip, kernel = experiment.step.clip_norm or math.inf, "cudnn" if flash and dtype == jnp.bfloat16 else "xla"
 
     def make_state() -> Any:
         params = _params(model, spec.vocab_size, jax.random.key(0))
@@ -66,7 +72,7 @@ def plain_step(experiment: Experiment, spec: DataSpec) -> tuple[Any, Callable[[]
 
     def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
         params, mean, square, number = state
-        loss, grads = jax.value_and_grad(functools.partial(_loss, model, dtype))(params, tokens)
+        loss, grads = jax.value_and_grad(functools.partial(_loss, model, dtype, kernel))(params, tokens)
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
         grads = jax.tree.map(lambda g: g * jnp.minimum(1, clip / norm), grads)
         number, b1, b2 = number + 1, optimizer.b1, optimizer.b2
@@ -109,14 +115,14 @@ def _params(model: Transformer, vocab: int, key: jax.Array) -> dict[str, Any]:
     return params | ({} if model.max_length is None else {"positions": matrix(model.max_length, embed)})
 
 
-def _loss(model: Transformer, dtype: Any, params: dict[str, Any], tokens: jax.Array) -> jax.Array:
+def _loss(model: Transformer, dtype: Any, kernel: Any, params: dict[str, Any], tokens: jax.Array) -> jax.Array:
     tokens, target = tokens[:, :-1], tokens[:, 1:]
     x = params["table"][tokens]
     if model.max_length is not None:
         x = x + params["positions"][: tokens.shape[1]]
     x = x.astype(dtype)
     for layer in params["layers"]:
-        x = _block(model, x, layer)
+        x = _block(model, kernel, x, layer)
     x = _norm(model, x, params["norm"])
     head = params["table"].T if model.tied_embeddings else params["head"]
     logits = (x @ head.astype(dtype)).astype(jnp.float32)
@@ -124,7 +130,7 @@ def _loss(model: Transformer, dtype: Any, params: dict[str, Any], tokens: jax.Ar
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - of_target)
 
 
-def _block(model: Transformer, x: jax.Array, layer: dict[str, Any]) -> jax.Array:
+def _block(model: Transformer, kernel: Any, x: jax.Array, layer: dict[str, Any]) -> jax.Array:
     def linear(x: jax.Array, name: str) -> jax.Array:
         product, bias = x @ layer[name].astype(x.dtype), layer.get(f"{name}_bias")
         return product if bias is None else product + bias.astype(x.dtype)
@@ -135,21 +141,13 @@ def _block(model: Transformer, x: jax.Array, layer: dict[str, Any]) -> jax.Array
 
     hidden = _norm(model, x, layer["norm1"])
     query, key, value = (projected(name) for name in ("query", "key", "value"))
-    scores = _attention(query, key, value)
-    x = x + linear(scores.reshape(*x.shape[:2], -1), "out")
+    mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=kernel)
+    x = x + linear(mixed.reshape(*x.shape[:2], -1), "out")
     hidden = _norm(model, x, layer["norm2"])
     if model.mlp == "swiglu":
         return x + linear(jax.nn.silu(linear(hidden, "gate")) * linear(hidden, "up"), "down")
     activation = jax.nn.gelu if model.mlp == "gelu" else jax.nn.relu
     return x + linear(activation(linear(hidden, "up")), "down")
-
-
-def _attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    flash = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
-    scores = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla")
-    if query.dtype == jnp.float32:
-        return scores(query, key, value)
-    return lax.platform_dependent(query, key, value, cuda=flash, default=scores)
 
 
 def _norm(model: Transformer, x: jax.Array, params: dict[str, jax.Array]) -> jax.Array:

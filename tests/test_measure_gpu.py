@@ -21,11 +21,14 @@ ROOT = Path(__file__).parent.parent
 
 def test_every_command_is_understood():
     for one in measure_gpu.all_measurements():
-        module, *args = one.args
+        module, *args = one.words
+        if module == "benchmarks.gpu.without":
+            module = f"{args.pop(0)}.train"
         if module != "jaxdl.train":
             kind = args.pop(0) if module == "jaxdl.bench" else module.rpartition(".")[2]
             parsed = {"train": train, "select": select, "rows": rows}[kind].parse_command(args)
             size = {"select": "num_elements", "train": "profile", "rows": "batch_size"}[kind]
+            assert one.minutes <= 2, "a GPU may be lent for 15 minutes in all"
             assert (kind, getattr(parsed, size)) in (("select", 25_600_000), ("train", True), ("rows", 16_384))
     names = [one.name for one in measure_gpu.all_measurements()]
     assert len(set(names)) == len(names)
@@ -94,24 +97,25 @@ def test_results_outlast_a_kill(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_at_toy_size(tmp_path, monkeypatch, capsys):
-    only = ["gpt2-124m", "train", "resnet50-224-tensorfloat32"]
+    only = ["gpt2-124m", "gpt2-without-sums", "gpt2-plain", "train", "resnet50-224-tensorfloat32"]
     command = [sys.executable, "-m", "benchmarks.gpu.measure", "--toy", "--out", str(tmp_path), "--only"]
     first = subprocess.run(
         [*command, *only], cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
     )
     assert first.returncode == 1, first.stdout + first.stderr  # A CPU has no TF32.
-    assert "2 of 3 measured" in first.stdout
+    assert "4 of 5 measured" in first.stdout
     rows = {one["name"]: one for one in map(json.loads, (tmp_path / RESULTS).read_text().splitlines())}
     assert list(rows) == only
     assert rows["gpt2-124m"]["result"]["attention"] == "XLA's own kernels"
     assert len(rows["gpt2-124m"]["result"]["kernels"]) >= 5
+    assert set(rows["gpt2-plain"]["result"]["times"]) == {"jaxdl", "plain", "update alone"}
     assert rows["train"]["result"]["steps"] == 3
     assert "cpu devices have no TF32" in rows["resnet50-224-tensorfloat32"]["why"]
     text = (tmp_path / TABLES).read_text()
     for heading in ("Training steps", "The kernels that take the most time", "Training run"):
         assert f"## {heading}\n" in text
-    monkeypatch.setattr(sys, "argv", ["measure_gpu.py", *command[3:], *only[:2]])
+    monkeypatch.setattr(sys, "argv", ["measure_gpu.py", *command[3:], *only[:4]])
     with pytest.raises(SystemExit) as end:
         measure_gpu.main()
     assert end.value.code == 0
-    assert capsys.readouterr().out.count("already") == 2
+    assert capsys.readouterr().out.count("already") == 4

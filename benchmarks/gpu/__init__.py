@@ -1,1 +1,4 @@
 """All measurements of one GPU, in one command."""
+
+CHANGES = ("sums", "heads", "reduction", "loop", "finite")
+"""What `benchmarks.gpu.without` takes back, the most worthwhile first."""

@@ -1,4 +1,4 @@
-"""Measures on one GPU what RESULTS.md has no figure of a GPU for, the most worthwhile first, for 25 minutes.
+"""Measures on one GPU what RESULTS.md has no figure of a GPU for, the most worthwhile first, for 13 minutes.
 
 python -m benchmarks.gpu.measure --out runs/gpu
 python -m benchmarks.gpu.measure --out runs/gpu --only 'resnet50*' --minutes 10
@@ -9,16 +9,15 @@ line and `results.md` (tables, and why what is missing is missing) is written an
 up or this program is killed. A measurement that has a result in --out is not repeated: start the same command again to
 go on. `logs/` has what each printed. `--toy` makes everything small and runs on a CPU too, in a few minutes.
 
-What is measured, the most worthwhile first:
+What is measured, the most worthwhile first; each for at most two minutes:
+- the training step of GPT-2 (124 million parameters, 2,048 tokens), of a decoder of 1.2 billion and of ResNet-50 at 224
+  pixels, in bfloat16, in turns with compiled PyTorch: medians, share of the peak, memory as planned and as used, the
+  kernels that take the most time, the time to compile, and the attention that ran;
+- GPT-2's step without each change that made it faster (`benchmarks.gpu.without`), and beside a plain JAX step;
+- a whole training run, the one of `make train`; the share of LARS's update in a step;
 - selection of 25.6 million entries by every method, checked, against `lax.top_k` and a copy on the device, at two
-  densities;
-- the training step of ResNet-50 at 224, 128 and 96 pixels in bfloat16, float16, TF32 and float32, of GPT-2 (124 million
-  parameters; also without a loop over its layers) and of a decoder of 1.2 billion at 2,048 tokens, in turns with
-  compiled PyTorch: medians, share of the peak, memory as planned and as used, the kernels that take the most time, and
-  the attention that ran;
-- rows a second of lookups and exact updates of embedding tables, in turns with PyTorch;
-- the share of LARS's update in a step;
-- a whole training run, the one of `make train`.
+  densities; rows a second of lookups and exact updates of embedding tables, in turns with PyTorch;
+- ResNet-50 at 128 and 96 pixels, and in float16, TF32 and float32.
 
 Exit codes: 0 when everything asked for has a result, 1 when something has none, 2 for a mistake in the command or
 something missing on the machine, 130 after Ctrl-C, 143 after SIGTERM.
@@ -44,7 +43,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,6 +51,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchmarks import ROOT
+from benchmarks.gpu import CHANGES
 from benchmarks.gpu.results import RESULTS, TABLES, Results
 
 NEEDED = ("jax", "flax", "optax", "orbax.checkpoint", "numpy", "pydantic", "tyro", "matplotlib", "tensorboardX",
@@ -77,28 +77,40 @@ class Measurement:
     """Further arguments that make it small; the last of two equal options counts."""
     against: bool = False
     """Also in turns with PyTorch, where that is installed; alone if that fails."""
+    before: tuple[str, ...] = ()
+    """Words in place of the first of `args`."""
+    more: tuple[str, ...] = ()
+    """Further words, of the toy too."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words after `python -m`."""
+        return (*(self.before or self.args[:1]), *self.args[1:], *self.more)
 
 
 def all_measurements() -> list[Measurement]:
     """Everything, the most worthwhile first."""
     toy_select = ("--num-elements", "20000", "--num-repeats", "2")
+    gpt2 = ("gpt2-124m", 16, 2048, ("12", "768", "12", "12", "3072"), 2, *GPT2)
     return [
-        Measurement("select-0.001", ("jaxdl.bench", "select", "--density", "0.001"), 4, toy_select),
-        resnet50(224, "bfloat16", 6),
-        decoder("gpt2-124m", 16, 2048, ("12", "768", "12", "12", "3072"), 5, *GPT2),
+        decoder(*gpt2),
+        decoder("decoder-1b", 4, 2048, ("16", "2048", "16", "8", "8192"), 2, "--model.no-tied-embeddings"),
+        resnet50(224, "bfloat16", 2),
+        *(replace(decoder(*gpt2), name=f"gpt2-without-{name}", before=("benchmarks.gpu.without", name), against=False)
+          for name in CHANGES),
+        replace(decoder(*gpt2), name="gpt2-plain", against=False, more=("--against", "plain")),
+        Measurement("train", ("jaxdl.train", "--config", "configs/digits.py", "--workdir", "{out}"), 2, TRAIN_TOY),
+        Measurement("lars", (*resnet_args("imagenet_resnet50_lars_4k", 224, "bfloat16"),), 2, RESNET_TOY),
+        Measurement("select-0.001", ("jaxdl.bench", "select", "--density", "0.001"), 2, toy_select),
         Measurement("rows-10", ("benchmarks.embedding.rows",), 2, ROWS_TOY, against=True),
-        decoder("gpt2-124m-no-loop", 16, 2048, ("12", "768", "12", "12", "3072"), 5, *GPT2, "--model.no-scan-layers"),
-        Measurement("train", ("jaxdl.train", "--config", "configs/digits.py", "--workdir", "{out}"), 4, TRAIN_TOY),
-        Measurement("lars", (*resnet_args("imagenet_resnet50_lars_4k", 224, "bfloat16"),), 3, RESNET_TOY),
-        resnet50(128, "bfloat16", 4),
-        resnet50(96, "bfloat16", 4),
-        decoder("decoder-1b", 4, 2048, ("16", "2048", "16", "8", "8192"), 6, "--model.no-tied-embeddings"),
-        resnet50(224, "float16", 4),
-        resnet50(224, "tensorfloat32", 4),
-        resnet50(224, "float32", 4),
-        Measurement("select-0.01", ("jaxdl.bench", "select", "--density", "0.01"), 3, toy_select),
-        *(resnet50(size, kind, 4) for kind in ("float16", "tensorfloat32", "float32") for size in (128, 96)),
-    ]
+        resnet50(128, "bfloat16", 2),
+        resnet50(96, "bfloat16", 2),
+        resnet50(224, "float16", 2),
+        resnet50(224, "tensorfloat32", 2),
+        resnet50(224, "float32", 2),
+        Measurement("select-0.01", ("jaxdl.bench", "select", "--density", "0.01"), 2, toy_select),
+        *(resnet50(size, kind, 2) for kind in ("float16", "tensorfloat32", "float32") for size in (128, 96)),
+    ]  # fmt: skip
 
 
 ROWS_TOY = ("--rows", "200", "--columns", "8", "--batch-size", "16", "--num-steps", "1", "--num-repeats", "2")
@@ -184,7 +196,7 @@ def parse() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for the results")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME", help="these measurements; * and ? match")
-    parser.add_argument("--minutes", type=float, default=25, help="for everything; what is not done by then is left")
+    parser.add_argument("--minutes", type=float, default=13, help="for everything; what is not done by then is left")
     parser.add_argument("--toy", action="store_true", help="small sizes, also on a CPU; the times mean nothing")
     args = parser.parse_args()
     args.out = args.out.resolve()
@@ -234,7 +246,7 @@ def attempt(
     name = measurement.name
     logs, workdir = args.out / "logs", args.out / name
     figures, log = logs / f"{name}.json", logs / f"{name}{'-torch' if more else ''}.txt"
-    words = [word.format(out=workdir) for word in (*measurement.args, *(measurement.toy if args.toy else ()), *more)]
+    words = [word.format(out=workdir) for word in (*measurement.words, *(measurement.toy if args.toy else ()), *more)]
     words += [] if words[0] == "jaxdl.train" else ["--json", str(figures)]
     figures.unlink(missing_ok=True)
     command = [sys.executable, "-m", *words]
