@@ -17,9 +17,9 @@ VIRTUAL_ENV=$(abspath $(VENV)) UV_DEFAULT_INDEX=$${UV_DEFAULT_INDEX:-$${PIP_INDE
   $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.$(1)' -c constraints.txt; }
 endef
 
-# Where there is an NVIDIA GPU, JAX's packages for it are installed: for CUDA 13 where the driver knows it, else for 12.
+# Where there is an NVIDIA GPU `make train` installs JAX's packages for it: for CUDA 13 or 12, as its driver has.
 CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p' | head -1)
-GPU := $(if $(CUDA),$(if $(filter 12,$(CUDA)),cuda12,cuda13))
+GPU := $(if $(filter 12,$(CUDA)),cuda12,$(if $(filter-out 1 2 3 4 5 6 7 8 9 10 11,$(CUDA)),cuda13))
 
 .PHONY: train test test-all lint format docs clean
 
@@ -60,11 +60,11 @@ $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/installed-test: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(call install,[test])
-	touch $@ $(VENV)/installed
+	touch $@ $(if $(GPU),,$(VENV)/installed)
 
 $(VENV)/installed-docs: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(call install,[docs])
-	touch $@ $(VENV)/installed
+	touch $@ $(if $(GPU),,$(VENV)/installed)
 
 clean:
 	rm -rf $(VENV) runs site

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 
@@ -68,6 +69,7 @@ def measure(command: FirstStepBench) -> dict[str, list[dict[str, float]]]:
     option = "jax_enable_compilation_cache"
     before = jax.config.values[option]
     jax.config.update(option, False)  # A program that is read from disk was not compiled.
+    compilation_cache.reset_cache()  # Else JAX keeps to what it has decided.
     try:
         for _ in range(command.num_repeats):
             for name, compile in sides.items():
@@ -77,6 +79,7 @@ def measure(command: FirstStepBench) -> dict[str, list[dict[str, float]]]:
                 figures[name].append(times.figures())
     finally:
         jax.config.update(option, before)
+        compilation_cache.reset_cache()
     return figures
 
 

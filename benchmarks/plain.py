@@ -8,7 +8,6 @@ list of layers, AdamW with clipping, bfloat16 products of float32 parameters.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -60,11 +59,15 @@ def plain_step(
     if experiment.precision.kind not in ("float32", "bfloat16"):
         raise ConfigError(f"--against plain: --precision {experiment.precision.kind} is not written in plain JAX.")
     unusual = {"qk_norm": False, "window": None, "rope_scaling": None, "dropout": 0.0, "attention_dropout": 0.0}
-    for name, usual in unusual.items():
-        if getattr(model, name) != usual:
-            raise ConfigError(f"--against plain: model.{name} is not written in plain JAX. Leave it out.")
+    different = [f"model.{name}" for name, usual in unusual.items() if getattr(model, name) != usual]
+    task = experiment.task
+    different += [f"task.{name}" for name in ("z_loss", "label_smoothing") if getattr(task, name, 0.0)]
+    different += ["model.lora"] if model.lora.rank else []
+    if different:
+        raise ConfigError(f"--against plain: {', '.join(different)}: not written in plain JAX. Leave it out.")
     dtype = jnp.bfloat16 if experiment.precision.kind == "bfloat16" else jnp.float32
-    clip, kernel = experiment.step.clip_norm or math.inf, "cudnn" if flash and dtype == jnp.bfloat16 else "xla"
+    clip: Any = experiment.step.clip_norm
+    kernel = "cudnn" if flash and dtype == jnp.bfloat16 else "xla"
 
     def make_state() -> Any:
         params = _params(model, spec.vocab_size, jax.random.key(0))
@@ -73,8 +76,9 @@ def plain_step(
     def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
         params, mean, square, number = state
         loss, grads = jax.value_and_grad(functools.partial(_loss, model, dtype, kernel))(params, tokens)
-        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
-        grads = jax.tree.map(lambda g: g * jnp.minimum(1, clip / norm), grads)
+        if clip is not None:
+            norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
+            grads = jax.tree.map(lambda g: g * jnp.minimum(1, clip / norm), grads)
         number, b1, b2 = number + 1, optimizer.b1, optimizer.b2
         mean = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, mean, grads)
         square = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, square, grads)

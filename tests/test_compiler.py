@@ -1,22 +1,25 @@
 """The settings of the compiler: XLA's options, and the network for which it orders a step."""
 
-import os
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from runs import tiny_experiment
 
+from jaxdl.core import programs
 from jaxdl.core.config import ConfigError
+from jaxdl.parallel import squares
 from jaxdl.parallel.compiler import CompilerConfig, compiled
 from jaxdl.parallel.compiler.options import ASSUMED, INSIDE_REPLICAS
+from jaxdl.parallel.compiler.times import CompileTimes, in_words
 from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.training.run.compile import compile_train_step
 from jaxdl.training.run.plan.build import make_plan
 
-KEPT = ("jax_compilation_cache_dir", "jax_compilation_cache_max_size", "jax_persistent_cache_min_compile_time_secs")
+KEPT = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 AXES = {"replica": 2, "fsdp": 4}
 
 
@@ -43,17 +46,24 @@ def test_programs_are_kept_by_default(tmp_path, monkeypatch):
     try:
         jax.config.update("jax_compilation_cache_dir", None)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(jax, "process_count", None)  # JAX, which may not have been started, is not asked.
         CompilerConfig().keep_programs()
         folder = Path(jax.config.values["jax_compilation_cache_dir"])
         assert folder.is_relative_to(tmp_path / "jaxdl/programs")
-        assert jax.config.values["jax_compilation_cache_max_size"] == 5 * 2**30
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.jit(lambda x: x * 3 + 1).lower(jnp.ones(7)).compile()
-        assert any(name.endswith("-cache") for name in os.listdir(folder))
+        kept = sorted(folder.glob("*-cache"))
+        assert kept
+        part = folder / "part-cache"
+        part.write_bytes(kept[0].read_bytes()[:-9])  # As of a process that was killed.
         CompilerConfig(cache_dir=str(tmp_path / "own")).keep_programs()
         assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "own")
         CompilerConfig().keep_programs()
         assert jax.config.values["jax_compilation_cache_dir"] == str(folder)
+        assert sorted(folder.glob("*-cache")) == kept
+        monkeypatch.setattr(programs, "_MOST_BYTES", 1)
+        CompilerConfig().keep_programs()
+        assert not list(folder.glob("*-cache")), "the oldest make room"
         (tmp_path / "file").touch()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
         CompilerConfig().keep_programs()
@@ -105,3 +115,26 @@ def test_an_own_option_that_xla_lacks_is_left_out():
     assert compiled(lowered, {}, {}, own={"xla_no_such_thing": 1, "xla_nor_this": 2})(1.0) == -1
     with pytest.raises(ConfigError, match="xla_nor_this=2: XLA has no such option here"):
         compiled(lowered, {"xla_nor_this": 2}, {}, own={"xla_no_such_thing": 1})
+
+
+def test_times_of_compiling_and_their_words():
+    times = CompileTimes()
+    jax.jit(lambda x: jnp.sin(x) * 3).lower(jnp.ones(5)).compile()
+    figures = times.figures()
+    assert min(figures[name] for name in ("trace_sec", "lower_sec", "compile_sec")) > 0
+    assert CompileTimes().figures() == dict.fromkeys(figures, 0)
+    assert in_words({"trace_sec": 3.14, "lower_sec": 0.9, "compile_sec": 16, "num_kept": 2}) == (
+        "traced 3.1 s, lowered 0.9 s, compiled 16.0 s (2 read from disk)"
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64, jnp.int32])
+def test_what_is_not_finite_is_seen(dtype):
+    x = jnp.ones((3, 4), dtype)
+    assert squares.is_finite(x)
+    assert squares.is_finite(x[:0])
+    if dtype != jnp.int32:
+        for bad in (np.nan, np.inf, -np.inf):
+            assert not squares.is_finite(x.at[1, 2].set(bad))
+            if dtype != jnp.complex64:
+                assert not np.isfinite(squares.square_sums(x.at[1, 2].set(bad), (), squares.SMALL)), "as on a GPU"

@@ -35,6 +35,16 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("size", [4096.0, 2e-7])
+def test_the_scale_of_a_norm_has_a_gradient_in_the_whole_range_of_float16(size):
+    """Loss scaling makes cotangents large, and those of unlikely words are small."""
+    x = 40.0 * jnp.eye(8, dtype=jnp.float16)[None] + jnp.float16(0.01)
+    cotangent = jnp.full(x.shape, size, jnp.float16)
+    wanted = jax.vjp(lambda scale: plain_rms_norm(x.astype(jnp.float32), scale), jnp.ones(8))[1]
+    found = jax.vjp(lambda scale: rms_norm(x, scale, EPSILON, jnp.float16), jnp.ones(8))[1](cotangent)
+    np.testing.assert_allclose(found[0], wanted(cotangent.astype(jnp.float32))[0], rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("dtype", "digits"), [(jnp.float32, 2e-6), (jnp.bfloat16, 2.0**-7)])
 def test_values_and_gradients_are_those_of_the_formula(name, dtype, digits):

@@ -29,7 +29,7 @@ MENTION_SHARD_MAP = (
     "exchange", "parallel/collectives", "parallel/embedding", "training/rounds", "training/step",
 )  # fmt: skip
 TOUCH_THE_DISK = (
-    "core/files.py", "data", "inference/convert", "inference/export", "inference/trained.py",
+    "core/files.py", "core/programs.py", "data", "inference/convert", "inference/export", "inference/trained.py",
     "parallel/lease",
     "platform/fleet", "platform/launch", "platform/search", "platform/spark", "report", "training/checkpoint",
     "training/run",

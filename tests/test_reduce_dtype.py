@@ -90,7 +90,7 @@ def test_rows_are_summed_alike_on_cpus_and_on_gpus(dtype):
     """In float32; with two dimensions of rows and of features."""
     x = jax.random.normal(jax.random.key(0), (40, 50, 3, 4)).astype(dtype)
     exact = np.asarray(x, np.float64).sum((0, 1))
-    for summed in (shards.sum_of_rows(x, 2), shards._reduced(x, (0, 1)), shards._multiplied(x, (0, 1))):
+    for summed in (shards.sum_of_rows(x, 2), shards._reduce_rows(x, (0, 1)), shards._rows_by_ones(x, (0, 1))):
         assert summed.dtype == jnp.float32
         np.testing.assert_allclose(summed, exact, rtol=0, atol=1e-4)
 

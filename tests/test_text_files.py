@@ -237,3 +237,15 @@ def test_train_and_evaluate_read_the_text_of_a_run_of_an_earlier_version(tmp_pat
     with predictor.held_out(experiment.data) as source:
         assert len(source) == 33
     assert predictor.evaluate()["loss"] == pytest.approx(run.summary["metrics"]["loss"], rel=1e-6)
+
+
+def test_an_empty_file_is_not_the_only_one_that_is_held_out(tmp_path):
+    """Whatever the names: with two files that have text, one is trained on and one is held out."""
+    for number in range(6):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name, text in ((f"a{number}", ""), (f"b{number}", "x" * 40), (f"c{number}", ""), (f"d{number}", "y" * 40)):
+            (folder / f"{name}.txt").write_text(text)
+        splits = TextFiles(paths=(str(folder),), glob="**/*.txt", length=3).build()
+        assert len(splits.train) >= 9
+        assert len(splits.test) >= 9

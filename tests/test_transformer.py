@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pydantic
 import pytest
+from flax import nnx
 from test_models import initial, num_params, random_weights, run
 
 from jaxdl.core.kinds import forgotten, kinds
@@ -128,6 +129,16 @@ def test_remat_changes_memory_not_gradients():
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), plain, found())
     assert traced(remat="block", scan_layers=False)[2] > traced(scan_layers=False)[2]
     assert all(np.any(leaf) for leaf in jax.tree.leaves(plain))
+
+
+def test_a_subclass_may_have_layers_that_differ():
+    """Layers of one kind are traced once, and no other is taken for one of them."""
+    config = Transformer(num_layers=3, embed_dim=16, num_heads=2, mlp_dim=16, scan_layers=False)
+    network = config.build(vocab_size=11, dtype=jnp.float32)(nnx.Rngs(0))
+    tokens = jnp.arange(18).reshape(2, 9) % 11
+    before = network(tokens, train=False).materialize()
+    network.layer_1.attention.window = 2
+    assert np.abs(network(tokens, train=False).materialize() - before).max() > 0.01
 
 
 @pytest.mark.parametrize(("switch", "name"), [(True, "block"), (False, "none"), ("dots", "dots")])

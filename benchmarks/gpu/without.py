@@ -26,7 +26,7 @@ from jaxdl.performance.bench.shared import run_module
 
 
 def _no_sums() -> None:
-    shards._multiplied = shards._reduced
+    shards._rows_by_ones = shards._reduce_rows
 
 
 def _no_heads() -> None:

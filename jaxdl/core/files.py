@@ -1,18 +1,15 @@
 """The names of all files and folders of a workdir, which are part of its format; and files written whole or not at all.
 
-No other package is imported here.
+Only the standard library is imported here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import secrets
 import socket
 from pathlib import Path
-
-from jaxdl.core.paths import is_text
 
 _MAX_NAME_BYTES = 255
 
@@ -122,17 +119,3 @@ def replace_file(path: Path, content: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):  # What has failed before it says more.
             temporary.unlink(missing_ok=True)
-
-
-def programs_folder() -> str | None:
-    """The folder for compiled programs of this user and machine, which is made; None where it cannot be written."""
-    try:
-        # XLA's programs for a CPU use all that it can do, and a home folder may be that of many machines.
-        cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
-        machine = hashlib.sha256(f"{os.uname().machine} {cpu}".encode()).hexdigest()[:12]
-        root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        folder = root / "jaxdl" / "programs" / machine
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
-        return None
-    return str(folder) if os.access(folder, os.W_OK | os.X_OK) and is_text(str(folder)) else None

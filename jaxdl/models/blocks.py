@@ -55,11 +55,13 @@ def linear(module: nnx.Module, name: str, x: jax.Array, num_contracted: int = 1)
     """
     kernel, bias = getattr(module, name)[...], getattr(module, f"{name}_bias", None)
     product = weight_product(x, kernel, num_contracted=num_contracted)
-    product = _adapted(module, name, x, product, num_contracted)
+    product = _plus_adapter(module, name, x, product, num_contracted)
     return product if bias is None else add_bias(product, bias[...].reshape(kernel.shape[num_contracted:]))
 
 
-def _adapted(module: nnx.Module, name: str, x: jax.Array, product: jax.Array, num_contracted: int = 1) -> jax.Array:
+def _plus_adapter(
+    module: nnx.Module, name: str, x: jax.Array, product: jax.Array, num_contracted: int = 1
+) -> jax.Array:
     """The product of `x` with a kernel, plus its adapter."""
     adapter = adapt(module, name, x, num_contracted)
     return product if adapter is None else product + adapter
@@ -162,7 +164,7 @@ class Attention(nnx.Module):
             )
             products = head_products(x, kernels, biases)
             query, key, value = (
-                _adapted(self, name, x, product) for name, product in zip(_PROJECTIONS, products, strict=True)
+                _plus_adapter(self, name, x, product) for name, product in zip(_PROJECTIONS, products, strict=True)
             )
             query, (key, value) = self._query(query, angles), self._key_value(key, value, angles)
         else:
@@ -210,9 +212,10 @@ class Attention(nnx.Module):
 
     def _heads_are_sharded_alike(self) -> bool:
         """Whether each device has the keys and values of its queries."""
-        layout, heads, kv_heads = sharding.current_layout(), self.query.shape[1], self.key.shape[1]
+        layout = sharding.current_layout()
         if layout is None:
             return True
+        heads, kv_heads = (getattr(self, name)[...].shape[1] for name in ("query", "key"))
         return layout.activation_spec(("heads",), (heads,)) == layout.activation_spec(("kv_heads",), (kv_heads,))
 
 
@@ -241,8 +244,12 @@ class MLP(nnx.Module):
         if self.kind == "swiglu":
             hidden = swiglu(linear(self, "gate", x), linear(self, "up", x))
         elif self.kind == "gelu":
-            bias = getattr(self, "up_bias", None)
-            hidden = gelu(_adapted(self, "up", x, weight_product(x, self.up[...])), None if bias is None else bias[...])
+            kernel, bias = (getattr(self, name, None) for name in ("up", "up_bias"))
+            assert kernel is not None
+            hidden = gelu(
+                _plus_adapter(self, "up", x, weight_product(x, kernel[...])),
+                None if bias is None else bias[...],
+            )
         else:
             hidden = jax.nn.relu(linear(self, "up", x))
         return linear(self, "down", sharding.constrain(hidden, "batch", "length", "mlp"))

@@ -81,7 +81,7 @@ def _swiglu_forward(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple[ja
 
 
 def _swiglu_backward(residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    gate, up, wide = (x.astype(jnp.float32) for x in (*_computed_again(residuals), cotangent))
+    gate, up, wide = (x.astype(jnp.float32) for x in (*_again(residuals), cotangent))
     share = jax.nn.sigmoid(gate)
     gate_gradient = wide * up * share * (1 + gate * (1 - share))
     return gate_gradient.astype(residuals[0].dtype), (wide * gate * share).astype(residuals[1].dtype)
@@ -103,7 +103,7 @@ def _gelu_forward(x: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, tupl
 def _gelu_backward(
     residuals: tuple[jax.Array, jax.Array | None], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    x, bias = _computed_again(residuals)
+    x, bias = _again(residuals)
     _, transpose = jax.vjp(lambda x: jax.nn.gelu(x, approximate=True), _wide_sum(x, bias))
     x_gradient = transpose(cotangent.astype(jnp.float32))[0].astype(x.dtype)
     return x_gradient, None if bias is None else sum_of_rows(x_gradient).astype(bias.dtype)
@@ -112,7 +112,7 @@ def _gelu_backward(
 gelu.defvjp(_gelu_forward, _gelu_backward)
 
 
-def _computed_again(residuals: Any) -> Any:
+def _again(residuals: Any) -> Any:
     """What a backward pass reads. XLA would otherwise keep what the forward pass computed of it, in float32, wherever
     both are in one computation, as without a loop over layers."""
     return lax.optimization_barrier(residuals)
@@ -140,5 +140,7 @@ def _gradients(
     wide = cotangent.astype(jnp.float32)
     scaled = wide * scale
     x_gradient = inverse * (scaled - unit * jnp.mean(scaled * unit, axis=-1, keepdims=True))
-    # In the dtype of the activations: each rounded addend is off by as much as its cotangent already is.
-    return x_gradient, sum_of_rows((wide * unit).astype(cotangent.dtype)).astype(scale.dtype)
+    addends = wide * unit
+    if cotangent.dtype == jnp.bfloat16:  # As the cotangent is rounded already. Float16 has too small a range.
+        addends = addends.astype(jnp.bfloat16)
+    return x_gradient, sum_of_rows(addends).astype(scale.dtype)

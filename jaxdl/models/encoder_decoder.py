@@ -72,9 +72,8 @@ class EncoderDecoder(Model, kind="encoder_decoder"):
     """Added to the variance (or mean square) before the square root."""
     former_names: ClassVar[Mapping[str, str]] = {"layers_per_turn": "scan_unroll"}
     scan_unroll: int | None = pydantic.Field(default=None, ge=1)
-    """Layers that one turn of a loop over layers computes. None: on a GPU all, up to 64, since a
-    loop copies parameters and gradients; one on CPUs, where the loop sums gradients over replicas, and with remat
-    `block` or `offload`, which save memory."""
+    """Layers that one turn of a loop over layers computes; all of them is no loop. None takes all on a GPU, where a
+    loop copies parameters and gradients, and one on CPUs, of more than 64, and with remat `block` or `offload`."""
     remat: Remat = "none"
     """What is kept of a block for the backward pass, which computes the rest again: everything (`none`), its input
     (`block`), also the results of its products and of attention (`dots`), or these in the host's memory (`offload`)."""

@@ -51,16 +51,19 @@ class Logits:
             logits = weight_product(self.x, self.kernel, float32_result=True)
             return sharding.constrain(logits, "batch", "length", "vocab")
 
-    def most_tokens(self) -> int | None:
-        """The tokens of one device whose logits fit in 1 GiB; None when those of all its tokens do, in float32."""
+    def most_tokens(self, *, train: bool) -> int | None:
+        """The tokens of one device whose logits fit in 1 GiB; None where `materialize` may make those of all tokens.
+
+        In training those of bfloat16 activations are bfloat16, and `sums` makes them."""
         batch, length, vocab = self.shape
         batch_axes, vocab_axis = self._split()
         shape = self.layout.mesh.shape if self.layout else {}
         own_vocab = vocab // (shape[vocab_axis] if vocab_axis else 1)
         own_tokens = batch * length // math.prod(shape[axis] for axis in batch_axes)
-        size = 2 if self.x.dtype == jnp.bfloat16 else 4
+        narrow = train and self.x.dtype == jnp.bfloat16
+        size = 2 if narrow else 4
         most = max(1, _MOST_BYTES // (size * own_vocab))
-        if self.x.dtype == jnp.bfloat16:  # `materialize` would make them in float32.
+        if narrow:
             return min(most, own_tokens)
         return most if own_tokens > most else None
 

@@ -88,27 +88,26 @@ def through_layers(
     """
     layout, after = current_layout(), None if beside is None else beside[...]
     num_layers = jax.tree.leaves(layers)[0].shape[0]
-    if scan_unroll is None:
-        scan_unroll = num_layers if num_layers <= _MOST_UNROLLED and _loop_costs(layout, remat) else 1
-    if scan_unroll >= num_layers:
+    unroll = scan_unroll or (num_layers if num_layers <= _MOST_UNROLLED and _loop_costs(layout, remat) else 1)
+    if unroll >= num_layers:
         return _through_unrolled_layers(body, x, layers, beside, layout, remat)
     if layout is not None and layout.sum_dtype is not None:
-        return _through_summed_layers(body, x, layers, beside, layout, remat=remat, scan_unroll=scan_unroll)
-    body = rematerialize(body, remat, in_scan=_all_in_loop(num_layers, scan_unroll))
+        return _through_summed_layers(body, x, layers, beside, layout, remat=remat, scan_unroll=unroll)
+    body = rematerialize(body, remat, in_scan=_all_in_loop(num_layers, unroll))
 
     def turn(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
         return body(x, *layer), None
 
-    return lax.scan(turn, x, (layers, jnp.arange(num_layers)), unroll=scan_unroll)[0], after
+    return lax.scan(turn, x, (layers, jnp.arange(num_layers)), unroll=unroll)[0], after
 
 
 def _loop_costs(layout: Layout | None, remat: Remat) -> bool:
     """Whether layers without a loop are better: on GPUs, unless messages between replicas run beside the loop, or
     memory is worth more than time.
 
-    Without a loop XLA gathers the parameters of several layers at once, and leaves what is offloaded in place too.
-    Without one XLA sends most of those after the backward pass (8 x H100, compiled: 7 % of the bytes beside it, with a
-    loop 50 %).
+    Without a loop XLA gathers the parameters of several layers at once, and keeps on the device what it offloads.
+    Without a loop XLA sends most of these messages after the backward pass: on 8 x H100, compiled, 7 % of their bytes
+    go beside it, and 50 % with a loop.
     """
     if remat in ("block", "offload"):
         return False
@@ -127,25 +126,27 @@ def _through_unrolled_layers(
 ) -> tuple[jax.Array, jax.Array | None]:
     """What `through_layers` returns, without a loop."""
     stacks, treedef = jax.tree.flatten(layers)
-    each, after = _unstacked(stacks), None if beside is None else beside[...]
+    each: Any = _unstack(stacks)
+    after = None if beside is None else beside[...]
     if layout is not None and layout.sum_dtype is not None:
         layer_sum = _sum_of(layout, jax.tree.leaves(layers, is_leaf=_is_variable), 1)
         each = [_in_use(layer, layer_sum) for layer in each]
-        after = None if beside is None else _in_use([beside[...]], _sum_of(layout, [beside], 0))[0]
-    return through_each(body, x, [jax.tree.unflatten(treedef, layer) for layer in each], remat), after
+        used: Any = [] if beside is None else _in_use([beside[...]], _sum_of(layout, [beside], 0))
+        after = used[0] if used else None
+    return through_each([(body, jax.tree.unflatten(treedef, layer)) for layer in each], x, remat), after
 
 
-def through_each(body: Body, x: jax.Array, layers: Sequence[Any], remat: Remat) -> jax.Array:
-    """`x` after these layers, which are alike, one after the other."""
+def through_each(layers: Sequence[tuple[Body, Any]], x: jax.Array, remat: Remat) -> jax.Array:
+    """`x` after these layers, (function, state) each, one after the other. The layers of one function are alike."""
     # As a function of its own a layer is traced, differentiated and lowered once for all; XLA inlines the calls.
-    layer_of = jax.jit(rematerialize(body, remat))
-    for index, layer in enumerate(layers):
-        x = layer_of(x, layer, jnp.int32(index))
+    functions = {body: jax.jit(rematerialize(body, remat)) for body, _ in layers}
+    for index, (body, state) in enumerate(layers):
+        x = functions[body](x, state, jnp.int32(index))
     return x
 
 
 @jax.custom_vjp
-def _unstacked(stacks: list[jax.Array]) -> list[list[jax.Array]]:
+def _unstack(stacks: list[jax.Array]) -> list[list[jax.Array]]:
     """The leaves of each layer. JAX would sum gradients of slices that are filled up with zeros; these are stacked.
 
     The vectors of a layer are taken out of their stacks together, before they are used. Else each layer has kernels of
@@ -164,8 +165,8 @@ def _unstacked(stacks: list[jax.Array]) -> list[list[jax.Array]]:
     return each
 
 
-_unstacked.defvjp(
-    lambda stacks: (_unstacked(stacks), None),
+_unstack.defvjp(
+    lambda stacks: (_unstack(stacks), None),
     lambda _, grads: ([jnp.stack(layer_grads) for layer_grads in zip(*grads, strict=True)],),
 )
 

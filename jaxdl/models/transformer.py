@@ -86,12 +86,12 @@ class Transformer(Model, kind="transformer"):
     """Standard deviation of the initial kernels; None takes 1 / sqrt(fan-in). Those that add to the residual stream are
     divided by sqrt(2 num_layers) besides."""
     scan_layers: bool = True
-    """Stack the layers' parameters and scan over them: compile time no longer grows with num_layers."""
+    """Stack the layers' parameters in one array each, and loop over them where `scan_unroll` has a loop."""
     former_names: ClassVar[Mapping[str, str]] = {"layers_per_turn": "scan_unroll"}
     scan_unroll: int | None = pydantic.Field(default=None, ge=1)
-    """Layers that one turn of the loop of `scan_layers` computes. None: on a GPU all, up to 64, since a
-    loop copies parameters and gradients; one on CPUs, where the loop sums gradients over replicas, and with remat
-    `block` or `offload`, which save memory."""
+    """Layers that one turn of the loop of `scan_layers` computes; all of them is no loop. None takes all on a GPU, as a
+    loop copies parameters and gradients, and one on CPUs, of more than 64 layers, where the loop sums gradients over
+    replicas, and with remat `block` or `offload`."""
     remat: Remat = "none"
     """What is kept of a block for the backward pass, which computes the rest again: everything (`none`), its input
     (`block`), also the results of its products and of attention (`dots`), or these in the host's memory (`offload`)."""
@@ -389,7 +389,8 @@ class TransformerModule(nnx.Module):
             looped, unroll = body(graphdef), config.scan_unroll
             return through_layers(looped, x, state, remat=config.remat, scan_unroll=unroll, beside=head)
         layers = [nnx.split(getattr(self, f"layer_{index}")) for index in range(config.num_layers)]
-        x = through_each(body(layers[0][0]), x, [state for _, state in layers], config.remat)
+        bodies = {graphdef: body(graphdef) for graphdef, _ in layers}  # One for all, unless a subclass has others.
+        x = through_each([(bodies[graphdef], state) for graphdef, state in layers], x, config.remat)
         return x, None if head is None else head[...]
 
 

@@ -187,8 +187,8 @@ class WSD(Decay, kind="wsd"):
         if num_done <= first:
             return None
         return (
-            f"its decay had begun at step {first}, so the learning rate goes up again; to cool down from the peak, "
-            "resume a copy of the workdir with an earlier checkpoint"
+            f"the decay of the earlier length had begun at step {first}, so this is no cool-down from the peak: for "
+            "that, resume a copy of the workdir with an earlier checkpoint"
         )
 
     def _decay(self, num_warmup: int, total_steps: int, steps_per_epoch: float) -> tuple[int, int]:

@@ -24,8 +24,8 @@ def is_finite(x: jax.Array) -> jax.Array:
     On a GPU it is read off the sum of squares that the norm of the gradients needs too, so that one pass serves both;
     then a number above 2^99, whose norm is infinite, is not finite either.
     """
-    if not jnp.issubdtype(x.dtype, jnp.floating) or not x.size:
-        return jnp.bool_(True)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.all(jnp.isfinite(x))
     return lax.platform_dependent(
         x,
         cpu=lambda x: jnp.all(jnp.isfinite(x)),

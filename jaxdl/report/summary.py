@@ -16,7 +16,7 @@ from rich.text import Text
 
 from jaxdl.core.errors import as_typed
 from jaxdl.core.files import CHECKPOINTS_FOLDER, CURVES_FILE, replace_file
-from jaxdl.parallel.compiler.times import described
+from jaxdl.parallel.compiler.times import in_words
 from jaxdl.report.history import json_value
 from jaxdl.report.lines import format_duration, format_number, is_live
 from jaxdl.report.status.failures import package_versions
@@ -43,6 +43,7 @@ class Summary(TypedDict):
     mesh: dict[str, int]
     devices: Devices
     versions: dict[str, str]
+    compiling: NotRequired[dict[str, float]]
     extra: NotRequired[dict[str, Any]]
 
 
@@ -192,7 +193,7 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
             if summary.get(name)
         ),
         ("wall time", f"{format_duration(total)}: " + ", ".join(phases) if phases else format_duration(total)),
-        *(("programs", described(figures)) for figures in (summary.get("compiling"),) if figures),
+        *(("programs", in_words(figures)) for figures in (summary.get("compiling"),) if figures),
         ("mesh", " x ".join(f"{axis} {size}" for axis, size in summary["mesh"].items())),
         ("devices", where + ("es" if devices["num_processes"] > 1 else "")),
     ]

@@ -182,9 +182,16 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
     if "embedding" in fields:  # Tables are restored on any mesh, under any scheme.
         spread = ("scheme", "schemes", "places", "cache")
         fields["embedding"] = {name: value for name, value in fields["embedding"].items() if name not in spread}
-    if "scan_unroll" in (fields.get("model") or {}):  # How the loop over layers is compiled.
-        fields["model"] = {name: value for name, value in fields["model"].items() if name != "scan_unroll"}
+    model = fields.get("model") or {}
+    if _is_of_loop(model):  # How the loop over layers is compiled.
+        fields["model"] = {name: value for name, value in model.items() if name != "scan_unroll"}
     return fields
+
+
+def _is_of_loop(model: Mapping[str, Any]) -> bool:
+    """Whether `scan_unroll` of a dumped model is jaxdl's setting, not a field of a user's."""
+    cls = kinds(Model).get(model.get("kind", ""))
+    return "scan_unroll" in model and cls is not None and "layers_per_turn" in cls.former_names
 
 
 def _without_shards(data: Any) -> Any:

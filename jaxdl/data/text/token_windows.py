@@ -167,11 +167,12 @@ def _hash(purpose: str, seed: int, name: str) -> float:
 
 
 def _held_out(names: Sequence[str], empty: Container[str], test_fraction: float, seed: int) -> set[str]:
-    """The held-out names: at least one that is not `empty`, if there is one, and never all."""
+    """The held-out names: at least one, and never all. Of several that are not `empty` at least one each way."""
     ranked = sorted(names, key=lambda name: _hash("held out", seed, name))
     count = max(1, sum(_hash("held out", seed, name) < test_fraction for name in names))
-    if all(name in empty for name in ranked[:count]):
-        count = 1 + next((place for place, name in enumerate(ranked) if name not in empty), 0)
+    full = [place for place, name in enumerate(ranked) if name not in empty]
+    if len(full) > 1:
+        count = min(max(count, full[0] + 1), full[-1])
     return set(ranked[: min(count, len(names) - 1)])
 
 

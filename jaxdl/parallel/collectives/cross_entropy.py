@@ -200,8 +200,8 @@ def _in_one_pass(logits: jax.Array, classes: jax.Array) -> tuple[jax.Array, jax.
     slower, since such a reduction is not vectorized.
     """
 
-    def merge(one: Any, other: Any) -> Any:
-        (highest, total, best), (other_highest, other_total, other_best) = one, other
+    def merge(left: Any, right: Any) -> Any:
+        (highest, total, best), (other_highest, other_total, other_best) = left, right
         shrunk = jnp.exp(-jnp.abs(highest - other_highest))
         is_behind = highest < other_highest
         total = jnp.where(is_behind, total * shrunk + other_total, total + other_total * shrunk)

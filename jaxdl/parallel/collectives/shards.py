@@ -55,16 +55,17 @@ def sum_of_rows(x: jax.Array, num_features: int = 1) -> jax.Array:
     """
     rows = tuple(range(x.ndim - num_features))
     if x.dtype not in (jnp.bfloat16, jnp.float16):
-        return _reduced(x, rows)
-    return lax.platform_dependent(x, cuda=lambda x: _multiplied(x, rows), default=lambda x: _reduced(x, rows))
+        return _reduce_rows(x, rows)
+    return lax.platform_dependent(x, cuda=lambda x: _rows_by_ones(x, rows), default=lambda x: _reduce_rows(x, rows))
 
 
-def _reduced(x: jax.Array, rows: tuple[int, ...]) -> jax.Array:
+def _reduce_rows(x: jax.Array, rows: tuple[int, ...]) -> jax.Array:
     return jnp.sum(x, axis=rows, dtype=jnp.float32)
 
 
-def _multiplied(x: jax.Array, rows: tuple[int, ...]) -> jax.Array:
+def _rows_by_ones(x: jax.Array, rows: tuple[int, ...]) -> jax.Array:
     ones = jnp.ones((*x.shape[: len(rows)], _ONES), x.dtype)
     # The barrier keeps XLA from computing `x` inside the product, for which it searches tiles for minutes, and from
     # joining all that is multiplied by ones in one array.
-    return float32_product(*lax.optimization_barrier((ones, x)), ((rows, rows), ((), ())))[0]
+    ones, x = lax.optimization_barrier((ones, x))
+    return float32_product(ones, x, ((rows, rows), ((), ())))[0]

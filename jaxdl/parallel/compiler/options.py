@@ -17,9 +17,10 @@ import pydantic
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxdl.core.config import Config, ConfigError
-from jaxdl.core.files import programs_folder
 from jaxdl.core.paths import expand_home, is_text
+from jaxdl.core.programs import programs_folder
 from jaxdl.parallel.cluster import wait_for_all
+from jaxdl.parallel.cluster.address import several_processes
 from jaxdl.parallel.cluster.agree import from_each_process
 from jaxdl.parallel.compiler.overlap import Links
 from jaxdl.parallel.compiler.profile import profile_of
@@ -46,9 +47,6 @@ ASSUMED_GBPS = 100.0
 ASSUMED = Links(replica_bytes_per_sec=ASSUMED_GBPS * 1e9 / 8)
 """The network for which XLA orders a step of several replicas on GPUs when its speed is not given."""
 
-_MOST_BYTES = 5 * 2**30
-"""Of programs in the folder of this machine; those that were not used for the longest time make room."""
-
 _replaced: dict[str | None, str | None] = {}
 """Cache folder that a run has set -> the previous one."""
 _VARIABLE = "JAX_COMPILATION_CACHE_DIR"
@@ -70,7 +68,7 @@ class CompilerConfig(Config):
     cache_dir: str | None = None
     """Folder for programs that took a second or more to compile, so that a resumed run, or a similar one, need not
     compile them again. Several hosts must share it: the first process writes for all. None takes the environment's
-    JAX_COMPILATION_CACHE_DIR, or for a single process a folder of this machine in ~/.cache/jaxdl, of at most 5 GiB
+    JAX_COMPILATION_CACHE_DIR, or for a single process a folder of this machine in ~/.cache/jaxdl, of at most 2 GiB
     (JAX_ENABLE_COMPILATION_CACHE=false: none)."""
 
     @pydantic.model_validator(mode="after")
@@ -130,10 +128,9 @@ class CompilerConfig(Config):
                     f"{parent}. Make it, or choose another."
                 )
             _replaced[wanted] = before
-        elif wanted is None and jax.process_count() == 1 and (folder := programs_folder()) is not None:
+        elif wanted is None and not _is_one_of_several() and (folder := programs_folder()) is not None:
             wanted = folder
             _replaced[wanted] = None
-            jax.config.update("jax_compilation_cache_max_size", _MOST_BYTES)
         if present != wanted:
             jax.config.update("jax_compilation_cache_dir", wanted)
             compilation_cache.reset_cache()  # It looks for the folder when the first program is compiled.
@@ -166,6 +163,11 @@ class CompilerConfig(Config):
             return {}
         asked = {*self.values(), *re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", ""))}
         return {name: value for name, value in INSIDE_REPLICAS.items() if name not in asked}
+
+
+def _is_one_of_several() -> bool:
+    """Whether other processes train with this one. JAX, which would say so too, may not have been started yet."""
+    return jax.distributed.is_initialized() or several_processes()
 
 
 def _from_each(content: bytes) -> Sequence[bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 
 import jax
@@ -16,16 +16,16 @@ _STAGES = {
 """JAX's name of an event -> the figure. Compiling is XLA's part, with autotuning on GPUs; or the reading of a program
 that was kept on disk."""
 _KEPT, _NUM_KEPT = "/jax/compilation_cache/cache_hits", "num_kept"
-_figures: Counter[str] = Counter()
+_figures: defaultdict[str, float] = defaultdict(float)
 
 
 @functools.cache
 def _listen() -> None:
-    def add_seconds(event: str, seconds: float, **_: object) -> None:
+    def add_seconds(event: str, duration_secs: float, **_: str | int | float) -> None:
         if event in _STAGES:
-            _figures[_STAGES[event]] += seconds
+            _figures[_STAGES[event]] += duration_secs
 
-    def count(event: str, **_: object) -> None:
+    def count(event: str, **_: str | int | float) -> None:
         _figures[_NUM_KEPT] += event == _KEPT
 
     jax.monitoring.register_event_duration_secs_listener(add_seconds)
@@ -37,14 +37,14 @@ class CompileTimes:
 
     def __init__(self) -> None:
         _listen()
-        self._before = Counter(_figures)
+        self._before = dict(_figures)
 
     def figures(self) -> dict[str, float]:
         """`trace_sec`, `lower_sec` and `compile_sec` of all programs so far; `num_kept` of them were on disk."""
-        return {name: _figures[name] - self._before[name] for name in (*_STAGES.values(), _NUM_KEPT)}
+        return {name: _figures[name] - self._before.get(name, 0) for name in (*_STAGES.values(), _NUM_KEPT)}
 
 
-def described(figures: Mapping[str, float]) -> str:
+def in_words(figures: Mapping[str, float]) -> str:
     """The figures in words: `traced 3.1 s, lowered 0.9 s, compiled 16.0 s`."""
     names = {"trace_sec": "traced", "lower_sec": "lowered", "compile_sec": "compiled"}
     words = ", ".join(f"{word} {figures[name]:.1f} s" for name, word in names.items())

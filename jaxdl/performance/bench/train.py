@@ -20,7 +20,7 @@ from rich.console import Console
 from jaxdl.core.config import ConfigError
 from jaxdl.core.errors import OptionError
 from jaxdl.data import DataSpec, ImageSpec, TextSpec
-from jaxdl.parallel.compiler.times import CompileTimes, described
+from jaxdl.parallel.compiler.times import CompileTimes, in_words
 from jaxdl.parallel.sharding import named
 from jaxdl.performance.bench import roofline, trace
 from jaxdl.performance.bench.flops import peak_flops, step_flops
@@ -92,7 +92,7 @@ def _list_kernels(command: TrainBench) -> None:
     console.print(roofline.table(title, figures, before))
     speed = f"{1e3 * total['least_sec']:.2f} ms a step, {experiment.batch_size / total['least_sec']:,.0f} examples/s"
     console.print(f"at least {speed}; {(figures['temporary_bytes'] or 0) / 1e9:.2f} GB of temporary memory")
-    console.print(f"the step's program: {described(figures['compiling'])}, without autotuning")
+    console.print(f"the step's program: {in_words(figures['compiling'])}, without autotuning")
     write_json(command.json, figures)
 
 
@@ -231,7 +231,7 @@ def _print(command: TrainBench, figures: dict[str, Any]) -> None:
         f"peak: {figures['peak_flops_per_sec'] / 1e12:.3g} TFLOP/s, from {figures['peak_source']}; a step has "
         f"{figures['flops_per_step'] / 1e12:.3g} TFLOP in products and convolutions, forward times 3"
     )
-    console.print(f"the step's program: {described(figures['compiling'])}")
+    console.print(f"the step's program: {in_words(figures['compiling'])}")
     if figures["memory_bytes"] is not None:
         used = figures["memory_peak_bytes"]
         really = "" if used is None else f", {used / 1e9:.2f} GB at most in use"

@@ -105,7 +105,7 @@ class LanguageModelling(Task, kind="language_modelling"):
         target, mask = self.targets(batch)
         z_loss, smoothing = (self.z_loss, self.label_smoothing) if train else (0.0, 0.0)
         if isinstance(outputs, Logits):
-            chunk_tokens = self.chunk_tokens or outputs.most_tokens()
+            chunk_tokens = self.chunk_tokens or outputs.most_tokens(train=train)
             if chunk_tokens is not None:
                 loss, correct = outputs.sums(
                     target, mask, chunk_tokens=chunk_tokens, z_loss=z_loss, label_smoothing=smoothing

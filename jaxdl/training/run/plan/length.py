@@ -125,7 +125,9 @@ def change_of_length(
             "examples, batch sizes or image sizes. Change only what comes after them (before: "
             f"{_describe(earlier)}), or choose another --workdir."
         )
-    note = asked.schedule.on_another_length(done, before.scheduled_steps, before.steps_per_epoch)
+    note = asked.schedule.on_another_length(
+        int(np.asarray(before.scheduled(done)[0])), before.scheduled_steps, before.steps_per_epoch
+    )
     return (
         f"the length changed from {before.total_steps} steps ({_describe(earlier)}) to {timeline.total_steps} "
         f"({_describe(now)}); from here on the learning rate follows the schedule of the new length"
