@@ -45,7 +45,7 @@ def _machine() -> str:
     """A name for machines with this CPU: XLA's programs use all that it can do, and several may share a home folder."""
     about = [os.uname().machine]
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         # On x86 and on ARM, of the first core.
         found = {name: line for line in reversed(lines) if (name := line.partition(":")[0].strip()) in _TELLING}
         about += [found[name] for name in _TELLING if name in found]
