@@ -1,7 +1,7 @@
 # Works on a machine that has only Python 3.11 or later and make.
 #   make train   the digits experiment
-#   make test    the tests without the slow ones: 1,200 CPU seconds, 12 minutes on two cores
-#   make test-all  every test: 4,000 CPU seconds, about 40 minutes on two cores
+#   make test    the tests without the slow ones: 6 minutes on two cores, 12 on slow ones
+#   make test-all  every test: 15 minutes on two cores, about 40 on slow ones
 #   make lint    format, lint and types
 #   make docs    the site of the documentation, in site/
 PYTHON ?= python3
