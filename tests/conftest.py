@@ -30,7 +30,7 @@ import pytest
 from budget import Budget
 
 # The processes that a test starts find the programs of each other in a folder that ends with the run, since some are
-# killed while they write. Those of this process are kept from run to run: a second run takes two thirds of the time.
+# killed while they write. Those of this process are kept from run to run: a second run takes about a third less.
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).resolve().parents[1] / ".pytest_cache/d/programs"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
