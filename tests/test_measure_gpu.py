@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_every_command_is_understood():
     for one in measure_gpu.all_measurements():
-        module, *args = one.words
+        module, *args = one.args
         if module == "benchmarks.gpu.without":
             module = f"{args.pop(0)}.train"
         if module != "jaxdl.train":

@@ -77,28 +77,20 @@ class Measurement:
     """Further arguments that make it small; the last of two equal options counts."""
     against: bool = False
     """Also in turns with PyTorch, where that is installed; alone if that fails."""
-    before: tuple[str, ...] = ()
-    """Words in place of the first of `args`."""
-    more: tuple[str, ...] = ()
-    """Further words, of the toy too."""
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The words after `python -m`."""
-        return (*(self.before or self.args[:1]), *self.args[1:], *self.more)
 
 
 def all_measurements() -> list[Measurement]:
     """Everything, the most worthwhile first."""
     toy_select = ("--num-elements", "20000", "--num-repeats", "2")
-    gpt2 = ("gpt2-124m", 16, 2048, ("12", "768", "12", "12", "3072"), 2, *GPT2)
+    gpt2 = decoder("gpt2-124m", 16, 2048, ("12", "768", "12", "12", "3072"), 2, *GPT2)
+    alone, options = replace(gpt2, against=False), gpt2.args[1:]
     return [
-        decoder(*gpt2),
+        gpt2,
         decoder("decoder-1b", 4, 2048, ("16", "2048", "16", "8", "8192"), 2, "--model.no-tied-embeddings"),
         resnet50(224, "bfloat16", 2),
-        *(replace(decoder(*gpt2), name=f"gpt2-without-{name}", before=("benchmarks.gpu.without", name), against=False)
+        *(replace(alone, name=f"gpt2-without-{name}", args=("benchmarks.gpu.without", name, *options))
           for name in CHANGES),
-        replace(decoder(*gpt2), name="gpt2-plain", against=False, more=("--against", "plain")),
+        replace(alone, name="gpt2-plain", args=(*gpt2.args, "--against", "plain")),
         Measurement("train", ("jaxdl.train", "--config", "configs/digits.py", "--workdir", "{out}"), 2, TRAIN_TOY),
         Measurement("lars", (*resnet_args("imagenet_resnet50_lars_4k", 224, "bfloat16"),), 2, RESNET_TOY),
         Measurement("select-0.001", ("jaxdl.bench", "select", "--density", "0.001"), 2, toy_select),
@@ -246,7 +238,7 @@ def attempt(
     name = measurement.name
     logs, workdir = args.out / "logs", args.out / name
     figures, log = logs / f"{name}.json", logs / f"{name}{'-torch' if more else ''}.txt"
-    words = [word.format(out=workdir) for word in (*measurement.words, *(measurement.toy if args.toy else ()), *more)]
+    words = [word.format(out=workdir) for word in (*measurement.args, *(measurement.toy if args.toy else ()), *more)]
     words += [] if words[0] == "jaxdl.train" else ["--json", str(figures)]
     figures.unlink(missing_ok=True)
     command = [sys.executable, "-m", *words]

@@ -152,8 +152,7 @@ class Cosine(Decay, kind="cosine"):
     """Half a cosine from the peak to the end value, reached after the last step (arXiv 1608.03983, no restarts)."""
 
     def _shape(self, remaining: jax.Array) -> jax.Array:
-        # Equal to (1 + cos(pi (1 - remaining))) / 2, without its loss of digits near the end.
-        return jnp.square(jnp.sin(jnp.pi / 2 * remaining))
+        return _half_cosine(remaining)
 
 
 class WSD(Decay, kind="wsd"):
@@ -207,7 +206,7 @@ class WSD(Decay, kind="wsd"):
 
     def _shape(self, remaining: jax.Array) -> jax.Array:
         if self.decay == "cosine":
-            return jnp.square(jnp.sin(jnp.pi / 2 * remaining))
+            return _half_cosine(remaining)
         return 1 - jnp.sqrt(1 - remaining) if self.decay == "sqrt" else remaining
 
 
@@ -267,6 +266,11 @@ class InverseSqrt(Schedule, kind="inverse_sqrt"):
             return constant(step) * jnp.sqrt(num_warmup / jnp.maximum(number, num_warmup))
 
         return learning_rate
+
+
+def _half_cosine(remaining: jax.Array) -> jax.Array:
+    """(1 + cos(pi (1 - remaining))) / 2, without its loss of digits near the end."""
+    return jnp.square(jnp.sin(jnp.pi / 2 * remaining))
 
 
 def noam_peak(embed_dim: int, warmup_steps: int) -> float:
