@@ -90,6 +90,16 @@ class Chaos:
             assert time.monotonic() < end_sec, f"step {step} was not reached, only {self.step()}: {self.tail()}"
             time.sleep(0.02)
 
+    def wait_for_halt(self, for_sec: float = 1.5) -> None:
+        """Returns when neither the last step nor the checkpoints have changed for so long: a cut link stops a run soon,
+        but not at once, and a checkpoint that it still writes is a newer one."""
+        seen, since_sec = None, time.monotonic()
+        while time.monotonic() - since_sec < for_sec:
+            now = self.step(), sorted(path.name for path in (self.workdir / CHECKPOINTS_FOLDER).iterdir())
+            if now != seen:
+                seen, since_sec = now, time.monotonic()
+            time.sleep(0.05)
+
     def trains(self) -> bool:
         """Whether the newest processes, and not those of the last fault, have written metrics since they were started.
 

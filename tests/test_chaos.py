@@ -49,6 +49,8 @@ def test_faults_at_random_moments_change_nothing(tmp_path, request):
         # Somewhere in its share of the run, whatever the run is doing then.
         if SEED is not None or number == 0:
             harmed.wait_for_step(STEPS * (number + dice.uniform(0.2, 1)) // (len(faults) + 1), timeout_sec=150)
+        else:
+            harmed.wait_for_halt()
         time.sleep(dice.uniform(0, 0.3))
         print(f"at step {harmed.step()}: {fault}", flush=True)
         harmed.harm(fault, dice)
