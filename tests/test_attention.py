@@ -14,7 +14,7 @@ from jaxdl.data import SyntheticText, spec_to_json
 from jaxdl.inference.export.writing import function_file
 from jaxdl.inference.predictor import Predictor
 from jaxdl.models import Transformer, attention
-from jaxdl.models.loop import rematerialize
+from jaxdl.models.remat import rematerialize
 from jaxdl.parallel.collectives.attention import flash_attention
 from jaxdl.parallel.collectives.packed_attention import Packed, documents, packed_attention
 from jaxdl.parallel.precision import BFloat16

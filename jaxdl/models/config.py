@@ -78,6 +78,11 @@ class Model(Choice):
         return ()
 
     @property
+    def has_fp8(self) -> bool:
+        """Whether large products of its blocks can be in FP8."""
+        return False
+
+    @property
     def trained(self) -> tuple[str, ...]:
         """Patterns of the parameters that are trained, the others being frozen; none means all."""
         return ()

@@ -25,7 +25,8 @@ from jaxdl.models.cache import KeyValues, attend_cached, empty_cache
 from jaxdl.models.config import Model
 from jaxdl.models.dropout import RowKeys, dropout, fold
 from jaxdl.models.logits import Logits
-from jaxdl.models.loop import Remat, through_layers
+from jaxdl.models.loop import through_layers
+from jaxdl.models.remat import Remat
 from jaxdl.models.rotary import Angles, positions_of, rotary_angles
 from jaxdl.parallel import sharding, token_vectors
 

@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jaxdl.parallel import sharding
+from jaxdl.parallel.collectives import fp8
 from jaxdl.parallel.collectives.shards import float32_product, sum_of_rows, sum_of_shards
 from jaxdl.parallel.precision import float32_matmul
 from jaxdl.parallel.sharding import Layout, current_layout
@@ -36,7 +37,7 @@ Pairs = tuple[tuple[int, int], ...]
 
 
 def weight_product(
-    x: jax.Array, kernel: jax.Array, *, num_contracted: int = 1, float32_result: bool = False
+    x: jax.Array, kernel: jax.Array | fp8.Kernel, *, num_contracted: int = 1, float32_result: bool = False
 ) -> jax.Array:
     """`x` [batch..., contracted...] by `kernel` [contracted..., features...]: [batch..., features...].
 
@@ -45,7 +46,9 @@ def weight_product(
     rounded.
     """
     assert num_contracted == 1 or not float32_result, "logits are the product with a matrix"
-    if kernel.dtype != x.dtype:
+    if isinstance(kernel, fp8.Kernel):
+        result = fp8.product(x, kernel, num_contracted)
+    elif kernel.dtype != x.dtype:
         result = _wide_product(x, kernel, num_contracted, jnp.dtype(jnp.float32) if float32_result else x.dtype)
     elif float32_result:
         result = float32_matmul(x, kernel)
@@ -54,7 +57,7 @@ def weight_product(
     return checkpoint_name(result, PRODUCT)
 
 
-def head_products(x: jax.Array, kernels: Sequence[jax.Array], biases: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+def head_products(x: jax.Array, kernels: Sequence[Any], biases: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """Queries, keys and values, [batch, length, heads, head_dim], of `x` [batch, length, embed] in one product.
 
     The three kernels are `[embed, heads, head_dim]`, the biases, of which there are three or none, `[heads head_dim]`.
@@ -63,7 +66,8 @@ def head_products(x: jax.Array, kernels: Sequence[jax.Array], biases: Sequence[j
     """
     embed, num_keys, head_dim = kernels[1].shape
     group = kernels[0].shape[1] // num_keys
-    kernel = jnp.concatenate([part.reshape(embed, num_keys, -1, head_dim) for part in kernels], axis=2)
+    parts = [part.reshape(embed, num_keys, -1, head_dim) for part in kernels]
+    kernel = fp8.joined(parts, 2) if isinstance(parts[0], fp8.Kernel) else jnp.concatenate(parts, axis=2)
     product = sharding.constrain(weight_product(x, kernel), "batch", "length", "kv_heads", "", "head_dim")
     if biases:
         product = add_bias(product, jnp.concatenate([part.reshape(num_keys, -1, head_dim) for part in biases], axis=1))

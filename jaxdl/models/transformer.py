@@ -23,10 +23,12 @@ from jaxdl.models.blocks import MLP, Attention, Biases, Init, MLPKind, NormKind,
 from jaxdl.models.cache import KeyValues, attend_cached, empty_cache, with_prompt
 from jaxdl.models.config import Model
 from jaxdl.models.dropout import RowKeys, dropout, fold
+from jaxdl.models.fp8 import bodies_of
 from jaxdl.models.logits import Logits
-from jaxdl.models.loop import BESIDE_LOOP, Remat, through_each, through_layers
+from jaxdl.models.loop import BESIDE_LOOP, body_of, through_each, through_layers
 from jaxdl.models.lora import LoRA
 from jaxdl.models.products import add_bias
+from jaxdl.models.remat import Remat
 from jaxdl.models.rotary import Angles, RopeScaling, positions_of, rotary_angles
 from jaxdl.parallel import sharding, token_vectors
 from jaxdl.parallel.sharding import Params
@@ -167,6 +169,11 @@ class Transformer(Model, kind="transformer"):
         return self.lora.trained
 
     @property
+    def has_fp8(self) -> bool:
+        """With stacked layers."""
+        return self.scan_layers
+
+    @property
     def needs_base(self) -> bool:
         """Whether the weights must come from another run: with adapters, unless a random network is allowed."""
         return bool(self.lora.rank) and not self.lora.random_base
@@ -203,7 +210,8 @@ class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: Transformer, rngs: nnx.Rngs, *, dtype: DTypeLike):
-        init = Init(config.init_stddev, _residual_scale(config))
+        # The 2 num_layers projections that add to the residual stream: Radford et al. 2019, section 2.3.
+        init = Init(config.init_stddev, 1 / math.sqrt(2 * config.num_layers))
         embed, norm = config.embed_dim, functools.partial(make_norm, config.norm, epsilon=config.norm_epsilon)
         self.attention_norm = norm(size=embed, dtype=dtype)
         self.attention = Attention(
@@ -379,21 +387,12 @@ class TransformerModule(nnx.Module):
         config = self.config
         head = None if config.tied_embeddings else self.head
 
-        def body(graphdef: Any) -> Callable[[jax.Array, Any, jax.Array | int], jax.Array]:
-            # Gathered in here, so that only one layer's full parameters exist at a time, with remat in the backward
-            # pass too.
-            return lambda x, state, index: block(x, nnx.merge(graphdef, sharding.gather_layer(state)), index)
-
         if config.scan_layers:
             graphdef, state = nnx.split(self.layers)
-            looped, unroll = body(graphdef), config.scan_unroll
-            return through_layers(looped, x, state, remat=config.remat, scan_unroll=unroll, beside=head)
+            bodies, unroll = bodies_of(block, graphdef, state), config.scan_unroll
+            return through_layers(bodies, x, state, remat=config.remat, scan_unroll=unroll, beside=head)
         layers = [nnx.split(getattr(self, f"layer_{index}")) for index in range(config.num_layers)]
-        bodies = {graphdef: body(graphdef) for graphdef, _ in layers}  # One for all, unless a subclass has others.
+        # One for all, unless a subclass has layers that differ.
+        bodies = {graphdef: body_of(block, graphdef) for graphdef, _ in layers}
         x = through_each([(bodies[graphdef], state) for graphdef, state in layers], x, config.remat)
         return x, None if head is None else head[...]
-
-
-def _residual_scale(config: Transformer) -> float:
-    """Factor for the 2 num_layers projections that add to the residual stream (Radford et al. 2019, section 2.3)."""
-    return 1 / math.sqrt(2 * config.num_layers)

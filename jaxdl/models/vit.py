@@ -19,8 +19,9 @@ from jaxdl.core.config import ConfigError
 from jaxdl.models.blocks import LayerNorm
 from jaxdl.models.config import Model
 from jaxdl.models.layers import Head
-from jaxdl.models.loop import Remat, through_layers
+from jaxdl.models.loop import through_layers
 from jaxdl.models.products import add_bias, weight_product
+from jaxdl.models.remat import Remat
 from jaxdl.parallel import sharding
 
 _SIZES = {"tiny": (12, 192, 3), "small": (12, 384, 6), "base": (12, 768, 12), "large": (24, 1024, 16)}

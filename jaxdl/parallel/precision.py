@@ -17,9 +17,12 @@ from jax.typing import DTypeLike
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.kinds import Choice
+from jaxdl.parallel.mesh import Device
 
 _LAYER_DIMS = ("layers", "stack", "stack as before")
 """The logical names of dimensions that count layers, see `jaxdl.parallel.sharding` and `jaxdl.models.stacks`."""
+_FIRST_WITH_FP8 = 8.9
+"""The compute capability of Ada."""
 LossScale = dict[str, jax.Array]
 """`scale` (float32), `good_steps` since its last change, `skipped_steps` of the run (int32); empty without scaling."""
 
@@ -41,12 +44,17 @@ class Precision(Choice):
         return jnp.dtype("float32")
 
     @property
+    def fp8_size(self) -> int | None:
+        """The least size of a product of a block that training computes in FP8; None if it computes none in it."""
+        return None
+
+    @property
     def lowest_scale(self) -> float | None:
         """The loss scale never falls below this; None without loss scaling."""
         return None
 
-    def check(self, platform: str) -> None:
-        """Raises ConfigError when `platform` ("cpu", "gpu", "tpu") does not support this precision."""
+    def check(self, device: Device) -> None:
+        """Raises ConfigError when a device does not support this precision."""
 
     def init_loss_scale(self) -> LossScale:
         """The loss scale at the start of a run."""
@@ -83,11 +91,11 @@ class TensorFloat32(Precision, kind="tensorfloat32"):
 
     matmul: ClassVar[str | None] = "tensorfloat32"
 
-    def check(self, platform: str) -> None:
+    def check(self, device: Device) -> None:
         """Raises ConfigError anywhere but on a GPU."""
-        if platform != "gpu":
+        if device.platform != "gpu":
             raise ConfigError(
-                f"--precision tensorfloat32: {platform} devices have no TF32, it could not take effect. "
+                f"--precision tensorfloat32: {device.platform} devices have no TF32, it could not take effect. "
                 "Use --precision float32 here."
             )
 
@@ -96,6 +104,36 @@ class BFloat16(_Half, kind="bfloat16"):
     """Activations and weights in use in bfloat16, which has float32's range and needs no loss scale."""
 
     dtype: ClassVar[jnp.dtype] = jnp.dtype("bfloat16")
+
+
+class FP8(_Half, kind="fp8"):
+    """bfloat16, and in training the large products of a decoder's blocks in FP8, on NVIDIA GPUs since Ada and Hopper.
+
+    See `jaxdl.models.fp8`. Evaluation computes in bfloat16.
+    """
+
+    dtype: ClassVar[jnp.dtype] = jnp.dtype("bfloat16")
+    min_size: int = pydantic.Field(default=2048, ge=1)
+    """A product [n, k] x [k, m] is in FP8 if k and m, those of one device, are at least this."""
+    emulated: bool = False
+    """Train on devices without FP8 too: operands are rounded to it all the same. For experiments; nothing gets faster.
+    """
+
+    @property
+    def fp8_size(self) -> int:
+        """`min_size`."""
+        return self.min_size
+
+    def check(self, device: Device) -> None:
+        """Raises ConfigError on a GPU before Ada, and on other devices, unless FP8 is `emulated`."""
+        capability = getattr(device, "compute_capability", None) if device.platform == "gpu" else None
+        if self.emulated or (capability is not None and float(capability) >= _FIRST_WITH_FP8):
+            return
+        what = f"{device.platform} devices" if capability is None else f"{device.device_kind} (sm{capability})"
+        raise ConfigError(
+            f"--precision fp8: {what} cannot multiply FP8 numbers; GPUs of sm89 and later can (L4, RTX 4090, H100). "
+            "Take --precision bfloat16, or --precision.emulated to try out what the rounding does."
+        )
 
 
 class Float16(_Half, kind="float16"):

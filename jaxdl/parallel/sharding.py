@@ -94,6 +94,7 @@ class Layout:
 
     `wire_dtype` is the dtype in which parameters are gathered for use; None takes their own. `sum_dtype` is the dtype
     in which the backward pass of a loop over layers sums their gradients over `replica`; with None it does not.
+    `fp8_size` is the least size of a product of a block that is computed in FP8; with None none is.
     """
 
     config: ShardingConfig
@@ -101,6 +102,7 @@ class Layout:
     manual: frozenset[str] = frozenset()
     wire_dtype: DTypeLike | None = None
     sum_dtype: DTypeLike | None = None
+    fp8_size: int | None = None
 
     def param_spec(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
         """The PartitionSpec of a parameter with these logical axes and this shape."""
@@ -268,17 +270,41 @@ def gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return x if set(GATHER_AXES).isdisjoint(spec_axes(spec)) else _gather(x, layout, spec)
 
 
+def gather_numbers(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Numbers for a parameter with these logical axes, all-gathered in their own dtype; they have no gradient."""
+    layout = _layout.get()
+    if layout is None:
+        return x
+    return layout.constrain(x, without_axes(layout.param_spec(axes, x.shape), *GATHER_AXES))
+
+
+def sharded_gradient(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """A parameter whose gradient is sharded as it is, for what is not gathered."""
+    layout = _layout.get()
+    return x if layout is None else _sharded_gradient(x, layout, layout.param_spec(axes, x.shape))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _sharded_gradient(x: jax.Array, layout: Layout, spec: PartitionSpec) -> jax.Array:
+    del layout, spec
+    return x
+
+
+_sharded_gradient.defvjp(lambda x, layout, spec: (x, None), _gather_backward)
+
+
 def gather_layer(layer_state: nnx.State) -> nnx.State:
     """The parameters of one layer of a scanned stack, all-gathered for use inside the scan's body.
 
     So no more than one layer is whole at a time.
     """
+    return jax.tree.map(gather_variable, layer_state, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
-    def whole(variable: nnx.Variable) -> nnx.Variable:
-        axes = variable.get_metadata().get("axes")
-        return variable if axes is None else variable.replace(gather(variable[...], axes))
 
-    return jax.tree.map(whole, layer_state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+def gather_variable(variable: nnx.Variable[jax.Array]) -> nnx.Variable[jax.Array]:
+    """One of these parameters, all-gathered."""
+    axes = variable.get_metadata().get("axes")
+    return variable if axes is None else variable.replace(gather(variable[...], axes))
 
 
 def gather_params(params: Params, axes: LogicalAxes) -> Params:

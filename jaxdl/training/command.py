@@ -20,7 +20,7 @@ from jaxdl.parallel.mesh import PARAM_AXES, ways
 from jaxdl.report import Start, explain, print_explanation
 from jaxdl.training.experiment import Experiment, load_experiment, parse_command_line
 from jaxdl.training.plans import typed_fields
-from jaxdl.training.run.compile import compile_train_step, ordered_for, own_options
+from jaxdl.training.run.compile import compile_train_step, ordered_for, own_options, program_notes
 from jaxdl.training.run.plan.build import make_plan
 from jaxdl.training.run.plan.exchange import describe_traffic, exchanged_gradients
 from jaxdl.training.run.plan.init_from import InitFrom
@@ -135,13 +135,17 @@ def print_plan(experiment: Experiment, workdir: str | Path | None = None) -> Non
         for row in explain(spec.shapes.params, spec.params, plan.parts.layout.mesh, plan.parts.network.axes)
     ]
     with start.doing("compiling"):
-        memory = compile_train_step(plan).memory_analysis()
+        program = compile_train_step(plan)
     mesh = dict(plan.parts.layout.mesh.shape)
     split = ways(mesh, PARAM_AXES) > 1
-    print_explanation(rows, mesh, memory, min_elements=experiment.sharding.min_shard_elements if split else 0)
+    print_explanation(
+        rows, mesh, program.memory_analysis(), min_elements=experiment.sharding.min_shard_elements if split else 0
+    )
     gradients = exchanged_gradients(plan.experiment, plan.parts.data_spec, plan.parts.layout.mesh)
     if sent := describe_traffic(plan.exchange, plan.parts.agreement, gradients):
         print(sent)
+    for note in program_notes(plan, program):
+        print(note)
     for name, value in own_options(plan).items():
         print(f"XLA option set by jaxdl: {name}={value}")
     if (links := ordered_for(plan)) is not None:

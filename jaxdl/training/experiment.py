@@ -23,7 +23,7 @@ from jaxdl.data.phases import Phase
 from jaxdl.exchange import Dense, ExchangeChoice
 from jaxdl.exchange.agreement import Agreement, EveryStep
 from jaxdl.models import Model, ResNet
-from jaxdl.models.loop import remat_named
+from jaxdl.models.remat import remat_named
 from jaxdl.optim import SGD, Cosine, Optimizer, Schedule
 from jaxdl.parallel.cluster import ClusterConfig
 from jaxdl.parallel.compiler import CompilerConfig

@@ -12,9 +12,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 
+FP8 = ("f8e4m3fn", "f8e5m2")
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
+BYTES |= dict.fromkeys(FP8, 1)
 MEMORY_BYTES_PER_SEC = 3.35e12
 FLOPS_PER_SEC = {"bf16": 989e12, "f16": 989e12, "f32": 494e12, "s8": 1979e12}
+FLOPS_PER_SEC |= dict.fromkeys(FP8, 1979e12)
 """Peak of an H100 SXM without sparsity, by the dtype of the operands; float32 products count as TF32."""
 EXACT_FLOPS_PER_SEC = 67e12
 """The peak of float32 products that are not rounded to TF32 (`jax.lax.Precision.HIGHEST`)."""
@@ -42,6 +45,9 @@ the largest of the other operands. Of an operand changed in place it writes as m
 
 TABLES = "embedding_tables"
 """In the name of all that looks up and updates embedding tables."""
+
+FP8_PRODUCT = "fp8_product"
+"""In the name of a product whose operands are in FP8."""
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -198,6 +204,17 @@ def parse(text: str) -> Module:
             operands = tuple(re.findall(r"%([^\s,()]+)", _inside(line, match.end() - 1)))
             current[match[1]] = Instruction(match[1], match[3], match[2], operands, line)
     return Module(computations, entry, "is_scheduled=true" in text[:10_000].split("\n", 1)[0])
+
+
+def fp8_products(module: Module) -> tuple[int, int]:
+    """`(how many of the products that are meant to be are in FP8, how many there are)`; a loop's count once."""
+    products = [
+        [there[name].shapes[0][0] for name in instruction.operands[:2]]
+        for there in module.computations.values()
+        for instruction in there.values()
+        if FP8_PRODUCT in instruction.line and (instruction.kind == "dot" or "matmul" in instruction.line)
+    ]
+    return sum(all(dtype in FP8 for dtype in dtypes) for dtypes in products), len(products)
 
 
 def shapes_of(text: str) -> Shapes:

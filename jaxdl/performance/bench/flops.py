@@ -15,8 +15,14 @@ from jaxdl.performance.bench.shared import time_in_turns
 from jaxdl.training.run.plan.build import Plan
 
 PEAK_FLOPS: dict[str, dict[str, float]] = {
-    "H200": {"bfloat16": 989e12, "float16": 989e12, "tensorfloat32": 494e12, "float32": 67e12},
-    "H100 80GB HBM3": {"bfloat16": 989e12, "float16": 989e12, "tensorfloat32": 494e12, "float32": 67e12},
+    "H200": {"fp8": 1979e12, "bfloat16": 989e12, "float16": 989e12, "tensorfloat32": 494e12, "float32": 67e12},
+    "H100 80GB HBM3": {
+        "fp8": 1979e12,
+        "bfloat16": 989e12,
+        "float16": 989e12,
+        "tensorfloat32": 494e12,
+        "float32": 67e12,
+    },
     "A100-SXM": {"bfloat16": 312e12, "float16": 312e12, "tensorfloat32": 156e12, "float32": 19.5e12},
     "V100-SXM2": {"float16": 125e12, "float32": 15.7e12},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,11 +12,12 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from jaxdl.core.config import Config
+from jaxdl.core.config import Config, ConfigError
 from jaxdl.core.user_code import user_code
 from jaxdl.data.phases import Segment
 from jaxdl.optim import Constant
 from jaxdl.parallel.compiler import Links, Options, compiled
+from jaxdl.parallel.compiler.hlo import fp8_products, parse
 from jaxdl.parallel.embedding import LocatedIds
 from jaxdl.parallel.mesh import platform
 from jaxdl.training.evaluation import EvalStep, NormStep, make_eval_step, make_norm_step
@@ -130,6 +132,8 @@ class StepFunctions(NamedTuple):
     norm: NormStep | None
     """`jaxdl.training.evaluation.make_norm_step`, where batch norm's statistics are estimated for each evaluation; else
     None."""
+    notes: tuple[str, ...] = ()
+    """What is to be said about the compiled programs."""
 
     def restart(self) -> StepFunctions:
         """The same for batches that do not follow those before, of this run or of another one with the same steps."""
@@ -138,7 +142,20 @@ class StepFunctions(NamedTuple):
 
 def compile_steps(plan: Plan, segment: Segment | None = None) -> StepFunctions:
     """The compiled steps of a segment (the first)."""
-    segment = segment or plan.timeline.segments[0]
+    token = _notes.set([])
+    try:
+        return _compile_steps(plan, segment or plan.timeline.segments[0])._replace(
+            notes=tuple(dict.fromkeys(_notes.get()))
+        )
+    finally:
+        _notes.reset(token)
+
+
+_notes: contextvars.ContextVar[list[str]] = contextvars.ContextVar("jaxdl_notes")
+"""Notes on the programs that `compile_steps` compiles."""
+
+
+def _compile_steps(plan: Plan, segment: Segment) -> StepFunctions:
     state = plan.parts.state_spec.abstract()
 
     def compile_evaluation(batch: Shapes) -> Any:
@@ -228,7 +245,26 @@ def _rounds(plan: Plan, segment: Segment | None = None) -> tuple[Parts, Any, tup
 def _compile_lowered(plan: Plan, lowered: jax.stages.Lowered) -> Any:
     """A program of the plan's steps, compiled with the options and for the network of the plan."""
     axes, values = plan.parts.layout.mesh.shape, plan.experiment.compiler.values()
-    return compiled(lowered, values, axes, ordered_for(plan), own=own_options(plan))
+    program = compiled(lowered, values, axes, ordered_for(plan), own=own_options(plan))
+    _notes.get([]).extend(program_notes(plan, program))
+    return program
+
+
+def program_notes(plan: Plan, program: jax.stages.Compiled) -> tuple[str, ...]:
+    """What is to be said about a compiled program of a plan: the products that it has in FP8, if it should have some.
+
+    Raises ConfigError when XLA has made other products of them.
+    """
+    if plan.parts.precision.fp8_size is None or platform(plan.parts.layout.mesh) != "gpu":
+        return ()
+    in_fp8, meant = fp8_products(parse(program.as_text() or ""))
+    if in_fp8 < meant or not meant:
+        raise ConfigError(
+            f"--precision fp8: XLA has compiled {in_fp8} of {meant} products in FP8, the others would round their "
+            "operands and gain no time. Take --precision bfloat16, or leave out --compiler.options and XLA_FLAGS that "
+            f"turn FP8 off (JAX {jax.__version__})."
+        )
+    return (f"fp8: all {in_fp8} products that are to be in FP8 are, in the compiled step",)
 
 
 def own_options(plan: Plan) -> Options:

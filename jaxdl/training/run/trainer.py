@@ -153,6 +153,8 @@ class Trainer:
             self.reporter.status("compiling")
         with self.watch("compile"):
             self.steps = self.stop.run(lambda: self.programs.of(self.plan, segment, self.end))
+        for note in self.steps.notes:
+            self.reporter.note(note)
 
     def _evaluate_late(self) -> None:
         """Makes the evaluation of this step if it was due and did not end; it may change the state, which is saved."""

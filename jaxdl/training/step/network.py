@@ -45,6 +45,8 @@ def run_network(
     parts: Parts, layout: Layout, params: Params, model_state: ModelState, call: Call, *inputs: Any
 ) -> tuple[Any, ModelState]:
     """`apply_network` on the network's own inputs."""
+    # What is evaluated, or served, is in 16 bits.
+    layout = dataclasses.replace(layout, fp8_size=parts.precision.fp8_size if call.train else None)
     with _precise(parts, layout):
         used = cast_weights(params, parts.network.axes, parts.precision.weight_dtype)
         used = gather_params(used, parts.network.axes)

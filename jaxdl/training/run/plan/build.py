@@ -181,7 +181,7 @@ def start_mesh(experiment: Experiment, devices: Sequence[Device] | None = None) 
     """Starts JAX as the experiment asks and returns its mesh. Raises ConfigError when the devices do not suit it."""
     start_devices(experiment.mesh, experiment.cluster, experiment=without_source(experiment.model_dump(mode="json")))
     mesh = make_mesh(experiment.mesh, devices)
-    experiment.precision.check(mesh.devices.flat[0].platform)
+    experiment.precision.check(mesh.devices.flat[0])
     experiment.compiler.check(platform(mesh), mesh.shape[Axis.REPLICA])
     experiment.compiler.keep_programs()  # JAX's cache of compiled programs.
     return mesh
@@ -260,6 +260,11 @@ def fit_network(
         raise ConfigError(
             f"data {experiment.data.kind} is {spec.modality} ({spec.described()[1]}), but model {model.kind} reads "
             f"{model.modality}. {spec.advice(model.modality)}"
+        )
+    if experiment.precision.fp8_size is not None and not model.has_fp8:
+        raise ConfigError(
+            f"--precision {experiment.precision.kind}: model {model.kind} has no stacked blocks whose products could "
+            "be in FP8. Take --precision bfloat16; or model transformer with scan_layers."
         )
     network = make_network(
         model,

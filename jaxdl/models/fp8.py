@@ -1,0 +1,118 @@
+"""Which products of a network's blocks are in FP8, and the scales of their weights.
+
+A weight has one scale, so its shards over `fsdp` are rounded before they are gathered, in a byte for each number. The
+largest numbers of all weights are found before the first block, in one all-reduce. Queries, keys and values are one
+product, so their kernels share a scale. The first and the last block stay in 16 bits, and so do small products, where
+rounding costs more than it saves. The products themselves are in `jaxdl.parallel.collectives.fp8`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxdl.core.errors import ConfigError
+from jaxdl.models.loop import Bodies, body_of
+from jaxdl.models.loop_sums import is_variable
+from jaxdl.parallel import sharding
+from jaxdl.parallel.collectives.fp8 import Kernel, weight_scale
+from jaxdl.parallel.mesh import GATHER_AXES, ways
+from jaxdl.parallel.sharding import Layout, entry_names, without_axes
+
+_HEADS = ("heads", "kv_heads")
+_NUM_ENDS = 2
+"""The blocks that stay in 16 bits: the first and the last."""
+
+
+def bodies_of(block: Callable[[Any, Any, jax.Array | int], Any], graphdef: Any, stack: nnx.State) -> Bodies:
+    """The layers of a stack that `block` computes with their modules; with FP8 where the surrounding layout has it.
+
+    Raises ConfigError where no product can be in FP8.
+    """
+    plain, layers = body_of(block, graphdef), Layers.of(stack)
+    return Bodies(plain) if layers is None else Bodies(body_of(block, graphdef, layers.gathered), ends=plain)
+
+
+class Layers:
+    """The layers of a stack whose products are in FP8: which kernels, and their scales."""
+
+    def __init__(self, columns: tuple[int | None, ...], scales: jax.Array) -> None:
+        """`columns`: for each variable of a layer the column of `scales`, float32 [layers, products], or None."""
+        self._columns, self._scales = columns, scales
+
+    @classmethod
+    def of(cls, stack: nnx.State) -> Layers | None:
+        """Those of stacked layers, if the surrounding layout asks for FP8; else None.
+
+        Raises ConfigError when no product is large enough, or no layer is between the first and the last.
+        """
+        layout = sharding.current_layout()
+        if layout is None or layout.fp8_size is None:
+            return None
+        variables = jax.tree.leaves(stack, is_leaf=is_variable)
+        if (num_layers := variables[0][...].shape[0]) <= _NUM_ENDS:
+            raise ConfigError(
+                f"--precision fp8: the model has {num_layers} blocks, and the first and the last stay in bfloat16. "
+                "Take --precision bfloat16."
+            )
+        columns = _columns(stack, layout, layout.fp8_size)
+        largest: dict[int, list[jax.Array]] = {}
+        for variable, column in zip(variables, columns, strict=True):
+            if column is not None:
+                value = lax.stop_gradient(variable[...])
+                largest.setdefault(column, []).append(jnp.max(jnp.abs(value), axis=tuple(range(1, value.ndim))))
+        products = [functools.reduce(jnp.maximum, largest[column]) for column in sorted(largest)]
+        return cls(columns, weight_scale(jnp.stack(products, axis=1)))
+
+    def gathered(self, layer: nnx.State, index: jax.Array | int) -> nnx.State:
+        """One layer for use, of which `index` is the number: kernels for FP8 are rounded, and all is gathered."""
+        # Taken out before it is used: else each layer has kernels of its own, and XLA compiles them all.
+        row = lax.optimization_barrier(self._scales[index])
+        variables, treedef = jax.tree.flatten(layer, is_leaf=is_variable)
+        used = [
+            sharding.gather_variable(variable)
+            if column is None
+            else variable.replace(Kernel.of(variable[...], variable.get_metadata()["axes"], row[column]))
+            for variable, column in zip(variables, self._columns, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, used)
+
+
+def _columns(stack: nnx.State, layout: Layout, least: int) -> tuple[int | None, ...]:
+    """For each variable of stacked layers the number of the product whose kernel it is; None for those not in FP8.
+
+    Raises ConfigError when there is none.
+    """
+    groups: dict[Any, list[int]] = {}
+    sizes: list[tuple[int, int]] = []
+    for place, (path, variable) in enumerate(jax.tree.flatten_with_path(stack, is_leaf=is_variable)[0]):
+        axes, shape = variable.get_metadata().get("axes", ()), variable[...].shape[1:]
+        sizes.append((0, 0))
+        if len(axes) < 2 or "rank" in axes:
+            continue
+        # A kernel reads the residual stream, whose axis is `embed`, or adds to it.
+        num = len(axes) - 1 if axes[-1] == "embed" else 1
+        spec = without_axes(layout.param_spec(axes, shape), *GATHER_AXES)
+        splits = (*spec, *(None for _ in shape))
+        own = [size // ways(layout.mesh.shape, entry_names(entry)) for size, entry in zip(shape, splits, strict=False)]
+        sizes[place] = math.prod(own[:num]), math.prod(own[num:])
+        heads = axes[1] in _HEADS and num == 1
+        groups.setdefault((*path[:-1], "heads") if heads else path, []).append(place)
+    products = [(places, sizes[places[0]][0], sum(sizes[place][1] for place in places)) for places in groups.values()]
+    taken = [places for places, *size in products if min(size) >= least]
+    if not taken:
+        largest = max((size for _, *size in products), key=min)
+        raise ConfigError(
+            f"--precision fp8: no product of the blocks is at least {least:,} x {least:,} on a device, the largest is "
+            f"{largest[0]:,} x {largest[1]:,}. Such products are faster in 16 bits: take --precision bfloat16, or "
+            f"--precision.min-size {min(largest)}."
+        )
+    columns = {place: column for column, places in enumerate(taken) for place in places}
+    return tuple(columns.get(place) for place in range(len(sizes)))
