@@ -1,6 +1,7 @@
 """Precision: the loss scale against plain Python, a float16 run that overflows on purpose, dtypes of products."""
 
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -125,9 +126,9 @@ def test_other_precisions_have_no_loss_scale(config):
 
 
 def test_tensorfloat32_is_for_gpus():
-    TensorFloat32().check("gpu")
+    TensorFloat32().check(SimpleNamespace(platform="gpu"))
     with pytest.raises(ConfigError, match=r"cpu devices have no TF32.*precision float32"):
-        TensorFloat32().check("cpu")
+        TensorFloat32().check(jax.devices()[0])
 
 
 # A float16 run

@@ -57,12 +57,12 @@ class Layers:
         if layout is None or layout.fp8_size is None:
             return None
         variables = jax.tree.leaves(stack, is_leaf=is_variable)
-        if (num_layers := variables[0][...].shape[0]) <= _NUM_ENDS:
+        if (num_layers := variables[0].shape[0]) <= _NUM_ENDS:
             raise ConfigError(
                 f"--precision fp8: the model has {num_layers} blocks, and the first and the last stay in bfloat16. "
                 "Take --precision bfloat16."
             )
-        columns = _columns(stack, layout, layout.fp8_size)
+        columns = columns_of(stack, layout, layout.fp8_size)
         largest: dict[int, list[jax.Array]] = {}
         for variable, column in zip(variables, columns, strict=True):
             if column is not None:
@@ -85,7 +85,7 @@ class Layers:
         return jax.tree.unflatten(treedef, used)
 
 
-def _columns(stack: nnx.State, layout: Layout, least: int) -> tuple[int | None, ...]:
+def columns_of(stack: nnx.State, layout: Layout, least: int) -> tuple[int | None, ...]:
     """For each variable of stacked layers the number of the product whose kernel it is; None for those not in FP8.
 
     Raises ConfigError when there is none.
@@ -93,7 +93,7 @@ def _columns(stack: nnx.State, layout: Layout, least: int) -> tuple[int | None, 
     groups: dict[Any, list[int]] = {}
     sizes: list[tuple[int, int]] = []
     for place, (path, variable) in enumerate(jax.tree.flatten_with_path(stack, is_leaf=is_variable)[0]):
-        axes, shape = variable.get_metadata().get("axes", ()), variable[...].shape[1:]
+        axes, shape = variable.get_metadata().get("axes", ()), variable.shape[1:]
         sizes.append((0, 0))
         if len(axes) < 2 or "rank" in axes:
             continue
