@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from runs import TinyResNet
 
 from benchmarks import optim
+from benchmarks.first_losses import compare
 from benchmarks.pytorch import training as torch_side
-from benchmarks.pytorch.decoder import decoder
+from benchmarks.pytorch.decoder import decoder, set_params
 from jaxdl.core.config import ConfigError
 from jaxdl.data import SyntheticImages, SyntheticText
 from jaxdl.models import ResNet, Transformer
@@ -149,16 +149,14 @@ QWEN = {"head_size": 6, "qk_norm": True, "biases": "qkv", "rope_scaling": RopeSc
 @pytest.mark.parametrize("fields", [{"num_kv_heads": 2}, GPT2, QWEN], ids=["Llama", "GPT-2", "Qwen"])
 def test_the_decoder_of_pytorch_is_the_same_network(fields):
     torch = pytest.importorskip("torch")
-    config = Transformer(num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, scan_layers=False, **fields)
+    config = Transformer(num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, **fields)
     experiment = Experiment(model=config, optimizer=AdamW(), batch_size=4, steps=1, **TEXT)
     plan = make_plan(experiment.replaced({"mesh": ONE}), jax.devices()[:1])
     network, tokens = plan.parts.network, np.random.default_rng(0).integers(0, 48, (4, 12))
     keys = iter(jax.random.split(jax.random.key(1), 100))
     params = jax.tree.map(lambda x: 0.5 * jax.random.normal(next(keys), x.shape), network.param_shapes)
     model = decoder(config, 48, torch.float32)
-    with torch.no_grad():
-        copied = sum(_copied(torch, model, path, np.asarray(one)) for path, one in nnx.to_flat_state(nnx.State(params)))
-    assert copied == len({id(one) for one in model.parameters()})
+    set_params(model, params)
     wanted = network.apply(params, {}, tokens.astype(np.int32), train=False)[0]
     np.testing.assert_allclose(model(torch.tensor(tokens)).detach().numpy(), wanted, rtol=1e-4, atol=1e-4)
     steps, about = torch_side.make_torch_step(experiment, plan.parts.data_spec)
@@ -166,24 +164,15 @@ def test_the_decoder_of_pytorch_is_the_same_network(fields):
     assert "AdamW" in about
 
 
-def _copied(torch, model, path, value):
-    """Sets the parameter of PyTorch's module that is called as ours; 1."""
-    *parents, name = (part for part in path if part not in ("attention", "mlp"))
-    if parents and parents[0].startswith("layer_"):
-        parents[:1] = ["layers", parents[0].removeprefix("layer_")]
-    owner = model.get_submodule(".".join(parents))
-    if name.endswith("_bias"):
-        owner, name = getattr(owner, name.removesuffix("_bias")), "bias"
-    elif name == "scale" and not hasattr(owner, name):  # A LayerNorm of PyTorch.
-        name = "weight"
-    elif not isinstance(getattr(owner, name), torch.nn.Parameter):
-        owner = getattr(owner, name)
-        is_norm, is_table = hasattr(owner, "scale"), isinstance(owner, torch.nn.Embedding)
-        if not is_norm and not is_table:  # A linear layer of PyTorch has [out, in].
-            value = value.reshape((-1, 16) if path[-1] in ("out", "down") else (16, -1)).T
-        name = "scale" if is_norm else "weight"
-    getattr(owner, name).copy_(torch.tensor(value.copy()))
-    return 1
+def test_the_first_losses_are_those_of_pytorch():
+    pytest.importorskip("torch")
+    config = Transformer(num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, tied_embeddings=False)
+    optimizer = AdamW(learning_rate=0.1, weight_decay=0.3)
+    experiment = Experiment(model=config, optimizer=optimizer, batch_size=8, steps=9, mesh=ONE, **TEXT)
+    experiment = experiment.replaced({"step": StepConfig(clip_norm=0.5, microbatches=2), "mesh.cpu_devices": 1})
+    losses = compare(experiment, jax.devices()[:1])
+    assert losses["torch"][-1] < 0.9 * losses["torch"][0]
+    np.testing.assert_allclose(losses["jaxdl"], losses["torch"], rtol=1e-5)
 
 
 @pytest.mark.parametrize(

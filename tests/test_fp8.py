@@ -29,7 +29,6 @@ from jaxdl.parallel.mesh import MeshConfig, make_mesh
 from jaxdl.parallel.precision import FP8
 from jaxdl.parallel.sharding import Layout, ShardingConfig
 from jaxdl.training.experiment import Experiment
-from jaxdl.training.run.plan.build import make_plan
 from jaxdl.training.tasks import LanguageModelling
 
 E4, E5 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -281,15 +280,9 @@ def test_products_in_fp8_are_counted_in_the_program():
     assert fp8_products(parse(DOT.format("bf16"))) == (1, 2), "it became a product of 16 bits"
 
 
-def test_a_program_without_them_is_an_error(monkeypatch):
-    experiment = TEXT.replaced({"mesh": ONE_DEVICE})
-    plan = make_plan(experiment, jax.devices()[:1])
-    monkeypatch.setattr(compile, "platform", lambda mesh: "gpu")
-    texts = {dtype: SimpleNamespace(as_text=lambda dtype=dtype: DOT.format(dtype)) for dtype in ("f8e4m3fn", "bf16")}
-    assert compile.program_notes(plan, texts["f8e4m3fn"]) == (
-        "fp8: all 2 products that are to be in FP8 are, in the compiled step",
-    )
-    with pytest.raises(ConfigError, match=r"XLA has compiled 1 of 2 products in FP8"):
-        compile.program_notes(plan, texts["bf16"])
-    with pytest.raises(ConfigError, match=r"XLA has compiled 0 of 0 products in FP8"):
-        compile.program_notes(plan, SimpleNamespace(as_text=lambda: ""))
+def test_a_program_without_them_is_an_error():
+    note = "fp8: all 2 products that are to be in FP8 are, in the compiled step"
+    assert FP8().program_notes(DOT.format("f8e4m3fn")) == (note,)
+    for text, found in ((DOT.format("bf16"), "1 of 2"), ("", "0 of 0")):
+        with pytest.raises(ConfigError, match=rf"XLA has compiled {found} products in FP8"):
+            FP8().program_notes(text)

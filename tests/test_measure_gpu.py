@@ -6,13 +6,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from benchmarks.embedding import rows
 from benchmarks.gpu import measure as measure_gpu
-from benchmarks.gpu.results import RESULTS, TABLES, Results
+from benchmarks.gpu.results import RESULTS, TABLES, Results, loss_cells
 from benchmarks.train import train
 from jaxdl.performance.bench import select
 
@@ -24,6 +25,7 @@ def test_every_command_is_understood():
         module, *args = one.args
         if module == "benchmarks.gpu.without":
             module = f"{args.pop(0)}.train"
+        module = module.replace("first_losses", "train")  # It has the options of that.
         if module != "jaxdl.train":
             kind = args.pop(0) if module == "jaxdl.bench" else module.rpartition(".")[2]
             parsed = {"train": train, "select": select, "rows": rows}[kind].parse_command(args)
@@ -95,27 +97,39 @@ def test_results_outlast_a_kill(tmp_path):
     assert "| later | sgd | jaxdl | 2.000 | 1,500 |" in text
 
 
+def test_losses_are_compared_with_pytorch_or_not_at_all(tmp_path, monkeypatch):
+    [losses] = [one for one in measure_gpu.all_measurements() if one.name == "gpt2-124m-losses"]
+    monkeypatch.setattr(measure_gpu, "_is_found", lambda module: False)
+    row = measure_gpu.measure(losses, SimpleNamespace(out=tmp_path, toy=True), 100, Console(quiet=True))
+    assert (row["status"], row["why"], row["notes"]) == (
+        "failed", "it compares with PyTorch", ["PyTorch is not installed"],
+    )  # fmt: skip
+    figures = {"losses": {"jaxdl": [4.5, 4.25], "torch": [4.5, 4.2]}, "difference": 0.0119}
+    assert list(loss_cells("it", figures)) == [("it", "4.5000, 4.2500", "4.5000, 4.2000", "1.19 %")]
+
+
 @pytest.mark.slow
 def test_a_run_at_toy_size(tmp_path, monkeypatch, capsys):
-    only = ["gpt2-124m", "gpt2-without-sums", "gpt2-plain", "train", "resnet50-224-tensorfloat32"]
+    only = ["gpt2-124m", "decoder-1b-fp8", "gpt2-without-sums", "gpt2-plain", "train", "resnet50-224-tensorfloat32"]
     command = [sys.executable, "-m", "benchmarks.gpu.measure", "--toy", "--out", str(tmp_path), "--only"]
     first = subprocess.run(
         [*command, *only], cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
     )
     assert first.returncode == 1, first.stdout + first.stderr  # A CPU has no TF32.
-    assert "4 of 5 measured" in first.stdout
+    assert "5 of 6 measured" in first.stdout
     rows = {one["name"]: one for one in map(json.loads, (tmp_path / RESULTS).read_text().splitlines())}
     assert list(rows) == only
     assert rows["gpt2-124m"]["result"]["attention"] == "XLA's own kernels"
     assert len(rows["gpt2-124m"]["result"]["kernels"]) >= 5
     assert set(rows["gpt2-plain"]["result"]["times"]) == {"jaxdl", "plain", "update alone"}
+    assert rows["decoder-1b-fp8"]["result"]["precision"] == "fp8"
     assert rows["train"]["result"]["steps"] == 3
     assert "cpu devices have no TF32" in rows["resnet50-224-tensorfloat32"]["why"]
     text = (tmp_path / TABLES).read_text()
     for heading in ("Training steps", "The kernels that take the most time", "Training run"):
         assert f"## {heading}\n" in text
-    monkeypatch.setattr(sys, "argv", ["measure_gpu.py", *command[3:], *only[:4]])
+    monkeypatch.setattr(sys, "argv", ["measure_gpu.py", *command[3:], *only[:5]])
     with pytest.raises(SystemExit) as end:
         measure_gpu.main()
     assert end.value.code == 0
-    assert capsys.readouterr().out.count("already") == 4
+    assert capsys.readouterr().out.count("already") == 5

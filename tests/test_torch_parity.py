@@ -31,6 +31,10 @@ def from_torch(x):
     return x.transpose(2, 3, 1, 0) if x.ndim == 4 else x.T
 
 
+def distance(one, other):
+    return np.linalg.norm(one - other) / np.linalg.norm(other)
+
+
 def torch_resnet50(p, s, x, *, train):
     """The v1.5 definition, with torchvision's order of operations: stride in the 3x3 convolution."""
 
@@ -77,9 +81,14 @@ def test_resnet50_is_that_of_pytorch(train):
     wanted.backward()
     assert value == pytest.approx(wanted.item(), rel=1e-4)
     np.testing.assert_allclose(logits, outputs.detach().numpy(), rtol=1e-4, atol=1e-4)
-    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(p), strict=True):
-        other = from_torch(other.grad)
-        assert np.linalg.norm(one - other) <= 1e-4 * np.linalg.norm(other) + 1e-7
+    # Rounding moves rectifiers: in training PyTorch's own gradients in float32 are off by a percent.
+    narrow = jax.tree.map(lambda x: x.detach().float().requires_grad_(True), p)
+    s32 = jax.tree.map(lambda x: torch.tensor(np.asarray(x)), stats)
+    outputs = torch_resnet50(narrow, s32, torch.tensor(image.transpose(0, 3, 1, 2)), train=train)
+    functional.cross_entropy(outputs, torch.tensor(label)).backward()
+    exact, in_float32 = ([from_torch(x.grad) for x in jax.tree.leaves(tree)] for tree in (p, narrow))
+    allowed = max(1e-4, 3 * max(map(distance, in_float32, exact)))
+    assert max(map(distance, jax.tree.leaves(grads), exact)) < allowed < 0.1
     if train:
         for name in ("stem_norm", "stage4_block3"):
             found = state[name]["norm"] if name == "stem_norm" else state[name]["norm3"]["norm"]

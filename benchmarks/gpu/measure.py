@@ -11,9 +11,10 @@ go on. `logs/` has what each printed. `--toy` makes everything small and runs on
 
 What is measured, the most worthwhile first; each for at most two minutes:
 - the training step of GPT-2 (124 million parameters, 2,048 tokens), of a decoder of 1.2 billion and of ResNet-50 at 224
-  pixels, in bfloat16, in turns with compiled PyTorch: medians, share of the peak, memory as planned and as used, the
-  kernels that take the most time, the time to compile, and the attention that ran;
-- GPT-2's step without each change that made it faster (`benchmarks.gpu.without`), and beside a plain JAX step;
+  pixels, in bfloat16, the decoder in FP8 too, in turns with compiled PyTorch: medians, share of the peak, memory as
+  planned and as used, the kernels that take the most time, the time to compile, and the attention that ran;
+- GPT-2's step without each change that made it faster (`benchmarks.gpu.without`); the losses of the first steps of both
+  decoders beside PyTorch's (`benchmarks.first_losses`); GPT-2 beside a plain JAX step;
 - a whole training run, the one of `make train`; the share of LARS's update in a step;
 - selection of 25.6 million entries by every method, checked, against `lax.top_k` and a copy on the device, at two
   densities; rows a second of lookups and exact updates of embedding tables, in turns with PyTorch;
@@ -77,6 +78,8 @@ class Measurement:
     """Further arguments that make it small; the last of two equal options counts."""
     against: bool = False
     """Also in turns with PyTorch, where that is installed; alone if that fails."""
+    needs_torch: bool = False
+    """Never alone."""
 
 
 def all_measurements() -> list[Measurement]:
@@ -84,12 +87,17 @@ def all_measurements() -> list[Measurement]:
     toy_select = ("--num-elements", "20000", "--num-repeats", "2")
     gpt2 = decoder("gpt2-124m", 16, 2048, ("12", "768", "12", "12", "3072"), 2, *GPT2)
     alone, options = replace(gpt2, against=False), gpt2.args[1:]
+    decoder_1b = decoder("decoder-1b", 4, 2048, ("16", "2048", "16", "8", "8192"), 2, "--model.no-tied-embeddings")
+    fp8 = replace(decoder_1b, name="decoder-1b-fp8", args=(*decoder_1b.args, "--precision", "fp8"), toy=FP8_TOY)
     return [
         gpt2,
-        decoder("decoder-1b", 4, 2048, ("16", "2048", "16", "8", "8192"), 2, "--model.no-tied-embeddings"),
+        decoder_1b,
+        fp8,
         resnet50(224, "bfloat16", 2),
         *(replace(alone, name=f"gpt2-without-{name}", args=("benchmarks.gpu.without", name, *options))
           for name in CHANGES),
+        *(replace(one, name=f"{one.name}-losses", args=("benchmarks.first_losses", *one.args[1:]), needs_torch=True)
+          for one in (gpt2, decoder_1b)),
         replace(alone, name="gpt2-plain", args=(*gpt2.args, "--against", "plain")),
         Measurement("train", ("jaxdl.train", "--config", "configs/digits.py", "--workdir", "{out}"), 2, TRAIN_TOY),
         Measurement("lars", (*resnet_args("imagenet_resnet50_lars_4k", 224, "bfloat16"),), 2, RESNET_TOY),
@@ -115,6 +123,7 @@ DECODER_TOY = ("--batch-size", "2", "--data.length", "16", "--data.vocab-size", 
                "--data.num-test", "4", "--model.num-layers", "2", "--model.embed-dim", "32", "--model.num-heads", "2",
                "--model.num-kv-heads", "2", "--model.mlp-dim", "64", "--num-steps", "1",
                "--num-repeats", "2")  # fmt: skip
+FP8_TOY = (*DECODER_TOY, "--model.num-layers", "3", "--precision.min-size", "32", "--precision.emulated")
 
 
 def resnet_args(config: str, size: int, precision: str) -> tuple[str, ...]:
@@ -217,7 +226,8 @@ def measure(measurement: Measurement, args: argparse.Namespace, left: float, con
     begun, notes = time.monotonic(), []
     attempts = [()]
     if measurement.against:
-        attempts = [("--against", "torch"), ()] if _is_found("torch") else [()]
+        alone = [] if measurement.needs_torch else [()]
+        attempts = [("--against", "torch"), *alone] if _is_found("torch") else alone
         notes += [] if _is_found("torch") else ["PyTorch is not installed"]
     row: dict[str, Any] = {}
     for more in attempts:
@@ -228,6 +238,7 @@ def measure(measurement: Measurement, args: argparse.Namespace, left: float, con
         if row["status"] == "measured":
             break
         notes += [f"with PyTorch: {row['why']}"] if more else []
+    row = row or {"name": measurement.name, "status": "failed", "why": "it compares with PyTorch", "toy": args.toy}
     return row | {"notes": notes, "seconds": round(time.monotonic() - begun, 1)}
 
 

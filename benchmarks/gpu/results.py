@@ -59,6 +59,7 @@ class Results:
         yield from ("", machine(), "")
         for title, columns, cells in (
             ("Training steps", STEP_COLUMNS, step_cells),
+            ("Losses of the first steps", LOSS_COLUMNS, loss_cells),
             ("Selection", SELECT_COLUMNS, select_cells),
             ("Rows of embedding tables", ROWS_COLUMNS, rows_cells),
             ("The kernels that take the most time", KERNEL_COLUMNS, kernel_cells),
@@ -78,6 +79,7 @@ class Results:
 
 STEP_COLUMNS = ("", "examples", "ms a step", "a second", "of the peak", "PyTorch: ms", "jaxdl is faster",
                 "update", "planned GB", "used GB", "attention")  # fmt: skip
+LOSS_COLUMNS = ("", "jaxdl", "PyTorch", "largest difference")
 SELECT_COLUMNS = ("", "k of n", "method", "ms", "faster than lax.top_k", "copies of the data", "as the oracle")
 ROWS_COLUMNS = ("", "optimizer", "side", "ms", "million rows/s")
 KERNEL_COLUMNS = ("", "kernel", "operation", "ms a step", "times a step", "share")
@@ -101,6 +103,13 @@ def step_cells(name: str, result: dict[str, Any]) -> Iterator[Sequence[str]]:
         f"{per_step / step:,.0f}", f"{100 * share:.1f} %", *torch, f"{100 * times['update alone'] / step:.1f} %",
         planned or "", used or "", result["attention"] or "",
     )  # fmt: skip
+
+
+def loss_cells(name: str, result: dict[str, Any]) -> Iterator[Sequence[str]]:
+    """The row of a `benchmarks.first_losses`."""
+    if "losses" in result:
+        sides = (", ".join(f"{loss:.4f}" for loss in result["losses"][side]) for side in ("jaxdl", "torch"))
+        yield name, *sides, f"{100 * result['difference']:.3g} %"
 
 
 def select_cells(name: str, result: dict[str, Any]) -> Iterator[Sequence[str]]:

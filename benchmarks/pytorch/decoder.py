@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
+from jaxdl.core.config import ConfigError
 from jaxdl.models import Transformer
 from jaxdl.models.rotary import RopeScaling
 
@@ -42,6 +45,63 @@ def decoder(config: Transformer, vocab_size: int, dtype: Any) -> Any:
             return self.head(self.final_norm(x))
 
     return Decoder()
+
+
+def set_params(model: Any, params: Mapping[str, Any]) -> None:
+    """Sets the parameters of a decoder to jaxdl's, whose layers may be stacked. Raises ValueError if any is left."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    done = set()
+    with torch.no_grad():
+        for path, value in jax.tree_util.tree_flatten_with_path(params)[0]:
+            names = [key.key for key in path]
+            stacked = names[0] == "layers"
+            for index, one in enumerate(np.asarray(value) if stacked else [np.asarray(value)]):
+                param = _named(model, [f"layer_{index}", *names[1:]] if stacked else names)
+                # A linear layer of PyTorch has [out, in], with one dimension for heads; jaxdl's head has [in, out].
+                transposed = names[-1] in _LINEAR or names == ["head"]
+                matrix = one.reshape(param.shape[::-1]).T if transposed else one.reshape(param.shape)
+                param.copy_(torch.tensor(np.ascontiguousarray(matrix)))
+                done.add(id(param))
+    if left := [name for name, param in model.named_parameters() if id(param) not in done]:
+        raise ValueError(f"without values: {', '.join(left)}")
+
+
+_LINEAR = ("query", "key", "value", "out", "gate", "up", "down")
+
+
+def _named(model: Any, names: Sequence[str]) -> Any:
+    """PyTorch's parameter that is called as jaxdl's."""
+    *parents, name = (part for part in names if part not in ("attention", "mlp"))
+    if parents and parents[0].startswith("layer_"):
+        parents[:1] = ["layers", parents[0].removeprefix("layer_")]
+    owner = model.get_submodule(".".join(parents))
+    if name.endswith("_bias"):
+        return getattr(owner, name.removesuffix("_bias")).bias
+    if name == "bias":
+        return owner.bias
+    if name == "scale":  # A LayerNorm of PyTorch has a weight.
+        return owner.weight if getattr(owner, "scale", None) is None else owner.scale
+    found = getattr(owner, name)
+    return found.scale if hasattr(found, "scale") else found.weight
+
+
+def in_fp8(model: Any, least: int) -> str:
+    """Makes the large products of all blocks but the first and the last FP8, with torchao; in words.
+
+    Raises ConfigError without torchao.
+    """
+    try:
+        from torchao.float8 import convert_to_float8_training  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError(f"--against torch: PyTorch has FP8 with torchao ({error}). pip install torchao.") from None
+
+    def taken(module: Any, _: str) -> bool:
+        return min(module.in_features, module.out_features) >= least
+
+    for layer in model.layers[1:-1]:
+        convert_to_float8_training(layer, module_filter_fn=taken)
+    return ", torchao's FP8 with one scale for each tensor"
 
 
 def _block(config: Transformer, dtype: Any) -> Any:

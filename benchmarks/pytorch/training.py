@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from benchmarks.pytorch import load_torch
-from benchmarks.pytorch.decoder import decoder
+from benchmarks.pytorch.decoder import decoder, in_fp8, set_params
 from jaxdl.core.config import ConfigError
 from jaxdl.data import DataSpec, ImageSpec, TextSpec
 from jaxdl.models import ResNet, Transformer
@@ -14,6 +17,10 @@ from jaxdl.optim import LARS, SGD, AdamW
 from jaxdl.training.experiment import Experiment
 
 _EXPANSION = 4
+_RATE = 1e-3
+"""The learning rate of steps that are only timed."""
+Side = tuple[Any, Callable[..., Any], Sequence[Any], str]
+"""A model, the loss of a batch, the batch, and a description."""
 
 
 def make_torch_step(experiment: Experiment, spec: DataSpec) -> tuple[Callable[[int], None], str]:
@@ -28,39 +35,88 @@ def make_torch_step(experiment: Experiment, spec: DataSpec) -> tuple[Callable[[i
     torch = load_torch()
     _check(experiment)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(experiment.precision.kind)
-    torch.backends.cuda.matmul.allow_tf32 = experiment.precision.kind == "tensorfloat32"
-    torch.backends.cudnn.allow_tf32 = experiment.precision.kind == "tensorfloat32"
-    torch.backends.cudnn.benchmark = True
     side = _resnet(experiment, spec, device) if isinstance(spec, ImageSpec) else _decoder(experiment, spec, device)
-    model, loss_of, batch, about = side
-    optimizer = _optimizer(experiment, model)
-    scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
-    forward = torch.compile(loss_of) if device == "cuda" else loss_of
-    step, params = experiment.step, list(model.parameters())
-    average = [param.detach().clone() for param in params] if step.ema_decay is not None else []
+    model, _, batch, about = side
+    step = _step(experiment, side, compiled=device == "cuda")
 
     def steps(number: int) -> None:
         for _ in range(number):
-            optimizer.zero_grad(set_to_none=True)
-            for parts in zip(*(tensor.chunk(step.microbatches) for tensor in batch), strict=True):
-                with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
-                    loss = forward(*parts)
-                scaler.scale(loss / step.microbatches).backward()
-            if step.clip_norm is not None:
-                scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(params, step.clip_norm)
-            scaler.step(optimizer)
-            scaler.update()
-            if step.ema_decay is not None:
-                torch._foreach_lerp_(average, [param.detach() for param in params], 1 - step.ema_decay)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        else:
-            float(params[0].detach().ravel()[0])
+            step(batch)
+        _wait(model)
 
+    begun = time.monotonic()
+    steps(1)
     how = "compiled" if device == "cuda" else "not compiled"
+    how += f", first step {time.monotonic() - begun:.1f} s"
+    if device == "cuda":
+        how += f", {torch.cuda.max_memory_allocated() / 1e9:.2f} GB at most in use"
     return steps, f"PyTorch {torch.__version__}, {about}, {how}, {device}"
+
+
+def first_losses(
+    experiment: Experiment, spec: TextSpec, params: Mapping[str, Any], tokens: np.ndarray, rates: Sequence[float]
+) -> list[float]:
+    """The losses of steps of the decoder with these learning rates, each on the same tokens [batch, length + 1].
+
+    It begins with jaxdl's parameters, and is not compiled. Raises ConfigError as `make_torch_step`.
+    """
+    torch = load_torch()
+    _check(experiment)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    side = _decoder(experiment, spec, device)
+    set_params(side[0], params)
+    step = _step(experiment, side, compiled=False)
+    batch = (torch.tensor(tokens, device=device, dtype=torch.int64),)
+    return [float(step(batch, rate)) for rate in rates]
+
+
+def _step(experiment: Experiment, side: Side, *, compiled: bool) -> Callable[..., Any]:
+    """A function that makes a training step on a batch with a learning rate, and returns its loss."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    model, loss_of, _, _ = side
+    kind, device = experiment.precision.kind, next(model.parameters()).device.type
+    dtype = {"bfloat16": torch.bfloat16, "fp8": torch.bfloat16, "float16": torch.float16}.get(kind)
+    torch.backends.cuda.matmul.allow_tf32 = kind == "tensorfloat32"
+    torch.backends.cudnn.allow_tf32 = kind == "tensorfloat32"
+    torch.backends.cudnn.benchmark = True
+    optimizer = _optimizer(experiment, model)
+    scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
+    forward = torch.compile(loss_of) if compiled else loss_of
+    config, params = experiment.step, list(model.parameters())
+    average = [param.detach().clone() for param in params] if config.ema_decay is not None else []
+
+    def step(batch: Sequence[Any], rate: float = _RATE) -> Any:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for parts in zip(*(tensor.chunk(config.microbatches) for tensor in batch), strict=True):
+            with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
+                loss = forward(*parts)
+            total = total + loss.detach() / config.microbatches
+            scaler.scale(loss / config.microbatches).backward()
+        if config.clip_norm is not None:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(params, config.clip_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        if config.ema_decay is not None:
+            torch._foreach_lerp_(average, [param.detach() for param in params], 1 - config.ema_decay)
+        return total
+
+    return step
+
+
+def _wait(model: Any) -> None:
+    """Returns when the steps so far have ended."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    param = next(model.parameters())
+    if param.is_cuda:
+        torch.cuda.synchronize()
+    else:
+        float(param.detach().ravel()[0])
 
 
 def _check(experiment: Experiment) -> None:
@@ -110,13 +166,9 @@ def _optimizer(experiment: Experiment, model: Any) -> Any:
     ]
     if isinstance(config, AdamW):
         betas, fused = (config.b1, config.b2), next(model.parameters()).is_cuda
-        return torch.optim.AdamW(groups, lr=1e-3, betas=betas, eps=config.epsilon, fused=fused)
+        return torch.optim.AdamW(groups, lr=_RATE, betas=betas, eps=config.epsilon, fused=fused)
     momentum = max(config.momentum, config.momentum_at_peak or 0)
-    return torch.optim.SGD(groups, lr=1e-3, momentum=momentum, nesterov=config.nesterov)
-
-
-Side = tuple[Any, Callable[..., Any], Sequence[Any], str]
-"""A model, the loss of a batch, the batch, and a description."""
+    return torch.optim.SGD(groups, lr=_RATE, momentum=momentum, nesterov=config.nesterov)
 
 
 def _resnet(experiment: Experiment, spec: ImageSpec, device: str) -> Side:
@@ -145,13 +197,16 @@ def _decoder(experiment: Experiment, spec: DataSpec, device: str) -> Side:
     assert isinstance(spec, TextSpec)
     dtype = getattr(torch, experiment.precision.dtype.name)
     model = decoder(config, spec.vocab_size, dtype).to(device)
+    size = experiment.precision.fp8_size
+    how = "" if size is None else in_fp8(model, size)
     tokens = torch.randint(spec.vocab_size, (experiment.batch_size, spec.length + 1), device=device)
 
     def loss_of(tokens: Any) -> Any:
         logits = model(tokens[:, :-1]).float()
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
-    return model, loss_of, (tokens,), "a transcription of the decoder, scaled_dot_product_attention, AdamW"
+    about = f"a transcription of the decoder, scaled_dot_product_attention, AdamW{how}"
+    return model, loss_of, (tokens,), about
 
 
 def _model(config: ResNet, num_classes: int, channels: int) -> tuple[Any, str]:

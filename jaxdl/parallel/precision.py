@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.kinds import Choice
+from jaxdl.parallel.compiler.hlo import fp8_products, parse
 from jaxdl.parallel.mesh import Device
 
 _LAYER_DIMS = ("layers", "stack", "stack as before")
@@ -55,6 +56,20 @@ class Precision(Choice):
 
     def check(self, device: Device) -> None:
         """Raises ConfigError when a device does not support this precision."""
+
+    def program_notes(self, text: str) -> tuple[str, ...]:
+        """Lines for the user about a step with products in FP8, from its compiled HLO.
+
+        Raises ConfigError where XLA has made others of them.
+        """
+        in_fp8, meant = fp8_products(parse(text))
+        if in_fp8 < meant or not meant:
+            raise ConfigError(
+                f"--precision {self.kind}: XLA has compiled {in_fp8} of {meant} products in FP8, the others round their "
+                "operands and gain no time. Take --precision bfloat16, or leave out --compiler.options and "
+                f"XLA_FLAGS that turn FP8 off (JAX {jax.__version__})."
+            )
+        return (f"fp8: all {in_fp8} products that are to be in FP8 are, in the compiled step",)
 
     def init_loss_scale(self) -> LossScale:
         """The loss scale at the start of a run."""

@@ -177,12 +177,13 @@ class Reporter:
 
         return counting
 
-    def note(self, text: str) -> None:
-        """A message that stays on the display; before that is open, it waits for it."""
-        if self._progress is not None:
-            self._progress.note(text)
-        else:
-            self._early.append(text)
+    def note(self, *texts: str) -> None:
+        """Messages that stay on the display; before that is open, they wait for it."""
+        for text in texts:
+            if self._progress is not None:
+                self._progress.note(text)
+            else:
+                self._early.append(text)
 
     def warn(self, text: str) -> None:
         """A message that also a quiet run shows, on stderr; of any process, which has its own disk and files."""

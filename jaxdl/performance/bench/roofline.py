@@ -16,6 +16,7 @@ from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.performance.bench.shared import make_table
 from jaxdl.performance.planner.h100 import compile_step, h100_devices
 from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.compile import program_notes
 from jaxdl.training.run.plan.build import make_plan
 
 _COLUMNS = ("kernels", "GB", "products, ms", "at least, ms")
@@ -23,7 +24,7 @@ _COLUMNS = ("kernels", "GB", "products, ms", "at least, ms")
 
 def measure(experiment: Experiment) -> dict[str, Any]:
     """The kernels of a training step on one H100 by kind, `jaxdl.parallel.compiler.roofline.summed`, its memory in
-    bytes, and the seconds that compiling took.
+    bytes, the seconds that compiling took, and notes on the program.
 
     Nothing runs. Raises ConfigError where JAX's CUDA compiler is missing.
     """
@@ -31,7 +32,7 @@ def measure(experiment: Experiment) -> dict[str, Any]:
     plan = make_plan(experiment.replaced({"mesh": MeshConfig(replica=1, fsdp=1, tensor=1)}), [device])
     times = CompileTimes()
     compiled = compile_step(plan)
-    return of_program(compiled) | {"compiling": times.figures()}
+    return of_program(compiled) | {"compiling": times.figures(), "notes": program_notes(plan, compiled)}
 
 
 def of_program(compiled: jax.stages.Compiled) -> dict[str, Any]:

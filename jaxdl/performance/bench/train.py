@@ -35,7 +35,7 @@ from jaxdl.performance.bench.shared import (
 )
 from jaxdl.performance.planner.trial import planned_bytes, resident
 from jaxdl.training.experiment import Experiment
-from jaxdl.training.run.compile import compile_train_step
+from jaxdl.training.run.compile import compile_train_step, program_notes
 from jaxdl.training.run.plan.build import Plan, make_initial_state, make_plan
 from jaxdl.training.state import TrainState
 from jaxdl.training.step import Parts, make_update
@@ -93,6 +93,8 @@ def _list_kernels(command: TrainBench) -> None:
     speed = f"{1e3 * total['least_sec']:.2f} ms a step, {experiment.batch_size / total['least_sec']:,.0f} examples/s"
     console.print(f"at least {speed}; {(figures['temporary_bytes'] or 0) / 1e9:.2f} GB of temporary memory")
     console.print(f"the step's program: {in_words(figures['compiling'])}, without autotuning")
+    for note in figures["notes"]:
+        console.print(note, highlight=False)
     write_json(command.json, figures)
 
 
@@ -152,6 +154,7 @@ def measure(command: TrainBench) -> dict[str, Any]:
         "attention": trace.attention(program.as_text() or "", kernels) if heads else None,
         "devices": f"{jax.device_count()} x {device.device_kind}",
         "precision": experiment.precision.kind,
+        "notes": program_notes(plan, program),
         "input": f"{spec.height} x {spec.width} pixels" if isinstance(spec, ImageSpec) else f"{number} {unit}",
     }
 
@@ -232,6 +235,8 @@ def _print(command: TrainBench, figures: dict[str, Any]) -> None:
         f"{figures['flops_per_step'] / 1e12:.3g} TFLOP in products and convolutions, forward times 3"
     )
     console.print(f"the step's program: {in_words(figures['compiling'])}")
+    for note in figures["notes"]:
+        console.print(note, highlight=False)
     if figures["memory_bytes"] is not None:
         used = figures["memory_peak_bytes"]
         really = "" if used is None else f", {used / 1e9:.2f} GB at most in use"

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from jaxdl.core.config import Config, ConfigError
+from jaxdl.core.config import Config
 from jaxdl.core.user_code import user_code
 from jaxdl.data.phases import Segment
 from jaxdl.optim import Constant
 from jaxdl.parallel.compiler import Links, Options, compiled
-from jaxdl.parallel.compiler.hlo import fp8_products, parse
 from jaxdl.parallel.embedding import LocatedIds
 from jaxdl.parallel.mesh import platform
 from jaxdl.training.evaluation import EvalStep, NormStep, make_eval_step, make_norm_step
@@ -251,20 +250,10 @@ def _compile_lowered(plan: Plan, lowered: jax.stages.Lowered) -> Any:
 
 
 def program_notes(plan: Plan, program: jax.stages.Compiled) -> tuple[str, ...]:
-    """What is to be said about a compiled program of a plan: the products that it has in FP8, if it should have some.
-
-    Raises ConfigError when XLA has made other products of them.
-    """
+    """What is to be said about a compiled program of a plan; raises ConfigError for `Precision.program_notes`."""
     if plan.parts.precision.fp8_size is None or platform(plan.parts.layout.mesh) != "gpu":
         return ()
-    in_fp8, meant = fp8_products(parse(program.as_text() or ""))
-    if in_fp8 < meant or not meant:
-        raise ConfigError(
-            f"--precision fp8: XLA has compiled {in_fp8} of {meant} products in FP8, the others would round their "
-            "operands and gain no time. Take --precision bfloat16, or leave out --compiler.options and XLA_FLAGS that "
-            f"turn FP8 off (JAX {jax.__version__})."
-        )
-    return (f"fp8: all {in_fp8} products that are to be in FP8 are, in the compiled step",)
+    return plan.parts.precision.program_notes(program.as_text() or "")
 
 
 def own_options(plan: Plan) -> Options:

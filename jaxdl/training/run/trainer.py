@@ -39,8 +39,7 @@ class Trainer:
         self.session = session
         self.workdir = session.workdir.path
         self.stop = session.stop
-        self.watch, self.stack = session.watch, session.stack
-        self.start = session.start
+        self.watch, self.stack, self.start = session.watch, session.stack, session.start
         self.programs = programs()  # Compiles the steps of segments.
         self.run_ahead = max_in_flight() > 1  # A step may be started before the one before it has ended.
 
@@ -153,8 +152,7 @@ class Trainer:
             self.reporter.status("compiling")
         with self.watch("compile"):
             self.steps = self.stop.run(lambda: self.programs.of(self.plan, segment, self.end))
-        for note in self.steps.notes:
-            self.reporter.note(note)
+        self.reporter.note(*self.steps.notes)
 
     def _evaluate_late(self) -> None:
         """Makes the evaluation of this step if it was due and did not end; it may change the state, which is saved."""
