@@ -167,11 +167,11 @@ def test_the_decoder_of_pytorch_is_the_same_network(fields):
 def test_the_first_losses_are_those_of_pytorch():
     pytest.importorskip("torch")
     config = Transformer(num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, tied_embeddings=False)
-    optimizer = AdamW(learning_rate=0.1, weight_decay=0.3)
+    optimizer = AdamW(learning_rate=0.02, weight_decay=0.3)
     experiment = Experiment(model=config, optimizer=optimizer, batch_size=8, steps=9, mesh=ONE, **TEXT)
     experiment = experiment.replaced({"step": StepConfig(clip_norm=0.5, microbatches=2)})
     losses = compare(experiment, jax.devices()[:1])
-    assert losses["torch"][-1] < 0.9 * losses["torch"][0]
+    assert losses["torch"][-1] < 0.98 * losses["torch"][0]
     np.testing.assert_allclose(losses["jaxdl"], losses["torch"], rtol=1e-5)
 
 
