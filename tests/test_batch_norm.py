@@ -10,7 +10,7 @@ from exchange_cases import FAST_COMPILE
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdl.models import ResNet
+from jaxdl.models import ResNet, batch_norm
 from jaxdl.models.batch_norm import BatchNormOptions, batch_norm_of_product
 from jaxdl.models.layers import Norm, conv, max_pool
 from jaxdl.parallel.collectives.neighbours import Neighbours
@@ -129,9 +129,34 @@ def test_gradients_and_statistics_are_those_of_flax(span, replicas, groups, of_r
     assert_close(found, wanted)
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 1), ("float16", 3)])
-def test_in_16_bits_gradients_are_rounded_and_no_more(dtype, size):
+def take_rules(monkeypatch, platform):
+    """Batch norm computes as on a platform, which then need not be there. cuDNN's kernel rounds once, at its end."""
+
+    def one_kernel(x, kernel, offset, addend):
+        out = x.astype(jnp.float32) @ kernel.astype(jnp.float32) + offset.astype(x.dtype).astype(jnp.float32)
+        return (out if addend is None else out + addend.astype(jnp.float32)).astype(x.dtype)
+
+    monkeypatch.setattr(batch_norm, "_one_kernel", one_kernel)
+    monkeypatch.setattr(
+        batch_norm.lax, "platform_dependent", lambda *x, default, **others: others.get(platform, default)(*x)
+    )
+
+
+def test_one_kernel_is_a_product_with_an_offset_and_an_addend():
+    keys = jax.random.split(jax.random.key(3), 4)
+    x, kernel, offset, addend = map(jax.random.normal, keys, ((2, 3, 3, 4), (4, 5), (5,), (2, 3, 3, 5)))
+    np.testing.assert_allclose(
+        batch_norm._one_kernel(x, kernel, offset, addend), x @ kernel + offset + addend, atol=1e-5
+    )
+    np.testing.assert_allclose(batch_norm._one_kernel(x, kernel, offset, None), x @ kernel + offset, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "platform"), [("bfloat16", 1, "cpu"), ("bfloat16", 1, "cuda"), ("float16", 3, "cpu")]
+)
+def test_in_16_bits_gradients_are_rounded_and_no_more(dtype, size, platform, monkeypatch):
     """Small cotangents too, as those of a mean over many examples: float16 has few numbers below 1e-5."""
+    take_rules(monkeypatch, platform)
     image, shortcut, weights = inputs(1)
 
     def gradients(function, dtype):
@@ -144,8 +169,13 @@ def test_in_16_bits_gradients_are_rounded_and_no_more(dtype, size):
         assert np.linalg.norm(one.astype(np.float32) - other) <= 0.02 * np.linalg.norm(other)
 
 
-def test_in_bfloat16_the_result_is_not_less_exact_where_means_are_large():
-    """Of activations with means of three standard deviations, against float64; no channel's mean is shifted."""
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_in_bfloat16_the_result_is_not_less_exact_where_means_are_large(platform, monkeypatch):
+    """Of activations with means of three standard deviations, against float64; no channel's mean is shifted.
+
+    But in the kernel of cuDNN, where the kernel times scale / deviation is rounded too, and what is subtracted.
+    """
+    take_rules(monkeypatch, platform)
     keys = jax.random.split(jax.random.key(4), 2)
     x = jax.nn.relu(jax.random.normal(keys[0], (32, 8, 8, 16)) + 3).astype(jnp.bfloat16)
     kernel = jax.random.normal(keys[1], (16, 64)) / 4
@@ -161,18 +191,21 @@ def test_in_bfloat16_the_result_is_not_less_exact_where_means_are_large():
     flax = (rounded - rounded.mean(0)) / np.sqrt(rounded.var(0) + 1e-5)
     flax = np.asarray(jnp.asarray(flax, jnp.float32).astype(jnp.bfloat16), np.float64)
     errors = np.asarray(out, np.float64).reshape(-1, 64) - wanted
-    assert np.square(errors).mean() <= 1.05 * np.square(flax - wanted).mean()
-    assert np.abs(errors.mean(0)).max() <= 1e-3
+    spread = np.square(errors - errors.mean(0)).mean()
+    assert spread <= (1.7 if platform == "cuda" else 1.05) * np.square(flax - wanted).mean()
+    shift = np.abs(product.mean(0) / product.std(0)) * 2**-8 if platform == "cuda" else 0
+    assert (np.abs(errors.mean(0)) <= 1e-3 + shift).all()
 
 
 @pytest.mark.parametrize(
     ("span", "dtype", "num_convolutions"),
     [("replica", "bfloat16", 0), (8, "bfloat16", 0), ("replica", "float16", 1), ("replica", "float32", 1)],
 )
-def test_moments_of_the_input_are_taken_in_bfloat16(span, dtype, num_convolutions):
-    """Then no convolution is left: its result is a product of matrices."""
+def test_moments_of_the_input_are_taken_in_bfloat16(span, dtype, num_convolutions, monkeypatch):
+    """Then no convolution is left, where cuDNN does not do it all: its result is a product of matrices."""
     graphdef, state = nnx.split(layers(span, 1, 1, dtype=jnp.dtype(dtype)))
     image, _, weights = inputs(1)
+    take_rules(monkeypatch, "cpu")
     traced = jax.make_jaxpr(lambda *args: ours(graphdef, *args, None, weights, relu=False))(state, image)
     assert str(traced).count("conv_general_dilated") == num_convolutions
 

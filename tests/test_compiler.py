@@ -1,5 +1,6 @@
 """The settings of the compiler: XLA's options, and the network for which it orders a step."""
 
+import itertools
 from pathlib import Path
 
 import jax
@@ -128,13 +129,12 @@ def test_times_of_compiling_and_their_words():
     )
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64, jnp.int32])
-def test_what_is_not_finite_is_seen(dtype):
-    x = jnp.ones((3, 4), dtype)
-    assert squares.is_finite(x)
-    assert squares.is_finite(x[:0])
-    if dtype != jnp.int32:
-        for bad in (np.nan, np.inf, -np.inf):
-            assert not squares.is_finite(x.at[1, 2].set(bad))
-            if dtype != jnp.complex64:
-                assert not np.isfinite(squares.square_sums(x.at[1, 2].set(bad), (), squares.SMALL)), "as on a GPU"
+def test_what_is_not_finite_is_seen(monkeypatch):
+    arrays = [jnp.ones((3, 4), dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.complex64, jnp.int32)]
+    arrays.append(jnp.ones((0, 4)))
+    for platform in ("cpu", "default"):  # That of other devices, which run nothing here.
+        monkeypatch.setattr(squares.lax, "platform_dependent", lambda x, platform=platform, **rules: rules[platform](x))
+        assert squares.are_finite(arrays).tolist() == [True] * 5
+        for place, bad in itertools.product(range(3), (np.nan, np.inf, -np.inf)):
+            changed = [x.at[1, 2].set(bad) if number == place else x for number, x in enumerate(arrays)]
+            assert squares.are_finite(changed).tolist() == [number != place for number in range(5)]

@@ -13,8 +13,8 @@ What is measured, the most worthwhile first; each for at most two minutes:
 - the training step of GPT-2 (124 million parameters, 2,048 tokens), of a decoder of 1.2 billion and of ResNet-50 at 224
   pixels, in bfloat16, the decoder in FP8 too, in turns with compiled PyTorch: medians, share of the peak, memory as
   planned and as used, the kernels that take the most time, the time to compile, and the attention that ran;
-- GPT-2's step without each change that made it faster (`benchmarks.gpu.without`); the losses of the first steps of both
-  decoders beside PyTorch's (`benchmarks.first_losses`); GPT-2 beside a plain JAX step;
+- GPT-2's and ResNet-50's step without each change that made it faster (`benchmarks.gpu.without`); the losses of the
+  first steps of both decoders beside PyTorch's (`benchmarks.first_losses`); GPT-2 beside a plain JAX step;
 - a whole training run, the one of `make train`; the share of LARS's update in a step;
 - selection of 25.6 million entries by every method, checked, against `lax.top_k` and a copy on the device, at two
   densities; rows a second of lookups and exact updates of embedding tables, in turns with PyTorch;
@@ -52,7 +52,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchmarks import ROOT
-from benchmarks.gpu import CHANGES
+from benchmarks.gpu import CHANGES, CHANGES_OF_RESNET
 from benchmarks.gpu.results import RESULTS, TABLES, Results
 
 NEEDED = ("jax", "flax", "optax", "orbax.checkpoint", "numpy", "pydantic", "tyro", "matplotlib", "tensorboardX",
@@ -86,16 +86,18 @@ def all_measurements() -> list[Measurement]:
     """Everything, the most worthwhile first."""
     toy_select = ("--num-elements", "20000", "--num-repeats", "2")
     gpt2 = decoder("gpt2-124m", 16, 2048, ("12", "768", "12", "12", "3072"), 2, *GPT2)
-    alone, options = replace(gpt2, against=False), gpt2.args[1:]
+    alone, options, resnet = replace(gpt2, against=False), gpt2.args[1:], resnet50(224, "bfloat16", 2)
     decoder_1b = decoder("decoder-1b", 4, 2048, ("16", "2048", "16", "8", "8192"), 2, "--model.no-tied-embeddings")
     fp8 = replace(decoder_1b, name="decoder-1b-fp8", args=(*decoder_1b.args, "--precision", "fp8"), toy=FP8_TOY)
     return [
         gpt2,
         decoder_1b,
         fp8,
-        resnet50(224, "bfloat16", 2),
+        resnet,
         *(replace(alone, name=f"gpt2-without-{name}", args=("benchmarks.gpu.without", name, *options))
           for name in CHANGES),
+        *(replace(resnet, name=f"resnet50-without-{name}", against=False,
+                  args=("benchmarks.gpu.without", name, *resnet.args[1:])) for name in CHANGES_OF_RESNET),
         *(replace(one, name=f"{one.name}-losses", args=("benchmarks.first_losses", *one.args[1:]), needs_torch=True)
           for one in (gpt2, decoder_1b)),
         replace(alone, name="gpt2-plain", args=(*gpt2.args, "--against", "plain")),

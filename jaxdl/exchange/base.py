@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxdl.parallel.collectives.primitive import alike
 from jaxdl.parallel.mesh import Axis
 from jaxdl.parallel.sharding import is_spec, spec_axes
-from jaxdl.parallel.squares import is_finite
+from jaxdl.parallel.squares import are_finite
 
 ExchangeMetrics = dict[str, jax.Array]
 """Scalars of one exchange, float32, the same on all devices:
@@ -326,7 +326,7 @@ def exchanged_on_mesh(
         first = jax.lax.axis_index(inner) == 0
         small = {f"sums/{name}": jnp.where(first, x[0].astype(jnp.float32), 0) for name, x in sums.items()}
         leaves = jax.tree.leaves(local_grads) if checked else []
-        flags = [jnp.where(is_finite(x), 0.0, 1.0) for x in leaves]
+        flags = list(jnp.where(are_finite(alike(axes, *leaves)), 0.0, 1.0)) if leaves else []
         own_state = _reshaped(state, places, stacked=False)
         mean, new_state, metrics = own_update(exchange)(local_grads, own_state, axis=replica, key=key)
         mean, sent = gather_like(mean, specs, wanted)

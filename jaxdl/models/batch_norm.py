@@ -7,7 +7,8 @@ On a GPU it costs the bytes that it moves, not its arithmetic. Here
   derivative that JAX makes of the formula reads them three times. The rectifier's mask is computed again from the
   input, so nothing but the input is kept for the backward pass.
 - `batch_norm_of_product` takes the moments of x W, the result of a 1x1 convolution, from those of x, which has fewer
-  channels, and its backward pass does not read x W at all.
+  channels, and its backward pass does not read x W at all. Where one device has all examples x W is never stored: the
+  moments are known before it is computed, so that cuDNN's convolution adds the bias and the shortcut, and rectifies.
 
 All sums and moments are float32.
 """
@@ -44,6 +45,11 @@ class BatchNormOptions:
     """The replicas that share statistics; None shares nothing."""
     parts: int = 1
     """Of each group, whose moments `batch_norm_of_product` takes apart: the examples of a device are of one part."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether all examples are those of one device, and of one group."""
+        return self.groups == self.parts == 1 and self.replicas is None
 
     def shared(self, *means: jax.Array) -> tuple[jax.Array, ...]:
         """The means over the replicas that share statistics, in one message."""
@@ -177,6 +183,16 @@ def _product_forward(
     covariance = grouped_products(rows, rows) / rows.shape[1] - mean_x[:, :, None] * mean_x[:, None]
     with_product = _exact(covariance, wide)
     mean, variance = _exact(mean_x, wide), jnp.maximum(0, (wide * with_product).sum(axis=1))
+    kept = (x, kernel, scale, mean_x, with_product, mean)
+    if options.alone:
+        inverse = lax.rsqrt(variance + options.epsilon)
+        out = lax.platform_dependent(
+            *(x, wide, scale, bias, mean_x, mean, inverse, shortcut),
+            cuda=functools.partial(_of_folded_kernel, options),
+            default=functools.partial(_of_stored_product, options),
+        )
+        out = _kept(out) if options.relu else out
+        return (out, mean, variance), (*kept, inverse, out if options.relu else None, shortcut is not None)
     product = jnp.matmul(x, narrow)
     if options.parts > 1 or options.replicas is not None:
         product, *sums = _over_parts(options, product, mean, variance + jnp.square(mean))
@@ -185,8 +201,51 @@ def _product_forward(
     inverse = lax.rsqrt(variance + options.epsilon)
     out = _normalized(product, scale, bias, mean, inverse, shortcut, options)
     out = _kept(out) if options.relu else out
-    kept = (x, kernel, scale, mean_x, with_product, mean, inverse)
-    return (out, mean, variance), (*kept, out if options.relu else None, shortcut is not None)
+    kept = (x, kernel, scale, mean_x, with_product, mean)
+    return (out, mean, variance), (*kept, inverse, out if options.relu else None, shortcut is not None)
+
+
+def _of_stored_product(
+    options: BatchNormOptions,
+    x: jax.Array,
+    wide: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    mean_x: jax.Array,
+    mean: jax.Array,
+    inverse: jax.Array,
+    shortcut: jax.Array | None,
+) -> jax.Array:
+    """The result, from the product with the kernel `wide`."""
+    del mean_x
+    return _normalized(jnp.matmul(x, wide.astype(x.dtype)), scale, bias, mean, inverse, shortcut, options)
+
+
+def _of_folded_kernel(
+    options: BatchNormOptions,
+    x: jax.Array,
+    wide: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    mean_x: jax.Array,
+    mean: jax.Array,
+    inverse: jax.Array,
+    shortcut: jax.Array | None,
+) -> jax.Array:
+    """The same, from the convolution with `wide` times scale / deviation, which cuDNN does in one kernel."""
+    del mean
+    folded = (wide * (inverse * scale)).astype(x.dtype)
+    # Of the rounded kernel, so that the mean is the bias.
+    offset = bias - _exact(mean_x, folded.astype(jnp.float32))[0]
+    out = _one_kernel(x, folded, offset, shortcut)
+    return jnp.maximum(out, 0) if options.relu else out
+
+
+def _one_kernel(x: jax.Array, kernel: jax.Array, offset: jax.Array, addend: jax.Array | None) -> jax.Array:
+    """x W + offset + addend, in the order in which XLA makes one kernel of them: `x` [batch, height, width, channel]."""
+    out = lax.conv_general_dilated(x, kernel[None, None], (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    out = out + offset.astype(x.dtype)
+    return out if addend is None else out + addend
 
 
 def _product_backward(
@@ -200,8 +259,10 @@ def _product_backward(
     own_product = (wide * crossed).sum(axis=1) - _of_parts(mean, options) * own_sum
     factor = _of_parts(inverse * scale, options)
     folded = (kernel.astype(jnp.float32) * factor[:, None]).astype(x.dtype)
-    x_gradient = jnp.matmul(cotangent, folded.swapaxes(1, 2))
-    x_gradient, own_sum, own_product = _over_parts(options, x_gradient, own_sum, own_product)
+    flipped = folded.swapaxes(1, 2)
+    x_gradient = None if options.alone else jnp.matmul(cotangent, flipped)
+    if x_gradient is not None:
+        x_gradient, own_sum, own_product = _over_parts(options, x_gradient, own_sum, own_product)
     means = options.shared(*(x / (options.parts * count) for x in (own_sum, own_product)))
     scale_gradient, bias_gradient = (own_product * inverse).sum(axis=0), own_sum.sum(axis=0)
     mean_cotangent, mean_product, mean, inverse = (_of_parts(x, options) for x in (*means, mean, inverse))
@@ -212,12 +273,28 @@ def _product_backward(
         with_product * slope[:, None] + mean_x[:, :, None] * constant[:, None]
     )
     within = _exact(wide * -slope[:, None], wide.T).astype(x.dtype)
-    x_gradient = x_gradient + jnp.matmul(rows, within)
     # Of the rounded matrix, so that the mean of this part of the gradient is zero.
     offset = _exact(constant, wide.T) + _exact(mean_x[:, None], within.astype(jnp.float32))[:, 0]
-    x_gradient = (x_gradient.astype(jnp.float32) - offset[:, None]).astype(x.dtype).reshape(x.shape)
+    of_x = jnp.matmul(rows, within)
+    if x_gradient is None:
+        x_gradient = lax.platform_dependent(
+            *(inner, flipped, offset, of_x.reshape(x.shape)), cuda=_gradient_in_one_kernel, default=_gradient_in_parts
+        )
+    else:
+        x_gradient = ((x_gradient + of_x).astype(jnp.float32) - offset[:, None]).astype(x.dtype).reshape(x.shape)
     kernel_gradient = kernel_gradient.sum(axis=0).astype(kernel.dtype)
     return x_gradient, kernel_gradient, scale_gradient, bias_gradient, inner if has_shortcut else None
+
+
+def _gradient_in_one_kernel(inner: jax.Array, flipped: jax.Array, offset: jax.Array, of_x: jax.Array) -> jax.Array:
+    """The gradient of x where all examples are of one part."""
+    return _one_kernel(inner, flipped[0], -offset[0], of_x)
+
+
+def _gradient_in_parts(inner: jax.Array, flipped: jax.Array, offset: jax.Array, of_x: jax.Array) -> jax.Array:
+    """The same."""
+    gradient = jnp.matmul(inner, flipped[0]) + of_x
+    return (gradient.astype(jnp.float32) - offset[0]).astype(of_x.dtype)
 
 
 _batch_norm_of_product.defvjp(_product_forward, _product_backward)

@@ -65,8 +65,8 @@ class Precision(Choice):
         in_fp8, meant = fp8_products(parse(text))
         if in_fp8 < meant or not meant:
             raise ConfigError(
-                f"--precision {self.kind}: XLA has compiled {in_fp8} of {meant} products in FP8, the others round their "
-                "operands and gain no time. Take --precision bfloat16, or leave out --compiler.options and "
+                f"--precision {self.kind}: XLA has compiled {in_fp8} of {meant} products in FP8, the others round "
+                "their operands and gain no time. Take --precision bfloat16, or leave out --compiler.options and "
                 f"XLA_FLAGS that turn FP8 off (JAX {jax.__version__})."
             )
         return (f"fp8: all {in_fp8} products that are to be in FP8 are, in the compiled step",)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,16 +20,23 @@ def square_sums(x: jax.Array, layer_dims: tuple[int, ...], scale: np.float32) ->
     return squares.sum(axis=tuple(dim for dim in range(x.ndim) if dim not in layer_dims)).reshape(-1)
 
 
-def is_finite(x: jax.Array) -> jax.Array:
-    """Whether all of `x` is finite, a boolean scalar.
+def are_finite(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Whether all of each array is finite, booleans [arrays].
 
-    On a GPU it is read off the sum of squares that the norm of the gradients needs too, so that one pass serves both;
+    On a GPU it is read off the sums of squares that the norm of the gradients needs too, so that one pass serves both;
     then a number above 2^99, whose norm is infinite, is not finite either.
     """
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.all(jnp.isfinite(x))
-    return lax.platform_dependent(
-        x,
-        cpu=lambda x: jnp.all(jnp.isfinite(x)),
-        default=lambda x: jnp.isfinite(square_sums(x, (), SMALL)[0]),
-    )
+
+    def each(arrays: list[jax.Array]) -> jax.Array:
+        return jnp.stack([jnp.all(jnp.isfinite(x)) for x in arrays])
+
+    def by_squares(arrays: list[jax.Array]) -> jax.Array:
+        # All sums in one array: a kernel for each scalar would take longer than the sums of small arrays do.
+        return jnp.isfinite(jnp.concatenate([squares(x) for x in arrays]))
+
+    def squares(x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return square_sums(x, (), SMALL)
+        return jnp.where(jnp.all(jnp.isfinite(x), keepdims=True).reshape(1), jnp.float32(0), jnp.inf)
+
+    return lax.platform_dependent(list(arrays), cpu=each, default=by_squares)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxdl.exchange import exchanged_on_mesh
 from jaxdl.parallel.mesh import Axis, batch_sharding
 from jaxdl.parallel.sharding import Grads, Layout
-from jaxdl.parallel.squares import is_finite
+from jaxdl.parallel.squares import are_finite
 from jaxdl.report.skips import NONFINITE
 from jaxdl.training.state import Own, TrainState, replicated
 from jaxdl.training.step import (
@@ -188,7 +188,7 @@ def _updated_replica(
     }
     changed = changed.replace(model_state=model_state, agreement_state=since)
     leaves = jax.tree.leaves(grads) if replica.loss_scale or replica.guard else []
-    flags = jnp.stack([jnp.where(is_finite(g), 0.0, 1.0) for g in leaves]) if leaves else jnp.zeros(0)
+    flags = jnp.where(are_finite(leaves), 0.0, 1.0) if leaves else jnp.zeros(0)
     weight = judged["weight"]
     loss = judged["loss"] / nonzero(weight)
     finite = jnp.all(flags == 0)
