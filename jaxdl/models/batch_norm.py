@@ -242,7 +242,7 @@ def _of_folded_kernel(
 
 
 def _one_kernel(x: jax.Array, kernel: jax.Array, offset: jax.Array, addend: jax.Array | None) -> jax.Array:
-    """x W + offset + addend, in the order in which XLA makes one kernel of them: `x` [batch, height, width, channel]."""
+    """x W + offset + addend, in the order that XLA makes one kernel of: `x` is [batch, height, width, channel]."""
     out = lax.conv_general_dilated(x, kernel[None, None], (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     out = out + offset.astype(x.dtype)
     return out if addend is None else out + addend
