@@ -17,6 +17,7 @@ from jaxdl.parallel import sharding
 from jaxdl.parallel.collectives.cross_entropy import TokenLoss
 from jaxdl.parallel.sharding import Layout, current_layout
 
+PENALTY = "penalty"
 _MOST_BYTES = 2**30
 """Of logits that one device makes at a time, unless it is told."""
 
@@ -38,6 +39,13 @@ class Logits:
         default_factory=lambda: jax.config.values["jax_default_matmul_precision"], metadata={"static": True}
     )
     """Of float32 products, likewise."""
+    remarks: dict[str, jax.Array] = field(default_factory=dict)
+    """Means over all tokens that the network computes besides, by name, float32 scalars. In training the loss of each
+    token has `PENALTY` added; the others are reported."""
+
+    def with_remarks(self, remarks: dict[str, jax.Array]) -> Logits:
+        """The same with these remarks."""
+        return replace(self, remarks=remarks)
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -5,7 +5,6 @@ Pre-norm blocks (Xiong et al. 2020) of the parts in `jaxdl.models.blocks`.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
@@ -19,7 +18,8 @@ from jax.typing import DTypeLike
 
 from jaxdl.core.errors import ConfigError
 from jaxdl.models.attention import attend, attention_remarks
-from jaxdl.models.blocks import MLP, Attention, Biases, Init, MLPKind, NormKind, make_norm
+from jaxdl.models.block import Block
+from jaxdl.models.blocks import MLP, Biases, Init, MLPKind, NormKind, make_norm
 from jaxdl.models.cache import KeyValues, attend_cached, empty_cache, with_prompt
 from jaxdl.models.config import Model
 from jaxdl.models.dropout import RowKeys, dropout, fold
@@ -188,6 +188,11 @@ class Transformer(Model, kind="transformer"):
             return ()
         return attention_remarks(mesh, dtype, self.head_dim, window=self.window, dropout=self.attention_dropout)
 
+    def make_mlp(self, rngs: nnx.Rngs, init: Init) -> Callable[[jax.Array], jax.Array]:
+        """The MLP of a block, [batch, length, embed] -> [batch, length, embed]."""
+        biases = self.biases == "all"
+        return MLP(rngs, self.mlp, embed_dim=self.embed_dim, hidden_dim=self.hidden_dim, biases=biases, init=init)
+
     def build(self, *, vocab_size: int, dtype: DTypeLike) -> Callable[[nnx.Rngs], nnx.Module]:
         """A function that makes the `TransformerModule` from random keys (stream `params`); it computes in `dtype`.
 
@@ -199,63 +204,12 @@ class Transformer(Model, kind="transformer"):
                 f"--model.vocab-size {rows}: the data has {vocab_size} tokens. Give at least as many rows, or None; or "
                 "the tokenizer of the network."
             )
-        return lambda rngs: TransformerModule(self, rngs, vocab_size=rows, dtype=dtype)
+        return lambda rngs: self.module(self, rngs, vocab_size=rows, dtype=dtype)
 
-
-Mix = Callable[[jax.Array, KeyValues], tuple[jax.Array, KeyValues]]
-"""(queries, keys and values of the same tokens) -> (the heads' mixed values, the cache with these tokens)."""
-
-
-class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, config: Transformer, rngs: nnx.Rngs, *, dtype: DTypeLike):
-        # The 2 num_layers projections that add to the residual stream: Radford et al. 2019, section 2.3.
-        init = Init(config.init_stddev, 1 / math.sqrt(2 * config.num_layers))
-        embed, norm = config.embed_dim, functools.partial(make_norm, config.norm, epsilon=config.norm_epsilon)
-        self.attention_norm = norm(size=embed, dtype=dtype)
-        self.attention = Attention(
-            rngs,
-            embed_dim=embed,
-            num_heads=config.num_heads,
-            num_kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            causal=True,
-            window=config.window,
-            biases=config.biases,
-            qk_norm_epsilon=config.norm_epsilon if config.qk_norm else None,
-            init=init,
-            dropout=config.attention_dropout,
-        )
-        self.mlp_norm = norm(size=embed, dtype=dtype)
-        biases = config.biases == "all"
-        self.mlp = MLP(rngs, config.mlp, embed_dim=embed, hidden_dim=config.hidden_dim, biases=biases, init=init)
-        self.dropout = config.dropout
-        config.lora.add(self, rngs)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        angles: Angles | None = None,
-        segments: jax.Array | None = None,
-        keys: jax.Array | None = None,
-    ) -> jax.Array:
-        """[batch, length, embed] -> [batch, length, embed]; `keys` are the random keys of the rows in this layer."""
-        mixed = self.attention(self.attention_norm(x), angles=angles, segments=segments, keys=fold(keys, 0))
-        return self.after(x, mixed, keys)
-
-    def cached(self, x: jax.Array, angles: Angles | None, mix: Mix) -> tuple[jax.Array, KeyValues]:
-        """`(x, cache)` after this layer, whose attention `mix` computes with the cache."""
-        hidden = self.attention_norm(x)
-        new = KeyValues(*self.attention.keys_values(hidden, angles))
-        mixed, cache = mix(self.attention.queries(hidden, angles), new)
-        return self.after(x, self.attention.merged(mixed)), cache
-
-    def after(self, x: jax.Array, mixed: jax.Array, keys: jax.Array | None = None) -> jax.Array:
-        """What comes after attention: x + mixed, then the MLP."""
-        x = sharding.constrain(x + dropout(mixed, self.dropout, fold(keys, 1)), "batch", "length", "embed")
-        hidden = self.mlp(self.mlp_norm(x))
-        return sharding.constrain(x + dropout(hidden, self.dropout, fold(keys, 2)), "batch", "length", "embed")
+    @property
+    def module(self) -> type[TransformerModule]:
+        """The class of the network."""
+        return TransformerModule
 
 
 class TransformerModule(nnx.Module):
@@ -264,6 +218,8 @@ class TransformerModule(nnx.Module):
     Its blocks are `layers`, with a leading layer dimension in every parameter, or `layer_0`, `layer_1`... without
     `scan_layers`.
     """
+
+    block: ClassVar[type[Block]] = Block
 
     def __init__(self, config: Transformer, rngs: nnx.Rngs, *, vocab_size: int, dtype: DTypeLike):
         table = nnx.initializers.normal(_TABLE_STDDEV)
@@ -274,12 +230,12 @@ class TransformerModule(nnx.Module):
             @nnx.split_rngs(splits=config.num_layers)
             @nnx.vmap(in_axes=(0,), out_axes=0)
             def stacked(layer_rngs: nnx.Rngs) -> Block:
-                return Block(config, layer_rngs, dtype=dtype)
+                return self.block(config, layer_rngs, dtype=dtype)
 
             self.layers = stacked(rngs)
         else:
             for index in range(config.num_layers):
-                setattr(self, f"layer_{index}", Block(config, rngs, dtype=dtype))
+                setattr(self, f"layer_{index}", self.block(config, rngs, dtype=dtype))
         self.final_norm = make_norm(config.norm, config.embed_dim, config.norm_epsilon, dtype=dtype)
         if not config.tied_embeddings:
             kernel = table(rngs.params(), shape[::-1], jnp.float32)
@@ -307,7 +263,12 @@ class TransformerModule(nnx.Module):
         def block(x: jax.Array, layer: Block, index: jax.Array | int) -> jax.Array:
             return layer(x, angles, segments, fold(fold(keys, 1), index))
 
-        x, head = self._through_layers(block, sharding.constrain(x, "batch", "length", "embed"))
+        return self.blocks(block, sharding.constrain(x, "batch", "length", "embed"), train=train)
+
+    def blocks(self, block: Callable[[Any, Block, jax.Array | int], Any], x: jax.Array, *, train: bool) -> Logits:
+        """The logits from what the first block reads."""
+        del train
+        x, head = self._through_layers(block, x)
         return self.logits(x, head)
 
     def prefill(self, tokens: jax.Array, lengths: jax.Array, slots: int) -> tuple[Logits, KeyValues]:

@@ -238,9 +238,11 @@ float32_matmul.defvjp(_float32_matmul_forward, _float32_matmul_backward)
 
 
 def cast_weights(params: Any, axes: Any, dtype: DTypeLike) -> Any:
-    """Weights (two dimensions or more, not counting stacked layers) in `dtype`; biases and norm scales unchanged."""
+    """Weights (two dimensions or more, not counting stacked layers) in `dtype`; routers, biases and norm scales
+    unchanged."""
 
     def one(names: tuple[str, ...], x: jax.Array) -> jax.Array:
-        return x.astype(dtype) if sum(name not in _LAYER_DIMS for name in names) > 1 else x
+        weight = sum(name not in _LAYER_DIMS for name in names) > 1 and "router" not in names
+        return x.astype(dtype) if weight else x
 
     return jax.tree.map(one, axes, params, is_leaf=lambda node: isinstance(node, tuple))

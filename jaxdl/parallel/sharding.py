@@ -54,7 +54,12 @@ LAYER_DIMS = (STACKED, UNNAMED_STACK)
 """The logical names of dimensions that count layers."""
 
 
-_RULES = {"batch": BATCH_AXES}
+EXPERT = "expert"
+"""The logical name of a dimension that counts experts. `fsdp` splits it, and these parameters are not gathered: tokens
+are brought to them. Where it does not divide it they are gathered as all others."""
+ROUTER = "router"
+"""The logical name of a dimension of a router's parameters, which are never rounded."""
+_RULES = {"batch": BATCH_AXES, EXPERT: (Axis.FSDP.value,)}
 """Logical dimension -> the mesh axes that split it, for those that no option names."""
 
 
@@ -267,7 +272,17 @@ def gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     if layout is None:
         return x
     spec = layout.param_spec(axes, x.shape)
-    return x if set(GATHER_AXES).isdisjoint(spec_axes(spec)) else _gather(x, layout, spec)
+    if set(GATHER_AXES).isdisjoint(spec_axes(spec)) or experts_axis(layout, axes, x.shape):
+        return x
+    return _gather(x, dataclasses.replace(layout, wire_dtype=None) if ROUTER in axes else layout, spec)
+
+
+def experts_axis(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...]) -> str | None:
+    """The mesh axis over whose devices the experts of a parameter are spread; None if each has, or gathers, all."""
+    if EXPERT not in axes:
+        return None
+    entries = (*layout.param_spec(axes, shape), *(None for _ in shape))
+    return next((name for name in entry_names(entries[axes.index(EXPERT)]) if name in GATHER_AXES), None)
 
 
 def gather_numbers(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

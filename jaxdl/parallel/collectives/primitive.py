@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 Axis = str | tuple[str, ...]
@@ -122,6 +122,31 @@ def _batched(implementation: Implementation, core_ndims: tuple[int, ...]) -> Imp
         return mapped(*operands)
 
     return run
+
+
+_in_one = Primitive("in_one")
+_in_one.multiple_results = True
+_in_one.def_abstract_eval(lambda *avals, jaxpr: jaxpr.out_avals)
+mlir.register_lowering(
+    _in_one, mlir.lower_fun(lambda *operands, jaxpr: jaxpr_as_fun(jaxpr)(*operands), multiple_results=True)
+)
+
+
+def in_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as one operation, which is not differentiated, and of which JAX takes nothing out.
+
+    JAX computes apart what depends on no argument of a loop's body. In a `shard_map` inside of another one it then
+    splits that by the axes of both (0.10), in an order that XLA refuses.
+    """
+
+    def one(*args: Any) -> Any:
+        operands, structure = jax.tree.flatten(args)
+        jaxpr, shape = jax.make_jaxpr(lambda *xs: function(*jax.tree.unflatten(structure, xs)), return_shape=True)(
+            *operands
+        )
+        return jax.tree.unflatten(jax.tree.structure(shape), _in_one.bind(*operands, jaxpr=jaxpr))
+
+    return one
 
 
 def axis_names(axis: Axis) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Self
@@ -12,7 +13,7 @@ import pydantic
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data import DataSpec, TextSpec
-from jaxdl.models.logits import Logits, label_logit
+from jaxdl.models.logits import PENALTY, Logits, label_logit
 from jaxdl.training.tasks.base import Task, counted_weight, in_document
 from jaxdl.training.tasks.classification import counted, rank
 
@@ -106,11 +107,18 @@ class LanguageModelling(Task, kind="language_modelling"):
         z_loss, smoothing = (self.z_loss, self.label_smoothing) if train else (0.0, 0.0)
         if isinstance(outputs, Logits):
             chunk_tokens = self.chunk_tokens or outputs.most_tokens(train=train)
+            weight, remarks = self.weight(batch), dict(outputs.remarks)
+            if remarks:
+                penalty = weight * remarks.pop(PENALTY, 0.0) if train else 0.0
+                plain = dataclasses.replace(outputs, remarks={})
+                sums = self.sums(plain, batch, train=train)
+                sums["loss"] = sums["loss"] + penalty
+                return sums | {name: weight * value for name, value in remarks.items() if name != PENALTY}
             if chunk_tokens is not None:
                 loss, correct = outputs.sums(
                     target, mask, chunk_tokens=chunk_tokens, z_loss=z_loss, label_smoothing=smoothing
                 )
-                return {"loss": loss, "weight": self.weight(batch), "correct": correct}
+                return {"loss": loss, "weight": weight, "correct": correct}
             outputs = outputs.materialize()
         logits = outputs.astype(jnp.float32)
         normalizer = jax.nn.logsumexp(logits, axis=-1)
@@ -139,6 +147,7 @@ class LanguageModelling(Task, kind="language_modelling"):
             "perplexity": math.exp(min(loss, MAX_EXPONENT)),
             "bits_per_byte": loss / math.log(2) / spec.bytes_per_token,
             "accuracy": float(sums["correct"]) / weight,
+            **{name: float(value) / weight for name, value in sums.items() if "/" in name},
         }
 
     def predictions(self, outputs: jax.Array) -> jax.Array:

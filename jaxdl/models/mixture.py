@@ -1,0 +1,140 @@
+"""A decoder whose MLPs are mixtures of experts: a router sends each token to a few of many MLPs.
+
+The block is that of `jaxdl.models.block`; the experts are in `jaxdl.models.experts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import pydantic
+from flax import nnx
+from jax import lax
+
+from jaxdl.models.block import Block
+from jaxdl.models.blocks import Init
+from jaxdl.models.dropout import fold
+from jaxdl.models.experts import Experts, Seen
+from jaxdl.models.logits import PENALTY, Logits
+from jaxdl.models.rotary import Angles
+from jaxdl.models.transformer import Transformer, TransformerModule
+from jaxdl.parallel import sharding
+from jaxdl.parallel.collectives.primitive import alike
+
+
+class Mixture(Transformer, kind="mixture"):
+    """A decoder-only transformer whose MLPs are mixtures of experts; `mlp_dim` is the hidden size of one expert."""
+
+    num_experts: int = pydantic.Field(default=8, ge=2)
+    """Experts of each block."""
+    experts_per_token: int = pydantic.Field(default=2, ge=1)
+    """How many of them compute each token: those with the highest scores."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of the router's logits: `softmax` over all experts, or `sigmoid` of each."""
+    normalized: bool = True
+    """Divide the scores of a token's experts by their sum, so that its weights are 1 together."""
+    routed_scale: float = pydantic.Field(default=1.0, gt=0)
+    """A factor of the weights."""
+    shared_dim: int | None = pydantic.Field(default=None, ge=1)
+    """Hidden size of an expert that computes every token; None: there is none."""
+    balance: Literal["bias", "loss", "none"] = "bias"
+    """What keeps the load of experts even: `bias`, added to the scores when experts are chosen, which moves up for
+    experts with less than the mean load and down for others after each micro-batch (DeepSeek-V3, arXiv 2412.19437,
+    section 2.1.2); a `loss` (Fedus et al., arXiv 2101.03961, equation 4); or nothing."""
+    balance_rate: float | None = pydantic.Field(default=None, gt=0)
+    """By how much a bias moves, or the weight of the loss; None takes 0.001 and 0.01."""
+    router_z_loss: float = pydantic.Field(default=0.0, ge=0)
+    """Weight of the mean of log(Z)^2 in the training loss, Z the sum of the exponentiated logits of the router (Zoph et
+    al., arXiv 2202.08906, equation 5: 0.001)."""
+    row_buffer: float = pydantic.Field(default=2.0, ge=1)
+    """Where experts are spread over `fsdp`: rows of tokens for which a device has room, in multiples of those that it
+    has if all experts have the same load. Tokens beyond lose an expert; how many is reported."""
+
+    @pydantic.model_validator(mode="after")
+    def _fits(self) -> Mixture:
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token = {self.experts_per_token}: there are num_experts = {self.num_experts}. Take fewer."
+            )
+        if self.mlp != "swiglu" or self.biases == "all":
+            given = f"mlp = {self.mlp}" if self.mlp != "swiglu" else "biases = all"
+            raise ValueError(f"{given}: experts are `swiglu`, and have no biases. Leave it out.")
+        if not self.scan_layers:
+            raise ValueError("scan_layers = False: a mixture's layers are stacked. Leave it out.")
+        if self.lora.rank:
+            raise ValueError("lora: there are no adapters for mixtures of experts. Leave it out.")
+        if self.balance_rate is not None and self.balance == "none":
+            raise ValueError(f"balance_rate = {self.balance_rate} has no effect with balance = none. Leave it out.")
+        return self
+
+    @property
+    def rate(self) -> float:
+        """`balance_rate`, resolved."""
+        usual = {"bias": 1e-3, "loss": 1e-2, "none": 0.0}
+        return usual[self.balance] if self.balance_rate is None else self.balance_rate
+
+    @property
+    def has_fp8(self) -> bool:
+        """Not yet."""
+        return False
+
+    @property
+    def module(self) -> type[MixtureModule]:
+        """The class of the network."""
+        return MixtureModule
+
+    def make_mlp(self, rngs: nnx.Rngs, init: Init) -> Experts:
+        """The experts of a block."""
+        return Experts(self, rngs, init)
+
+
+class MixtureBlock(Block):
+    """A block that also says what its router did."""
+
+    mlp: Experts
+
+    def __call__(
+        self,
+        x: Any,
+        angles: Angles | None = None,
+        segments: jax.Array | None = None,
+        keys: jax.Array | None = None,
+    ) -> Any:
+        """([batch, length, embed], what the routers before have done) -> the same after this layer."""
+        x, seen = x
+        mixed = self.attention(self.attention_norm(x), angles=angles, segments=segments, keys=fold(keys, 0))
+        x = self.plus(x, mixed, fold(keys, 1))
+        hidden, of_layer = self.mlp.routed(self.mlp_norm(x), None if segments is None else segments > 0)
+        return self.plus(x, hidden, fold(keys, 2)), seen.after(of_layer)
+
+
+class MixtureModule(TransformerModule):
+    """The network of a `Mixture` config."""
+
+    block: ClassVar[type[Block]] = MixtureBlock
+
+    def blocks(self, block: Callable[[Any, Block, jax.Array | int], Any], x: jax.Array, *, train: bool) -> Logits:
+        """The logits from what the first block reads, with what the routers did as their remarks."""
+        config = self.config
+        assert isinstance(config, Mixture)
+        leaves, treedef = jax.tree.flatten(Seen.nothing(config.num_layers, config.num_experts))
+        nothing = jax.tree.unflatten(treedef, alike((), x, *leaves)[1:])
+        (x, seen), head = self._through_layers(block, (x, nothing))
+        # The load is that of the whole mesh.
+        axis = sharding.statistics_axis()
+        load = seen.load if axis is None else lax.psum(seen.load, axis)
+        mean = load.mean(axis=1, keepdims=True)
+        if train and config.balance == "bias":
+            bias = self.layers.mlp.bias
+            bias[...] += config.rate * jnp.sign(mean - load)
+        remarks = {
+            "experts/largest_load": jnp.mean(load.max(axis=1) / jnp.maximum(mean[:, 0], 1)),
+            "experts/lost": seen.lost / jnp.maximum(seen.load.sum(), 1),
+        }
+        weights = {"balance": config.rate if config.balance == "loss" else 0.0, "z": config.router_z_loss}
+        if any(weights.values()):
+            remarks[PENALTY] = sum(weights[name] * seen.penalties[name] for name in weights) / config.num_layers
+        return self.logits(x, head).with_remarks(remarks)
