@@ -42,6 +42,7 @@ class Block(nnx.Module):
             window=config.window,
             biases=config.biases,
             qk_norm_epsilon=config.norm_epsilon if config.qk_norm else None,
+            norms_all_heads=config.qk_norm == "all",
             init=init,
             dropout=config.attention_dropout,
         )

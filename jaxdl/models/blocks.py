@@ -125,10 +125,12 @@ class Attention(nnx.Module):
         window: int | None = None,
         biases: Biases = "none",
         qk_norm_epsilon: float | None = None,
+        norms_all_heads: bool = False,
         init: Init = Init(),
         dropout: float = 0.0,
     ):
-        """`causal`, `window` and `dropout` are those of `attend`. `qk_norm_epsilon` norms queries and keys."""
+        """`causal`, `window` and `dropout` are those of `attend`. `qk_norm_epsilon` norms queries and keys, each head
+        by itself unless `norms_all_heads`."""
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         for name, heads in (("query", num_heads), ("key", kv_heads), ("value", kv_heads)):
             axes = ("embed", "heads" if name == "query" else "kv_heads", "head_dim")
@@ -138,7 +140,8 @@ class Attention(nnx.Module):
         sizes = dict.fromkeys(("key", "value"), kv_heads * head_dim) | {"query": num_heads * head_dim}
         _add_biases(self, {"none": {}, "qkv": sizes, "all": {**sizes, "out": embed_dim}}[biases])
         if qk_norm_epsilon is not None:
-            self.query_norm, self.key_norm = _scale(head_dim), _scale(head_dim)
+            ways = (num_heads, kv_heads) if norms_all_heads else (1, 1)
+            self.query_norm, self.key_norm = (_scale(num * head_dim) for num in ways)
         self.qk_norm_epsilon, self.causal, self.window, self.dropout = qk_norm_epsilon, causal, window, dropout
 
     def __call__(
@@ -207,7 +210,9 @@ class Attention(nnx.Module):
     def _placed(self, name: str, x: jax.Array, angles: Angles | None) -> jax.Array:
         """Queries or keys `x`: normed, then rotated."""
         if self.qk_norm_epsilon is not None:
-            x = rms_norm(x, getattr(self, f"{name}_norm")[...], self.qk_norm_epsilon, x.dtype)
+            scale = getattr(self, f"{name}_norm")[...]
+            normed = x if scale.shape[0] == x.shape[-1] else x.reshape(*x.shape[:2], -1)
+            x = rms_norm(normed, scale, self.qk_norm_epsilon, x.dtype).reshape(x.shape)
         return x if angles is None else rotate(x, angles)
 
     def _heads_are_sharded_alike(self) -> bool:

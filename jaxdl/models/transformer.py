@@ -62,8 +62,8 @@ class Transformer(Model, kind="transformer"):
     """`rms` divides by the root of the mean square; `layer` subtracts the mean first, and has biases."""
     norm_epsilon: float = pydantic.Field(default=1e-5, gt=0)
     """Added to the mean square, or to the variance, before the square root."""
-    qk_norm: bool = False
-    """RMSNorm of each query and key over its head, before they are rotated."""
+    qk_norm: bool | Literal["all"] = False
+    """RMSNorm of each query and key over its head, before they are rotated; `all`: over all heads of a token."""
     biases: Biases = "none"
     """Which products have biases: `none`, those of queries, keys and values (`qkv`), or `all` inside of the blocks."""
     positions: Literal["rotary", "learned"] = "rotary"

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxdl.core.config import one_message
 from jaxdl.core.errors import ConfigError
-from jaxdl.inference.convert import HF_CONFIG, gpt2, llama  # noqa: F401  (these two register their layouts)
+from jaxdl.inference.convert import HF_CONFIG, gpt2, llama, mixtures  # noqa: F401  (these register their layouts)
 from jaxdl.inference.convert.layouts import HFLayout, Tensor, layout_of
 from jaxdl.inference.convert.tensors import Stored, find_tensors
 from jaxdl.models import Transformer
@@ -39,10 +39,10 @@ class Place:
     tensor: Tensor
     paths: tuple[tuple[str, ...], ...]
     """The path of each parameter in the network's."""
-    layer: int | None
-    """Its layer, where the parameters are stacked over layers."""
+    index: tuple[int, ...]
+    """Its layer, where the parameters are stacked over layers, and its expert, where it is of one."""
     shapes: tuple[tuple[int, ...], ...]
-    """The shapes of the parameters, of one layer."""
+    """The shapes of the parameters, of one layer and one expert."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -56,17 +56,26 @@ def places(layout: HFLayout, model: Transformer, params: Mapping[str, Any]) -> I
     first = next(number for number, tensor in enumerate(every) if tensor.in_layers)
     last = next(number for number, tensor in enumerate(every) if number > first and not tensor.in_layers)
 
-    def place(tensor: Tensor, layer: int | None) -> Place:
+    def of(tensor: Tensor, layer: int | None) -> Iterator[Place]:
         stacked = layer is not None and model.scan_layers
         head = () if layer is None else ("layers",) if stacked else (f"layer_{layer}",)
         paths = tuple((*head, *name.split("/")) for name in tensor.params)
-        shapes = tuple(tuple(at(params, path).shape)[stacked:] for path in paths)
-        return Place(tensor.name.format(layer), tensor, paths, layer if stacked else None, shapes)
+        shapes = [tuple(at(params, path).shape)[stacked:] for path in paths]
+        index = () if layer is None or not stacked else (layer,)
+        if not tensor.in_experts:
+            yield Place(tensor.name.format(layer), tensor, paths, index, tuple(shapes))
+            return
+        for expert in range(shapes[0][0]):
+            name = tensor.name.format(layer, expert=expert)
+            yield Place(name, tensor, paths, (*index, expert), tuple(shape[1:] for shape in shapes))
 
-    yield from (place(tensor, None) for tensor in every[:first])
+    for tensor in every[:first]:
+        yield from of(tensor, None)
     for layer in range(model.num_layers):
-        yield from (place(tensor, layer) for tensor in every[first:last])
-    yield from (place(tensor, None) for tensor in every[last:])
+        for tensor in every[first:last]:
+            yield from of(tensor, layer)
+    for tensor in every[last:]:
+        yield from of(tensor, None)
 
 
 def at(tree: Any, path: tuple[str, ...]) -> Any:
@@ -223,7 +232,7 @@ def _params(
         for path, x in zip(place.paths, place.tensor.to_params(stored[place.name].read(), place.shapes), strict=True):
             shape = at(shapes, path).shape
             array = half.setdefault(path, np.empty(shape, np.float32))
-            array[... if place.layer is None else place.layer] = x
+            array[place.index] = x
             left[path] -= 1
             if not left[path]:
                 inner = params

@@ -22,7 +22,7 @@ _layouts: dict[str, HFLayout] = {}
 """`model_type` -> its layout, in the order of definition."""
 HOW_ONLY = frozenset(
     {"scan_layers", "scan_unroll", "remat", "dropout", "attention_dropout", "vocab_size", "num_kv_heads",
-     "head_size", "mlp_dim", "lora", "max_length", "init_stddev"}
+     "head_size", "mlp_dim", "lora", "max_length", "init_stddev", "balance_rate", "router_z_loss", "row_buffer"}
 )  # fmt: skip
 """Fields of a `Transformer` that do not change what a trained one computes, or that are compared resolved."""
 
@@ -32,7 +32,7 @@ class Tensor:
     """A tensor there, and the parameters here that it holds side by side in its last dimension."""
 
     name: str
-    """Its name, with `{}` in place of the layer's number."""
+    """Its name, with `{}` in place of the layer's number, and `{expert}` of an expert's."""
     params: tuple[str, ...]
     """The names of the parameters, `attention/query`; those of a layer as in its block."""
     num_inputs: int
@@ -45,6 +45,11 @@ class Tensor:
     def in_layers(self) -> bool:
         """Whether every layer has one."""
         return "{}" in self.name
+
+    @property
+    def in_experts(self) -> bool:
+        """Whether every expert of a layer has one."""
+        return "{expert}" in self.name
 
     def shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """The tensor's shape, from those of the parameters."""
@@ -72,6 +77,8 @@ class HFLayout(abc.ABC):
 
     model_type: ClassVar[str]
     """Its name in config.json."""
+    kind: ClassVar[str] = "transformer"
+    """The kind of model here."""
     architecture: ClassVar[str]
     """The class of `transformers` for it."""
     ignored: ClassVar[tuple[str, ...]] = ()
@@ -87,7 +94,7 @@ class HFLayout(abc.ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if not inspect.isabstract(cls):
+        if not inspect.isabstract(cls) and "model_type" in vars(cls):
             _layouts[cls.model_type] = cls()
 
     @abc.abstractmethod
@@ -119,6 +126,8 @@ class HFLayout(abc.ABC):
 
     def other(self, model: Transformer) -> list[str]:
         """What a model computes otherwise than any model of this layout, `norm=layer`."""
+        if model.kind != self.kind:
+            return [f"model={model.kind}", *computation_fields(model)]
         try:
             there = computation_fields(self.model(self.config(model, 1)))
         except ConfigError as error:
@@ -129,7 +138,9 @@ class HFLayout(abc.ABC):
 
 def computation_fields(model: Transformer) -> dict[str, Any]:
     """The fields that decide what a model computes, resolved."""
-    fields = {name: getattr(model, name) for name in Transformer.model_fields if name not in HOW_ONLY}
+    fields = {name: getattr(model, name) for name in type(model).model_fields if name not in HOW_ONLY}
+    if "balance" in fields:  # A loss is for training alone.
+        fields["balance"] = "bias" if fields["balance"] == "bias" else "no bias"
     if model.positions != "rotary":
         del fields["rope_theta"]
     return fields | {"kv_heads": model.kv_heads, "head_dim": model.head_dim, "mlp_dim": model.hidden_dim}

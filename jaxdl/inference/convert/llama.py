@@ -42,7 +42,7 @@ class Llama(HFLayout):
         "partial_rotary_factor": POSITIVE.or_null,
     }  # fmt: skip
     biases: ClassVar[str] = "none"
-    qk_norm: ClassVar[bool] = False
+    qk_norm: ClassVar[bool | str] = False
     defaults: ClassVar[Mapping[str, Any]] = {"max_position_embeddings": 2048}
     """The values of settings that a config.json lacks, as the config class of transformers has them."""
 

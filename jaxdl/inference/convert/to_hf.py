@@ -101,7 +101,7 @@ def _to_write(predictor: Predictor, place: Place) -> ToWrite:
 
 def _tensor(predictor: Predictor, place: Place) -> np.ndarray:
     arrays = [at(predictor.params, path) for path in place.paths]
-    return place.tensor.to_tensor([np.asarray(x if place.layer is None else x[place.layer]) for x in arrays])
+    return place.tensor.to_tensor([np.asarray(x[place.index]) for x in arrays])
 
 
 def _lost(model: Transformer, there: Transformer, model_type: str) -> list[str]:
