@@ -59,8 +59,8 @@ def one_step(experiment):
     return np.asarray(batch["tokens"]), before, float(metrics["sums/loss"] / metrics["sums/weight"]), moved
 
 
-def oracle(model, params, tokens):
-    """`(loss, gradients)`, all in float64."""
+def oracle(model, params, tokens, mixture=None):
+    """`(loss, gradients)`, all in float64; `mixture` computes the experts of a block, and their loss."""
     heads, keys, size = model.num_heads, model.kv_heads, model.head_dim
 
     def norm(x, p):
@@ -81,6 +81,9 @@ def oracle(model, params, tokens):
 
     def attention(x, p):
         q, k, v = (linear(x, p, name).reshape(*x.shape[:2], -1, size) for name in ("query", "key", "value"))
+        if model.qk_norm == "all":
+            q, k = (norm(z.reshape(*x.shape[:2], -1), {"scale": p[f"{name}_norm"]}).reshape(z.shape)
+                    for name, z in (("query", q), ("key", k)))  # fmt: skip
         q, k = rotated(q), jnp.repeat(rotated(k), heads // keys, 2)
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / size**0.5
         masked = jnp.where(jnp.tri(x.shape[1], dtype=bool), scores, -jnp.inf)
@@ -99,13 +102,18 @@ def oracle(model, params, tokens):
         x = params["embedding"][inputs]
         if model.positions == "learned":
             x = x + params["position_embedding"][: inputs.shape[1]]
+        more = 0.0
         for index in range(model.num_layers):
             p = jax.tree.map(lambda stack, index=index: stack[index], params["layers"])
             x = x + attention(norm(x, p["attention_norm"]), p["attention"])
-            x = x + mlp(norm(x, p["mlp_norm"]), p["mlp"])
+            hidden = norm(x, p["mlp_norm"])
+            added, loss_of_layer = (
+                (mlp(hidden, p["mlp"]), 0.0) if mixture is None else mixture(model, p["mlp"], hidden, linear, mlp)
+            )
+            x, more = x + added, more + loss_of_layer
         head = params["embedding"].T if model.tied_embeddings else params["head"]
         chances = jax.nn.log_softmax(norm(x, params["final_norm"]) @ head)
-        return -jnp.take_along_axis(chances, targets[..., None], -1).mean()
+        return more - jnp.take_along_axis(chances, targets[..., None], -1).mean()
 
     with jax.enable_x64(True):
         return jax.value_and_grad(loss)(jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params))

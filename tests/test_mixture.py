@@ -1,183 +1,206 @@
-"""Mixtures: the order is a pure function of (seed, position), each source has its share, and runs resume in it."""
+"""Mixtures of experts: products of groups, steps against float64 on every mesh, balance, room for rows, conversion."""
 
 import json
-import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from runs import MESHES, ONE_DEVICE, assert_bit_equal, saved_state
+from safetensors import safe_open
+from test_gpu_rules import EXPERIMENT, one_step, oracle
 
 import jaxdl
 from jaxdl.core.config import ConfigError
-from jaxdl.core.options import parse
-from jaxdl.data import Documents, EpochShuffle, Mixture
-from jaxdl.data.text.mixture import BLOCK, MixedOrder, shares, source_seed
+from jaxdl.inference.convert.__main__ import main
+from jaxdl.inference.convert.to_hf import to_hf
+from jaxdl.models import LoRA, Mixture, Network
+from jaxdl.models.network import Call
+from jaxdl.optim import AdamW
+from jaxdl.parallel.collectives import grouped
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.parallel.precision import FP8
+
+SIZES = {"num_layers": 2, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 4, "mlp_dim": 16, "num_experts": 8}
+SOFTMAX = Mixture(**SIZES, balance="loss", balance_rate=0.5, router_z_loss=0.1, row_buffer=8.0)
+SIGMOID = Mixture(
+    **SIZES, router="sigmoid", experts_per_token=3, routed_scale=2.5, normalized=False, shared_dim=24, row_buffer=8.0,
+    qk_norm="all",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("weights", [[1.0], [1, 1], [1, 2, 4], [1e-9, 1], [0.3, 1e-7, 1e-7, 5]])
-def test_shares_are_whole_and_near_the_weights(weights):
-    found = np.array(shares(weights))
-    assert found.sum() == BLOCK
-    assert found.min() >= 1
-    exact = np.array(weights) / sum(weights) * BLOCK
-    assert (np.abs(found - exact) <= len(weights)).all()
+QUIET = {"report": {"curves": False, "tensorboard": False}}
 
 
-def test_each_source_is_seen_in_its_own_shuffled_epochs():
-    sizes, order = [7, 50, 400], MixedOrder([7, 50, 400], [1, 3, 0.5], 5)
-    indices, epochs = order.rows(0, 3000)
-    ends = np.cumsum(sizes)
-    for number, size in enumerate(sizes):
-        here = (indices >= ends[number] - size) & (indices < ends[number])
-        own = EpochShuffle(size, source_seed(5, number))
-        np.testing.assert_array_equal(indices[here] - (ends[number] - size), own.indices(0, here.sum()))
-        np.testing.assert_array_equal(epochs[here], np.arange(here.sum()) // size)
-        assert order.taken(number, 3000) == here.sum()
-    assert abs((indices < 7).mean() - 1 / 4.5) < 0.03
+# Products of groups
 
 
-def test_a_position_does_not_depend_on_how_the_stream_is_read():
-    start, count = BLOCK - 500, 1200  # Across the end of a block.
-    whole = MixedOrder([30, 90], [2, 1], 0).rows(start, count)
-    order = MixedOrder([30, 90], [2, 1], 0)
-    for first, size in ((700, 500), (0, 1), (1, 699)):  # In any order, in any pieces.
-        for found, wanted in zip(order.rows(start + first, size), whole, strict=True):
-            np.testing.assert_array_equal(found, wanted[first : first + size])
-    assert (MixedOrder([30, 90], [2, 1], 1).rows(start, count)[0] != whole[0]).any()
-    assert order.taken(0, BLOCK) + order.taken(1, BLOCK) == BLOCK
-    empty = order.rows(5, 0)
-    assert len(empty[0]) == len(empty[1]) == 0
-
-
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mixture")
+def random_groups(num_tokens=37, per_token=2, num_groups=5, inputs=8, outputs=6):
     random = np.random.default_rng(0)
-    sources = {}
-    for name, letters in (("code", "abc"), ("prose", "xyz")):
-        texts = ["".join(random.choice(list(letters), size)) for size in random.integers(5, 60, 80)]
-        (folder / f"{name}.txt").write_text("\n".join(texts))
-        sources[name] = Documents(
-            paths=(str(folder / f"{name}.txt"),), document="line", length=32, shards=str(folder / "shards")
-        )
-    return Mixture(sources=sources, weights={"code": 3, "prose": 1})
+    tokens = jnp.asarray(random.normal(size=(num_tokens, inputs)), jnp.float32)
+    kernels = jnp.asarray(random.normal(size=(num_groups, inputs, outputs)), jnp.float32)
+    wanted = jnp.asarray(random.integers(0, num_groups + 1, num_tokens * per_token), jnp.int32)
+    return tokens, kernels, wanted, jnp.asarray(random.normal(size=(wanted.size, outputs)), jnp.float32)
 
 
-def test_rows_are_those_of_the_sources(mixture):
-    splits = mixture.build()
-    alone = {name: source.build() for name, source in mixture.sources.items()}
-    for split in ("train", "test"):
-        mixed, (code, prose) = getattr(splits, split), (getattr(one, split) for one in alone.values())
-        assert len(mixed) == len(code) + len(prose)
-        rows = mixed.eval_batch(np.array([len(code), 0, len(mixed)]))
-        for name, values in prose.eval_batch(np.array([0])).items():
-            np.testing.assert_array_equal(rows[name][:1], values)
-        for name, values in code.eval_batch(np.array([0, len(code)])).items():
-            np.testing.assert_array_equal(rows[name][1:], values)
-    indices, _ = splits.train.order(0).rows(0, 4000)
-    assert abs((indices < len(alone["code"].train)).mean() - 0.75) < 0.03
-    seen = splits.train.seen(4000, 0)
-    assert seen["epochs/code"] == (indices < len(alone["code"].train)).sum() / len(alone["code"].train)
-    assert mixture == jaxdl.Experiment.from_json(experiment(mixture, steps=1).to_json()).data
+@pytest.mark.parametrize("rule", ["cpu", "default"])
+@pytest.mark.parametrize("most", [74, 20])
+def test_rows_are_taken_multiplied_and_given_back(rule, most, monkeypatch):
+    tokens, kernels, wanted, weights = random_groups()
+    monkeypatch.setattr(grouped, "_BLOCK", 4)
+    monkeypatch.setattr(grouped.lax, "platform_dependent", lambda *x, **rules: rules[rule](*x))
+    choice, row, sizes, lost = grouped.places(wanted, len(kernels), most)
+    # Of rows sorted by group the first have room.
+    fits = np.zeros(len(wanted), bool)
+    fits[np.argsort(wanted, kind="stable")[:most]] = True
+    fits &= np.asarray(wanted) < len(kernels)
+    assert int(lost) == (np.asarray(wanted) < len(kernels)).sum() - fits.sum()
+    np.testing.assert_array_equal(sizes, [(fits & (np.asarray(wanted) == group)).sum() for group in range(5)])
 
+    def ours(tokens, kernels):
+        rows = grouped.grouped_product(grouped.take_rows(tokens, choice, row), kernels, sizes)
+        return (grouped.give_rows(rows, choice, row) * weights).sum()
 
-def test_a_mixture_that_does_not_fit_is_told(mixture):
-    code, prose = mixture.sources.values()
-    with pytest.raises(ConfigError, match=r"length: the sources have 32, 64. Give all the same"):
-        Mixture(sources={"code": code, "prose": prose.replaced({"length": 64})})
-    with pytest.raises(ConfigError, match=r"weights has code, and sources code, prose"):
-        Mixture(sources=mixture.sources, weights={"code": 1})
-    for weight, message in (
-        (0, r"weights = \{'code': 0.0\}: they must be above 0"),
-        (-1, "must be above 0"),
-        (math.nan, "weights.code: .*finite number"),
-        (math.inf, "weights.code: .*finite number"),
+    def plain(tokens, kernels):
+        each = jnp.einsum("nk,nkm->nm", jnp.repeat(tokens, 2, axis=0), kernels[np.minimum(wanted, 4)])
+        return (jnp.where(fits[:, None], each, 0) * weights).sum()
+
+    for found, expected in zip(
+        *(jax.tree.leaves(jax.value_and_grad(f, (0, 1))(tokens, kernels)) for f in (ours, plain)), strict=True
     ):
-        with pytest.raises(ConfigError, match=message):
-            Mixture(sources=mixture.sources, weights={"code": weight, "prose": 1})
-    with pytest.raises(ConfigError, match="it has no sources"):
-        Mixture().build()
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_setting_for_one_of_the_paths_does_not_disturb_the_others(tmp_path):
-    (tmp_path / "code").mkdir()
-    for name in ("a.py", "b.py", "c.md"):
-        (tmp_path / "code" / name).write_text("x = 1\n" * 9)
-    (tmp_path / "prose.jsonl").write_text('{"body": "a text"}\n' * 9)
-    paths = {"code": str(tmp_path / "code"), "prose": str(tmp_path / "prose.jsonl")}
-    each = Documents(column="body", glob="*.py", length=16, shards=str(tmp_path / "shards"))
-    mixture = Mixture(paths=paths, each=each)
-    alone = (each.replaced({"paths": (paths[name],), other: Documents().model_dump()[other]})
-             for name, other in (("code", "column"), ("prose", "glob")))  # fmt: skip
-    assert len(mixture.build().train) == sum(len(one.build().train) for one in alone)
-    with pytest.raises(ConfigError, match="document = 'line': it has no effect on files such as"):
-        Mixture(paths={"prose": paths["prose"]}, each=each.replaced({"document": "line", "glob": "**/*"})).build()
+# Steps
 
 
-def test_options_make_the_mixture_of_a_config_file(mixture):
-    (shards,) = {source.shards for source in mixture.sources.values()}
-    paths = [f"{name}={source.paths[0]}" for name, source in mixture.sources.items()]
-    words = ["--data", "mixture", "--data.paths", *paths, "--data.weights", "code=3", "prose=1", "--data.each.document"]
-    words += ["line", "--data.each.length", "32", "--data.each.shards", shards]
-    assert parse(experiment(mixture.sources["code"]), words).data.build().content() == mixture.build().content()
-    for changes, message in (
-        ({"paths": {"a": "b"}}, "the files are named twice"),
-        ({"each.length": 9}, "each: it has no"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            mixture.replaced(changes)
+def mixed(model, p, x, linear, mlp):
+    """The experts of a block in float64, all of them for each token; `(result, losses)`."""
+    logits = x @ p["router"]
+    scores = jax.nn.softmax(logits) if model.router == "softmax" else jax.nn.sigmoid(logits)
+    chosen = jnp.argsort(-scores, axis=-1)[..., : model.experts_per_token]
+    weights = jnp.take_along_axis(scores, chosen, -1)
+    weights = weights / weights.sum(-1, keepdims=True) if model.normalized else weights
+    each = jax.nn.silu(jnp.einsum("bld,edf->blef", x, p["gate"])) * jnp.einsum("bld,edf->blef", x, p["up"])
+    each = jnp.take_along_axis(jnp.einsum("blef,efd->bled", each, p["down"]), chosen[..., None], 2)
+    result = model.routed_scale * (each * weights[..., None]).sum(2)
+    if model.shared_dim:
+        s = p["shared"]
+        result = result + linear(jax.nn.silu(linear(x, s, "gate")) * linear(x, s, "up"), s, "down")
+    share = jax.nn.one_hot(chosen, model.num_experts).mean((0, 1, 2))
+    chance = (scores / scores.sum(-1, keepdims=True)).mean((0, 1))
+    loss = 0.5 * model.num_experts * (jax.lax.stop_gradient(share) * chance).sum() if model.balance == "loss" else 0.0
+    z = (jax.nn.logsumexp(logits, -1) ** 2).mean()
+    return result, (loss + model.router_z_loss * z) / model.num_layers
 
 
-def experiment(data, **changes):
-    from jaxdl.models import Transformer
-    from jaxdl.report import ReportConfig
-    from jaxdl.training.evaluation import EvaluationConfig
-    from jaxdl.training.tasks import LanguageModelling
-
-    return jaxdl.Experiment(
-        data=data,
-        model=Transformer(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16),
-        task=LanguageModelling(),
-        batch_size=8,
-        report=ReportConfig(every_steps=2, curves=False, tensorboard=False),
-        evaluation=EvaluationConfig(batch_size=8),
-        **changes,
-    )
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("model", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
+def test_losses_and_gradients_are_those_of_float64(model, mesh, monkeypatch):
+    # Each replica's loss for balance is that of its own tokens.
+    replicas = MESHES[mesh].replica
+    if model.balance == "loss" and replicas > 1:
+        model = model.replaced({"balance": "none", "balance_rate": None})
+    tokens, params, loss, gradients = one_step(EXPERIMENT.replaced({"model": model, "mesh": MESHES[mesh]}))
+    wanted_loss, wanted = oracle(model, params, tokens, mixed)
+    assert loss == pytest.approx(float(wanted_loss), rel=1e-6)
+    for (path, one), found in zip(jax.tree.flatten_with_path(wanted)[0], jax.tree.leaves(gradients), strict=True):
+        error = np.linalg.norm(found - np.asarray(one)) / np.linalg.norm(np.asarray(one))
+        assert error < 2e-5, (jax.tree_util.keystr(path), error)
 
 
-@pytest.mark.slow
-def test_a_run_resumes_in_the_mixture_and_counts_its_tokens(mixture, tmp_path):
-    asked = experiment(mixture, steps=6)
-    whole = jaxdl.train(asked, tmp_path / "whole", quiet=True)
-    jaxdl.train(asked, tmp_path / "halves", max_steps=4, quiet=True)
-    halves = jaxdl.train(asked, tmp_path / "halves", quiet=True)
-    for left, right in zip(*(map(np.asarray, leaves(run.state.params)) for run in (whole, halves)), strict=True):
-        np.testing.assert_array_equal(left, right)
-    rows = [json.loads(line) for line in (tmp_path / "halves" / "metrics.jsonl").read_text().splitlines()]
-    last = [row for row in rows if "tokens_seen" in row][-1]
-    splits = mixture.build()
-    order = splits.train.order(asked.seed)
-    batch = splits.train.batch(order.rows(0, 48)[0])
-    segments = batch["segments"]
-    assert last["tokens_seen"] == ((segments[:, 1:] > 0) & (segments[:, 1:] == segments[:, :-1])).sum()
-    assert last["epochs/code"] == splits.train.seen(48, asked.seed)["epochs/code"]
-    assert last["step"] == 6
-    targets = {name: one.num_targets for name, one in splits.test.parts.items()}
-    losses = sum(whole.metrics[f"loss/{name}"] * count for name, count in targets.items())
-    assert whole.metrics["loss"] == pytest.approx(losses / sum(targets.values()), rel=1e-6)
-    assert whole.metrics["loss/code"] != whole.metrics["loss/prose"]
+def test_a_bias_evens_the_load_and_no_weight_has_it():
+    model = SIGMOID.replaced({"balance_rate": 0.01, "num_layers": 1, "shared_dim": None})
+    network = Network(model.build(vocab_size=32, dtype=jnp.float32))
+    params, state = network.init(jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (16, 16), 0, 32)
+    # A router that prefers two experts.
+    router = params["layers"]["mlp"]["router"]
+    params["layers"]["mlp"]["router"] = router + jnp.zeros_like(router).at[..., :2].set(0.05) * 20
+
+    loads = []
+    call = jax.jit(lambda state: network.call(Call(train=True, materialize_logits=False), params, state, tokens))
+    for _ in range(150):
+        outputs, state = call(state)
+        loads.append(float(outputs.remarks["experts/largest_load"]))
+    bias = np.asarray(state["layers"]["mlp"]["bias"])
+    assert loads[0] > 1.5 > 1.2 > loads[-1]
+    steps = np.round(bias / 0.01)
+    np.testing.assert_allclose(bias, steps * 0.01, atol=1e-5)
 
 
-def leaves(tree):
-    import jax
+def test_tokens_without_room_are_counted(tmp_path):
+    mesh = MeshConfig(replica=1, fsdp=8, tensor=1)
+    few = EXPERIMENT.replaced({"model": SIGMOID.replaced({"row_buffer": 1.0}), "mesh": mesh})
+    metrics = jaxdl.train(few, tmp_path / "few", quiet=True).metrics
+    many = jaxdl.train(few.replaced({"model.row_buffer": 8.0}), tmp_path / "many", quiet=True).metrics
+    assert 0 < metrics["experts/lost"] < 1
+    assert many["experts/lost"] == 0
+    assert many["experts/largest_load"] >= 1
 
-    return jax.tree.leaves(tree)
+
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path):
+    changes = {"model": SIGMOID, "mesh": MeshConfig(replica=2, fsdp=2, tensor=2), "steps": 4, "optimizer": AdamW()}
+    experiment = EXPERIMENT.replaced({**changes, "checkpoint": {"every_steps": 2}})
+    whole, resumed = (tmp_path / name for name in ("whole", "resumed"))
+    jaxdl.train(experiment, whole, quiet=True)
+    jaxdl.train(experiment, resumed, quiet=True, max_steps=2)
+    jaxdl.train(experiment, resumed, quiet=True)
+    assert_bit_equal(saved_state(resumed, experiment), saved_state(whole, experiment))
+    assert np.abs(saved_state(whole, experiment).model_state["layers"]["mlp"]["bias"]).max() > 0
 
 
-def test_made_up_windows_stand_in_for_documents_that_are_not_there():
-    windows = Documents(paths=("missing",), length=32, packing=False)
-    for data in (windows, Mixture(sources={"code": windows, "prose": windows})):
-        stand_in = data.stand_in(1000)
-        spec = stand_in.build().train.spec
-        assert (spec.length, spec.vocab_size) == (32, 1000)
-        assert data.stand_in(None) is None
-    assert windows.replaced({"packing": True}).stand_in(1000) is None
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts_per_token": 9}, "experts_per_token = 9: there are num_experts = 8"),
+        ({"mlp": "gelu"}, "mlp = gelu: experts are `swiglu`"),
+        ({"biases": "all"}, "biases = all: experts"),
+        ({"scan_layers": False}, "a mixture's layers are stacked"),
+        ({"lora": LoRA(rank=2)}, "there are no adapters for mixtures"),
+        ({"balance": "none", "balance_rate": 0.1}, "balance_rate = 0.1 has no effect with balance = none"),
+    ],
+)
+def test_settings_that_do_not_fit(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        SIGMOID.replaced(changes)
+
+
+def test_fp8_is_refused():
+    changes = {"model": SIGMOID, "mesh": ONE_DEVICE, "precision": FP8(min_size=1, emulated=True)}
+    with pytest.raises(ConfigError, match="model mixture has no stacked blocks whose products could be in FP8"):
+        jaxdl.train(EXPERIMENT.replaced(changes), quiet=True, devices=jax.devices()[:1])
+
+
+# Hugging Face's layouts
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "name"),
+    [
+        ("mixtral", {}, "block_sparse_moe.experts.7.w2"),
+        ("qwen3_moe", {"qk_norm": True, "normalized": False}, "mlp.experts.7.down_proj"),
+        ("olmoe", {"qk_norm": "all"}, "mlp.experts.7.down_proj"),
+    ],
+)
+def test_a_run_goes_to_a_layout_and_back(layout, changes, name, tmp_path):
+    model = SOFTMAX.replaced({"router_z_loss": 0.0, "tied_embeddings": False, "norm_epsilon": 1e-6, **changes})
+    experiment = EXPERIMENT.replaced({"model": model, "mesh": ONE_DEVICE, "steps": 1, **QUIET})
+    jaxdl.train(experiment, tmp_path / "run", quiet=True, devices=jax.devices()[:1])
+    main(["to-hf", str(tmp_path / "run"), str(tmp_path / "there")])
+    config = json.loads((tmp_path / "there" / "config.json").read_text(encoding="utf-8"))
+    assert (config["model_type"], config["num_experts_per_tok"]) == (layout, 2)
+    with safe_open(next((tmp_path / "there").glob("*.safetensors")), "numpy") as tensors:
+        down = tensors.get_tensor(f"model.layers.1.{name}.weight")
+    main(["from-hf", str(tmp_path / "there"), str(tmp_path / "back")])
+    here, back = (jaxdl.restore(tmp_path / folder) for folder in ("run", "back"))
+    np.testing.assert_array_equal(down, np.asarray(here.params["layers"]["mlp"]["down"])[1, 7].T)
+    assert_bit_equal(here.params, back.params)
+    assert back.experiment.model.replaced({"vocab_size": None, "row_buffer": 8.0}) == model
+
+
+def test_what_no_layout_has_is_refused(tmp_path):
+    experiment = EXPERIMENT.replaced({"model": SIGMOID, "mesh": ONE_DEVICE, "steps": 1, **QUIET})
+    jaxdl.train(experiment, tmp_path / "run", quiet=True, devices=jax.devices()[:1])
+    with pytest.raises(ConfigError, match=r"no layout of Hugging Face's: \w+ has no .*router=sigmoid"):
+        to_hf(tmp_path / "run", tmp_path / "there")

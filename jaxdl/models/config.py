@@ -78,6 +78,11 @@ class Model(Choice):
         return ()
 
     @property
+    def adds_to_loss(self) -> bool:
+        """Whether the network has a loss of its own, which a task has to add (`jaxdl.models.logits.PENALTY`)."""
+        return False
+
+    @property
     def has_fp8(self) -> bool:
         """Whether large products of its blocks can be in FP8."""
         return False

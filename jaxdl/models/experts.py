@@ -153,7 +153,7 @@ class _How:
         gathered = self.axis is not None and self.axis in self.axes
         if gathered:
             tokens = [lax.all_gather(part, self.axis, tiled=True) for part in tokens]
-        varying = [name for name in self.names if name != self.axis]
+        varying = tuple(name for name in self.names if name != self.axis)
         if varying:  # Their gradients are summed over these axes, in float32.
             kernels = tuple(lax.pcast(kernel, varying, to="varying") for kernel in kernels)
         first = num * lax.axis_index(self.axis) if self.axis else 0

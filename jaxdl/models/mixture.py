@@ -77,6 +77,11 @@ class Mixture(Transformer, kind="mixture"):
         return usual[self.balance] if self.balance_rate is None else self.balance_rate
 
     @property
+    def adds_to_loss(self) -> bool:
+        """With a loss for balance, or for the router's logits."""
+        return self.balance == "loss" or self.router_z_loss > 0
+
+    @property
     def has_fp8(self) -> bool:
         """Not yet."""
         return False

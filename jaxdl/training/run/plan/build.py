@@ -276,6 +276,11 @@ def fit_network(
         stacks=stacks,
     )
     task = fit_task(experiment.task, spec, network.output_shapes)
+    if model.adds_to_loss and (task.takes_arrays or task.users_name):
+        raise ConfigError(
+            f"model {model.kind} has a loss for its router, which the task {task.kind} would leave out. Take jaxdl's "
+            "language_modelling, or --model.balance bias without --model.router-z-loss."
+        )
     check_network(experiment, network.network, spec, num_replicas)
     check_tensor_dims(experiment.sharding, network.network)
     return dataclasses.replace(network, task=task)
