@@ -210,9 +210,10 @@ class Attention(nnx.Module):
     def _placed(self, name: str, x: jax.Array, angles: Angles | None) -> jax.Array:
         """Queries or keys `x`: normed, then rotated."""
         if self.qk_norm_epsilon is not None:
-            scale = getattr(self, f"{name}_norm")[...]
-            normed = x if scale.shape[0] == x.shape[-1] else x.reshape(*x.shape[:2], -1)
-            x = rms_norm(normed, scale, self.qk_norm_epsilon, x.dtype).reshape(x.shape)
+            scale: jax.Array = getattr(self, f"{name}_norm")[...]
+            # Of one head, or of all.
+            normed = jnp.reshape(x, x.shape if scale.shape[0] == x.shape[-1] else (*x.shape[:2], -1))
+            x = jnp.reshape(rms_norm(normed, scale, self.qk_norm_epsilon, x.dtype), x.shape)
         return x if angles is None else rotate(x, angles)
 
     def _heads_are_sharded_alike(self) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -149,24 +149,23 @@ class _How:
     ) -> tuple[jax.Array, jax.Array]:
         """What a device returns of `Experts._computed`, for its tokens [batch, length, embed] and its experts."""
         shape, num = x.shape, kernels[0].shape[0]
-        tokens = [part.reshape(-1, part.shape[-1]) for part in (x, weights, chosen)]
+        x, weights, chosen = (part.reshape(-1, part.shape[-1]) for part in (x, weights, chosen))
         gathered = self.axis is not None and self.axis in self.axes
         if gathered:
-            tokens = [lax.all_gather(part, self.axis, tiled=True) for part in tokens]
+            x, weights, chosen = (lax.all_gather(part, self.axis, tiled=True) for part in (x, weights, chosen))
         varying = tuple(name for name in self.names if name != self.axis)
         if varying:  # Their gradients are summed over these axes, in float32.
             kernels = tuple(lax.pcast(kernel, varying, to="varying") for kernel in kernels)
         first = num * lax.axis_index(self.axis) if self.axis else 0
-        result, lost = self._local(*tokens, first, *kernels)
+        result, lost = self._local(x, weights, chosen, first, kernels)
         if self.axis is not None:
-            total = lax.psum_scatter if gathered else lax.psum
-            result = total(result, self.axis, tiled=True) if gathered else total(result, self.axis)
+            result = lax.psum_scatter(result, self.axis, tiled=True) if gathered else lax.psum(result, self.axis)
         if self.names:
             lost = lax.psum(lost, self.names)
         return result.reshape(shape), lost
 
     def _local(
-        self, x: jax.Array, weights: jax.Array, chosen: jax.Array, first: Any, *kernels: jax.Array
+        self, x: jax.Array, weights: jax.Array, chosen: jax.Array, first: Any, kernels: Sequence[jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         """What the experts from `first` on add to each token of `x` [token, embed], and choices without a row."""
         num, choices = kernels[0].shape[0], chosen.size

@@ -84,14 +84,16 @@ def _fits(*columns: int) -> bool:
 def _hopper_rows(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
     kernel = importlib.import_module(f"{_KERNELS}.ragged_dot_mgpu")
     used = _used(x, sizes)  # The kernel leaves other rows unwritten.
-    return jnp.where(used, kernel.ragged_dot(x, kernels, group_sizes=sizes, **_TILES), jnp.zeros((), x.dtype))
+    rows = alike((), kernel.ragged_dot(x, kernels, group_sizes=sizes, **_TILES), x, kernels, sizes)[0]
+    return jnp.where(used, rows, jnp.zeros((), x.dtype))
 
 
 def _hopper_sums(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
     kernel = importlib.import_module(f"{_KERNELS}.transposed_ragged_dot_mgpu")
     # It masks rows of other groups by a product, in which a NaN would stay.
     x, y = (jnp.where(_used(z, sizes), z, jnp.zeros((), z.dtype)) for z in (x, y))
-    return kernel.transposed_ragged_dot(x, y, group_sizes=sizes, **_TILES).astype(jnp.float32)
+    sums = kernel.transposed_ragged_dot(x, y, group_sizes=sizes, **_TILES)
+    return alike((), sums.astype(jnp.float32), x, y, sizes)[0]  # The kernels' results have no types of `shard_map`.
 
 
 def _used(x: jax.Array, sizes: jax.Array) -> jax.Array:
