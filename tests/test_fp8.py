@@ -26,9 +26,10 @@ from jaxdl.parallel import sharding
 from jaxdl.parallel.collectives.fp8 import Kernel, weight_scale
 from jaxdl.parallel.compiler.hlo import fp8_products, parse
 from jaxdl.parallel.mesh import MeshConfig, make_mesh
-from jaxdl.parallel.precision import FP8
+from jaxdl.parallel.precision import FP8, BFloat16
 from jaxdl.parallel.sharding import Layout, ShardingConfig
 from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.plan.build import make_plan
 from jaxdl.training.tasks import LanguageModelling
 
 E4, E5 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -169,7 +170,10 @@ def test_products_of_enough_size_on_a_device(changes, least, mesh, expected):
     ("changes", "message"),
     [
         ({"model": TEXT.model.replaced({"num_layers": 2})}, r"has 2 blocks, and the first and the last"),
-        ({"model": TEXT.model.replaced({"scan_layers": False})}, r"no stacked blocks .*transformer with scan_layers"),
+        (
+            {"model": TEXT.model.replaced({"scan_layers": False})},
+            r"stacked layers .*model transformer has none here",
+        ),
         ({"precision": FP8(emulated=True)}, r"at least 2,048 x 2,048.*largest is 32 x 64.*precision.min_size=32"),
         ({"precision": FP8(min_size=1)}, r"cpu devices cannot multiply FP8.*precision.emulated"),
     ],
@@ -281,8 +285,37 @@ def test_products_in_fp8_are_counted_in_the_program():
 
 
 def test_a_program_without_them_is_an_error():
-    note = "fp8: all 2 products that are to be in FP8 are, in the compiled step"
+    note = "fp8: all 2 FP8 products of the compiled step are in FP8"
     assert FP8().program_notes(DOT.format("f8e4m3fn")) == (note,)
-    for text, found in ((DOT.format("bf16"), "1 of 2"), ("", "0 of 0")):
-        with pytest.raises(ConfigError, match=rf"XLA has compiled {found} products in FP8"):
-            FP8().program_notes(text)
+    with pytest.raises(ConfigError, match=r"XLA has compiled 1 of 2 products in FP8"):
+        FP8().program_notes(DOT.format("bf16"))
+    assert FP8().program_notes("") == (), "a merge of replicas has none"
+    assert FP8(emulated=True).program_notes(DOT.format("bf16")) == ()
+    assert BFloat16().program_notes(DOT.format("bf16")) == ()
+
+
+class OwnNetwork(Transformer, kind="own network in fp8"):
+    """A network that does not go through jaxdl's layers, and has none in FP8."""
+
+    def build(self, *, vocab_size, dtype):
+        return lambda rngs: nnx.Embed(vocab_size, vocab_size, rngs=rngs)
+
+
+def test_what_is_in_fp8_is_said_and_nothing_is_refused(tmp_path, capsys):
+    experiment = TEXT.replaced({"mesh": ONE_DEVICE, "steps": 1, **QUIET, "precision": FP8(min_size=33, emulated=True)})
+    with pytest.raises(ConfigError, match=r"at least 33 x 33.*largest is 32 x 64"):
+        jaxdl.train(experiment, tmp_path / "run", quiet=True, devices=jax.devices()[:1])
+    assert not (tmp_path / "run" / "config.json").exists(), "the next try may change it"
+    few = experiment.replaced({"precision": FP8(min_size=32, emulated=True), "model.mlp_dim": 24})
+    assert make_plan(few, jax.devices()[:1]).reasons[0] == (
+        "fp8: in blocks 2 to 3 the products with attention/key, attention/out, attention/query, attention/value; "
+        "too small on a device: mlp/down, mlp/gate, mlp/up"
+    )
+    with pytest.raises(ConfigError, match=r"the network of this model computes nothing in FP8"):
+        make_plan(TEXT.replaced({"model": OwnNetwork(), "mesh": ONE_DEVICE}), jax.devices()[:1])
+
+
+def test_heads_that_are_not_sharded_alike_are_three_products():
+    model = LARGE.replaced({"embed_dim": 2048, "num_heads": 16, "num_kv_heads": 1})
+    mesh = MeshConfig(replica=1, fsdp=2, tensor=4)
+    assert products(model, 512, mesh)[:2] == [["attention/out"], ["attention/query"]]

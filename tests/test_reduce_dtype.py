@@ -15,9 +15,10 @@ from test_precision import IMAGES, TEXT, batches, equal_bits, gradients, lowered
 from jaxdl.models.network import Call
 from jaxdl.models.products import add_bias, weight_convolution, weight_product
 from jaxdl.parallel.collectives import shards
+from jaxdl.parallel.gathering import gather
 from jaxdl.parallel.mesh import MeshConfig, make_mesh
 from jaxdl.parallel.precision import BFloat16
-from jaxdl.parallel.sharding import Layout, ShardingConfig, constrain, gather, use_layout
+from jaxdl.parallel.sharding import Layout, ShardingConfig, constrain, use_layout
 from jaxdl.training.run.plan.build import make_initial_state, make_plan
 from jaxdl.training.step import apply_network, make_train_step
 

@@ -96,12 +96,17 @@ def in_fp8(model: Any, least: int) -> str:
     except ImportError as error:
         raise ConfigError(f"--against torch: PyTorch has FP8 with torchao ({error}). pip install torchao.") from None
 
+    num = 0
+
     def taken(module: Any, _: str) -> bool:
-        return min(module.in_features, module.out_features) >= least
+        nonlocal num
+        large = min(module.in_features, module.out_features) >= least
+        num += large
+        return large
 
     for layer in model.layers[1:-1]:
         convert_to_float8_training(layer, module_filter_fn=taken)
-    return ", torchao's FP8 with one scale for each tensor"
+    return f", torchao's FP8 in {num} linear layers, each with one scale for each tensor"
 
 
 def _block(config: Transformer, dtype: Any) -> Any:

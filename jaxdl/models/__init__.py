@@ -9,7 +9,7 @@ trees of arrays.
 from jaxdl.models.config import Model
 from jaxdl.models.encoder_decoder import EncoderDecoder
 from jaxdl.models.lora import LoRA
-from jaxdl.models.mixture import Mixture
+from jaxdl.models.moe import MixtureOfExperts
 from jaxdl.models.network import Network
 from jaxdl.models.own import FromFunctions, FromModule
 from jaxdl.models.perceptron import Perceptron
@@ -30,7 +30,7 @@ __all__ = [
     "FromFunctions",
     "FromModule",
     "LoRA",
-    "Mixture",
+    "MixtureOfExperts",
     "Model",
     "Network",
     "Perceptron",

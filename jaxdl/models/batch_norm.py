@@ -9,6 +9,7 @@ On a GPU it costs the bytes that it moves, not its arithmetic. Here
 - `batch_norm_of_product` takes the moments of x W, the result of a 1x1 convolution, from those of x, which has fewer
   channels, and its backward pass does not read x W at all. Where one device has all examples x W is never stored: the
   moments are known before it is computed, so that cuDNN's convolution adds the bias and the shortcut, and rectifies.
+  What it subtracts is rounded to bfloat16 there: a channel's mean is off by at most 2^-8 of mean / deviation.
 
 All sums and moments are float32.
 """
@@ -140,8 +141,9 @@ def batch_norm_of_product(
 
     With the mean m and the covariance C of x, x W has the mean m W and the variances diag(W' C W), W rounded as for the
     product. In the backward pass the sums over examples follow from x' d, which the gradient of W needs anyway, for the
-    cotangent d of the result. So x W is written once and read once; reading x for C costs channel_in / channel_out of
-    a reading of x W. Devices that share a group send each other the moments and sums of their parts, beside the
+    cotangent d of the result. So x W is written once and read once, or neither (see above); reading x for C costs
+    channel_in / channel_out of a reading of x W. Devices that share a group send each other the moments and sums of
+    their parts, beside the
     products x W and d W'.
     """
     out, mean, variance = cast(Normalized, _batch_norm_of_product(x, kernel, scale, bias, shortcut, options))
@@ -235,7 +237,7 @@ def _of_folded_kernel(
     """The same, from the convolution with `wide` times scale / deviation, which cuDNN does in one kernel."""
     del mean
     folded = (wide * (inverse * scale)).astype(x.dtype)
-    # Of the rounded kernel, so that the mean is the bias.
+    # Of the rounded kernel, whose rounding so does not move the mean.
     offset = bias - _exact(mean_x, folded.astype(jnp.float32))[0]
     out = _one_kernel(x, folded, offset, shortcut)
     return jnp.maximum(out, 0) if options.relu else out

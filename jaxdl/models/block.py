@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import jax
 from flax import nnx
@@ -17,17 +17,14 @@ from jaxdl.models.dropout import dropout, fold
 from jaxdl.models.rotary import Angles
 from jaxdl.parallel import sharding
 
-if TYPE_CHECKING:
-    from jaxdl.models.transformer import Transformer
-
 Mix = Callable[[jax.Array, KeyValues], tuple[jax.Array, KeyValues]]
 """(queries, keys and values of the same tokens) -> (the heads' mixed values, the cache with these tokens)."""
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); `config` is a `jaxdl.models.Transformer`."""
 
-    def __init__(self, config: Transformer, rngs: nnx.Rngs, *, dtype: DTypeLike):
+    def __init__(self, config: Any, rngs: nnx.Rngs, *, dtype: DTypeLike):
         # The 2 num_layers projections that add to the residual stream: Radford et al. 2019, section 2.3.
         init = Init(config.init_stddev, 1 / math.sqrt(2 * config.num_layers))
         embed, norm = config.embed_dim, functools.partial(make_norm, config.norm, epsilon=config.norm_epsilon)

@@ -24,6 +24,9 @@ from jaxdl.parallel import sharding
 NormKind = Literal["rms", "layer"]
 MLPKind = Literal["swiglu", "gelu", "relu"]
 Biases = Literal["none", "qkv", "all"]
+IN_PRODUCT = "in_product"
+"""Metadata of a parameter that `weight_product` and `head_products` alone use: true. Then it may be an
+`jaxdl.parallel.collectives.fp8.Kernel`."""
 _PROJECTIONS = ("query", "key", "value")
 
 
@@ -45,7 +48,7 @@ class Init:
         """A kernel with these logical axes; `residual` says that it adds to the residual stream."""
         stddev = 1 / math.sqrt(fan_in) if self.stddev is None else self.stddev
         init = nnx.initializers.normal((self.residual_scale if residual else 1) * stddev)
-        return nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes)
+        return nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes, **{IN_PRODUCT: True})
 
 
 def linear(module: nnx.Module, name: str, x: jax.Array, num_contracted: int = 1) -> jax.Array:

@@ -29,6 +29,7 @@ from jaxdl.models.loop import through_layers
 from jaxdl.models.remat import Remat
 from jaxdl.models.rotary import Angles, positions_of, rotary_angles
 from jaxdl.parallel import sharding, token_vectors
+from jaxdl.parallel.gathering import gather_layer
 
 _LONGEST = 10_000.0
 """Wavelengths of the positions run from 2 pi to 2 pi times this (Vaswani et al., section 3.5; Su et al. 2021)."""
@@ -245,7 +246,7 @@ class EncoderDecoderModule(nnx.Module):
         graphdef, state = nnx.split(self.decoder)
 
         def one(_: None, layer: Any) -> tuple[None, KeyValues]:
-            return None, KeyValues(*nnx.merge(graphdef, sharding.gather_layer(layer)).cross.keys_values(memory))
+            return None, KeyValues(*nnx.merge(graphdef, gather_layer(layer)).cross.keys_values(memory))
 
         config = self.config
         sizes = (config.num_decoder_layers, len(source), slots, config.num_heads, config.head_dim)
@@ -307,7 +308,7 @@ class EncoderDecoderModule(nnx.Module):
         graphdef, state = nnx.split(layers)
 
         def body(x: jax.Array, layer: Any, index: jax.Array | int) -> jax.Array:
-            return block(x, nnx.merge(graphdef, sharding.gather_layer(layer)), index)
+            return block(x, nnx.merge(graphdef, gather_layer(layer)), index)
 
         return through_layers(body, x, state, remat=self.config.remat, scan_unroll=self.config.scan_unroll)[0]
 

@@ -8,9 +8,12 @@ rounding costs more than it saves. The products themselves are in `jaxdl.paralle
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,10 +22,12 @@ from flax import nnx
 from jax import lax
 
 from jaxdl.core.errors import ConfigError
+from jaxdl.models.blocks import IN_PRODUCT
 from jaxdl.models.loop import Bodies, body_of
 from jaxdl.models.loop_sums import is_variable
 from jaxdl.parallel import sharding
 from jaxdl.parallel.collectives.fp8 import Kernel, weight_scale
+from jaxdl.parallel.gathering import gather_variable
 from jaxdl.parallel.mesh import GATHER_AXES, ways
 from jaxdl.parallel.sharding import Layout, entry_names, without_axes
 
@@ -63,13 +68,14 @@ class Layers:
                 "Take --precision bfloat16."
             )
         columns = columns_of(stack, layout, layout.fp8_size)
+        _note(stack, columns, num_layers)
         largest: dict[int, list[jax.Array]] = {}
         for variable, column in zip(variables, columns, strict=True):
             if column is not None:
-                value = lax.stop_gradient(variable[...])
+                value = lax.stop_gradient(variable[...])[1:-1]
                 largest.setdefault(column, []).append(jnp.max(jnp.abs(value), axis=tuple(range(1, value.ndim))))
         products = [functools.reduce(jnp.maximum, largest[column]) for column in sorted(largest)]
-        return cls(columns, weight_scale(jnp.stack(products, axis=1)))
+        return cls(columns, jnp.pad(weight_scale(jnp.stack(products, axis=1)), ((1, 1), (0, 0))))
 
     def gathered(self, layer: nnx.State, index: jax.Array | int) -> nnx.State:
         """One layer for use, of which `index` is the number: kernels for FP8 are rounded, and all is gathered."""
@@ -77,7 +83,7 @@ class Layers:
         row = lax.optimization_barrier(self._scales[index])
         variables, treedef = jax.tree.flatten(layer, is_leaf=is_variable)
         used = [
-            sharding.gather_variable(variable)
+            gather_variable(variable)
             if column is None
             else variable.replace(Kernel.of(variable[...], variable.get_metadata()["axes"], row[column]))
             for variable, column in zip(variables, self._columns, strict=True)
@@ -90,13 +96,36 @@ def columns_of(stack: nnx.State, layout: Layout, least: int) -> tuple[int | None
 
     Raises ConfigError when there is none.
     """
+    kernels = _kernels(stack, layout)
+    if not kernels:
+        raise ConfigError("--precision fp8: the blocks have no kernels of jaxdl's. Take --precision bfloat16.")
+    taken = [product for product in kernels if min(product.size) >= least]
+    if not taken:
+        rows, columns = max((product.size for product in kernels), key=min)
+        raise ConfigError(
+            f"--precision fp8: no product of the blocks is at least {least:,} x {least:,} on a device, the largest is "
+            f"{rows:,} x {columns:,}. Such products are faster in 16 bits: take --precision bfloat16, or "
+            f"--precision.min-size {min(rows, columns)}."
+        )
+    column = {place: number for number, product in enumerate(taken) for place in product.places}
+    return tuple(column.get(place) for place in range(len(jax.tree.leaves(stack, is_leaf=is_variable))))
+
+
+@dataclass(frozen=True)
+class _Product:
+    """Kernels that are multiplied as one: places of their variables, and the sizes on a device, inputs by outputs."""
+
+    places: tuple[int, ...]
+    size: tuple[int, int]
+
+
+def _kernels(stack: nnx.State, layout: Layout) -> list[_Product]:
     groups: dict[Any, list[int]] = {}
-    sizes: list[tuple[int, int]] = []
+    sizes, ways_of_heads = {}, {}
     for place, (path, variable) in enumerate(jax.tree.flatten_with_path(stack, is_leaf=is_variable)[0]):
-        axes, shape = variable.get_metadata().get("axes", ()), variable.shape[1:]
-        sizes.append((0, 0))
-        if len(axes) < 2 or "rank" in axes:
+        if not variable.get_metadata().get(IN_PRODUCT):
             continue
+        axes, shape = variable.get_metadata()["axes"], variable.shape[1:]
         # A kernel reads the residual stream, whose axis is `embed`, or adds to it.
         num = len(axes) - 1 if axes[-1] == "embed" else 1
         spec = without_axes(layout.param_spec(axes, shape), *GATHER_AXES)
@@ -104,15 +133,41 @@ def columns_of(stack: nnx.State, layout: Layout, least: int) -> tuple[int | None
         own = [size // ways(layout.mesh.shape, entry_names(entry)) for size, entry in zip(shape, splits, strict=False)]
         sizes[place] = math.prod(own[:num]), math.prod(own[num:])
         heads = axes[1] in _HEADS and num == 1
+        ways_of_heads[place] = layout.activation_spec((axes[1],), (shape[1],)) if heads else None
         groups.setdefault((*path[:-1], "heads") if heads else path, []).append(place)
-    products = [(places, sizes[places[0]][0], sum(sizes[place][1] for place in places)) for places in groups.values()]
-    taken = [places for places, *size in products if min(size) >= least]
-    if not taken:
-        largest = max((size for _, *size in products), key=min)
-        raise ConfigError(
-            f"--precision fp8: no product of the blocks is at least {least:,} x {least:,} on a device, the largest is "
-            f"{largest[0]:,} x {largest[1]:,}. Such products are faster in 16 bits: take --precision bfloat16, or "
-            f"--precision.min-size {min(largest)}."
-        )
-    columns = {place: column for column, places in enumerate(taken) for place in places}
-    return tuple(columns.get(place) for place in range(len(sizes)))
+    # Heads are one product where each device has the keys and values of its queries (`Attention`).
+    alike = [places if len({ways_of_heads[place] for place in places}) == 1 else None for places in groups.values()]
+    split = [
+        group
+        for places, together in zip(groups.values(), alike, strict=True)
+        for group in ([places] if together else [[place] for place in places])
+    ]
+    return [_Product(tuple(group), (sizes[group[0]][0], sum(sizes[place][1] for place in group))) for group in split]
+
+
+_noted: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("jaxdl_fp8", default=None)
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[str]]:
+    """Context: the list gets a line on each stack whose layers are traced with FP8."""
+    lines: list[str] = []
+    token = _noted.set(lines)
+    try:
+        yield lines
+    finally:
+        _noted.reset(token)
+
+
+def _note(stack: nnx.State, columns: Sequence[int | None], num_layers: int) -> None:
+    lines = _noted.get()
+    if lines is None:
+        return
+    sides: dict[bool, list[str]] = {True: [], False: []}
+    for (path, variable), column in zip(
+        jax.tree.flatten_with_path(stack, is_leaf=is_variable)[0], columns, strict=True
+    ):
+        if variable.get_metadata().get(IN_PRODUCT):
+            sides[column is not None].append(jax.tree_util.keystr(path, simple=True, separator="/"))
+    left = f"; too small on a device: {', '.join(sides[False])}" if sides[False] else ""
+    lines.append(f"fp8: in blocks 2 to {num_layers - 1} the products with {', '.join(sides[True])}{left}")

@@ -19,7 +19,7 @@ from jax import lax
 
 from jaxdl.models.loop_sums import Body, all_in_loop, in_use, is_variable, sum_of, through_summed_layers
 from jaxdl.models.remat import Remat, rematerialize
-from jaxdl.parallel import sharding
+from jaxdl.parallel.gathering import gather_layer
 from jaxdl.parallel.mesh import platform
 from jaxdl.parallel.sharding import Layout, current_layout
 
@@ -41,7 +41,7 @@ class Bodies(NamedTuple):
 
 def body_of(block: Callable[[Any, Any, jax.Array | int], Any], graphdef: Any, gather: Gather | None = None) -> Body:
     """The layer that `block` computes with a module: (x, module, index) -> x. `gather` makes its state whole."""
-    whole = gather or (lambda state, _: sharding.gather_layer(state))
+    whole = gather or (lambda state, _: gather_layer(state))
     # Gathered in here, so that only one layer's full parameters exist at a time, with remat in the backward pass too.
     return lambda x, state, index: block(x, nnx.merge(graphdef, whole(state, index)), index)
 
@@ -66,10 +66,10 @@ def through_layers(
     layout, after = current_layout(), None if beside is None else beside[...]
     num_layers = jax.tree.leaves(layers)[0].shape[0]
     unroll = scan_unroll or (num_layers if num_layers <= _MOST_UNROLLED and _loop_costs(layout, remat) else 1)
-    # Layers that differ are not in one loop, and that which sums gradients has no others beside it.
-    if unroll >= num_layers or (ends is not None and layout is not None and layout.sum_dtype is not None):
+    if unroll >= num_layers:
         return _through_unrolled_layers(body, ends or body, x, layers, beside, layout, remat)
     if layout is not None and layout.sum_dtype is not None:
+        assert ends is None, "all layers that are summed in a loop are alike"
         return through_summed_layers(body, x, layers, beside, layout, remat=remat, scan_unroll=unroll)
     looped = layers, jnp.arange(num_layers)
     first, last = (jax.tree.map(operator.itemgetter(place), looped) for place in (0, -1))

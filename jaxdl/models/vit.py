@@ -23,6 +23,7 @@ from jaxdl.models.loop import through_layers
 from jaxdl.models.products import add_bias, weight_product
 from jaxdl.models.remat import Remat
 from jaxdl.parallel import sharding
+from jaxdl.parallel.gathering import gather_layer
 
 _SIZES = {"tiny": (12, 192, 3), "small": (12, 384, 6), "base": (12, 768, 12), "large": (24, 1024, 16)}
 """Size -> blocks, embedding, heads."""
@@ -163,7 +164,7 @@ class ViTModule(nnx.Module):
         graphdef, state = nnx.split(self.layers)
 
         def body(x: jax.Array, layer_state: Any, _: Any) -> jax.Array:
-            return nnx.merge(graphdef, sharding.gather_layer(layer_state))(x)
+            return nnx.merge(graphdef, gather_layer(layer_state))(x)
 
         x, _ = through_layers(body, x, state, remat=self.remat)
         return self.head(jnp.mean(self.final_norm(x), axis=1, dtype=jnp.float32))

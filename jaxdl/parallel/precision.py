@@ -8,6 +8,7 @@ it, in the dtype of the product's result: float32 by default, or the computation
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -58,18 +59,9 @@ class Precision(Choice):
         """Raises ConfigError when a device does not support this precision."""
 
     def program_notes(self, text: str) -> tuple[str, ...]:
-        """Lines for the user about a step with products in FP8, from its compiled HLO.
-
-        Raises ConfigError where XLA has made others of them.
-        """
-        in_fp8, meant = fp8_products(parse(text))
-        if in_fp8 < meant or not meant:
-            raise ConfigError(
-                f"--precision {self.kind}: XLA has compiled {in_fp8} of {meant} products in FP8, the others round "
-                "their operands and gain no time. Take --precision bfloat16, or leave out --compiler.options and "
-                f"XLA_FLAGS that turn FP8 off (JAX {jax.__version__})."
-            )
-        return (f"fp8: all {in_fp8} products that are to be in FP8 are, in the compiled step",)
+        """Lines for the user about a compiled step, from its HLO. Raises ConfigError where it is another one."""
+        del text
+        return ()
 
     def init_loss_scale(self) -> LossScale:
         """The loss scale at the start of a run."""
@@ -121,8 +113,8 @@ class BFloat16(_Half, kind="bfloat16"):
     dtype: ClassVar[jnp.dtype] = jnp.dtype("bfloat16")
 
 
-class FP8(_Half, kind="fp8"):
-    """bfloat16, and in training the large products of a decoder's blocks in FP8, on NVIDIA GPUs since Ada and Hopper.
+class FP8(Precision, kind="fp8"):
+    """bfloat16, and in training the large products of a decoder's blocks in FP8, on NVIDIA GPUs of sm89 and later.
 
     See `jaxdl.models.fp8`. Evaluation computes in bfloat16.
     """
@@ -141,14 +133,30 @@ class FP8(_Half, kind="fp8"):
 
     def check(self, device: Device) -> None:
         """Raises ConfigError on a GPU before Ada, and on other devices, unless FP8 is `emulated`."""
-        capability = getattr(device, "compute_capability", None) if device.platform == "gpu" else None
-        if self.emulated or (capability is not None and float(capability) >= _FIRST_WITH_FP8):
+        capability = str(getattr(device, "compute_capability", "")) if device.platform == "gpu" else ""
+        if self.emulated or (re.fullmatch(r"\d+\.\d+", capability) and float(capability) >= _FIRST_WITH_FP8):
             return
-        what = f"{device.platform} devices" if capability is None else f"{device.device_kind} (sm{capability})"
+        what = f"{device.device_kind} (sm{capability})" if capability else f"{device.platform} devices"
         raise ConfigError(
             f"--precision fp8: {what} cannot multiply FP8 numbers; GPUs of sm89 and later can (L4, RTX 4090, H100). "
             "Take --precision bfloat16, or --precision.emulated to try out what the rounding does."
         )
+
+    def program_notes(self, text: str) -> tuple[str, ...]:
+        """How many FP8 products a compiled step has; none are said of a program without any, such as a merge.
+
+        Raises ConfigError where XLA compiled some of them in another dtype. Where FP8 is `emulated` it may.
+        """
+        in_fp8, meant = fp8_products(parse(text))
+        if not meant or self.emulated:
+            return ()
+        if in_fp8 < meant:
+            raise ConfigError(
+                f"--precision {self.kind}: XLA has compiled {in_fp8} of {meant} products in FP8, the others round "
+                "their operands and gain no time. Take --precision bfloat16, or leave out --compiler.options and "
+                f"XLA_FLAGS that turn FP8 off (JAX {jax.__version__})."
+            )
+        return (f"fp8: all {in_fp8} FP8 products of the compiled step are in FP8",)
 
 
 class Float16(_Half, kind="float16"):

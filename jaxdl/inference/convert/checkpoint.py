@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxdl.core.config import one_message
 from jaxdl.core.errors import ConfigError
-from jaxdl.inference.convert import HF_CONFIG, gpt2, llama, mixtures  # noqa: F401  (these register their layouts)
+from jaxdl.inference.convert import HF_CONFIG, gpt2, llama, moe  # noqa: F401  (these register their layouts)
 from jaxdl.inference.convert.layouts import HFLayout, Tensor, layout_of
 from jaxdl.inference.convert.tensors import Stored, find_tensors
 from jaxdl.models import Transformer

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxdl.core.errors import ConfigError
-from jaxdl.models import Mixture, RopeScaling, Transformer
+from jaxdl.models import MixtureOfExperts, RopeScaling, Transformer
 
 _FORMS = {"linear": "linear", "llama3": "llama3"}
 """The kinds of rope scaling that jaxdl computes, by their names there."""
@@ -75,9 +75,9 @@ class Settings:
         """The model with these fields and the vocabulary of the config."""
         return Transformer(**fields, vocab_size=self.config.get("vocab_size"))
 
-    def mixture(self, dense: Transformer, **fields: Any) -> Mixture:
+    def moe(self, dense: Transformer, **fields: Any) -> MixtureOfExperts:
         """The model `dense` with a mixture of experts with these fields in place of each MLP."""
-        return Mixture(**{name: getattr(dense, name) for name in dense.model_fields_set}, **fields)
+        return MixtureOfExperts(**{name: getattr(dense, name) for name in dense.model_fields_set}, **fields)
 
 
 def common_window(config: Mapping[str, Any], window: int | None, usual: Sequence[str]) -> int | None:

@@ -1,10 +1,10 @@
-"""Products with weights in FP8: a byte for each number of the operands, twice the speed on GPUs since Ada and Hopper.
+"""Products with weights in FP8: a byte for each number of the operands, twice the speed on GPUs of sm89 and later.
 
 Operands are scaled to the largest number that their dtype has, by the largest of the tensor at hand (current scaling),
 and rounded: activations and weights to e4m3, which has three bits of mantissa, gradients to e5m2, which has the range.
 The rounded operands go into `dot_general` as they are, and the scales are applied to its result (XLA turns what is
-dequantized and then multiplied into a 16-bit product). They are also what is kept for the backward pass. The formats
-are those of Micikevicius et al., arXiv 2209.05433.
+dequantized and then multiplied into a 16-bit product). The rounded operands are also what is kept for the backward
+pass. The formats are those of Micikevicius et al., arXiv 2209.05433.
 
 Activations and gradients have a scale for each device that the batch is split over, so that these need no message.
 Where `tensor` splits the numbers that are summed, the largest is found over its devices. Gradients of weights are
@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 
 from jaxdl.parallel import sharding
 from jaxdl.parallel.compiler.hlo import FP8_PRODUCT
+from jaxdl.parallel.gathering import gather_numbers, sharded_gradient
 from jaxdl.parallel.mesh import MODEL_AXES, ways
 
 _FORWARD, _BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -53,7 +54,7 @@ class Kernel:
     def of(cls, weight: jax.Array, axes: tuple[str, ...], scale: jax.Array) -> Kernel:
         """The kernel of a parameter with these logical axes: rounded by its shards, then gathered."""
         rounded = _divided(lax.stop_gradient(weight), scale, _FORWARD)
-        return cls(sharding.gather_numbers(rounded, axes), scale, sharding.sharded_gradient(weight, axes))
+        return cls(gather_numbers(rounded, axes), scale, sharded_gradient(weight, axes))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -80,7 +81,8 @@ def product(x: jax.Array, kernel: Kernel, num_contracted: int) -> jax.Array:
     layout = sharding.current_layout()
     # XLA scales a float32 result in the product's own kernel. Parts of a sum over `tensor` are sent before that.
     split = layout is not None and ways(layout.mesh.shape, MODEL_AXES) > 1
-    how = _How(num_contracted, sharding.num_batch_shards(x.shape[0]), x.dtype if split else jnp.dtype(jnp.float32))
+    result = x.dtype if split else jnp.dtype(jnp.float32)
+    how = _How(num_contracted, sharding.num_batch_shards(x.shape[0]), result, x.dtype, kernel.weight.dtype)
     return _product(x, kernel.narrow, kernel.scale, kernel.weight, how)
 
 
@@ -89,6 +91,10 @@ class _How(NamedTuple):
     num_shards: int
     result: jnp.dtype
     """The dtype of products before they are scaled; but for gradients of weights, which are float32."""
+    input: jnp.dtype
+    """That of `x`."""
+    weight: jnp.dtype
+    """That of the parameter."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -101,12 +107,11 @@ def _forward(x: jax.Array, narrow: jax.Array, scale: jax.Array, weight: jax.Arra
     rows = rounded.ndim - how.num_contracted
     inner = tuple(range(rows, rounded.ndim)), tuple(range(how.num_contracted))
     result = _scaled(_dot(rounded, narrow, (inner, ((), ())), how.result), x_scale * scale).astype(x.dtype)
-    like = jnp.zeros((0,), x.dtype), jnp.zeros((0,), weight.dtype)  # The dtypes of the gradients.
-    return result.reshape(-1, *result.shape[2:]), (rounded, x_scale, narrow, scale, like)
+    return result.reshape(-1, *result.shape[2:]), (rounded, x_scale, narrow, scale)
 
 
 def _backward(how: _How, residuals: Any, cotangent: jax.Array) -> Any:
-    rounded, x_scale, narrow, scale, (x_like, weight_like) = residuals
+    rounded, x_scale, narrow, scale = residuals
     grad, grad_scale = _rounded(_split(cotangent, how), _BACKWARD)
     rows = rounded.ndim - how.num_contracted
     outer = tuple(range(rows, grad.ndim)), tuple(range(how.num_contracted, narrow.ndim))
@@ -114,8 +119,8 @@ def _backward(how: _How, residuals: Any, cotangent: jax.Array) -> Any:
     # The part of each device has a scale of its own.
     summed = tuple(range(1, rows))
     parts = _dot(rounded, grad, ((summed, summed), ((0,), (0,))), jnp.dtype(jnp.float32), exact=True)
-    weight_grad = jnp.sum(_scaled(parts, x_scale * grad_scale), axis=0).astype(weight_like.dtype)
-    return x_grad.astype(x_like.dtype).reshape(-1, *x_grad.shape[2:]), None, None, weight_grad
+    weight_grad = jnp.sum(_scaled(parts, x_scale * grad_scale), axis=0).astype(how.weight)
+    return x_grad.astype(how.input).reshape(-1, *x_grad.shape[2:]), None, None, weight_grad
 
 
 _product.defvjp(_forward, _backward)

@@ -3,8 +3,8 @@
 Rows that are sorted by group stand one after the other, `sizes` of each group. Products take the rows of each group
 times its own matrix; rows after the last group are zero.
 
-XLA computes `lax.ragged_dot` on NVIDIA GPUs as the products of all rows with all matrices. So Hopper GPUs take the
-kernels that JAX ships for them, and others a loop over blocks of rows, each of one group.
+XLA computes `lax.ragged_dot`, on CPUs and on NVIDIA GPUs, as the products of all rows with all matrices. So Hopper GPUs
+take the kernels that JAX ships for them, and all else a loop over blocks of rows, each of one group.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ _BLOCK = 128
 _TILES = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 1}
 """Of the kernels for Hopper."""
 _KERNELS = "jax.experimental.pallas.ops.gpu"
-_SUMS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-"""Both operands have rows, which are summed in each group."""
 
 
 def grouped_product(x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, hopper: bool = False) -> jax.Array:
@@ -58,22 +56,16 @@ _product.defvjp(_forward, _backward)
 
 def _rows(x: jax.Array, kernels: jax.Array, sizes: jax.Array, hopper: bool) -> jax.Array:
     """x by the kernel of its group, in the dtype of `x`."""
-    on_gpu = _hopper_rows if hopper and _fits(x.shape[1], kernels.shape[2]) else _rows_by_blocks
-    return lax.platform_dependent(x, kernels, sizes, cuda=on_gpu, cpu=_ragged_rows, default=_rows_by_blocks)
+    if hopper and _fits(x.shape[1], kernels.shape[2]):
+        return lax.platform_dependent(x, kernels, sizes, cuda=_hopper_rows, default=_rows_by_blocks)
+    return _rows_by_blocks(x, kernels, sizes)
 
 
 def _sums(x: jax.Array, y: jax.Array, sizes: jax.Array, hopper: bool) -> jax.Array:
     """x' y of each group, float32 [group, k, m]."""
-    on_gpu = _hopper_sums if hopper and _fits(x.shape[1], y.shape[1]) else _sums_by_blocks
-    return lax.platform_dependent(x, y, sizes, cuda=on_gpu, cpu=_ragged_sums, default=_sums_by_blocks)
-
-
-def _ragged_rows(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
-    return lax.ragged_dot(x, kernels, sizes, preferred_element_type=jnp.float32).astype(x.dtype)
-
-
-def _ragged_sums(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
-    return lax.ragged_dot_general(x, y, sizes, _SUMS, preferred_element_type=jnp.float32)
+    if hopper and _fits(x.shape[1], y.shape[1]):
+        return lax.platform_dependent(x, y, sizes, cuda=_hopper_sums, default=_sums_by_blocks)
+    return _sums_by_blocks(x, y, sizes)
 
 
 def _fits(*columns: int) -> bool:

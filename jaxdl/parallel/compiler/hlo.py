@@ -207,12 +207,15 @@ def parse(text: str) -> Module:
 
 
 def fp8_products(module: Module) -> tuple[int, int]:
-    """`(how many of the products that are meant to be are in FP8, how many there are)`; a loop's count once."""
+    """`(how many of the products that are meant to be are in FP8, how many there are)`; a loop's count once.
+
+    XLA may make one product of two that share an operand.
+    """
     products = [
         [there[name].shapes[0][0] for name in instruction.operands[:2]]
         for there in module.computations.values()
         for instruction in there.values()
-        if FP8_PRODUCT in instruction.line and (instruction.kind == "dot" or "matmul" in instruction.line)
+        if FP8_PRODUCT in instruction.line and instruction.kind in ("dot", "custom-call")
     ]
     return sum(all(dtype in FP8 for dtype in dtypes) for dtypes in products), len(products)
 

@@ -97,7 +97,8 @@ def peak_flops(precision: Precision) -> tuple[float, str]:
     devices = jax.devices()
     for name, figures in PEAK_FLOPS.items():
         if name in devices[0].device_kind and precision.kind in figures:
-            return figures[precision.kind] * len(devices), f"the data sheet of {name}"
+            also = ", as if all products were in FP8" if precision.fp8_size is not None else ""
+            return figures[precision.kind] * len(devices), f"the data sheet of {name}{also}"
     # Virtual CPU devices share the cores, and one product uses them all.
     number = 1 if devices[0].platform == "cpu" else len(devices)
     size = _MATRIX if devices[0].platform != "cpu" else _MATRIX // 2

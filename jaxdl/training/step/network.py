@@ -10,8 +10,9 @@ from typing import Any
 import jax
 
 from jaxdl.models.network import Call
+from jaxdl.parallel.gathering import gather_params
 from jaxdl.parallel.precision import cast_weights
-from jaxdl.parallel.sharding import Layout, Params, gather_params, use_layout
+from jaxdl.parallel.sharding import Layout, Params, use_layout
 from jaxdl.training.state import TABLES, ModelState
 from jaxdl.training.step.parts import IDS, LENGTHS, Batch, Parts
 

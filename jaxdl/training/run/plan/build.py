@@ -29,6 +29,7 @@ from jaxdl.report import Start
 from jaxdl.training.experiment import LENGTH, Experiment, as_experiment
 from jaxdl.training.run.plan.data import RunData, copy_data, read_data
 from jaxdl.training.run.plan.exchange import choose_exchange, loop_sum_dtype, make_exchange
+from jaxdl.training.run.plan.fp8 import fp8_remarks
 from jaxdl.training.run.plan.init_from import InitFrom, beginning
 from jaxdl.training.run.plan.layout import ChosenLayout, choose_layout
 from jaxdl.training.run.plan.length import timeline_of
@@ -157,7 +158,7 @@ def join(
     averages = keeps_average(parts.state_spec.opt_shapes)  # As schedule-free optimizers do.
     check_agreement(experiment, num_replicas, timeline.total_steps, averages=averages)
     # Lines that the run prints when it starts.
-    reasons += experiment.model.remarks(mesh, experiment.precision.dtype)
+    reasons += experiment.model.remarks(mesh, experiment.precision.dtype) + fp8_remarks(parts)
     reasons += experiment.agreement.remarks(timeline.total_steps, num_replicas) + planned.notes
     start_over = experiment.checkpoint.start_over
     reasons += settings_remarks(parts, experiment.optimizer, timeline, start_over=start_over)
@@ -263,8 +264,8 @@ def fit_network(
         )
     if experiment.precision.fp8_size is not None and not model.has_fp8:
         raise ConfigError(
-            f"--precision {experiment.precision.kind}: model {model.kind} has no stacked blocks whose products could "
-            "be in FP8. Take --precision bfloat16; or model transformer with scan_layers."
+            f"--precision {experiment.precision.kind}: it is for stacked layers of model transformer (scan_layers), "
+            f"and model {model.kind} has none here. Take --precision bfloat16."
         )
     network = make_network(
         model,

@@ -9,15 +9,15 @@ from jaxdl.core.errors import ConfigError
 from jaxdl.inference.convert.layouts import Tensor
 from jaxdl.inference.convert.llama import Llama, Mistral, Qwen3
 from jaxdl.inference.convert.settings import COUNT, FLAG, Form, Settings
-from jaxdl.models import Mixture, Transformer
+from jaxdl.models import MixtureOfExperts, Transformer
 
 _ROUTER_LOSS = "router_aux_loss_coef"
 
 
-class _Mixture(Llama):
+class _MoE(Llama):
     """What the layouts of mixtures share: how experts are named."""
 
-    kind = "mixture"
+    kind = "moe"
     experts: ClassVar[tuple[str, ...]] = ("num_experts",)
     """The settings that count experts: of versions of transformers, the first that is there."""
     num_experts: ClassVar[int]
@@ -35,7 +35,7 @@ class _Mixture(Llama):
         given = next((config[name] for name in self.experts if name in config), None)
         config = {**self.defaults, **config}
         dense = super().model({**config, "intermediate_size": config[self.expert_size]})
-        return Settings(config).mixture(
+        return Settings(config).moe(
             dense,
             num_experts=given or self.num_experts,
             experts_per_token=config["num_experts_per_tok"],
@@ -50,7 +50,7 @@ class _Mixture(Llama):
 
     def config(self, model: Transformer, length: int) -> dict[str, Any]:
         """The fields of config.json that are about the model."""
-        assert isinstance(model, Mixture)
+        assert isinstance(model, MixtureOfExperts)
         fields = super().config(model, length) | {
             **dict.fromkeys(self.experts, model.num_experts),
             "num_experts_per_tok": model.experts_per_token,
@@ -72,7 +72,7 @@ class _Mixture(Llama):
                 yield Tensor(f"{block}experts.{{expert}}.{there}.weight", (f"mlp/{here}",), 1, transposed=True)
 
 
-class Mixtral(_Mixture, Mistral):
+class Mixtral(_MoE, Mistral):
     """Mixtral: Mistral's attention; the weights of the chosen experts are always 1 together."""
 
     model_type = "mixtral"
@@ -101,7 +101,7 @@ class Mixtral(_Mixture, Mistral):
         return fields
 
 
-class Qwen3Moe(_Mixture, Qwen3):
+class Qwen3Moe(_MoE, Qwen3):
     """Qwen 3 with experts in every block."""
 
     model_type = "qwen3_moe"
@@ -133,7 +133,7 @@ class Qwen3Moe(_Mixture, Qwen3):
         return super().config(model, length) | whole
 
 
-class Olmoe(_Mixture):
+class Olmoe(_MoE):
     """OLMoE: queries and keys are normed over all heads."""
 
     model_type = "olmoe"

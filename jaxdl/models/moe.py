@@ -25,7 +25,7 @@ from jaxdl.parallel import sharding
 from jaxdl.parallel.collectives.primitive import alike
 
 
-class Mixture(Transformer, kind="mixture"):
+class MixtureOfExperts(Transformer, kind="moe"):
     """A decoder-only transformer whose MLPs are mixtures of experts; `mlp_dim` is the hidden size of one expert."""
 
     num_experts: int = pydantic.Field(default=8, ge=2)
@@ -54,7 +54,7 @@ class Mixture(Transformer, kind="mixture"):
     has if all experts have the same load. Tokens beyond lose an expert; how many is reported."""
 
     @pydantic.model_validator(mode="after")
-    def _fits(self) -> Mixture:
+    def _fits(self) -> MixtureOfExperts:
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"experts_per_token = {self.experts_per_token}: there are num_experts = {self.num_experts}. Take fewer."
@@ -87,16 +87,16 @@ class Mixture(Transformer, kind="mixture"):
         return False
 
     @property
-    def module(self) -> type[MixtureModule]:
+    def module(self) -> type[MoEModule]:
         """The class of the network."""
-        return MixtureModule
+        return MoEModule
 
     def make_mlp(self, rngs: nnx.Rngs, init: Init) -> Experts:
         """The experts of a block."""
         return Experts(self, rngs, init)
 
 
-class MixtureBlock(Block):
+class MoEBlock(Block):
     """A block that also says what its router did."""
 
     mlp: Experts
@@ -116,15 +116,15 @@ class MixtureBlock(Block):
         return self.plus(x, hidden, fold(keys, 2)), seen.after(of_layer)
 
 
-class MixtureModule(TransformerModule):
-    """The network of a `Mixture` config."""
+class MoEModule(TransformerModule):
+    """The network of a `MixtureOfExperts` config."""
 
-    block: ClassVar[type[Block]] = MixtureBlock
+    block: ClassVar[type[Block]] = MoEBlock
 
     def blocks(self, block: Callable[[Any, Block, jax.Array | int], Any], x: jax.Array, *, train: bool) -> Logits:
         """The logits from what the first block reads, with what the routers did as their remarks."""
         config = self.config
-        assert isinstance(config, Mixture)
+        assert isinstance(config, MixtureOfExperts)
         leaves, treedef = jax.tree.flatten(Seen.nothing(config.num_layers, config.num_experts))
         nothing = jax.tree.unflatten(treedef, alike((), x, *leaves)[1:])
         (x, seen), head = self._through_layers(block, (x, nothing))

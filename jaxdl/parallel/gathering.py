@@ -1,0 +1,112 @@
+"""Parameters that are split over `GATHER_AXES` become whole for use, and their gradients are split again."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from jaxdl.parallel.mesh import GATHER_AXES
+from jaxdl.parallel.sharding import (
+    EXPERT,
+    ROUTER,
+    STACKED,
+    Layout,
+    LogicalAxes,
+    Params,
+    current_layout,
+    entry_names,
+    is_names,
+    spec_axes,
+    without_axes,
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(x: jax.Array, layout: Layout, spec: PartitionSpec) -> jax.Array:
+    narrow = x if layout.wire_dtype is None else x.astype(layout.wire_dtype)
+    return layout.constrain(narrow, without_axes(spec, *GATHER_AXES)).astype(x.dtype)
+
+
+def _gather_forward(x: jax.Array, layout: Layout, spec: PartitionSpec) -> tuple[jax.Array, None]:
+    return _gather(x, layout, spec), None
+
+
+def _gather_backward(layout: Layout, spec: PartitionSpec, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    # The plain transpose would all-reduce the gradient to every device; sharded like the parameter, it is
+    # reduce-scattered. It is not rounded to `wire_dtype`.
+    return (layout.constrain(cotangent, spec),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """A parameter all-gathered over `GATHER_AXES` for use; its gradient is sharded, in the parameter's dtype.
+
+    A float32 parameter that is gathered in the layout's smaller `wire_dtype` comes out as float32 numbers rounded to
+    it. Without a layout, or if it is not split, it is unchanged.
+    """
+    layout = current_layout()
+    if layout is None:
+        return x
+    spec = layout.param_spec(axes, x.shape)
+    if set(GATHER_AXES).isdisjoint(spec_axes(spec)) or experts_axis(layout, axes, x.shape):
+        return x
+    return _gather(x, dataclasses.replace(layout, wire_dtype=None) if ROUTER in axes else layout, spec)
+
+
+def experts_axis(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...]) -> str | None:
+    """The mesh axis over whose devices the experts of a parameter are spread; None if each has, or gathers, all."""
+    if EXPERT not in axes:
+        return None
+    entries = (*layout.param_spec(axes, shape), *(None for _ in shape))
+    return next((name for name in entry_names(entries[axes.index(EXPERT)]) if name in GATHER_AXES), None)
+
+
+def gather_numbers(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Numbers for a parameter with these logical axes, all-gathered in their own dtype; they have no gradient."""
+    layout = current_layout()
+    if layout is None:
+        return x
+    return layout.constrain(x, without_axes(layout.param_spec(axes, x.shape), *GATHER_AXES))
+
+
+def sharded_gradient(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """A parameter itself, whose gradient is sharded as `gather` would shard it."""
+    layout = current_layout()
+    if layout is None:
+        return x
+    spec = layout.param_spec(axes, x.shape)
+    return x if set(GATHER_AXES).isdisjoint(spec_axes(spec)) else _sharded_gradient(x, layout, spec)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _sharded_gradient(x: jax.Array, layout: Layout, spec: PartitionSpec) -> jax.Array:
+    del layout, spec
+    return x
+
+
+_sharded_gradient.defvjp(lambda x, layout, spec: (x, None), _gather_backward)
+
+
+def gather_layer(layer_state: nnx.State) -> nnx.State:
+    """The parameters of one layer of a scanned stack, all-gathered for use inside the scan's body.
+
+    So no more than one layer is whole at a time.
+    """
+    return jax.tree.map(gather_variable, layer_state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+
+
+def gather_variable(variable: nnx.Variable[jax.Array]) -> nnx.Variable[jax.Array]:
+    """One of these parameters, all-gathered."""
+    axes = variable.get_metadata().get("axes")
+    return variable if axes is None else variable.replace(gather(variable[...], axes))
+
+
+def gather_params(params: Params, axes: LogicalAxes) -> Params:
+    """`params`, all-gathered for use except those stacked over layers: `gather_layer` gathers these."""
+    return jax.tree.map(lambda names, x: x if STACKED in names else gather(x, names), axes, params, is_leaf=is_names)
