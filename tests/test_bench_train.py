@@ -19,6 +19,7 @@ from jaxdl.data import SyntheticImages, SyntheticText
 from jaxdl.models import ResNet, Transformer
 from jaxdl.models.rotary import RopeScaling
 from jaxdl.optim import LARS, SGD, AdamW
+from jaxdl.parallel.collectives.grouped import grouped_product
 from jaxdl.parallel.mesh import MeshConfig, make_mesh
 from jaxdl.performance.bench import train
 from jaxdl.performance.bench.flops import count, step_flops
@@ -139,6 +140,12 @@ def test_pytorch_trains_the_same_network():
     assert {one.ndim for one in decayed["params"]} == {2, 4}
     assert {one.ndim for one in kept["params"]} == {1}
     assert (decayed["weight_decay"], kept["weight_decay"]) == (1e-3, 0.0)
+
+
+def test_rows_that_fill_blocks_up_do_not_count():
+    sizes = jnp.array([300, 0, 100])
+    product = flops_of(lambda x, w: grouped_product(x, w, sizes), (400, 16), (3, 16, 8))
+    assert product == 2 * 400 * 16 * 8
 
 
 TEXT = {"data": SyntheticText(vocab_size=48, length=12, num_train=64, num_test=16), "task": LanguageModelling()}

@@ -13,13 +13,12 @@ from jaxdl.core.config import ConfigError
 from jaxdl.data import SyntheticText
 from jaxdl.models import Transformer
 from jaxdl.optim import LAMB
-from jaxdl.parallel.gathering import gather_params
+from jaxdl.parallel.gathering import gather, gather_params
 from jaxdl.parallel.mesh import MeshConfig, make_mesh
 from jaxdl.parallel.sharding import (
     Layout,
     ShardingConfig,
     constrain,
-    gather,
     named,
     param_specs,
     spec_axes,

@@ -19,6 +19,8 @@ from jax import lax
 
 from jaxdl.parallel.collectives.primitive import alike
 
+USED_ROWS = "used_rows_"
+"""In the name of a loop over blocks of rows: before the number of rows that are no filling, at most."""
 _BLOCK = 128
 """Rows of a block: a product of as many rows keeps a GPU's tensor cores busy."""
 _TILES = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 1}
@@ -122,7 +124,8 @@ def _rows_by_blocks(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.A
     def product(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         return jnp.matmul(block[0], kernels[block[1]], preferred_element_type=jnp.float32).astype(x.dtype)
 
-    flat = lax.map(product, (rows, group)).reshape(-1, kernels.shape[2])
+    with jax.named_scope(f"{USED_ROWS}{x.shape[0]}_"):
+        flat = lax.map(product, (rows, group)).reshape(-1, kernels.shape[2])
     return flat.at[place].get(mode="fill", fill_value=0)
 
 

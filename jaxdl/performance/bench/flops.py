@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from jaxdl.parallel.collectives.grouped import USED_ROWS
 from jaxdl.parallel.precision import Precision
 from jaxdl.performance.bench.shared import time_in_turns
 from jaxdl.training.run.plan.build import Plan
@@ -73,6 +75,9 @@ def count(jaxpr: core.Jaxpr) -> float:
             costs = [count(sub) for sub in inner]
             if costs:
                 times = params["length"] if name == "scan" else 1
+                used = re.search(USED_ROWS + r"(\d+)", str(equation.source_info.name_stack))
+                if name == "scan" and used:  # The other rows of its blocks fill them up.
+                    times = int(used[1]) / inner[0].invars[-2].aval.shape[0]
                 total += times * (max(costs) if name == "cond" else sum(costs))
     return total
 
