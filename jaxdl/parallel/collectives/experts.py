@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jaxdl.parallel.collectives.grouped import give_rows, grouped_product, places, take_rows
 from jaxdl.parallel.collectives.primitive import in_one
+from jaxdl.parallel.mesh import platform
 from jaxdl.parallel.sharding import Layout
 
 
@@ -59,15 +60,22 @@ class Spread:
         shape, num = x.shape, kernels[0].shape[0]
         x, weights, chosen = (part.reshape(-1, part.shape[-1]) for part in (x, weights, chosen))
         gathered = self.axis is not None and self.axis in self.axes
+        dtype = x.dtype
+        # XLA on CPUs (jaxlib 0.10) ends the process at a sum of 16-bit numbers over devices.
+        wire = jnp.float32 if self.layout is not None and platform(self.layout.mesh) == "cpu" else dtype
         if gathered:
-            x, weights, chosen = (lax.all_gather(part, self.axis, tiled=True) for part in (x, weights, chosen))
+            parts = (x.astype(wire), weights, chosen)
+            x, weights, chosen = (lax.all_gather(part, self.axis, tiled=True) for part in parts)
+            x = x.astype(dtype)
         varying = tuple(name for name in self.names if name != self.axis)
         if varying:  # Their gradients are summed over these axes, in float32.
             kernels = tuple(lax.pcast(kernel, varying, to="varying") for kernel in kernels)
         first = num * lax.axis_index(self.axis) if self.axis else 0
         result, lost = self._local(x, weights, chosen, first, kernels)
         if self.axis is not None:
+            result = result.astype(wire)
             result = lax.psum_scatter(result, self.axis, tiled=True) if gathered else lax.psum(result, self.axis)
+            result = result.astype(dtype)
         if self.names:
             lost = lax.psum(lost, self.names)
         return result.reshape(shape), lost

@@ -113,7 +113,8 @@ def loop_sum_dtype(experiment: Experiment, network: Network, mesh: Mesh) -> DTyp
     every_step = not agreement.keeps_replicas and not agreement.num_past
     plain = experiment.step.microbatches == 1 and not precision.init_loss_scale()
     plain = plain and precision.weight_dtype == jnp.float32
-    plain = plain and precision.fp8_size is None  # The first and the last layer are others, and the loop has one kind.
+    # With FP8 the first and the last layer are others; and what layers keep besides parameters has no gradient.
+    plain = plain and precision.fp8_size is None and not network.state_shapes
     several = mesh.shape[Axis.REPLICA] > 1 and platform(mesh) == "gpu"
     sums = looped and several and plain and all_trained and every_step and not written_by_user
     return exchange.sum_dtype if sums else None
