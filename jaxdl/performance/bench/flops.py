@@ -77,7 +77,8 @@ def count(jaxpr: core.Jaxpr) -> float:
                 times = params["length"] if name == "scan" else 1
                 used = re.search(USED_ROWS + r"(\d+)", str(equation.source_info.name_stack))
                 if name == "scan" and used:  # The other rows of its blocks fill them up.
-                    times = int(used[1]) / inner[0].invars[-2].aval.shape[0]
+                    block: Any = inner[0].invars[-2].aval
+                    times = int(used[1]) / block.shape[0]
                 total += times * (max(costs) if name == "cond" else sum(costs))
     return total
 
