@@ -93,7 +93,7 @@ def mixed(model, p, x, linear, mlp):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("model", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
+@pytest.mark.parametrize("model", [SOFTMAX, pytest.param(SIGMOID, marks=pytest.mark.slow)], ids=["softmax", "sigmoid"])
 def test_losses_and_gradients_are_those_of_float64(model, mesh, monkeypatch):
     # Each replica's loss for balance is that of its own tokens.
     replicas = MESHES[mesh].replica
