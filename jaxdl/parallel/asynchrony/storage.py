@@ -238,8 +238,9 @@ class StateWriter:
         """Starts to write a state; the last one must be written."""
         assert not self.busy
         self.any = True
-        self._thread = threading.Thread(target=self._write, args=(saved, position), name="jaxdl-saver")
-        self._thread.start()
+        thread = threading.Thread(target=self._write, args=(saved, position), name="jaxdl-saver")
+        thread.start()
+        self._thread = thread  # Now: another thread may wait for it, and can join it once it runs.
 
     def wait(self) -> None:
         """Returns when the last state is written."""
