@@ -185,58 +185,36 @@ def _product_forward(
     covariance = grouped_products(rows, rows) / rows.shape[1] - mean_x[:, :, None] * mean_x[:, None]
     with_product = _exact(covariance, wide)
     mean, variance = _exact(mean_x, wide), jnp.maximum(0, (wide * with_product).sum(axis=1))
-    kept = (x, kernel, scale, mean_x, with_product, mean)
     if options.alone:
         inverse = lax.rsqrt(variance + options.epsilon)
         out = lax.platform_dependent(
-            *(x, wide, scale, bias, mean_x, mean, inverse, shortcut),
-            cuda=functools.partial(_of_folded_kernel, options),
-            default=functools.partial(_of_stored_product, options),
+            x,
+            cuda=lambda x: _of_folded_kernel(x, wide, inverse * scale, bias, mean_x, shortcut, options),
+            default=lambda x: _normalized(jnp.matmul(x, narrow), scale, bias, mean, inverse, shortcut, options),
         )
-        out = _kept(out) if options.relu else out
-        return (out, mean, variance), (*kept, inverse, out if options.relu else None, shortcut is not None)
-    product = jnp.matmul(x, narrow)
-    if options.parts > 1 or options.replicas is not None:
-        product, *sums = _over_parts(options, product, mean, variance + jnp.square(mean))
-        mean, mean_square = options.shared(*(x / options.parts for x in sums))
-        variance = jnp.maximum(0, mean_square - jnp.square(mean))
-    inverse = lax.rsqrt(variance + options.epsilon)
-    out = _normalized(product, scale, bias, mean, inverse, shortcut, options)
+    else:
+        product, *sums = _over_parts(options, jnp.matmul(x, narrow), mean, variance + jnp.square(mean))
+        if options.parts > 1 or options.replicas is not None:
+            mean, mean_square = options.shared(*(x / options.parts for x in sums))
+            variance = jnp.maximum(0, mean_square - jnp.square(mean))
+        inverse = lax.rsqrt(variance + options.epsilon)
+        out = _normalized(product, scale, bias, mean, inverse, shortcut, options)
     out = _kept(out) if options.relu else out
-    kept = (x, kernel, scale, mean_x, with_product, mean)
-    return (out, mean, variance), (*kept, inverse, out if options.relu else None, shortcut is not None)
-
-
-def _of_stored_product(
-    options: BatchNormOptions,
-    x: jax.Array,
-    wide: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array,
-    mean_x: jax.Array,
-    mean: jax.Array,
-    inverse: jax.Array,
-    shortcut: jax.Array | None,
-) -> jax.Array:
-    """The result, from the product with the kernel `wide`."""
-    del mean_x
-    return _normalized(jnp.matmul(x, wide.astype(x.dtype)), scale, bias, mean, inverse, shortcut, options)
+    kept = (x, kernel, scale, mean_x, with_product, mean, inverse)
+    return (out, mean, variance), (*kept, out if options.relu else None, shortcut is not None)
 
 
 def _of_folded_kernel(
-    options: BatchNormOptions,
     x: jax.Array,
     wide: jax.Array,
-    scale: jax.Array,
+    factor: jax.Array,
     bias: jax.Array,
     mean_x: jax.Array,
-    mean: jax.Array,
-    inverse: jax.Array,
     shortcut: jax.Array | None,
+    options: BatchNormOptions,
 ) -> jax.Array:
-    """The same, from the convolution with `wide` times scale / deviation, which cuDNN does in one kernel."""
-    del mean
-    folded = (wide * (inverse * scale)).astype(x.dtype)
+    """The result, by the convolution with `wide` times `factor`, scale / deviation, which cuDNN does in one kernel."""
+    folded = (wide * factor).astype(x.dtype)
     # Of the rounded kernel, whose rounding so does not move the mean.
     offset = bias - _exact(mean_x, folded.astype(jnp.float32))[0]
     out = _one_kernel(x, folded, offset, shortcut)
@@ -262,9 +240,9 @@ def _product_backward(
     factor = _of_parts(inverse * scale, options)
     folded = (kernel.astype(jnp.float32) * factor[:, None]).astype(x.dtype)
     flipped = folded.swapaxes(1, 2)
-    x_gradient = None if options.alone else jnp.matmul(cotangent, flipped)
-    if x_gradient is not None:
-        x_gradient, own_sum, own_product = _over_parts(options, x_gradient, own_sum, own_product)
+    x_gradient = None  # Where one device has all examples, what is added to it is added in the same kernel.
+    if not options.alone:
+        x_gradient, own_sum, own_product = _over_parts(options, jnp.matmul(cotangent, flipped), own_sum, own_product)
     means = options.shared(*(x / (options.parts * count) for x in (own_sum, own_product)))
     scale_gradient, bias_gradient = (own_product * inverse).sum(axis=0), own_sum.sum(axis=0)
     mean_cotangent, mean_product, mean, inverse = (_of_parts(x, options) for x in (*means, mean, inverse))
@@ -278,25 +256,20 @@ def _product_backward(
     # Of the rounded matrix, so that the mean of this part of the gradient is zero.
     offset = _exact(constant, wide.T) + _exact(mean_x[:, None], within.astype(jnp.float32))[:, 0]
     of_x = jnp.matmul(rows, within)
+
+    def whole(x_gradient: jax.Array) -> jax.Array:
+        return ((x_gradient + of_x).astype(jnp.float32) - offset[:, None]).astype(x.dtype).reshape(x.shape)
+
     if x_gradient is None:
         x_gradient = lax.platform_dependent(
-            *(inner, flipped, offset, of_x.reshape(x.shape)), cuda=_gradient_in_one_kernel, default=_gradient_in_parts
+            inner,
+            cuda=lambda inner: _one_kernel(inner, flipped[0], -offset[0], of_x.reshape(x.shape)),
+            default=lambda inner: whole(jnp.matmul(_parts(inner, options), flipped)),
         )
     else:
-        x_gradient = ((x_gradient + of_x).astype(jnp.float32) - offset[:, None]).astype(x.dtype).reshape(x.shape)
+        x_gradient = whole(x_gradient)
     kernel_gradient = kernel_gradient.sum(axis=0).astype(kernel.dtype)
     return x_gradient, kernel_gradient, scale_gradient, bias_gradient, inner if has_shortcut else None
-
-
-def _gradient_in_one_kernel(inner: jax.Array, flipped: jax.Array, offset: jax.Array, of_x: jax.Array) -> jax.Array:
-    """The gradient of x where all examples are of one part."""
-    return _one_kernel(inner, flipped[0], -offset[0], of_x)
-
-
-def _gradient_in_parts(inner: jax.Array, flipped: jax.Array, offset: jax.Array, of_x: jax.Array) -> jax.Array:
-    """The same."""
-    gradient = jnp.matmul(inner, flipped[0]) + of_x
-    return (gradient.astype(jnp.float32) - offset[0]).astype(of_x.dtype)
 
 
 _batch_norm_of_product.defvjp(_product_forward, _product_backward)

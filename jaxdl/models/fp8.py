@@ -135,13 +135,11 @@ def _kernels(stack: nnx.State, layout: Layout) -> list[_Product]:
         heads = axes[1] in _HEADS and num == 1
         ways_of_heads[place] = layout.activation_spec((axes[1],), (shape[1],)) if heads else None
         groups.setdefault((*path[:-1], "heads") if heads else path, []).append(place)
-    # Heads are one product where each device has the keys and values of its queries (`Attention`).
-    alike = [places if len({ways_of_heads[place] for place in places}) == 1 else None for places in groups.values()]
-    split = [
-        group
-        for places, together in zip(groups.values(), alike, strict=True)
-        for group in ([places] if together else [[place] for place in places])
-    ]
+    split: list[list[int]] = []
+    for places in groups.values():
+        # Heads are one product where each device has the keys and values of its queries (`Attention`).
+        alike = len({ways_of_heads[place] for place in places}) == 1
+        split += [places] if alike else [[place] for place in places]
     return [_Product(tuple(group), (sizes[group[0]][0], sum(sizes[place][1] for place in group))) for group in split]
 
 

@@ -71,19 +71,18 @@ def through_layers(
     if layout is not None and layout.sum_dtype is not None:
         assert ends is None, "all layers that are summed in a loop are alike"
         return through_summed_layers(body, x, layers, beside, layout, remat=remat, scan_unroll=unroll)
-    looped = layers, jnp.arange(num_layers)
-    first, last = (jax.tree.map(operator.itemgetter(place), looped) for place in (0, -1))
+    looped = every = layers, jnp.arange(num_layers)
     if ends is not None:
         ends = rematerialize(ends, remat)
-        x, num_layers = ends(x, *first), num_layers - 2
-        looped = jax.tree.map(operator.itemgetter(slice(1, -1)), looped)
+        x, num_layers = ends(x, *jax.tree.map(operator.itemgetter(0), every)), num_layers - 2
+        looped = jax.tree.map(operator.itemgetter(slice(1, -1)), every)
     body = rematerialize(body, remat, in_scan=all_in_loop(num_layers, unroll))
 
     def turn(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
         return body(x, *layer), None
 
     x = lax.scan(turn, x, looped, unroll=unroll)[0]
-    return x if ends is None else ends(x, *last), after
+    return x if ends is None else ends(x, *jax.tree.map(operator.itemgetter(-1), every)), after
 
 
 def _loop_costs(layout: Layout | None, remat: Remat) -> bool:

@@ -94,23 +94,21 @@ def _used(x: jax.Array, sizes: jax.Array) -> jax.Array:
     return (jnp.arange(x.shape[0]) < sizes.sum())[:, None]
 
 
-def _blocks(x: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`(rows of blocks, group of each block, place of each row in the blocks)`: each block has rows of one group.
-
-    A block's last rows are zero where its group has no more.
-    """
-    num_rows, num_groups = x.shape[0], sizes.shape[0]
+def _blocks(num_rows: int, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`(group of each block, place of each row in the blocks)`: each block has rows of one group."""
+    num_groups = sizes.shape[0]
     num = -(-num_rows // _BLOCK) + num_groups
     blocks_of = -(-sizes // _BLOCK)
-    last = jnp.cumsum(blocks_of)
-    group = _group_of(jnp.arange(num), last)
-    ends = jnp.cumsum(sizes)
-    row = jnp.arange(num_rows)
+    last, ends, row = jnp.cumsum(blocks_of), jnp.cumsum(sizes), jnp.arange(num_rows)
     of_row = _group_of(row, ends)
     place = (last - blocks_of)[of_row] * _BLOCK + row - (ends - sizes)[of_row]
-    place = jnp.where(row < ends[-1], place, num * _BLOCK)
+    return _group_of(jnp.arange(num), last), jnp.where(row < ends[-1], place, num * _BLOCK)
+
+
+def _in_blocks(x: jax.Array, num: int, place: jax.Array) -> jax.Array:
+    """Rows in `num` blocks, [block, row, k]; a block's last rows are zero where its group has no more."""
     rows = jnp.zeros((num * _BLOCK, x.shape[1]), x.dtype).at[place].set(x, mode="drop")
-    return rows.reshape(num, _BLOCK, -1), group, place
+    return rows.reshape(num, _BLOCK, -1)
 
 
 def _group_of(place: jax.Array, ends: jax.Array) -> jax.Array:
@@ -119,7 +117,8 @@ def _group_of(place: jax.Array, ends: jax.Array) -> jax.Array:
 
 
 def _rows_by_blocks(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
-    rows, group, place = _blocks(x, sizes)
+    group, place = _blocks(x.shape[0], sizes)
+    rows = _in_blocks(x, group.size, place)
 
     def product(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         return jnp.matmul(block[0], kernels[block[1]], preferred_element_type=jnp.float32).astype(x.dtype)
@@ -130,8 +129,8 @@ def _rows_by_blocks(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.A
 
 
 def _sums_by_blocks(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
-    x_rows, group, _ = _blocks(x, sizes)
-    y_rows = _blocks(y, sizes)[0]
+    group, place = _blocks(x.shape[0], sizes)
+    x_rows, y_rows = (_in_blocks(z, group.size, place) for z in (x, y))
 
     def add(sums: jax.Array, block: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         x_block, y_block, its_group = block

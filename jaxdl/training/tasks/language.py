@@ -106,19 +106,19 @@ class LanguageModelling(Task, kind="language_modelling"):
         target, mask = self.targets(batch)
         z_loss, smoothing = (self.z_loss, self.label_smoothing) if train else (0.0, 0.0)
         if isinstance(outputs, Logits):
+            if outputs.remarks:
+                remarks, weight = dict(outputs.remarks), self.weight(batch)
+                penalty = remarks.pop(PENALTY, 0.0)
+                sums = self.sums(dataclasses.replace(outputs, remarks={}), batch, train=train)
+                if train:
+                    sums["loss"] = sums["loss"] + weight * penalty
+                return sums | {name: weight * value for name, value in remarks.items()}
             chunk_tokens = self.chunk_tokens or outputs.most_tokens(train=train)
-            weight, remarks = self.weight(batch), dict(outputs.remarks)
-            if remarks:
-                penalty = weight * remarks.pop(PENALTY, 0.0) if train else 0.0
-                plain = dataclasses.replace(outputs, remarks={})
-                sums = self.sums(plain, batch, train=train)
-                sums["loss"] = sums["loss"] + penalty
-                return sums | {name: weight * value for name, value in remarks.items() if name != PENALTY}
             if chunk_tokens is not None:
                 loss, correct = outputs.sums(
                     target, mask, chunk_tokens=chunk_tokens, z_loss=z_loss, label_smoothing=smoothing
                 )
-                return {"loss": loss, "weight": weight, "correct": correct}
+                return {"loss": loss, "weight": self.weight(batch), "correct": correct}
             outputs = outputs.materialize()
         logits = outputs.astype(jnp.float32)
         normalizer = jax.nn.logsumexp(logits, axis=-1)
