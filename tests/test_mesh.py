@@ -27,7 +27,9 @@ from jaxdl.parallel.mesh import Axis, MeshConfig, batch_sharding, batch_ways, gp
     ],
 )
 def test_sizes(config, num_devices, sizes):
-    assert config.sizes(num_devices) == dict(zip(("replica", "fsdp", "tensor"), sizes, strict=True))
+    assert config.sizes(num_devices) == {"stage": 1, "context": 1} | dict(
+        zip(("replica", "fsdp", "tensor"), sizes, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,13 +92,13 @@ def test_replica_crosses_processes():
     mesh = make_mesh(MeshConfig(replica=4, fsdp=2, tensor=2), devices)
     processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
     assert processes.reshape(4, 4).tolist() == [[process] * 4 for process in range(4)]
-    ids = np.vectorize(lambda device: device.id)(mesh.devices[1])
+    ids = np.vectorize(lambda device: device.id)(mesh.devices[1, 0, :, 0])
     assert ids.tolist() == [[1, 5], [9, 13]], "within a process in the order of their ids"
 
 
 def test_mesh_of_real_devices():
     mesh = make_mesh(MeshConfig(replica=2, fsdp=-1, tensor=2))
-    assert mesh.axis_names == tuple(axis.value for axis in Axis) == ("replica", "fsdp", "tensor")
+    assert mesh.axis_names == tuple(axis.value for axis in Axis) == ("replica", "stage", "fsdp", "context", "tensor")
     assert [device.id for device in mesh.devices.flat] == list(range(8))
     assert make_mesh(MeshConfig(), jax.devices()[:1]).size == 1
     with pytest.raises(ConfigError, match="5 devices cannot be divided by 2"):

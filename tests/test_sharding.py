@@ -101,9 +101,32 @@ def test_param_spec(axes, shape, sizes, config, spec):
     assert layout(*sizes, **config).param_spec(axes, shape) == spec
 
 
+@pytest.mark.parametrize(
+    ("axes", "shape", "sizes", "spec"),
+    [
+        # Stages split the layers of every parameter, biases too.
+        (("layers", "embed", "mlp"), (4, 64, 64), {"stage": 2, "fsdp": 4}, P("stage", None, "fsdp")),
+        (("layers", "norm"), (4, 64), {"stage": 2, "fsdp": 4}, P("stage")),
+        (("vocab", "embed"), (64, 32), {"stage": 2, "fsdp": 4}, P("fsdp")),
+        # The axes over which parameters are gathered split one dimension together where they can.
+        (("embed", "mlp"), (32, 64), {"fsdp": 2, "context": 4}, P(None, ("fsdp", "context"))),
+        (("embed", "mlp"), (64, 4), {"fsdp": 2, "context": 4}, P(("fsdp", "context"))),
+        (("embed", "mlp"), (68, 66), {"fsdp": 2, "context": 4}, P("context", "fsdp")),
+        (("embed", "mlp"), (32, 64), {"fsdp": 2, "context": 2, "tensor": 2}, P(("fsdp", "context"), "tensor")),
+        # Experts are split over fsdp, so the other one splits another dimension.
+        (("expert", "embed", "mlp"), (8, 32, 64), {"fsdp": 2, "context": 4}, P("fsdp", None, "context")),
+    ],
+)
+def test_param_spec_over_stages_and_lengths(axes, shape, sizes, spec):
+    mesh = make_mesh(MeshConfig(**{"fsdp": 1} | sizes))
+    assert Layout(ShardingConfig(), mesh).param_spec(axes, shape) == spec
+
+
 def test_activation_spec_and_what_is_manual():
     ours = layout(2, 2, 2)
-    assert ours.activation_spec(("batch", "length", "mlp"), (8, 5, 64)) == P(("replica", "fsdp"), None, ("tensor",))
+    assert ours.activation_spec(("batch", "length", "mlp"), (8, 5, 64)) == P(
+        ("replica", "fsdp"), ("context",), ("tensor",)
+    )
     assert ours.activation_spec(("batch", "heads"), (8, 3)) == P(("replica", "fsdp"), None)
     assert ours.activation_spec(("batch",), (6,)) == P(None)
     inside = Layout(ours.config, ours.mesh, manual=frozenset({"replica"}))

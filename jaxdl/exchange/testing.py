@@ -35,10 +35,10 @@ from jaxdl.exchange.base import PER_REPLICA
 from jaxdl.exchange.resplit import resplit
 from jaxdl.parallel.cluster import start_devices
 from jaxdl.parallel.compiler.wire_bytes import sent_bytes
-from jaxdl.parallel.mesh import PARAM_AXES, Axis, MeshConfig
+from jaxdl.parallel.mesh import FILLING_AXIS, MODEL_AXES, Axis, MeshConfig
 
 _NUM_DEVICES = 8
-_INNER = PARAM_AXES[:2]
+_INNER = (FILLING_AXIS, *MODEL_AXES)
 _AXES = (Axis.REPLICA.value, *_INNER)
 _ROWS = 64
 _LEAST_ELEMENTS = 3072

@@ -27,6 +27,10 @@ class Model(Choice):
     """What the network reads, "images" or "text"; the task and the data must have the same. None reads anything."""
     position_fields: ClassVar[tuple[str, ...]] = ()
     """The fields that decide how positions are known, and how far; none where the model does not say."""
+    splits_layers: ClassVar[bool] = False
+    """Whether its layers can be spread over the mesh axes that split layers (`jaxdl.parallel.mesh.Axis`)."""
+    splits_length: ClassVar[bool] = False
+    """Whether it can read texts whose length is split over mesh axes."""
 
     @classmethod
     def instead_of(cls, value: Any) -> str:

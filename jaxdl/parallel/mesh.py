@@ -35,38 +35,51 @@ class Axis(enum.StrEnum):
     """Crosses the slow network, usually with one index per node; gradients are exchanged over it."""
     splits_batch: bool
     """Splits the examples of a batch."""
+    splits_layers: bool
+    """Splits the layers of a network into stages of a pipeline, with their parameters."""
+    splits_length: bool
+    """Splits the length of each text, or other sequence, of a batch."""
     splits_params: bool
-    """Splits parameters, their gradients and the optimizer's state."""
+    """Splits dimensions of parameters, their gradients and the optimizer's state."""
 
     def __new__(cls, name: str, *properties: str) -> Axis:
         """The axis; `properties` are the names of those it has."""
         axis = str.__new__(cls, name)
         axis._value_ = name
-        known = ("is_slow", "splits_batch", "splits_params")
+        known = ("is_slow", "splits_batch", "splits_layers", "splits_length", "splits_params")
         assert set(properties) <= set(known), (name, properties)
         for has in known:
             setattr(axis, has, has in properties)
         return axis
 
     REPLICA = "replica", "is_slow", "splits_batch"
+    STAGE = "stage", "splits_layers"
     FSDP = "fsdp", "splits_batch", "splits_params"
+    CONTEXT = "context", "splits_length", "splits_params"
     TENSOR = "tensor", "splits_params"
 
 
 AXES = tuple(axis.value for axis in Axis)
 """All axes."""
 INNER_AXES = tuple(axis.value for axis in Axis if not axis.is_slow)
-"""Those inside a replica, on a fast network: fsdp, tensor."""
+"""Those inside a replica: stage, fsdp, context, tensor."""
 BATCH_AXES = tuple(axis.value for axis in Axis if axis.splits_batch)
 """Those over which the leading dimension of a batch is sharded: replica, fsdp."""
 INNER_BATCH_AXES = tuple(axis for axis in BATCH_AXES if axis in INNER_AXES)
 """Those over which the batch of one replica is sharded: fsdp."""
+STAGE_AXES = tuple(axis.value for axis in Axis if axis.splits_layers)
+"""Those over which layers are spread: stage."""
+LENGTH_AXES = tuple(axis.value for axis in Axis if axis.splits_length)
+"""Those over which the length of texts is split: context."""
 PARAM_AXES = tuple(axis.value for axis in Axis if axis.splits_params)
-"""Those over which parameters are sharded: fsdp, tensor."""
-GATHER_AXES = tuple(axis for axis in PARAM_AXES if axis in BATCH_AXES)
-"""Those over which parameters are gathered for use: fsdp. Each device has other examples, which need all parameters."""
-MODEL_AXES = tuple(axis for axis in PARAM_AXES if axis not in BATCH_AXES)
-"""Those over which the work on each example is split, as its parameters are: tensor."""
+"""Those over which dimensions of parameters are sharded: fsdp, context, tensor."""
+GATHER_AXES = tuple(axis for axis in PARAM_AXES if axis in BATCH_AXES + LENGTH_AXES)
+"""Those over which parameters are gathered for use: fsdp, context. Each device has other tokens or examples, which need
+all parameters."""
+MODEL_AXES = tuple(axis for axis in PARAM_AXES if axis not in GATHER_AXES)
+"""Those over which the work on each token or example is split, as its parameters are: tensor."""
+RARE_AXES = STAGE_AXES + LENGTH_AXES
+"""Those that only some models can use: stage, context. With one device they are not spoken of."""
 
 
 class HostAxis(enum.StrEnum):
@@ -84,8 +97,13 @@ class MeshConfig(Config):
 
     replica: int = 1
     """Data parallel across the slow network; gradients are exchanged over it. Usually the number of nodes."""
+    stage: int = pydantic.Field(default=1, exclude_if=lambda size: size == 1)
+    """Pipeline: each stage has a part of the layers, and the micro-batches of `step.microbatches` pass through them one
+    after the other. For decoders."""
     fsdp: int = -1
     """Data parallel inside a node; parameters and optimizer state are sharded over it."""
+    context: int = pydantic.Field(default=1, exclude_if=lambda size: size == 1)
+    """Splits each text over its devices, for long ones; parameters are sharded over it too. For decoders."""
     tensor: int = 1
     """Model parallel inside a node."""
     cpu_devices: int | None = pydantic.Field(default=None, ge=1)
@@ -130,7 +148,7 @@ class MeshConfig(Config):
         sizes = self._requested
         fixed = math.prod(size for size in sizes.values() if size != -1)
         shape = mesh_text(sizes)
-        options = [f"--mesh.{axis}" for axis in AXES]
+        options = [f"--mesh.{axis}" for axis in AXES if axis not in RARE_AXES or sizes[axis] != 1]
         advice = f"Change {', '.join(options[:-1])} or {options[-1]}, or use --devices N for N virtual CPU devices."
         if -1 in sizes.values():
             if num_devices % fixed or num_devices < fixed:
@@ -225,8 +243,8 @@ def ways(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:
-    """`replica 2 x fsdp 4 x tensor 1`."""
-    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    """`replica 2 x fsdp 4 x tensor 1`, and `RARE_AXES` of more than one device."""
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1 or axis not in RARE_AXES)
 
 
 def inner_sizes(sizes: Mapping[str, int]) -> dict[str, int]:

@@ -5,9 +5,10 @@ them to mesh axes:
 
 - an axis that splits parameters splits the first dimension that `ShardingConfig.rules` gives it and whose size it
   divides;
-- one of `GATHER_AXES`, over which parameters are gathered for use, such as `fsdp`, splits the largest remaining
-  dimension that it divides (or else the same one again);
-- stacked `layers` are never split, and neither are biases, norm scales and parameters below `min_shard_elements`.
+- `GATHER_AXES`, over which parameters are gathered for use, such as `fsdp`, split the largest remaining dimension that
+  they divide together, for one message (or else one each, or the same one again);
+- stacked `layers` are split over stages alone, and biases, norm scales and parameters below `min_shard_elements` over
+  nothing else.
 
 The dimensions of a parameter without logical axes are `UNNAMED`, so only `GATHER_AXES` split it.
 
@@ -32,7 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxdl.core.config import Config, ConfigError
-from jaxdl.parallel.mesh import BATCH_AXES, GATHER_AXES, MODEL_AXES, PARAM_AXES, Axis, ways
+from jaxdl.parallel.mesh import BATCH_AXES, GATHER_AXES, LENGTH_AXES, MODEL_AXES, PARAM_AXES, STAGE_AXES, Axis, ways
 
 Params = dict[str, Any]
 """Parameters by name: nested dictionaries of arrays, or of their shapes."""
@@ -58,7 +59,7 @@ EXPERT = "expert"
 are brought to them. Where it does not divide it they are gathered as all others."""
 ROUTER = "router"
 """The logical name of a dimension of a router's parameters, which are never rounded."""
-_RULES = {"batch": BATCH_AXES, EXPERT: (Axis.FSDP.value,)}
+_RULES = {"batch": BATCH_AXES, "length": LENGTH_AXES, STACKED: STAGE_AXES, EXPERT: (Axis.FSDP.value,)}
 """Logical dimension -> the mesh axes that split it, for those that no option names."""
 
 
@@ -113,24 +114,37 @@ class Layout:
         assert len(axes) == len(shape), (axes, shape)
         sizes, rules = self.mesh.shape, self.config.rules
         dims = [dim for dim, name in enumerate(axes) if name not in LAYER_DIMS]
-        # Gathering biases and norm scales for every use would cost more in messages than keeping them whole in memory.
-        if len(dims) < 2 or math.prod(shape[dim] for dim in dims) < self.config.min_shard_elements:
-            return PartitionSpec()
-        gathered = GATHER_AXES if self.config.param_sharding == "sharded" else ()
-        split = [axis for axis in PARAM_AXES if sizes[axis] > 1 and axis in gathered + MODEL_AXES]
         placed: dict[int, tuple[str, ...]] = {}
 
-        def place(axis: str, candidates: Iterable[int]) -> None:
+        def place(joint: tuple[str, ...], candidates: Iterable[int]) -> bool:
             used = {dim: placed.get(dim, ()) for dim in candidates}
-            fits = [dim for dim in used if shape[dim] % ways(sizes, (*used[dim], axis)) == 0]
-            placed.update({dim: (*used[dim], axis) for dim in fits[:1]})
+            fits = [dim for dim in used if shape[dim] % ways(sizes, (*used[dim], *joint)) == 0]
+            placed.update({dim: (*used[dim], *joint) for dim in fits[:1]})
+            return bool(fits)
 
-        for axis in split:
-            place(axis, [dim for dim in dims if axis in rules.get(axes[dim], ())])
-        for axis in split:
-            if axis in gathered and not any(axis in used for used in placed.values()):
-                free = [dim for dim in dims if dim not in placed]
-                place(axis, (*sorted(free, key=lambda dim: (shape[dim], dim), reverse=True), *placed))
+        def dims_of(axis: str) -> list[int]:
+            return [dim for dim, name in enumerate(axes) if axis in rules.get(name, ())]
+
+        for axis in STAGE_AXES:
+            if sizes.get(axis, 1) > 1:
+                place((axis,), dims_of(axis))
+        # Gathering biases and norm scales for every use would cost more in messages than keeping them whole in memory.
+        if len(dims) >= 2 and math.prod(shape[dim] for dim in dims) >= self.config.min_shard_elements:
+            gathered = GATHER_AXES if self.config.param_sharding == "sharded" else ()
+            split = [axis for axis in PARAM_AXES if sizes.get(axis, 1) > 1 and axis in gathered + MODEL_AXES]
+            for axis in split:
+                place((axis,), [dim for dim in dims_of(axis) if dim in dims])
+            rest = tuple(
+                axis for axis in split if axis in gathered and not any(axis in used for used in placed.values())
+            )
+            free = [dim for dim in dims if dim not in placed]
+            free.sort(key=lambda dim: (shape[dim], dim), reverse=True)
+            also = [dim for dim in placed if dim in dims]
+            if rest and not place(rest, (*free, *also)):
+                for axis in sorted(rest, key=sizes.__getitem__, reverse=True):
+                    place(
+                        (axis,), (*(dim for dim in free if dim not in placed), *(dim for dim in placed if dim in dims))
+                    )
         entries = [placed.get(dim) for dim in range(len(shape))]
         while entries and entries[-1] is None:
             entries.pop()
@@ -158,9 +172,9 @@ class Layout:
     def activation_spec(self, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
         """The PartitionSpec of an activation: split by the rules over the automatic axes."""
         entries: list[Any] = []
-        rules = self.config.rules
+        rules, automatic = self.config.rules, set(self.mesh.axis_names) - self.manual
         for name, size in zip(names, shape, strict=True):
-            wanted = tuple(axis for axis in rules.get(name, ()) if axis not in self.manual)
+            wanted = tuple(axis for axis in rules.get(name, ()) if axis in automatic)
             entries.append(wanted if wanted and size % ways(self.mesh.shape, wanted) == 0 else None)
         return PartitionSpec(*entries)
 

@@ -34,7 +34,7 @@ from jaxdl.exchange.cost import ALWAYS_MEASURED, Figures, Gradients, Machine, in
 from jaxdl.exchange.probe import probe
 from jaxdl.parallel.cluster import start_devices
 from jaxdl.parallel.collectives.select import METHODS, Method
-from jaxdl.parallel.mesh import PARAM_AXES, Axis, MeshConfig, inner_sizes, make_mesh, mesh_text
+from jaxdl.parallel.mesh import FILLING_AXIS, MODEL_AXES, Axis, MeshConfig, inner_sizes, make_mesh, mesh_text
 from jaxdl.performance.bench.exchange_plot import Comparison, figure
 from jaxdl.performance.bench.shared import (
     Imports,
@@ -164,7 +164,7 @@ def make_trial(num_elements: int, mesh: Mesh) -> Trial:
     inner = inner_sizes(mesh.shape)
     unit = math.prod(inner.values())
     side = unit * max(1, round(math.sqrt(num_elements / _NUM_LAYERS) / unit))
-    split = PartitionSpec(*(axis if axis in inner else None for axis in PARAM_AXES[:2]))
+    split = PartitionSpec(*(axis if axis in inner else None for axis in (FILLING_AXIS, *MODEL_AXES)))
     specs, shapes = {}, {}
     for number in range(_NUM_LAYERS):
         for name, shape, spec in (

@@ -24,7 +24,7 @@ from jaxdl.exchange.auto import INNER_LINKS
 from jaxdl.exchange.cost import ALWAYS_MEASURED, NOMINAL_SPEEDS, Figures, Link, Machine
 from jaxdl.exchange.probe import probe
 from jaxdl.parallel.cluster import host_memory_bytes, wait_for_all
-from jaxdl.parallel.mesh import AXES, INNER_AXES, Axis, Device, MeshConfig, make_mesh, platform, ways
+from jaxdl.parallel.mesh import AXES, FILLING_AXIS, INNER_AXES, Axis, Device, MeshConfig, make_mesh, platform, ways
 from jaxdl.performance.planner.machine import network_rate
 from jaxdl.performance.planner.mesh_tables import tables_on_meshes
 from jaxdl.performance.planner.search import (
@@ -112,7 +112,7 @@ def prepare(
     with start.doing("planning the layout: reading the data, measuring the links"):
         tables = tables_on_meshes(experiment, sizes, described, asked.keep, trials.splits)
         cluster = Cluster(nodes, of_each, described(), device_bytes, Efficiency(compute=1.0))
-    inner = described().link(INNER_AXES[0])  # In a trial the devices of a process are replicas.
+    inner = described().link(FILLING_AXIS)  # In a trial the devices of a process are replicas.
     inside = dataclasses.replace(described(), links=dict.fromkeys(AXES, inner))
     local, of_tables = max(1, experiment.batch_size // len(devices)), functools.partial(table_sec, machine=inside)
     parts = step_parts(trials, mine, local, device_bytes, of_tables)
@@ -182,7 +182,7 @@ def machine_of(experiment: Experiment, asked: PlanAuto, mesh: Any) -> Machine:
         together=experiment.model.modality == TabularSpec.modality,  # It may have tables.
     )
     links = dict(machine.links)
-    links = dict.fromkeys(AXES, links.get(INNER_AXES[0], INNER_LINKS[kind])) | links
+    links = dict.fromkeys(AXES, links.get(FILLING_AXIS, INNER_LINKS[kind])) | links
     return dataclasses.replace(machine, links=links)
 
 

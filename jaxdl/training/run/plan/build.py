@@ -40,6 +40,7 @@ from jaxdl.training.run.plan.remarks import settings_remarks
 from jaxdl.training.run.plan.tables import make_tables
 from jaxdl.training.run.plan.validate import (
     check_agreement,
+    check_axes,
     check_batches,
     check_network,
     check_norms,
@@ -116,6 +117,7 @@ def open_data(
     Raises ConfigError for data that cannot be read, and for batches, phases and lengths that do not fit them.
     """
     eval_batch_size = experiment.evaluation.batch_size or experiment.batch_size
+    check_axes(experiment.model, mesh.shape)
     check_batches(experiment, batch_ways(mesh), eval_batch_size)
     with start.doing("reading the data"):
         data = experiment.data

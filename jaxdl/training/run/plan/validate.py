@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,11 +15,11 @@ from jaxdl.core.user_code import user_code
 from jaxdl.data import DataSpec, PhotoSource, Splits
 from jaxdl.exchange import Auto, Dense, ExchangeConfig
 from jaxdl.exchange.agreement import Agreement, check_exchange
-from jaxdl.models import Network
+from jaxdl.models import Model, Network
 from jaxdl.models.mode_check import check_evaluation
 from jaxdl.parallel.embedding import EmbeddingConfig
 from jaxdl.parallel.embedding.jagged import is_jagged
-from jaxdl.parallel.mesh import BATCH_AXES, MODEL_AXES
+from jaxdl.parallel.mesh import BATCH_AXES, MODEL_AXES, RARE_AXES, Axis
 from jaxdl.parallel.sharding import STACKED, UNNAMED, UNNAMED_STACK, ShardingConfig, has_names, is_names
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.tasks import Task, check_task
@@ -108,6 +108,17 @@ def check_warmup(experiment: Experiment, total_steps: int) -> None:
             f"({total_steps} steps), so its final setting would never be reached. Lower {flags}, or make the run "
             "longer."
         )
+
+
+def check_axes(model: Model, sizes: Mapping[str, int]) -> None:
+    """Raises ConfigError for a mesh axis of several devices over which the model cannot be split."""
+    for axis in (axis for axis in Axis if axis in RARE_AXES and sizes[axis] > 1):
+        if (axis.splits_layers and not model.splits_layers) or (axis.splits_length and not model.splits_length):
+            what = "spread its layers" if axis.splits_layers else "split its input"
+            raise ConfigError(
+                f"--mesh.{axis} {sizes[axis]}: model {model.users_name or model.kind} cannot {what} over devices. "
+                f"Choose --mesh.{axis} 1."
+            )
 
 
 def check_batches(experiment: Experiment, ways: int, eval_batch_size: int) -> None:
