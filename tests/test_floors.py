@@ -246,11 +246,7 @@ def spelt_axes(tree):
                 id(part) for part in ast.walk(node) if isinstance(part, ast.Constant) and part.value == "replica"
             }
     for node in nodes_of(tree):
-        if (
-            isinstance(node, ast.Constant)
-            and node.value in ("replica", "stage", "fsdp", "context", "tensor")
-            and id(node) not in allowed
-        ):
+        if isinstance(node, ast.Constant) and node.value in ("replica", "fsdp", "tensor") and id(node) not in allowed:
             yield node.lineno, node.value
         # Only the slow axis is a notion of its own. What is asked of the others is a property.
         if (
