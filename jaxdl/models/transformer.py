@@ -170,6 +170,11 @@ class Transformer(Model, kind="transformer"):
         return self.lora.trained
 
     @property
+    def num_stacked_layers(self) -> int | None:
+        """Those of `scan_layers`."""
+        return self.num_layers if self.scan_layers else None
+
+    @property
     def has_fp8(self) -> bool:
         """With stacked layers."""
         return self.scan_layers

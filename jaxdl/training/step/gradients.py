@@ -18,7 +18,7 @@ from jaxdl.parallel.sharding import Grads, Layout, Params, is_spec
 from jaxdl.training.state import ModelState
 from jaxdl.training.step.network import apply_network
 from jaxdl.training.step.parts import VECTORS, Batch, Parts, Sums
-from jaxdl.training.step.pipeline import STAGE, Pipeline, num_stages, stage_specs
+from jaxdl.training.step.pipeline import STAGE, Pipeline, num_stages, split, stage_specs
 from jaxdl.training.step.update import nonzero
 
 LocalGradients = tuple[Grads, Sums, ModelState, jax.Array | None]
@@ -193,14 +193,6 @@ def _pmean_at_once(tree: Any, axis: str) -> Any:
     return as_tree(lax.pmean(flat, axis))
 
 
-def split(x: jax.Array, num_parts: int) -> jax.Array:
-    """`[batch, ...]` -> `[num_parts, batch / num_parts, ...]`, every num_parts-th row to the same part.
-
-    So the parts hold the same examples on every mesh, and no row has to move between devices.
-    """
-    return jnp.moveaxis(x.reshape(x.shape[0] // num_parts, num_parts, *x.shape[1:]), 1, 0)
-
-
 def unsplit(x: jax.Array) -> jax.Array:
-    """The inverse of `split`."""
+    """The inverse of `jaxdl.training.step.pipeline.split`."""
     return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])

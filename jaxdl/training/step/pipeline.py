@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 from jaxdl.models.logits import add_remarks
 from jaxdl.models.network import Call
 from jaxdl.parallel.collectives.primitive import alike
-from jaxdl.parallel.mesh import STAGE_AXES
+from jaxdl.parallel.mesh import BATCH_AXES, STAGE_AXES, batch_ways
 from jaxdl.parallel.sharding import STACKED, Grads, Layout, LogicalAxes, Params, is_names, is_spec, without_axes
 from jaxdl.training.state import ModelState
 from jaxdl.training.step.network import run_network
@@ -49,6 +49,32 @@ def stage_specs(axes: LogicalAxes, *before: str) -> Any:
     return jax.tree.map(
         lambda names: PartitionSpec(*before, *((STAGE,) if STACKED in names else ())), axes, is_leaf=is_names
     )
+
+
+def pipelined_sums(parts: Parts, params: Params, model_state: ModelState, batch: Batch) -> Sums:
+    """The task's sums in evaluation over a global batch, `[batch, ...]`, which goes through the stages in parts."""
+    mesh, examples = parts.layout.mesh, len(next(iter(batch.values())))
+    rows, most = examples // batch_ways(mesh), max(num_stages(parts.layout), parts.config.microbatches)
+    num_parts = max(num for num in range(1, min(rows, most) + 1) if rows % num == 0)
+    layout = replace(parts.layout, manual=frozenset({STAGE}))
+
+    def region(params: Params, model_state: ModelState, batch: Batch) -> Sums:
+        in_parts = {
+            name: layout.constrain(split(x, num_parts), PartitionSpec(None, BATCH_AXES)) for name, x in batch.items()
+        }
+        return Pipeline(parts, layout, params, in_parts, train=False).typed.sums(model_state)
+
+    specs = (stage_specs(parts.network.axes), stage_specs(parts.network.state_axes), PartitionSpec())
+    staged = jax.shard_map(region, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), axis_names={STAGE})
+    return staged(params, model_state, dict(batch))
+
+
+def split(x: jax.Array, num_parts: int) -> jax.Array:
+    """`[batch, ...]` -> `[num_parts, batch / num_parts, ...]`, every num_parts-th row to the same part.
+
+    So the parts hold the same examples on every mesh, and no row has to move between devices.
+    """
+    return jnp.moveaxis(x.reshape(x.shape[0] // num_parts, num_parts, *x.shape[1:]), 1, 0)
 
 
 class Divided(NamedTuple):
