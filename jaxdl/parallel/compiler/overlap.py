@@ -69,7 +69,7 @@ class Message:
 
     @property
     def over_slow(self) -> bool:
-        """Whether it crosses the slow network: between replicas, or between stages, which are taken to lie on it too."""
+        """Whether it crosses the slow network: between replicas, or between stages, which may lie on it too."""
         return not set(SLOW_AXES).isdisjoint(self.axes)
 
     @property

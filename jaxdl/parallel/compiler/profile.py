@@ -43,9 +43,7 @@ def _early(timeline: Timeline, over_slow: bool) -> float:
     If they counted more often, XLA would start each as soon as its content is there, though that makes the step wait
     for the one before.
     """
-    total = sum(
-        message.seconds * message.times for message in timeline.messages if message.over_slow == over_slow
-    )
+    total = sum(message.seconds * message.times for message in timeline.messages if message.over_slow == over_slow)
     backward = sum(end - begin for begin, end, what in timeline.spans if what == "backward")
     return min(_EARLY, max(1.0, backward / total)) if total else 1.0
 
