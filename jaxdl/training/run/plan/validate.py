@@ -111,7 +111,7 @@ def check_warmup(experiment: Experiment, total_steps: int) -> None:
 
 
 def check_axes(experiment: Experiment, sizes: Mapping[str, int]) -> None:
-    """Raises ConfigError for a mesh axis of several devices over which the model cannot be split, or not in this run."""
+    """Raises ConfigError for a mesh axis of several devices over which the model cannot be split, or not here."""
     model = experiment.model
     for axis in (axis for axis in Axis if axis in RARE_AXES and sizes[axis] > 1):
         if (axis.splits_layers and not model.splits_layers) or (axis.splits_length and not model.splits_length):
