@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -32,6 +33,7 @@ from jaxdl.models.remat import Remat
 from jaxdl.models.rotary import Angles, RopeScaling, positions_of, rotary_angles
 from jaxdl.parallel import sharding, token_vectors
 from jaxdl.parallel.sharding import Params
+from jaxdl.parallel.zigzag import Zigzag, current_order
 
 _TABLE_STDDEV, _POSITIONS_STDDEV = 0.02, 0.01
 """As in OpenAI's code of GPT-2."""
@@ -41,6 +43,7 @@ class Transformer(Model, kind="transformer"):
     """A decoder-only transformer."""
 
     modality: ClassVar[str] = "text"
+    splits_length: ClassVar[bool] = True
     position_fields: ClassVar[tuple[str, ...]] = ("positions", "max_length", "rope_theta", "rope_scaling", "window")
     num_layers: int = pydantic.Field(default=4, ge=1)
     """Number of blocks (attention and MLP)."""
@@ -256,14 +259,17 @@ class TransformerModule(nnx.Module):
         """
         keys = self.row_keys[...] if train and self.row_keys is not None else None
         positions = jnp.arange(tokens.shape[1])[None] if segments is None else positions_of(segments)
-        x = self.embed(tokens, None if segments is None else positions)
-        x = dropout(x, self.config.dropout, fold(keys, 0))
+        if (order := current_order(tokens.shape[1])) is not None:
+            tokens, positions = order.stored(tokens), order.stored(positions)
+        x = self.embed(tokens, None if segments is None else positions, order)
+        x = dropout(x, self.config.dropout, fold(keys, 0), order)
         angles = self.angles(positions)
 
         def block(x: jax.Array, layer: Block, index: jax.Array | int) -> jax.Array:
-            return layer(x, angles, segments, fold(fold(keys, 1), index))
+            return layer(x, angles, segments, fold(fold(keys, 1), index), order)
 
-        return self.blocks(block, sharding.constrain(x, "batch", "length", "embed"), train=train)
+        outputs = self.blocks(block, sharding.constrain(x, "batch", "length", "embed"), train=train)
+        return replace(outputs, order=order)
 
     def blocks(self, block: Callable[[Any, Block, jax.Array | int], Any], x: jax.Array, *, train: bool) -> Logits:
         """The logits from what the first block reads."""
@@ -313,8 +319,13 @@ class TransformerModule(nnx.Module):
 
         return self._through_layers(block, (sharding.constrain(x, "batch", "length", "embed"), cache))[0]
 
-    def embed(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """What the first layer reads, [batch, length, embed]; `positions` are 0, 1... by default, int like `tokens`."""
+    def embed(
+        self, tokens: jax.Array, positions: jax.Array | None = None, order: Zigzag | None = None
+    ) -> jax.Array:
+        """What the first layer reads, [batch, length, embed]; `positions` are 0, 1... by default, int like `tokens`.
+
+        `order` is that of both.
+        """
         x = token_vectors.lookup(self.embedding[...], tokens, self.dtype)
         if self.config.max_length is None:
             return x
@@ -325,7 +336,8 @@ class TransformerModule(nnx.Module):
             )
         table = self.position_embedding[...]
         if positions is None:
-            return add_bias(x, table[: tokens.shape[1]])
+            rows = table[: tokens.shape[1]]
+            return add_bias(x, rows if order is None else order.stored(rows, dim=0))
         return x + token_vectors.lookup(table, positions, self.dtype)
 
     def angles(self, positions: jax.Array) -> Angles | None:
@@ -333,7 +345,8 @@ class TransformerModule(nnx.Module):
         config = self.config
         if config.positions != "rotary":
             return None
-        return rotary_angles(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        angles = rotary_angles(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        return Angles(*(sharding.constrain(x, "batch", "length", "head_dim") for x in angles))
 
     def logits(self, x: jax.Array, head: jax.Array | None = None) -> Logits:
         """The logits from what the last layer gives; `head` is the kernel of an output layer of its own."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdl.parallel.mesh import LENGTH_AXES, ways
-from jaxdl.parallel.sharding import Layout, current_layout
+from jaxdl.parallel.sharding import Layout, current_layout, entry_names
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def split_axes(layout: Layout | None, length: int) -> tuple[str, ...]:
     if layout is None:
         return ()
     (entry,) = layout.activation_spec(("length",), (length,))
-    return tuple(axis for axis in entry or () if layout.mesh.shape[axis] > 1)
+    return tuple(axis for axis in entry_names(entry) if layout.mesh.shape[axis] > 1)
 
 
 def current_order(length: int) -> Zigzag | None:
