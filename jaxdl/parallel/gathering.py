@@ -25,17 +25,22 @@ from jaxdl.parallel.sharding import (
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(x: jax.Array, layout: Layout, spec: PartitionSpec) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(x: jax.Array, layout: Layout, spec: PartitionSpec, axes: tuple[str, ...]) -> jax.Array:
     narrow = x if layout.wire_dtype is None else x.astype(layout.wire_dtype)
-    return layout.constrain(narrow, without_axes(spec, *GATHER_AXES)).astype(x.dtype)
+    return layout.constrain(narrow, without_axes(spec, *axes)).astype(x.dtype)
 
 
-def _gather_forward(x: jax.Array, layout: Layout, spec: PartitionSpec) -> tuple[jax.Array, None]:
-    return _gather(x, layout, spec), None
+def _gather_forward(
+    x: jax.Array, layout: Layout, spec: PartitionSpec, axes: tuple[str, ...]
+) -> tuple[jax.Array, None]:
+    return _gather(x, layout, spec, axes), None
 
 
-def _gather_backward(layout: Layout, spec: PartitionSpec, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _gather_backward(
+    layout: Layout, spec: PartitionSpec, axes: tuple[str, ...], _: None, cotangent: jax.Array
+) -> tuple[jax.Array]:
+    del axes
     # The plain transpose would all-reduce the gradient to every device; sharded like the parameter, it is
     # reduce-scattered. It is not rounded to `wire_dtype`.
     return (layout.constrain(cotangent, spec),)
@@ -54,9 +59,11 @@ def gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     if layout is None:
         return x
     spec = layout.param_spec(axes, x.shape)
-    if set(GATHER_AXES).isdisjoint(spec_axes(spec)) or experts_axis(layout, axes, x.shape):
+    # Tokens are brought to experts.
+    over = tuple(axis for axis in GATHER_AXES if axis != experts_axis(layout, axes, x.shape))
+    if set(over).isdisjoint(spec_axes(spec)):
         return x
-    return _gather(x, dataclasses.replace(layout, wire_dtype=None) if ROUTER in axes else layout, spec)
+    return _gather(x, dataclasses.replace(layout, wire_dtype=None) if ROUTER in axes else layout, spec, over)
 
 
 def experts_axis(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...]) -> str | None:
@@ -90,7 +97,9 @@ def _sharded_gradient(x: jax.Array, layout: Layout, spec: PartitionSpec) -> jax.
     return x
 
 
-_sharded_gradient.defvjp(lambda x, layout, spec: (x, None), _gather_backward)
+_sharded_gradient.defvjp(
+    lambda x, layout, spec: (x, None), lambda layout, spec, _, cotangent: (layout.constrain(cotangent, spec),)
+)
 
 
 def gather_layer(layer_state: nnx.State) -> nnx.State:
