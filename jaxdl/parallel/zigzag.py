@@ -6,6 +6,7 @@ each computes as much of causal attention as any other. Attention alone needs to
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -57,7 +58,7 @@ def current_order(length: int) -> Zigzag | None:
     return Zigzag(num) if length % (2 * num) == 0 else None
 
 
-def length_unit(sizes: dict[str, int]) -> int:
+def length_unit(sizes: Mapping[str, int]) -> int:
     """What the length of texts has to be a multiple of on a mesh of these sizes; 1 for any."""
     num = ways(sizes, LENGTH_AXES)
     return 2 * num if num > 1 else 1

@@ -12,15 +12,16 @@ from jax.sharding import Mesh
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.user_code import user_code
-from jaxdl.data import DataSpec, PhotoSource, Splits
+from jaxdl.data import DataSpec, PhotoSource, Splits, TextSpec
 from jaxdl.exchange import Auto, Dense, ExchangeConfig
 from jaxdl.exchange.agreement import Agreement, check_exchange
 from jaxdl.models import Model, Network
 from jaxdl.models.mode_check import check_evaluation
 from jaxdl.parallel.embedding import EmbeddingConfig
 from jaxdl.parallel.embedding.jagged import is_jagged
-from jaxdl.parallel.mesh import BATCH_AXES, MODEL_AXES, RARE_AXES, Axis
+from jaxdl.parallel.mesh import BATCH_AXES, LENGTH_AXES, MODEL_AXES, RARE_AXES, Axis
 from jaxdl.parallel.sharding import STACKED, UNNAMED, UNNAMED_STACK, ShardingConfig, has_names, is_names
+from jaxdl.parallel.zigzag import length_unit
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.tasks import Task, check_task
 
@@ -119,6 +120,25 @@ def check_axes(model: Model, sizes: Mapping[str, int]) -> None:
                 f"--mesh.{axis} {sizes[axis]}: model {model.users_name or model.kind} cannot {what} over devices. "
                 f"Choose --mesh.{axis} 1."
             )
+        # What a user has written may look at other tokens than those it has.
+        if axis.splits_length and model.users_name and "splits_length" not in vars(type(model)):
+            raise ConfigError(
+                f"--mesh.{axis} {sizes[axis]}: {model.users_name} does not say whether it reads texts that are split "
+                f"over devices. Choose --mesh.{axis} 1, or set splits_length = True in the class, if only "
+                "jaxdl's attention looks at several tokens at once."
+            )
+
+
+def check_length(spec: DataSpec, sizes: Mapping[str, int]) -> None:
+    """Raises ConfigError for texts that cannot be split evenly over devices."""
+    unit = length_unit(sizes)
+    if isinstance(spec, TextSpec) and spec.length % unit:
+        below, above = spec.length // unit * unit, math.ceil(spec.length / unit) * unit
+        meshes = " ".join(f"--mesh.{axis} {sizes[axis]}" for axis in LENGTH_AXES)
+        raise ConfigError(
+            f"--data.length {spec.length}: with {meshes} each text is cut into {unit} chunks of one length. Choose a "
+            f"multiple of {unit}, such as {f'{below} or {above}' if below else above}."
+        )
 
 
 def check_batches(experiment: Experiment, ways: int, eval_batch_size: int) -> None:
