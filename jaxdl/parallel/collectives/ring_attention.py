@@ -133,24 +133,22 @@ class Ring:
             mine = heads.tokens[:, :, None, None]
             cotangent = jnp.where(mine, cotangent, 0)
             whole = Part(jnp.where(mine, whole.result, 0), whole.log_sum)
-        sent = jnp.stack([key, value])
-        sent = self._handed_on(sent if heads is None else _reversed(sent))
+        here = jnp.stack([key, value])
+        here = self._handed_on(here if heads is None else _reversed(here))
         query_gradient, *own = self._own_backward(query, key, value, whole, cotangent, heads)
         found = None
         for number in range(1, self.num):
-            sent, query_gradient = lax.optimization_barrier((sent, query_gradient))
-            here = sent
-            if number < self.num - 1:
-                sent = self._handed_on(here)
-            # What earlier turns found travels during this one's blocks.
-            found = None if found is None else self._handed_on(found)
+            here, found, query_gradient = lax.optimization_barrier((here, found, query_gradient))
+            # The keys of the next turn, and what the turn before found, travel beside this one's blocks.
+            following, before = self._both_handed_on(here if number < self.num - 1 else None, found)
             turn = self._turn(number, heads)
             of_part = Part(turn.queries(whole.result), turn.queries(whole.log_sum, 2))
             operands = (turn.queries(query), *map(turn.keys, here), of_part, turn.queries(cotangent), turn.lengths)
             of_queries, *of_keys = self.kernel.backward(*operands)
             query_gradient += turn.query_gradient(of_queries)
             of_keys = jnp.stack([turn.key_gradient(x) for x in of_keys])
-            found = of_keys if found is None else found + of_keys
+            found = of_keys if before is None else before + of_keys
+            here = here if following is None else following
         assert found is not None, "a ring has two devices or more"
         home = self._handed_on(found)
         home = home if heads is None else _reversed(home)
@@ -218,6 +216,22 @@ class Ring:
     def _handed_on(self, x: jax.Array) -> jax.Array:
         """What the device before had."""
         return lax.ppermute(x, self.axes, [(device, (device + 1) % self.num) for device in range(self.num)])
+
+
+    def _both_handed_on(
+        self, narrow: jax.Array | None, wide: jax.Array | None
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        """Two arrays [..., head_dim], of 32 bits the second, in one message: XLA has one under way at a time."""
+        if narrow is None or wide is None:
+            return tuple(None if x is None else self._handed_on(x) for x in (narrow, wide))
+        bits = jnp.uint16 if narrow.dtype.itemsize == 2 else jnp.uint32
+        size = narrow.shape[-1]
+        sides = [lax.bitcast_convert_type(x, bits).reshape(*narrow.shape[:-1], -1) for x in (narrow, wide)]
+        both = self._handed_on(jnp.concatenate(sides, axis=-1))
+        first, second = both[..., :size], both[..., size:]
+        # Two halves of a number are a dimension of their own.
+        second = second if bits == jnp.uint32 else second.reshape(*narrow.shape, 2)
+        return lax.bitcast_convert_type(first, narrow.dtype), lax.bitcast_convert_type(second, wide.dtype)
 
 
 def _reversed(x: jax.Array) -> jax.Array:
