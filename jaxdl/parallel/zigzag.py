@@ -58,6 +58,12 @@ def current_order(length: int) -> Zigzag | None:
     return Zigzag(num) if length % (2 * num) == 0 else None
 
 
+def num_length_shards(length: int) -> int:
+    """Over how many devices texts of this length are split; 1 without a layout."""
+    layout = current_layout()
+    return 1 if layout is None else ways(layout.mesh.shape, split_axes(layout, length))
+
+
 def length_unit(sizes: Mapping[str, int]) -> int:
     """What the length of texts has to be a multiple of on a mesh of these sizes; 1 for any."""
     num = ways(sizes, LENGTH_AXES)
