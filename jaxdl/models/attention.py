@@ -53,7 +53,10 @@ def attention_remarks(
     """What a user should know of the kernel of self-attention: a line on GPUs."""
     why, remarks = whole_scores(mesh, dtype, head_dim, Pattern(window=window)), _of_split_length(mesh, window, dropout)
     if why is None and dropout:
-        return ("attention: cuDNN's flash kernel in evaluation; in training attention_dropout takes all scores", *remarks)
+        return (
+            "attention: cuDNN's flash kernel in evaluation; in training attention_dropout takes all scores",
+            *remarks,
+        )
     if why is None:
         packed = whole_scores(mesh, dtype, head_dim, Pattern(window=window, packed=True))
         of_packed = f"; packed documents take the scores of all pairs of tokens ({packed})" if packed else ""
@@ -116,7 +119,9 @@ def attend(
     rows = key_lengths if segments is None else (segments, segments if key_segments is None else key_segments)
     drops = dropout > 0 and dropout_key is not None
     if order is not None and not drops:
-        assert causal and key_lengths is None and key_segments is None, "only texts that are read from the left"
+        assert causal, "texts are read from the left"
+        assert key_lengths is None, "a text has no padding but as a document"
+        assert key_segments is None, "a text attends to itself"
         return _split(query, key, value, segments, window, layout)
     if order is not None:  # Weights are dropped by their place in the text.
         query, key, value = (order.natural(x) for x in (query, key, value))

@@ -79,8 +79,6 @@ class Block(nnx.Module):
         x = self.plus(x, mixed, fold(keys, 1), order)
         return self.plus(x, self.mlp(self.mlp_norm(x)), fold(keys, 2), order)
 
-    def plus(
-        self, x: jax.Array, branch: jax.Array, keys: jax.Array | None, order: Zigzag | None = None
-    ) -> jax.Array:
+    def plus(self, x: jax.Array, branch: jax.Array, keys: jax.Array | None, order: Zigzag | None = None) -> jax.Array:
         """The residual stream after a branch."""
         return sharding.constrain(x + dropout(branch, self.dropout, keys, order), "batch", "length", "embed")

@@ -319,9 +319,7 @@ class TransformerModule(nnx.Module):
 
         return self._through_layers(block, (sharding.constrain(x, "batch", "length", "embed"), cache))[0]
 
-    def embed(
-        self, tokens: jax.Array, positions: jax.Array | None = None, order: Zigzag | None = None
-    ) -> jax.Array:
+    def embed(self, tokens: jax.Array, positions: jax.Array | None = None, order: Zigzag | None = None) -> jax.Array:
         """What the first layer reads, [batch, length, embed]; `positions` are 0, 1... by default, int like `tokens`.
 
         `order` is that of both.

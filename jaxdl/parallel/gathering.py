@@ -31,9 +31,7 @@ def _gather(x: jax.Array, layout: Layout, spec: PartitionSpec, axes: tuple[str, 
     return layout.constrain(narrow, without_axes(spec, *axes)).astype(x.dtype)
 
 
-def _gather_forward(
-    x: jax.Array, layout: Layout, spec: PartitionSpec, axes: tuple[str, ...]
-) -> tuple[jax.Array, None]:
+def _gather_forward(x: jax.Array, layout: Layout, spec: PartitionSpec, axes: tuple[str, ...]) -> tuple[jax.Array, None]:
     return _gather(x, layout, spec, axes), None
 
 

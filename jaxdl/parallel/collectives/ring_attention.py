@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -107,11 +107,12 @@ class Ring:
             if number < self.num - 1:
                 sent = self._handed_on(here)
             turn = self._turn(number, heads)
-            whole = turn.merged(whole, self.kernel.forward(turn.queries(query), *map(turn.keys, here), turn.lengths))
+            keys, values = map(turn.keys, here)
+            whole = turn.merged(whole, self.kernel.forward(turn.queries(query), keys, values, turn.lengths))
         result = whole.result.astype(query.dtype)
         if heads is None:
             return Part(result, whole.log_sum)
-        alone = packed_attention(query, key, value, heads.alone, heads.packed)
+        alone: Any = packed_attention(query, key, value, heads.alone, heads.packed)
         result = jnp.where(heads.tokens[:, :, None, None], result, alone)
         return Part(result, jnp.where(heads.tokens[:, None], whole.log_sum, NEVER))
 
@@ -143,8 +144,10 @@ class Ring:
             following, before = self._both_handed_on(here if number < self.num - 1 else None, found)
             turn = self._turn(number, heads)
             of_part = Part(turn.queries(whole.result), turn.queries(whole.log_sum, 2))
-            operands = (turn.queries(query), *map(turn.keys, here), of_part, turn.queries(cotangent), turn.lengths)
-            of_queries, *of_keys = self.kernel.backward(*operands)
+            key_blocks, value_blocks = map(turn.keys, here)
+            of_queries, *of_keys = self.kernel.backward(
+                turn.queries(query), key_blocks, value_blocks, of_part, turn.queries(cotangent), turn.lengths
+            )
             query_gradient += turn.query_gradient(of_queries)
             of_keys = jnp.stack([turn.key_gradient(x) for x in of_keys])
             found = of_keys if before is None else before + of_keys
@@ -163,15 +166,10 @@ class Ring:
         if heads is None:
             part = self.kernel.forward(query, key, value, causal=True)
             return Part(part.result.astype(jnp.float32), part.log_sum)
-        chunks = (_stacked(*_halves(x)) for x in (query, key, value))
-        early, late = (
-            Part(*halves)
-            for halves in zip(
-                *(_halves(x, 0) for x in self.kernel.forward(*chunks, heads.in_chunk, causal=True)), strict=True
-            )
-        )
-        to_early = self.kernel.forward(*self._late_to_early(query, key, value), heads.between)
-        late = merged(late, to_early)
+        queries, keys, values = (_stacked(*_halves(x)) for x in (query, key, value))
+        in_chunk = self.kernel.forward(queries, keys, values, heads.in_chunk, causal=True)
+        early, late = (Part(*halves) for halves in zip(*(_halves(x, 0) for x in in_chunk), strict=True))
+        late = merged(late, self.kernel.forward(*self._late_to_early(query, key, value), heads.between))
         return Part(
             jnp.concatenate([early.result.astype(jnp.float32), late.result], axis=1),
             jnp.concatenate([early.log_sum, late.log_sum], axis=2),
@@ -190,8 +188,8 @@ class Ring:
             return self.kernel.backward(query, key, value, whole, cotangent, causal=True)
         late = Part(_halves(whole.result)[1], _halves(whole.log_sum, 2)[1])
         both = Part(_stacked(*_halves(whole.result)), _stacked(*_halves(whole.log_sum, 2)))
-        chunks = (_stacked(*_halves(x)) for x in (query, key, value))
-        in_chunk = self.kernel.backward(*chunks, both, _stacked(*_halves(cotangent)), heads.in_chunk, causal=True)
+        queries, keys, values, upper = (_stacked(*_halves(x)) for x in (query, key, value, cotangent))
+        in_chunk = self.kernel.backward(queries, keys, values, both, upper, heads.in_chunk, causal=True)
         between = self.kernel.backward(
             *self._late_to_early(query, key, value), late, _halves(cotangent)[1], heads.between
         )
@@ -217,13 +215,15 @@ class Ring:
         """What the device before had."""
         return lax.ppermute(x, self.axes, [(device, (device + 1) % self.num) for device in range(self.num)])
 
-
     def _both_handed_on(
         self, narrow: jax.Array | None, wide: jax.Array | None
     ) -> tuple[jax.Array | None, jax.Array | None]:
         """Two arrays [..., head_dim], of 32 bits the second, in one message: XLA has one under way at a time."""
         if narrow is None or wide is None:
-            return tuple(None if x is None else self._handed_on(x) for x in (narrow, wide))
+            return (
+                None if narrow is None else self._handed_on(narrow),
+                None if wide is None else self._handed_on(wide),
+            )
         bits = jnp.uint16 if narrow.dtype.itemsize == 2 else jnp.uint32
         size = narrow.shape[-1]
         sides = [lax.bitcast_convert_type(x, bits).reshape(*narrow.shape[:-1], -1) for x in (narrow, wide)]

@@ -43,10 +43,11 @@ class Region:
         return PartitionSpec(self.split[0])
 
     @property
-    def part(self) -> Part:
-        """The split of a result."""
+    def part(self) -> Any:
+        """The split of a result, a `Part`."""
         batch, length, heads, *_ = self.split
-        return Part(self.split, PartitionSpec(batch, heads, length))
+        specs: tuple[Any, Any] = self.split, PartitionSpec(batch, heads, length)
+        return Part(*specs)
 
     def run(self, function: Callable[..., Any], in_specs: Any, out_specs: Any, *operands: Any) -> Any:
         """`function(*operands)` on each device."""

@@ -41,8 +41,8 @@ from jaxdl.training.run.plan.tables import make_tables
 from jaxdl.training.run.plan.validate import (
     check_agreement,
     check_axes,
-    check_length,
     check_batches,
+    check_length,
     check_network,
     check_norms,
     check_phases,
