@@ -66,7 +66,7 @@ def _message(axes: Axes, turn: int, stage: int, *, down: bool) -> None:
     """An arrow for what a slot sends to a neighbour."""
     x = LEFT + turn * WIDTH + (WIDTH / 4 if down else 3 * WIDTH / 4)
     y = TOP - (stage + (0.75 if down else 0.25)) * HEIGHT
-    end = x + (WIDTH if down else WIDTH), y + (-0.6 if down else 0.6) * HEIGHT
+    end = x + WIDTH, y + (-0.6 if down else 0.6) * HEIGHT
     axes.add_patch(FancyArrowPatch((x, y), end, arrowstyle="-|>", mutation_scale=16, color=INK, lw=1.6))
 
 
