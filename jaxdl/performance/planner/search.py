@@ -99,7 +99,12 @@ class RunWorkload:
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     exchange: ExchangeConfig | Auto = field(default_factory=Dense)
     measured_exchange: ExchangeConfig | None = None
-    """That for which profiles say how much memory it adds."""
+    """That for which `exchange_bytes` says how much memory it adds."""
+    exchange_bytes: Callable[[int, str], float | None] = lambda tensor, remat: None
+    """(size of `tensor`, remat) -> temporary bytes that `measured_exchange` adds on one device of `fsdp`; they are less
+    than none where XLA finds a better order. Compiled when it is first asked for; None if that is not known."""
+    microbatches: Sequence[int] = ()
+    """The numbers that are tried; none: all that divide the batch."""
     example_bytes: float = 0.0
     tables: PlanTables | None = None
     """Plans the embedding tables for a mesh; None without any."""
@@ -186,6 +191,8 @@ def choices(workload: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any]) -
         if not _kept(fixed, "mesh.tensor", tensor) or not _kept(fixed, "mesh.fsdp", fsdp):
             continue
         for microbatches in divisors(workload.batch_size // (replica * fsdp)):
+            if workload.microbatches and microbatches not in workload.microbatches:
+                continue
             if any(size % (replica * fsdp * microbatches) for size in workload.batch_sizes):
                 continue
             if workload.batch_size // (replica * microbatches) % (workload.norm_span or 1):
@@ -245,7 +252,9 @@ def _candidate(workload: RunWorkload, cluster: Cluster, choice: Choice, tables: 
     time = with_exchange(step_time, cost, machine, efficiency, delayed=bool(exchange.delay_steps))
     built = exchange.build(gradients.layout) if choice.replica > 1 else None
     step = Step(choice.sizes, sharding, choice.microbatches, examples, built)
-    measured = profile.exchange_bytes if exchange == workload.measured_exchange else None
+    measured = None
+    if choice.replica > 1 and exchange == workload.measured_exchange:
+        measured = workload.exchange_bytes(choice.tensor, choice.remat)
     need = memory(workload.parameters, profile.temporary, step, workload.example_bytes, costs, measured)
     fits = need.total <= MOST_OF_DEVICE * cluster.device_bytes
     return Candidate(choice, exchange, time, need, fits, reasons, tables)

@@ -42,9 +42,6 @@ class Profile:
     """Bytes that a device sends over `tensor` in one micro-batch."""
     tensor_messages: float = 0.0
     """Collectives over `tensor` in one micro-batch."""
-    exchange_bytes: float | None = None
-    """Temporary bytes that the exchange between replicas adds on one device of `fsdp`, less than none where XLA finds
-    a better order; None if that was not measured."""
 
 
 @dataclass(frozen=True)
