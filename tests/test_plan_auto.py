@@ -20,7 +20,7 @@ from jaxdl.models import DLRM
 from jaxdl.parallel.compiler.collectives import usual_collectives
 from jaxdl.parallel.embedding import DataParallel, EmbeddingConfig, RowWise, TableWise
 from jaxdl.parallel.embedding.traffic import axis_bytes
-from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.parallel.mesh import AXES, MeshConfig
 from jaxdl.performance.planner import auto, trials
 from jaxdl.performance.planner.mesh_tables import tables_on_meshes
 from jaxdl.performance.planner.search import search, with_other_tables
@@ -40,7 +40,7 @@ from jaxdl.training.tasks import Binary
 
 MESH = MeshConfig()
 GIVEN = PlanAuto(devices_per_node=1, network="1gbit", timed=2)
-SIZES = {"replica": 2, "fsdp": 4, "tensor": 1}
+SIZES = dict.fromkeys(AXES, 1) | {"replica": 2, "fsdp": 4}
 
 
 def clicks(**changes):
@@ -155,7 +155,7 @@ def test_a_run_plans_once_for_its_devices(tmp_path, monkeypatch):
     monkeypatch.setattr(auto, "plan", counted)
     experiment = tiny_experiment(mesh=MESH, plan=GIVEN.replaced({"timed": 1}), model=TinyPerceptron())
     first = jaxdl.train(experiment, tmp_path / "a", quiet=True, devices=jax.devices()[:2], max_steps=4)
-    assert first.plan.mesh_sizes == {"replica": 2, "fsdp": 1, "tensor": 1}
+    assert first.plan.mesh_sizes == dict.fromkeys(AXES, 1) | {"replica": 2}
     kept = json.loads((tmp_path / "a" / PLAN_FILE).read_text())
     assert kept["settings"] == found[0].settings
     assert kept["reasons"][1].startswith("what binds: ")
@@ -176,7 +176,7 @@ def test_a_run_plans_once_for_its_devices(tmp_path, monkeypatch):
     monkeypatch.setattr(auto, "plan", lambda *_: other)
     longer = experiment.replaced({"steps": 16})
     again = jaxdl.train(longer, tmp_path / "a", quiet=True, devices=jax.devices()[:1])
-    assert again.plan.mesh_sizes == {"replica": 1, "fsdp": 1, "tensor": 1}
+    assert again.plan.mesh_sizes == dict.fromkeys(AXES, 1)
     assert again.summary["steps"] == 16
     [note] = [one for one in again.plan.reasons if "planned again" in one]
     assert "the run has 1 devices" in note

@@ -12,6 +12,7 @@ from jaxdl.data import Clicks
 from jaxdl.models import DLRM
 from jaxdl.parallel.embedding import EmbeddingConfig
 from jaxdl.parallel.embedding.cache import CacheConfig
+from jaxdl.parallel.mesh import AXES
 from jaxdl.performance.planner import auto, timed, trials
 from jaxdl.performance.planner.trials import Trials, first_batch
 from jaxdl.training.plans import PlanAuto
@@ -116,7 +117,7 @@ def test_given_places_are_those_of_the_whole_mesh():
         embedding=EmbeddingConfig(places=(("feature01", 1),)),
     )
     work, _, _ = auto.prepare(experiment, Trials(experiment), jax.devices()[:2], auto.Start(quiet=True))
-    found = work.tables({"replica": 1, "fsdp": 2, "tensor": 1}, 1e9)
+    found = work.tables(dict.fromkeys(AXES, 1) | {"fsdp": 2}, 1e9)
     assert dict(found.embedding.places)["feature01"] == 1
 
 

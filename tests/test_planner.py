@@ -127,7 +127,8 @@ def test_less_is_searched_where_memory_does_not_bind():
     assert not asked  # The memory of the exchange is compiled only where it may matter.
     for size in (8e9, 8e8, 4e8, 5e7):
         least, every = (one(work, cluster(device_bytes=size), {}) for one in (search_layouts, search))
-        assert least.best == every.best
+        assert least.best.choice == every.best.choice
+        assert least.best.time == every.best.time
     assert asked
     given = search_layouts(work, cluster(device_bytes=8e10), {"step.microbatches": 4}).candidates
     assert {one.choice.microbatches for one in given} == {4}

@@ -16,7 +16,7 @@ from jaxdl.exchange import Auto, Dense, ExchangeConfig
 from jaxdl.exchange.auto import recommend
 from jaxdl.exchange.cost import Gradients, Machine, predict
 from jaxdl.parallel.embedding import EmbeddingConfig, Scheme
-from jaxdl.parallel.mesh import AXES
+from jaxdl.parallel.mesh import AXES, RARE_AXES
 from jaxdl.parallel.sharding import ShardingConfig
 from jaxdl.performance.planner.memory import (
     MOST_OF_DEVICE,
@@ -53,7 +53,8 @@ class Choice(NamedTuple):
         """The fields of an experiment that it sets."""
         values = (*self.sizes.values(), self.microbatches, self.remat, self.param_sharding)
         fields: dict[str, Any] = dict(zip(LAYOUT, values, strict=True))
-        return {name: value for name, value in fields.items() if value != ""}
+        unspoken = {f"mesh.{axis}": 1 for axis in RARE_AXES}
+        return {name: value for name, value in fields.items() if value not in ("", unspoken.get(name))}
 
 
 @dataclass(frozen=True)
