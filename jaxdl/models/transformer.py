@@ -41,6 +41,7 @@ class Transformer(Model, kind="transformer"):
     """A decoder-only transformer."""
 
     modality: ClassVar[str] = "text"
+    splits_layers: ClassVar[bool] = True
     position_fields: ClassVar[tuple[str, ...]] = ("positions", "max_length", "rope_theta", "rope_scaling", "window")
     num_layers: int = pydantic.Field(default=4, ge=1)
     """Number of blocks (attention and MLP)."""
@@ -169,6 +170,11 @@ class Transformer(Model, kind="transformer"):
         return self.lora.trained
 
     @property
+    def num_stacked_layers(self) -> int | None:
+        """Those of `scan_layers`."""
+        return self.num_layers if self.scan_layers else None
+
+    @property
     def has_fp8(self) -> bool:
         """With stacked layers."""
         return self.scan_layers
@@ -254,22 +260,62 @@ class TransformerModule(nnx.Module):
         `segments`, int32 like the tokens, are the numbers of the packed documents in their rows, and 0 for padding:
         each document is read by itself. Raises ConfigError for more tokens than there are learned positions.
         """
-        keys = self.row_keys[...] if train and self.row_keys is not None else None
-        positions = jnp.arange(tokens.shape[1])[None] if segments is None else positions_of(segments)
-        x = self.embed(tokens, None if segments is None else positions)
-        x = dropout(x, self.config.dropout, fold(keys, 0))
-        angles = self.angles(positions)
+        x = self.enter(tokens, segments, train=train)
+        x, remarks, head = self._inside(x, 0, tokens, segments, train=train)
+        return self.logits(x, head).with_remarks(remarks)
+
+    # What follows are the parts of a network in a pipeline: what the first stage does, what each does with its layers,
+    # and what the last does.
+
+    def enter(self, tokens: jax.Array, segments: jax.Array | None = None, *, train: bool) -> jax.Array:
+        """What the first layer reads, [batch, length, embed]; arguments as of a call."""
+        x = self.embed(tokens, None if segments is None else positions_of(segments))
+        x = dropout(x, self.config.dropout, fold(self._keys(train), 0))
+        return sharding.constrain(x, "batch", "length", "embed")
+
+    def inside(
+        self,
+        x: jax.Array,
+        first: jax.Array | int,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        *,
+        train: bool,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """`(x, remarks)` after the layers that the module has, of which `first` is the number in the whole network.
+
+        The remarks of all stages together, added, are those of `Logits`.
+        """
+        return self._inside(x, first, tokens, segments, train=train)[:2]
+
+    def leave(self, x: jax.Array, *, train: bool) -> Logits:
+        """The logits from what the last layer gives."""
+        del train
+        return self.logits(x)
+
+    def _inside(
+        self, x: jax.Array, first: jax.Array | int, tokens: jax.Array, segments: jax.Array | None, *, train: bool
+    ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array | None]:
+        """What `inside` returns, and the output layer's kernel if it has one of its own."""
+        keys = fold(self._keys(train), 1)
+        angles = self.angles(jnp.arange(tokens.shape[1])[None] if segments is None else positions_of(segments))
 
         def block(x: jax.Array, layer: Block, index: jax.Array | int) -> jax.Array:
-            return layer(x, angles, segments, fold(fold(keys, 1), index))
+            return layer(x, angles, segments, fold(keys, index + first))
 
-        return self.blocks(block, sharding.constrain(x, "batch", "length", "embed"), train=train)
+        return self.blocks(block, x, train=train)
 
-    def blocks(self, block: Callable[[Any, Block, jax.Array | int], Any], x: jax.Array, *, train: bool) -> Logits:
-        """The logits from what the first block reads."""
+    def _keys(self, train: bool) -> jax.Array | None:
+        """The random keys of the rows in training."""
+        return self.row_keys[...] if train and self.row_keys is not None else None
+
+    def blocks(
+        self, block: Callable[[Any, Block, jax.Array | int], Any], x: jax.Array, *, train: bool
+    ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array | None]:
+        """`(x, remarks, the kernel of the output layer)` after the layers, from what the first reads."""
         del train
         x, head = self._through_layers(block, x)
-        return self.logits(x, head)
+        return x, {}, head
 
     def prefill(self, tokens: jax.Array, lengths: jax.Array, slots: int) -> tuple[Logits, KeyValues]:
         """Prompts int32 [rows, length] -> (logits of the token after each, [rows, 1, vocab]; a cache of `slots`).

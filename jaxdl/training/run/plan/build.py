@@ -117,7 +117,7 @@ def open_data(
     Raises ConfigError for data that cannot be read, and for batches, phases and lengths that do not fit them.
     """
     eval_batch_size = experiment.evaluation.batch_size or experiment.batch_size
-    check_axes(experiment.model, mesh.shape)
+    check_axes(experiment, mesh.shape)
     check_batches(experiment, batch_ways(mesh), eval_batch_size)
     with start.doing("reading the data"):
         data = experiment.data
