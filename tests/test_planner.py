@@ -17,11 +17,11 @@ from jaxdl.parallel.sharding import ShardingConfig
 from jaxdl.performance.planner import placement
 from jaxdl.performance.planner.auto import search_layouts, worth_timing
 from jaxdl.performance.planner.memory import Fit, Parameters, Step, described_layout, fit_memory, memory, sharding_of
+from jaxdl.performance.planner.reasons import binding
 from jaxdl.performance.planner.search import (
     Cluster,
     RunWorkload,
     TablesOnMesh,
-    binding,
     choices,
     make_candidate,
     search,

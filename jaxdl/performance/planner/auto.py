@@ -27,14 +27,13 @@ from jaxdl.parallel.cluster import host_memory_bytes, wait_for_all
 from jaxdl.parallel.mesh import AXES, FILLING_AXIS, INNER_AXES, Axis, Device, MeshConfig, make_mesh, platform, ways
 from jaxdl.performance.planner.machine import network_rate
 from jaxdl.performance.planner.mesh_tables import tables_on_meshes
+from jaxdl.performance.planner.reasons import binding, describe, why_it_wins
 from jaxdl.performance.planner.search import (
     Candidate,
     Choice,
     Cluster,
     RunWorkload,
     SearchResult,
-    binding,
-    describe,
     search,
     with_other_tables,
 )
@@ -264,6 +263,8 @@ def to_planned(
         f"messages {1e3 * t.exposed_sec:.3g}), {best.memory.total / 1e9:.3g} GB of {size / 1e9:.3g}",
         f"what binds: {binding(layouts)}",
     ]
+    if why := why_it_wins(layouts):
+        lines.append(why)
     if medians:
         timed = [
             (describe(candidate), medians[candidate.choice])

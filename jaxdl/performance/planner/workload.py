@@ -16,6 +16,7 @@ from jaxdl.exchange import Auto, ExchangeConfig
 from jaxdl.exchange.base import by_name, leaf_names
 from jaxdl.parallel.mesh import BATCH_AXES
 from jaxdl.parallel.sharding import has_names, is_names
+from jaxdl.performance.planner.decoder import decoder_of
 from jaxdl.performance.planner.memory import Fit, Parameters
 from jaxdl.performance.planner.search import PlanTables, RunWorkload
 from jaxdl.performance.planner.steptime import Profile
@@ -107,6 +108,7 @@ def workload_of(
         measured_exchange=trial_exchange(experiment),
         norm_span=span if isinstance(span := getattr(experiment.model, "norm_span", None), int) else None,
         example_bytes=example_bytes(base),
+        decoder=decoder_of(base),
         tables=tables,
         batch_sizes=[phase.batch_size for phase in experiment.phases if phase.batch_size is not None],
         eval_batch_size=experiment.evaluation.batch_size,

@@ -111,8 +111,7 @@ def check_warmup(experiment: Experiment, total_steps: int) -> None:
 
 
 def check_axes(experiment: Experiment, sizes: Mapping[str, int]) -> None:
-    """Raises ConfigError for a mesh axis of several devices over which the model cannot be split, or not with the rest.
-    """
+    """Raises ConfigError for a mesh axis of several devices over which the model cannot be split, or not with the rest."""
     model = experiment.model
     for axis in (axis for axis in Axis if axis in RARE_AXES and sizes[axis] > 1):
         if (axis.splits_layers and not model.splits_layers) or (axis.splits_length and not model.splits_length):
@@ -139,7 +138,9 @@ def _check_stages(experiment: Experiment, option: str, num_stages: int) -> None:
     if experiment.task.takes_arrays or experiment.task.users_name:
         raise ConfigError(f"{option}: task {experiment.task.kind} reads the network's outputs whole. Choose 1.")
     if experiment.precision.fp8_size is not None:
-        raise ConfigError(f"{option}: --precision {experiment.precision.kind} has no stages. Take --precision bfloat16.")
+        raise ConfigError(
+            f"{option}: --precision {experiment.precision.kind} has no stages. Take --precision bfloat16."
+        )
     if agreement.keeps_replicas or agreement.num_past:
         raise ConfigError(f"{option}: --agreement {agreement.kind} has no stages. Take --agreement every_step.")
 
