@@ -18,7 +18,7 @@ from jaxdl.exchange import Auto, Dense, ExchangeConfig
 from jaxdl.exchange.auto import recommend
 from jaxdl.exchange.cost import Gradients, Machine, predict
 from jaxdl.parallel.embedding import EmbeddingConfig, Scheme
-from jaxdl.parallel.mesh import AXES, FILLING_AXIS, RARE_AXES
+from jaxdl.parallel.mesh import AXES, FILLING_AXIS, RARE_AXES, STAGE_AXES
 from jaxdl.parallel.sharding import Layout, ShardingConfig
 from jaxdl.performance.planner.decoder import Decoder
 from jaxdl.performance.planner.memory import (
@@ -301,13 +301,17 @@ def with_other_tables(workload: RunWorkload, cluster: Cluster, candidate: Candid
 
 
 def _candidate(workload: RunWorkload, cluster: Cluster, choice: Choice, tables: TablesOnMesh | None) -> Candidate:
-    machine, efficiency, sizes = cluster.machine, cluster.efficiency, choice.sizes
+    efficiency, sizes = cluster.efficiency, choice.sizes
     examples = workload.batch_size // (choice.replica * choice.fsdp * choice.microbatches)
     profile = _profile(workload, choice)
     sharding = sharding_of(workload.sharding, choice.param_sharding)
     layout = described_layout(sharding, sizes)
     costs = tables and tables.costs
     split = _split(workload, cluster, choice, layout)
+    machine = cluster.machine
+    if split is not None and choice.stage > 1:
+        links = {**machine.links, **dict.fromkeys(STAGE_AXES, split.stage_link)}
+        machine = dataclasses.replace(machine, links=links)
     step_time = own_time(profile, sizes, examples, choice.microbatches, machine, efficiency, costs, split)
     gradients = workload.parameters.gradients(layout)
     exchange, reasons = _exchange(workload, gradients, machine, step_time)
