@@ -135,7 +135,7 @@ def _replica_gradients(
     if num_stages(layout) > 1:
         layout = dataclasses.replace(layout, manual=frozenset({replica, STAGE}))
         batch, rows = jax.tree.map(lambda x: split(x, num_parts), (batch, rows))
-        return (*Pipeline(parts, layout, params, batch, key, rows).typed.gradients(model_state, factor), None)
+        return (*Pipeline(parts, layout, params, batch, key, rows).ready.gradients(model_state, factor), None)
     one_microbatch = functools.partial(_microbatch_gradients, parts, layout)
     if num_parts == 1:
         return one_microbatch(params, model_state, batch, factor, key, rows)

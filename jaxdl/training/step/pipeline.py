@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +32,7 @@ from jaxdl.parallel.collectives.primitive import alike
 from jaxdl.parallel.mesh import BATCH_AXES, STAGE_AXES, batch_ways
 from jaxdl.parallel.sharding import STACKED, Grads, Layout, LogicalAxes, Params, is_names, is_spec, without_axes
 from jaxdl.training.state import ModelState
-from jaxdl.training.step.network import run_network
+from jaxdl.training.step.network import gathered_params, run_network, with_gathered
 from jaxdl.training.step.parts import Batch, Parts, Sums
 
 (STAGE,) = STAGE_AXES
@@ -62,7 +62,7 @@ def pipelined_sums(parts: Parts, params: Params, model_state: ModelState, batch:
         in_parts = {
             name: layout.constrain(split(x, num_parts), PartitionSpec(None, BATCH_AXES)) for name, x in batch.items()
         }
-        return Pipeline(parts, layout, params, in_parts, train=False).typed.sums(model_state)
+        return Pipeline(parts, layout, params, in_parts, train=False).ready.sums(model_state)
 
     specs = (stage_specs(parts.network.axes), stage_specs(parts.network.state_axes), PartitionSpec())
     staged = jax.shard_map(region, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), axis_names={STAGE})
@@ -115,6 +115,7 @@ class Pipeline:
       key: of the step, for a network that draws random numbers.
       rows: the numbers of the rows, `[num, rows]`, if there is a key.
       train: whether the network is trained, or evaluated.
+      gathered: the parameters of a stage that are split inside it, gathered once for all micro-batches.
     """
 
     parts: Parts
@@ -124,14 +125,18 @@ class Pipeline:
     key: jax.Array | None = None
     rows: jax.Array | None = None
     train: bool = True
+    gathered: Params = field(default_factory=dict)
 
     @property
-    def typed(self) -> Pipeline:
-        """The same with arrays that are typed as different on all devices of the manual axes: to be done first.
+    def ready(self) -> Pipeline:
+        """The same with parameters that are gathered: to be done first.
 
-        Else the gradient of a parameter that all stages have would be summed over them in each turn.
+        Its arrays are typed as different on all devices of the manual axes. Else the gradient of a parameter that all
+        stages have would be summed over them in each turn.
         """
-        return replace(self, params=self._varying(self.params), batch=self._varying(dict(self.batch)))
+        params = self._varying(self.params)
+        gathered = gathered_params(self.parts, self.layout, params)
+        return replace(self, params=params, batch=self._varying(dict(self.batch)), gathered=gathered)
 
     def gradients(self, model_state: ModelState, factor: jax.Array) -> tuple[Grads, Sums, ModelState]:
         """`(gradients, sums, state)` of all micro-batches, the loss multiplied by `factor`."""
@@ -244,7 +249,7 @@ class Pipeline:
         """A method of the network, with these of its trained parameters, on a micro-batch."""
         rows = None if self.rows is None else _at(self.rows, number)
         call = Call(train=self.train, key=self.key, rows=rows, materialize_logits=False, method=method)
-        used = self.parts.trainable.merged(self._joined(trained), self.params)
+        used = with_gathered(self.parts.trainable.merged(self._joined(trained), self.params), self.gathered)
         return run_network(self.parts, self.layout, used, state, call, *inputs)
 
     def _first(

@@ -185,7 +185,7 @@ def start_mesh(experiment: Experiment, devices: Sequence[Device] | None = None) 
     start_devices(experiment.mesh, experiment.cluster, experiment=without_source(experiment.model_dump(mode="json")))
     mesh = make_mesh(experiment.mesh, devices)
     experiment.precision.check(mesh.devices.flat[0])
-    experiment.compiler.check(platform(mesh), mesh.shape[Axis.REPLICA])
+    experiment.compiler.check(platform(mesh), mesh.shape)
     experiment.compiler.keep_programs()  # JAX's cache of compiled programs.
     return mesh
 
