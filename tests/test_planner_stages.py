@@ -2,22 +2,30 @@
 
 import dataclasses
 import itertools
+import math
 
 import jax
 import pytest
 from test_planner import cluster, workload
 
+import jaxdl
+from jaxdl.data import SyntheticText
 from jaxdl.exchange import Dense, Quantized
 from jaxdl.exchange.cost import Link
-from jaxdl.parallel.mesh import AXES
+from jaxdl.models import Transformer
+from jaxdl.parallel.compiler import hlo, overlap
+from jaxdl.parallel.mesh import AXES, MeshConfig
 from jaxdl.parallel.sharding import ShardingConfig
 from jaxdl.performance.planner import context_cost, pipeline
-from jaxdl.performance.planner.decoder import Decoder
+from jaxdl.performance.planner.decoder import Decoder, decoder_of
+from jaxdl.performance.planner.h100 import compile_step
 from jaxdl.performance.planner.memory import Fit, Parameters, Step, memory, sharding_of
 from jaxdl.performance.planner.reasons import best_of_each_mesh, mesh_of, why_it_wins
 from jaxdl.performance.planner.search import choices, make_candidate, search
 from jaxdl.performance.planner.steptime import Efficiency, Profile, Split, own_time
 from jaxdl.performance.planner.tensor_cost import tensor_profile
+from jaxdl.performance.planner.trials import Trials
+from jaxdl.training.tasks import LanguageModelling
 
 DECODER = Decoder(
     num_layers=8, width=1024, key_width=256, vocab_size=32_000, length=2048, itemsize=2,
@@ -69,6 +77,7 @@ def test_turns_are_counted_as_a_schedule_plays_them(stages, microbatches):
                 ends[what, stage, number] = turn
     waiting = max(ends["backward", 0, n] - ends["forward", 0, n] + 1 for n in range(microbatches))
     assert pipeline.kept_inputs(stages) in (waiting, 0)
+    assert max(ends.values()) + 1 == pipeline.num_turns(stages, microbatches)
     share = pipeline.idle_share(stages, microbatches)
     assert share == pytest.approx((stages - 1) / (microbatches + stages - 1))
     even = pipeline.turns(1.0, 0.0, stages, microbatches)
@@ -100,9 +109,10 @@ def test_the_time_of_stages_has_idle_turns_and_messages():
     turn = max(2e-3 * (1 - head) / 4 * 4 / 3, 2e-3 * (1 - head) / 4 + 2e-3 * head)
     assert found.compute_sec == pytest.approx(11 * turn + (1 - 0.75 * 3 / 4) * 2e-3)
     assert found.idle_sec == pytest.approx(3 * turn)
-    activations, tables = 2 * 16 * 2048 * 1024 * 2, 2 * 3 / 4 * 4e6
+    turns = 8 + 2 * 3
+    activations, tables = turns * 2 * 2 * 2048 * 1024 * 2, 2 * 3 / 4 * 4e6
     assert found.node_bytes == pytest.approx(activations + tables)
-    messages = 11 * (2e-4 + activations / 8 / 1e9) + 6e-4 + tables / 1e9
+    messages = turns * 2e-4 + activations / 1e9 + 6e-4 + tables / 1e9
     assert found.slow_sec == pytest.approx(messages)
     assert found.exposed_slow_sec == pytest.approx(messages)
     # Inside a node the same is no message to another node; beside kernels all but the sum of tables hides.
@@ -119,6 +129,20 @@ def test_the_time_of_stages_has_idle_turns_and_messages():
     assert beside.inner_sec == pytest.approx(messages)
     left = max(0.0, messages - 6e-4 - tables / 1e9 - found.compute_sec)
     assert beside.exposed_sec == pytest.approx(left + 6e-4 + tables / 1e9)
+
+
+def test_stages_gather_once_a_step():
+    # Float32: two gathers and a sum of equal size. bfloat16: two gathers of half of the size of the sum.
+    assert pipeline.gather_uses(4, 8) == pytest.approx(1 / 3 + 8 / 3)
+    assert pipeline.gather_uses(2, 8) == pytest.approx(1 / 4 + 8 / 2)
+    profile = Profile(Fit(), Fit(), Fit(), fsdp_bytes=1e9, fsdp_messages=12)
+    machine = dataclasses.replace(cluster().machine, overlaps=False)
+    machine.links["fsdp"] = Link(1e-5, 1e9)
+    found = own_time(
+        profile, sizes(stage=4, fsdp=2), 1, 8, machine, Efficiency(), split=Split(DECODER, Link(0.0, 1e30))
+    )
+    uses = (1 - 0.75 * 3 / 4) * (1 / 4 + 8 / 2)
+    assert found.inner_sec == pytest.approx(uses * (12 * 1e-5 + 0.5))
 
 
 def test_split_texts_divide_the_passes_and_send_keys():
@@ -147,6 +171,10 @@ def test_memory_of_stages_and_of_split_texts():
     inputs = 7 * 2 * 2048 * 1024 * 2  # 2 S - 1 micro-batches of 2 examples.
     running = kept * 9e6 + 2e5 * (head + (1 - head) / 4) + inputs
     assert staged.temporary == pytest.approx(running + staged.state / 3)
+    whole = memory(PARAMETERS, fit, Step(sizes(stage=4, fsdp=2), one, 8, 2, decoder=DECODER))
+    # A stage's parameters in bfloat16, gathered, beside its half of their sum.
+    running = kept * (1e6 + 4e6) + 2e5 * (head + (1 - head) / 4) + inputs
+    assert whole.temporary == pytest.approx(running + staged.state / 3 / 2 + staged.state / 3 / 2)
 
 
 def test_which_stages_and_splits_are_tried():
@@ -236,7 +264,32 @@ def test_a_link_of_several_stages_of_a_node_is_shared_by_fewer_devices():
         times[one.stage] = make_candidate(work, where, one).time
     assert times.keys() == {2, 4, 8}
     assert all(time.node_bytes > 0 for time in times.values())
-    # Stages inside of nodes send nothing to others but gradients, each device those of its layers and a part of the others.
+    # Stages inside of nodes send others gradients alone, each device those of its layers and a part of the rest.
     [inside] = choices(work, where, fixed | {"mesh.replica": 2, "mesh.stage": 4, "sharding.param_sharding": "sharded"})
     own = 2 * 12 * 1024**2 + 32_768 * 1024 / 4
     assert make_candidate(work, where, inside).time.node_bytes == pytest.approx(4 * own)
+
+
+def test_the_bytes_of_stages_are_those_of_the_compiled_step():
+    experiment = jaxdl.Experiment(
+        data=SyntheticText(vocab_size=32, length=16, num_train=64, num_test=16),
+        model=Transformer(num_layers=4, embed_dim=32, num_heads=4),
+        task=LanguageModelling(),
+        sharding=ShardingConfig(min_shard_elements=1),
+        steps=4,
+    )
+    asked = {"mesh": MeshConfig(stage=4, fsdp=2), "batch_size": 16, "step.microbatches": 4}
+    step = Trials(experiment).plan(asked, jax.devices())
+    decoder = decoder_of(step)
+    assert (decoder.stages, decoder.num_layers, decoder.width) == ((2, 4), 4, 32)
+    sent = {}
+    module = hlo.parse(compile_step(step).as_text())
+    for one in overlap.play(module, dict(step.parts.layout.mesh.shape), overlap.Links(math.inf)).messages:
+        sent[one.kind, one.axes] = sent.get((one.kind, one.axes), 0) + one.times * one.sent_bytes
+    turn = pipeline.activation_bytes(decoder.tokens(16 / 2 / 4), decoder.width, decoder.itemsize)
+    assert sent["collective-permute", ("stage",)] == pipeline.num_turns(4, 4) * turn
+    # Each parameter is gathered once, however many micro-batches there are.
+    layers = Parameters(step.parts.network.axes, step.parts.network.param_shapes)
+    gathered = sum(size for (kind, axes), size in sent.items() if kind == "all-gather" and axes == ("fsdp",))
+    local = layers.bytes(step.parts.layout)["parameters"]
+    assert 0.9 * local < gathered < 1.5 * local

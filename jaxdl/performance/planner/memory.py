@@ -213,6 +213,9 @@ def memory(
     if step.exchange is not None:
         state += exchange_bytes(step.exchange, parameters.gradients(step.layout))
     running = _temporary(temporary, step)
+    if ways(step.sizes, STAGE_AXES) > 1 and step.decoder is not None and ways(step.sizes, GATHER_AXES) > 1:
+        # A stage gathers its parameters once a step.
+        running += sizes["parameters"] * ways(step.sizes, GATHER_AXES) * step.decoder.itemsize / FLOAT_BYTES
     if step.microbatches > 1:
         running += sizes["gradients"]
     if step.sizes[Axis.REPLICA.value] > 1:

@@ -22,6 +22,11 @@ def kept_inputs(stages: int) -> int:
     return 2 * stages - 1 if stages > 1 else 0
 
 
+def num_turns(stages: int, microbatches: int) -> int:
+    """Turns of the program, each with two messages; in the first and the last S - 1 a stage has one pass, or none."""
+    return microbatches + 2 * (stages - 1)
+
+
 @dataclass(frozen=True)
 class Turns:
     """The time of the passes in a pipeline."""
@@ -49,8 +54,18 @@ def turns(
     return Turns(turn, (microbatches + stages - 1) * turn, (stages - 1) * turn)
 
 
+def gather_uses(itemsize: int, microbatches: int) -> float:
+    """How often a stage sends what a step without stages sends over `fsdp` in a micro-batch.
+
+    That step gathers each parameter twice, in the dtype of activations, and sums its float32 gradient once. A stage
+    gathers once a step and sums in each micro-batch.
+    """
+    summed = 4 / (2 * itemsize + 4)
+    return (1 - summed) / 2 + microbatches * summed
+
+
 def activation_bytes(tokens: float, width: int, itemsize: int) -> float:
-    """Bytes that a stage sends in a step: activations of all tokens to the next, and gradients to the one before."""
+    """Bytes that a stage needs to send: activations of all tokens to the next, and gradients to the one before."""
     return 2 * tokens * width * itemsize
 
 

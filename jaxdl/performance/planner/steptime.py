@@ -128,18 +128,19 @@ def own_time(
     head_share, forward = (0.0, 0.0) if split is None else (split.decoder.head_share, split.forward)
     turns = pipeline.turns(passes, head_share, stages, microbatches, forward)
     compute = turns.total_sec + update
-    # A stage gathers its layers for a forward pass more than a network that is whole.
-    layers = kept * (1 + forward) if stages > 1 else 1.0
+    again = kept * (1 + forward) if stages > 1 else 1.0
     inner = 0.0
     if gathered > 1:
-        num_bytes = profile.fsdp_bytes * (gathered - 1) / gathered
-        inner += _seconds(machine, GATHER_AXES[0], layers * profile.fsdp_messages, gathered - 1, layers * num_bytes)
+        uses = (
+            kept * pipeline.gather_uses(split.decoder.itemsize, microbatches) if stages > 1 and split else microbatches
+        )
+        num_bytes = uses * profile.fsdp_bytes * (gathered - 1) / gathered
+        inner += _seconds(machine, GATHER_AXES[0], uses * profile.fsdp_messages, gathered - 1, num_bytes)
     if tensor > 1:
-        num_bytes, messages = profile.tensor_bytes.at(gathered, local), profile.tensor_messages
-        inner += _seconds(machine, MODEL_AXES[0], layers * messages, 2 * (tensor - 1), layers * num_bytes)
+        num_bytes, messages = again * profile.tensor_bytes.at(gathered, local), again * profile.tensor_messages
+        inner += microbatches * _seconds(machine, MODEL_AXES[0], messages, 2 * (tensor - 1), num_bytes)
     if parts > 1 and split is not None:
-        inner += _ring_sec(split, machine, parts, stages, examples)
-    inner *= microbatches
+        inner += microbatches * _ring_sec(split, machine, parts, stages, examples)
     hidden = efficiency.overlap * compute if machine.overlaps else 0.0
     exposed, slow = max(0.0, inner - hidden), 0.0
     if tables is not None:
@@ -170,9 +171,9 @@ def _with_stages(
 
     `tokens` are those of a device in all micro-batches; messages of turns hide behind `hidden` seconds of kernels.
     """
-    decoder, count = split.decoder, microbatches + stages - 1
-    sent = pipeline.activation_bytes(tokens, decoder.width, decoder.itemsize)
-    of_turns = count * sum(split.stage_link.seconds(2, sent / microbatches))
+    decoder, count = split.decoder, pipeline.num_turns(stages, microbatches)
+    of_turn = pipeline.activation_bytes(tokens / microbatches, decoder.width, decoder.itemsize)
+    sent, of_turns = count * of_turn, count * sum(split.stage_link.seconds(2, of_turn))
     tables = pipeline.table_bytes(stages, split.common_bytes)
     summing = sum(split.stage_link.seconds(2 * (stages - 1), tables))
     exposed, seconds = max(0.0, of_turns - hidden) + summing, of_turns + summing
