@@ -25,6 +25,7 @@ from jaxdl.parallel import sharding
 from jaxdl.parallel.collectives.experts import Spread, spread
 from jaxdl.parallel.gathering import experts_axis
 from jaxdl.parallel.sharding import EXPERT, ROUTER
+from jaxdl.parallel.zigzag import split_axes
 
 _UP, _DOWN = (EXPERT, "embed", "mlp"), (EXPERT, "mlp", "embed")
 
@@ -107,7 +108,8 @@ class Experts(nnx.Module):
         kernels = [getattr(self, name)[...] for name in ("gate", "up", "down")]
         axis = None if layout is None else experts_axis(layout, _UP, kernels[0].shape)
         axes = () if layout is None else layout.batch_axes(x.shape[0])
-        how = Spread(self.config.num_experts, self.config.row_buffer, axis, axes, layout, swiglu)
-        if layout is None or not (axes or axis):
+        length_axes = split_axes(layout, x.shape[1])
+        how = Spread(self.config.num_experts, self.config.row_buffer, axis, axes, length_axes, layout, swiglu)
+        if layout is None or not how.names:
             return how.computed(x, weights, chosen, *kernels)
         return spread(how, x, weights, chosen, kernels)

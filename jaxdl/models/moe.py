@@ -23,6 +23,7 @@ from jaxdl.models.rotary import Angles
 from jaxdl.models.transformer import Transformer, TransformerModule
 from jaxdl.parallel import sharding
 from jaxdl.parallel.collectives.primitive import alike
+from jaxdl.parallel.zigzag import Zigzag
 
 
 class MixtureOfExperts(Transformer, kind="moe"):
@@ -107,13 +108,17 @@ class MoEBlock(Block):
         angles: Angles | None = None,
         segments: jax.Array | None = None,
         keys: jax.Array | None = None,
+        order: Zigzag | None = None,
     ) -> Any:
         """([batch, length, embed], what the routers before have done) -> the same after this layer."""
         x, seen = x
-        mixed = self.attention(self.attention_norm(x), angles=angles, segments=segments, keys=fold(keys, 0))
-        x = self.plus(x, mixed, fold(keys, 1))
-        hidden, of_layer = self.mlp.routed(self.mlp_norm(x), None if segments is None else segments > 0)
-        return self.plus(x, hidden, fold(keys, 2)), seen.after(of_layer)
+        hidden = self.attention_norm(x)
+        mixed = self.attention(hidden, angles=angles, segments=segments, keys=fold(keys, 0), order=order)
+        x = self.plus(x, mixed, fold(keys, 1), order)
+        counted = None if segments is None else segments > 0
+        counted = counted if counted is None or order is None else order.stored(counted)
+        hidden, of_layer = self.mlp.routed(self.mlp_norm(x), counted)
+        return self.plus(x, hidden, fold(keys, 2), order), seen.after(of_layer)
 
 
 class MoEModule(TransformerModule):

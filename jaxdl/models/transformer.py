@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -32,6 +33,7 @@ from jaxdl.models.remat import Remat
 from jaxdl.models.rotary import Angles, RopeScaling, positions_of, rotary_angles
 from jaxdl.parallel import sharding, token_vectors
 from jaxdl.parallel.sharding import Params
+from jaxdl.parallel.zigzag import Zigzag, current_order
 
 _TABLE_STDDEV, _POSITIONS_STDDEV = 0.02, 0.01
 """As in OpenAI's code of GPT-2."""
@@ -42,6 +44,7 @@ class Transformer(Model, kind="transformer"):
 
     modality: ClassVar[str] = "text"
     splits_layers: ClassVar[bool] = True
+    splits_length: ClassVar[bool] = True
     position_fields: ClassVar[tuple[str, ...]] = ("positions", "max_length", "rope_theta", "rope_scaling", "window")
     num_layers: int = pydantic.Field(default=4, ge=1)
     """Number of blocks (attention and MLP)."""
@@ -262,15 +265,17 @@ class TransformerModule(nnx.Module):
         """
         x = self.enter(tokens, segments, train=train)
         x, remarks, head = self._inside(x, 0, tokens, segments, train=train)
-        return self.logits(x, head).with_remarks(remarks)
+        return self._logits_of_text(x, head).with_remarks(remarks)
 
     # What follows are the parts of a network in a pipeline: what the first stage does, what each does with its layers,
     # and what the last does.
 
     def enter(self, tokens: jax.Array, segments: jax.Array | None = None, *, train: bool) -> jax.Array:
         """What the first layer reads, [batch, length, embed]; arguments as of a call."""
-        x = self.embed(tokens, None if segments is None else positions_of(segments))
-        x = dropout(x, self.config.dropout, fold(self._keys(train), 0))
+        positions, order = _positions(tokens, segments)
+        stored = tokens if order is None else order.stored(tokens)
+        x = self.embed(stored, None if segments is None else positions, order)
+        x = dropout(x, self.config.dropout, fold(self._keys(train), 0), order)
         return sharding.constrain(x, "batch", "length", "embed")
 
     def inside(
@@ -291,17 +296,20 @@ class TransformerModule(nnx.Module):
     def leave(self, x: jax.Array, *, train: bool) -> Logits:
         """The logits from what the last layer gives."""
         del train
-        return self.logits(x)
+        return self._logits_of_text(x)
+
+    def _logits_of_text(self, x: jax.Array, head: jax.Array | None = None) -> Logits:
+        return replace(self.logits(x, head), order=current_order(x.shape[1]))
 
     def _inside(
         self, x: jax.Array, first: jax.Array | int, tokens: jax.Array, segments: jax.Array | None, *, train: bool
     ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array | None]:
         """What `inside` returns, and the output layer's kernel if it has one of its own."""
-        keys = fold(self._keys(train), 1)
-        angles = self.angles(jnp.arange(tokens.shape[1])[None] if segments is None else positions_of(segments))
+        keys, (positions, order) = fold(self._keys(train), 1), _positions(tokens, segments)
+        angles = self.angles(positions)
 
         def block(x: jax.Array, layer: Block, index: jax.Array | int) -> jax.Array:
-            return layer(x, angles, segments, fold(keys, index + first))
+            return layer(x, angles, segments, fold(keys, index + first), order)
 
         return self.blocks(block, x, train=train)
 
@@ -359,8 +367,11 @@ class TransformerModule(nnx.Module):
 
         return self._through_layers(block, (sharding.constrain(x, "batch", "length", "embed"), cache))[0]
 
-    def embed(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """What the first layer reads, [batch, length, embed]; `positions` are 0, 1... by default, int like `tokens`."""
+    def embed(self, tokens: jax.Array, positions: jax.Array | None = None, order: Zigzag | None = None) -> jax.Array:
+        """What the first layer reads, [batch, length, embed]; `positions` are 0, 1... by default, int like `tokens`.
+
+        `order` is that of both.
+        """
         x = token_vectors.lookup(self.embedding[...], tokens, self.dtype)
         if self.config.max_length is None:
             return x
@@ -371,7 +382,8 @@ class TransformerModule(nnx.Module):
             )
         table = self.position_embedding[...]
         if positions is None:
-            return add_bias(x, table[: tokens.shape[1]])
+            rows = table[: tokens.shape[1]]
+            return add_bias(x, rows if order is None else order.stored(rows, dim=0))
         return x + token_vectors.lookup(table, positions, self.dtype)
 
     def angles(self, positions: jax.Array) -> Angles | None:
@@ -379,7 +391,8 @@ class TransformerModule(nnx.Module):
         config = self.config
         if config.positions != "rotary":
             return None
-        return rotary_angles(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        angles = rotary_angles(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        return Angles(*(sharding.constrain(x, "batch", "length", "head_dim") for x in angles))
 
     def logits(self, x: jax.Array, head: jax.Array | None = None) -> Logits:
         """The logits from what the last layer gives; `head` is the kernel of an output layer of its own."""
@@ -403,3 +416,11 @@ class TransformerModule(nnx.Module):
         bodies = {graphdef: body_of(block, graphdef) for graphdef, _ in layers}
         x = through_each([(bodies[graphdef], state) for graphdef, state in layers], x, config.remat)
         return x, None if head is None else head[...]
+
+
+def _positions(tokens: jax.Array, segments: jax.Array | None) -> tuple[jax.Array, Zigzag | None]:
+    """`(positions, order)`: of each token in its document, in the order in which devices store texts."""
+    positions, order = jnp.arange(tokens.shape[1])[None], current_order(tokens.shape[1])
+    if segments is not None:
+        positions = positions_of(segments)
+    return positions if order is None else order.stored(positions), order

@@ -42,6 +42,7 @@ from jaxdl.training.run.plan.validate import (
     check_agreement,
     check_axes,
     check_batches,
+    check_length,
     check_network,
     check_norms,
     check_phases,
@@ -126,6 +127,7 @@ def open_data(
             start.fact("data", f"read from copies in {stage.given}")
         splits = splits or read_data(data, workdir)
     start.data(experiment.data, splits)
+    check_length(splits.train.spec, mesh.shape)
     check_phases(experiment, splits)
     timeline = timeline_of(experiment, len(splits.train), splits.train.spec)
     check_profile(experiment, timeline.total_steps)
