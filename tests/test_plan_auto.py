@@ -14,9 +14,9 @@ from test_planner import cluster, workload
 import jaxdl
 from jaxdl.core.config import ConfigError
 from jaxdl.core.files import CHOICE_FILE, PLAN_FILE
-from jaxdl.data import Clicks
+from jaxdl.data import Clicks, SyntheticText
 from jaxdl.exchange.cost import NOMINAL_SPEEDS, Link, Machine
-from jaxdl.models import DLRM
+from jaxdl.models import DLRM, Transformer
 from jaxdl.parallel.compiler.collectives import usual_collectives
 from jaxdl.parallel.embedding import DataParallel, EmbeddingConfig, RowWise, TableWise
 from jaxdl.parallel.embedding.traffic import axis_bytes
@@ -36,7 +36,7 @@ from jaxdl.training.plans import PlanAuto
 from jaxdl.training.run.plan.build import make_plan
 from jaxdl.training.run.plan.layout import Planned
 from jaxdl.training.run.workdir.records import Workdir, choice_file
-from jaxdl.training.tasks import Binary
+from jaxdl.training.tasks import Binary, LanguageModelling
 
 MESH = MeshConfig()
 GIVEN = PlanAuto(devices_per_node=1, network="1gbit", timed=2)
@@ -184,6 +184,25 @@ def test_a_run_plans_once_for_its_devices(tmp_path, monkeypatch):
     (tmp_path / "a" / PLAN_FILE).write_text("{}")
     with pytest.raises(ConfigError, match="this is no plan"):
         jaxdl.train(longer, tmp_path / "a", quiet=True, devices=jax.devices()[:1])
+
+
+@pytest.mark.slow
+def test_a_run_takes_stages_where_the_network_is_too_slow_for_gradients():
+    asked = PlanAuto(devices_per_node=1, network="100kbit", timed=1)
+    experiment = jaxdl.Experiment(
+        data=SyntheticText(vocab_size=8, length=4, num_train=64, num_test=16),
+        model=Transformer(num_layers=2, embed_dim=32, num_heads=2),
+        task=LanguageModelling(),
+        mesh=MESH,
+        plan=asked,
+        batch_size=4,
+        steps=2,
+    )
+    run = jaxdl.train(experiment, quiet=True, devices=jax.devices()[:2])
+    assert run.plan.mesh_sizes == dict.fromkeys(AXES, 1) | {"stage": 2}
+    assert run.plan.experiment.step.microbatches >= 2
+    assert run.summary["steps"] == 2
+    assert any("fewer than the Q* = " in line and "2 stages wait" in line for line in run.plan.kept.reasons)
 
 
 def test_the_exchange_of_a_plan_is_kept(monkeypatch, tmp_path):

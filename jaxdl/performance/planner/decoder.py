@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,8 @@ class Decoder:
 
 def decoder_of(plan: Plan) -> Decoder | None:
     """The sizes of the model of a plan; None for one that has no stages and reads whole texts alone."""
-    model, parts = plan.experiment.model, plan.parts
+    parts, spec = plan.parts, cast(Any, plan.parts.data_spec)
+    model = cast(Any, plan.experiment.model)  # Those that can be split have the sizes of decoders.
     if not (model.splits_layers or model.splits_length):
         return None
     axes, shapes = parts.trainable.of(parts.network.axes), parts.trainable.of(parts.network.param_shapes)
@@ -68,7 +70,7 @@ def decoder_of(plan: Plan) -> Decoder | None:
             stacked += size
             chosen = model.experts_per_token / model.num_experts if EXPERT in names else 1.0
             used += size * chosen
-    num_layers, spec = model.num_layers, parts.data_spec
+    num_layers = model.num_layers
     can_stage = model.splits_layers and model.num_stacked_layers is not None
     return Decoder(
         num_layers=num_layers,
