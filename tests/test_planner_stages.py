@@ -209,7 +209,7 @@ def test_a_slow_network_and_few_tokens_make_stages_win():
     tokens = 64 * 2048
     for layouts in (slow, fast):
         said = why_it_wins(layouts)
-        plain = next(one for one in layouts.candidates if one.choice.stage == 1)
+        plain = next(one for one in layouts.candidates if one.choice.replica == 4)
         even = 2 * plain.time.node_bytes / (2 * 1024 * 2)
         assert f"a step has {tokens:,} tokens, fewer than the Q* = {even:,.0f}" in said
         assert said.startswith(f"{mesh_of(layouts.best.choice)} wins over ")
@@ -224,6 +224,8 @@ def test_a_slow_network_and_few_tokens_make_stages_win():
         ratios.append(plain.time.total_sec / staged.time.total_sec)
     assert ratios[0] > ratios[1]
     assert why_it_wins(dataclasses.replace(slow, decoder=None)) == ""
+    # In one node there is no network that stages could spare.
+    assert "they save no message on a slow network" in why_it_wins(plan(nodes=1, gpus=4, fixed=none))
 
 
 def test_a_model_that_fits_in_stages_alone():
@@ -231,7 +233,7 @@ def test_a_model_that_fits_in_stages_alone():
     # A node has room for half of the state, not for all of it.
     layouts = plan(gpus=1, device_bytes=2.4e9 * size, rate=1e11, fixed=(("model.remat", "block"),))
     assert layouts.best.choice.stage > 1
-    assert "no layout without stages fits into memory" in why_it_wins(layouts)
+    assert "no layout without stages between nodes fits into memory" in why_it_wins(layouts)
     assert [mesh_of(one.choice) for one in best_of_each_mesh(layouts.candidates)].count(
         mesh_of(layouts.best.choice)
     ) == 1

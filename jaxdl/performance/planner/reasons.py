@@ -68,31 +68,37 @@ def best_of_each_mesh(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def why_it_wins(layouts: SearchResult) -> str:
-    """Why the plan has stages, or has none, in a sentence; empty where there is no choice, or nothing fits."""
+    """Why the plan has stages, or has none, in a sentence; empty where there is no choice, or nothing fits.
+
+    On several nodes it is compared with the best layout that has the other thing between nodes: stages, or an exchange.
+    """
     best, decoder, cluster = layouts.best, layouts.decoder, layouts.cluster
     if best is None or decoder is None:
         return ""
-    staged = best.choice.stage > 1
-    others = [
-        candidate for candidate in layouts.candidates if candidate.fits and (candidate.choice.stage > 1) != staged
-    ]
-    if not others:
-        many = any((candidate.choice.stage > 1) != staged for candidate in layouts.candidates)
-        without = "without" if staged else "with"
-        return f"{mesh_of(best.choice)} wins: no layout {without} stages fits into memory" if many else ""
-    other = others[0]
+    several = any(candidate.choice.replica < cluster.nodes for candidate in layouts.candidates)
+
+    def has_stages(candidate: Candidate) -> bool:
+        return candidate.choice.replica < cluster.nodes if several else candidate.choice.stage > 1
+
+    staged = has_stages(best)
+    others = [candidate for candidate in layouts.candidates if has_stages(candidate) != staged]
+    fitting = [candidate for candidate in others if candidate.fits]
+    if not fitting:
+        what = f"{'without' if staged else 'with'} stages{' between nodes' if several else ''}"
+        return f"{mesh_of(best.choice)} wins: no layout {what} fits into memory" if others else ""
+    other = fitting[0]
     pipe, plain = (best, other) if staged else (other, best)
     idle = pipeline.idle_share(pipe.choice.stage, pipe.choice.microbatches)
     waits = f"{pipe.choice.stage} stages wait for each other for {100 * idle:.0f} % of their time"
-    least = f"{mesh_of(best.choice)} wins over {mesh_of(other.choice)} by "
-    least += f"{1e3 * (other.time.total_sec - best.time.total_sec):.3g} ms a step"
-    if cluster.nodes == 1 or not plain.time.node_bytes:
-        return f"{least}: {waits}, and between the devices of a node no slow network is saved by that"
+    lead = 1e3 * (other.time.total_sec - best.time.total_sec)
+    says = f"{mesh_of(best.choice)} wins over {mesh_of(other.choice)} by {lead:.3g} ms a step"
+    if not several or not plain.time.node_bytes:
+        return f"{says}: {waits}, and they save no message on a slow network"
     tokens = decoder.tokens(layouts.batch_size)
     node_bytes = plain.time.node_bytes * cluster.gpus_per_node
     even = pipeline.break_even_tokens(node_bytes, decoder.width, decoder.itemsize)
     side = "fewer" if tokens < even else "more"
     return (
-        f"{least}: a step has {tokens:,.0f} tokens, {side} than the Q* = {even:,.0f} below which stages on "
+        f"{says}: a step has {tokens:,.0f} tokens, {side} than the Q* = {even:,.0f} below which stages on "
         f"{cluster.nodes} nodes send less than {plain.exchange.label}; {waits}"
     )
