@@ -84,6 +84,10 @@ def test_turns_are_counted_as_a_schedule_plays_them(stages, microbatches):
     again = 4 / 3 if stages > 1 else 1.0
     assert even.total_sec == pytest.approx((microbatches + stages - 1) * again / stages)
     assert even.idle_sec == pytest.approx(share * even.total_sec)
+    # Where devices split texts each stage computes everything in each turn.
+    whole = pipeline.turns(1.0, 0.5, stages, microbatches, splits_length=True)
+    turn = 1.0 if stages == 1 else 0.5 / stages * 4 / 3 + 0.5
+    assert whole.total_sec == pytest.approx(pipeline.num_turns(stages, microbatches) * turn)
     # The last stage has the output layer, but computes no forward pass again.
     heavy = pipeline.turns(1.0, 0.5, stages, microbatches)
     assert heavy.turn_sec == pytest.approx(1.0 if stages == 1 else 0.5 / stages + 0.5)
@@ -284,6 +288,9 @@ def test_the_bytes_of_stages_are_those_of_the_compiled_step():
     step = Trials(experiment).plan(asked, jax.devices())
     decoder = decoder_of(step)
     assert (decoder.stages, decoder.num_layers, decoder.width) == ((2, 4), 4, 32)
+    assert decoder.splits_length
+    small = experiment.replaced({"model.scan_layers": False})
+    assert decoder_of(Trials(small).plan({}, jax.devices()[:1])).stages == ()
     sent = {}
     module = hlo.parse(compile_step(step).as_text())
     for one in overlap.play(module, dict(step.parts.layout.mesh.shape), overlap.Links(math.inf)).messages:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
+from jaxdl.core.config import ConfigError
+from jaxdl.parallel.mesh import AXES, LENGTH_AXES, STAGE_AXES
 from jaxdl.parallel.sharding import EXPERT, STACKED, is_names
+from jaxdl.training.experiment import Experiment
 from jaxdl.training.run.plan.build import Plan
+from jaxdl.training.run.plan.validate import check_axes
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,15 @@ class Decoder:
         return ways == 1 or (self.splits_length and self.length % (2 * ways) == 0)
 
 
+def _can_have(experiment: Experiment, axes: Sequence[str], size: int) -> bool:
+    """Whether a run of the experiment can have so many devices on these axes."""
+    try:
+        check_axes(experiment, dict.fromkeys(AXES, 1) | dict.fromkeys(axes, size))
+    except ConfigError:
+        return False
+    return True
+
+
 def decoder_of(plan: Plan) -> Decoder | None:
     """The sizes of the model of a plan; None for one that has no stages and reads whole texts alone."""
     parts, spec = plan.parts, cast(Any, plan.parts.data_spec)
@@ -71,7 +85,6 @@ def decoder_of(plan: Plan) -> Decoder | None:
             chosen = model.experts_per_token / model.num_experts if EXPERT in names else 1.0
             used += size * chosen
     num_layers = model.num_layers
-    can_stage = model.splits_layers and model.num_stacked_layers is not None
     return Decoder(
         num_layers=num_layers,
         width=model.embed_dim,
@@ -81,6 +94,6 @@ def decoder_of(plan: Plan) -> Decoder | None:
         itemsize=jnp.dtype(parts.precision.dtype).itemsize,
         layer_weights=used or total,
         stacked_share=stacked / max(total, 1.0),
-        stages=tuple(size for size in range(2, num_layers + 1) if num_layers % size == 0) if can_stage else (),
-        splits_length=model.splits_length,
+        stages=tuple(size for size in range(2, num_layers + 1) if _can_have(plan.experiment, STAGE_AXES, size)),
+        splits_length=_can_have(plan.experiment, LENGTH_AXES, 2),
     )

@@ -40,18 +40,28 @@ class Turns:
 
 
 def turns(
-    passes_sec: float, head_share: float, stages: int, microbatches: int, forward: float = FORWARD_SHARE
+    passes_sec: float,
+    head_share: float,
+    stages: int,
+    microbatches: int,
+    forward: float = FORWARD_SHARE,
+    *,
+    splits_length: bool = False,
 ) -> Turns:
     """The passes of a pipeline, if those of a micro-batch through the whole network take `passes_sec`.
 
     A stage computes its part of the layers, and the forward pass, the share `forward` of it, once more; the last
-    computes no pass again, but the output layer, `head_share` of the whole work. All wait for the slowest.
+    computes no pass again, but the output layer, `head_share` of the whole work. All wait for the slowest. With
+    `splits_length` each stage computes all of that in each turn, whether it needs it or not.
     """
-    layers = passes_sec * (1 - head_share) / stages
+    layers, head = passes_sec * (1 - head_share) / stages, passes_sec * head_share
     if stages == 1:
         return Turns(passes_sec, microbatches * passes_sec, 0.0)
-    turn = max(layers * (1 + forward), layers + passes_sec * head_share)
-    return Turns(turn, (microbatches + stages - 1) * turn, (stages - 1) * turn)
+    if splits_length:
+        turn, count = layers * (1 + forward) + head, num_turns(stages, microbatches)
+    else:
+        turn, count = max(layers * (1 + forward), layers + head), microbatches + stages - 1
+    return Turns(turn, count * turn, (count - microbatches) * turn)
 
 
 def gather_uses(itemsize: int, microbatches: int) -> float:

@@ -126,7 +126,7 @@ def own_time(
     kept = 1.0 if split is None else split.decoder.params_share(stages)
     update = kept * profile.other_sec.at(gathered, 0) / efficiency.compute
     head_share, forward = (0.0, 0.0) if split is None else (split.decoder.head_share, split.forward)
-    turns = pipeline.turns(passes, head_share, stages, microbatches, forward)
+    turns = pipeline.turns(passes, head_share, stages, microbatches, forward, splits_length=parts > 1)
     compute = turns.total_sec + update
     again = kept * (1 + forward) if stages > 1 else 1.0
     inner = 0.0
