@@ -302,3 +302,22 @@ def test_the_bytes_of_stages_are_those_of_the_compiled_step():
     gathered = sum(size for (kind, axes), size in sent.items() if kind == "all-gather" and axes == ("fsdp",))
     local = layers.bytes(step.parts.layout)["parameters"]
     assert 0.9 * local < gathered < 1.5 * local
+
+
+@pytest.mark.slow
+def test_the_bytes_of_split_texts_are_about_those_of_the_compiled_step():
+    experiment = jaxdl.Experiment(
+        data=SyntheticText(vocab_size=32, length=32, num_train=64, num_test=16),
+        model=Transformer(num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2),
+        task=LanguageModelling(),
+        steps=4,
+    )
+    step = Trials(experiment).plan({"mesh": MeshConfig(fsdp=1, context=4), "batch_size": 4}, jax.devices()[:4])
+    decoder, module = decoder_of(step), hlo.parse(compile_step(step).as_text())
+    played = overlap.play(module, dict(step.parts.layout.mesh.shape), overlap.Links(math.inf))
+    ring = [one for one in played.messages if one.kind == "collective-permute" and one.axes == ("context",)]
+    sent = sum(one.times * one.sent_bytes for one in ring)
+    predicted = 2 * 4 * context_cost.pass_bytes(32, 4, decoder.key_width, decoder.itemsize)
+    # The others are tokens that go to the devices of their chunks.
+    assert predicted <= sent < 1.25 * predicted
+    assert 2 * context_cost.pass_messages(4) <= sum(one.times for one in ring)

@@ -140,7 +140,9 @@ def own_time(
         num_bytes, messages = again * profile.tensor_bytes.at(gathered, local), again * profile.tensor_messages
         inner += microbatches * _seconds(machine, MODEL_AXES[0], messages, 2 * (tensor - 1), num_bytes)
     if parts > 1 and split is not None:
-        inner += microbatches * _ring_sec(split, machine, parts, stages, examples)
+        # Stages send keys in each turn, whether they need them or not.
+        passes_each = pipeline.num_turns(stages, microbatches)
+        inner += passes_each * _ring_sec(split, machine, parts, stages, examples)
     hidden = efficiency.overlap * compute if machine.overlaps else 0.0
     exposed, slow = max(0.0, inner - hidden), 0.0
     if tables is not None:
