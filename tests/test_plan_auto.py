@@ -22,6 +22,7 @@ from jaxdl.parallel.embedding import DataParallel, EmbeddingConfig, RowWise, Tab
 from jaxdl.parallel.embedding.traffic import axis_bytes
 from jaxdl.parallel.mesh import AXES, MeshConfig
 from jaxdl.performance.planner import auto, trials
+from jaxdl.performance.planner.few import all_fit, fastest_of, few_layouts
 from jaxdl.performance.planner.mesh_tables import tables_on_meshes
 from jaxdl.performance.planner.search import search, with_other_tables
 from jaxdl.performance.planner.table_bytes import compiled_step
@@ -109,6 +110,25 @@ def test_the_fastest_of_the_layouts_that_were_timed_is_taken():
     assert any("noise does not tell" in one for one in hidden.reasons)
 
 
+def test_few_layouts_are_timed_at_once():
+    work, where = workload(), cluster(nodes=1)
+    found = few_layouts(work, where, {}, 4)
+    assert [one.choice.param_sharding for one in found] == ["replicated", "sharded"]
+    assert {(one.choice.microbatches, one.choice.remat, one.choice.tensor) for one in found} == {(1, "none", 1)}
+    assert few_layouts(work, where, {}, 1) == []
+    open_ = jaxdl.load("digits", {"exchange": "auto"}).exchange
+    for changes in ({"exchange": open_}, {"tables": lambda *_: None}):  # What is chosen needs a prediction.
+        assert few_layouts(workload(**changes), where, {}, 4) == []
+    given = few_layouts(work, where, {"mesh.tensor": 2, "step.microbatches": 2, "model.remat": "block"}, 4)
+    assert {(one.choice.microbatches, one.choice.remat, one.choice.tensor) for one in given} == {(2, "block", 2)}
+    best, reasons = fastest_of(found, [[1.1, 1.1, 1.1, 0.9], [1.0] * 4])
+    assert best == found[0]
+    assert "simplest of those that noise does not tell" in reasons[-1]
+    assert fastest_of(found, [[2.0] * 4, [1.0] * 4])[0] == found[1]
+    assert all_fit([[1.0], [2.0]])
+    assert not all_fit([[1.0], [math.inf]])
+
+
 def test_of_the_choices_of_tables_that_were_timed_the_fastest_is_taken():
     experiment = clicks()
     tables = tables_on_meshes(experiment, SIZES, machine, ())
@@ -158,8 +178,8 @@ def test_a_run_plans_once_for_its_devices(tmp_path, monkeypatch):
     assert first.plan.mesh_sizes == dict.fromkeys(AXES, 1) | {"replica": 2}
     kept = json.loads((tmp_path / "a" / PLAN_FILE).read_text())
     assert kept["settings"] == found[0].settings
-    assert kept["reasons"][1].startswith("what binds: ")
-    assert kept["reasons"][2].startswith("timed: ")
+    assert "none is predicted" in kept["reasons"][0]  # There is one layout.
+    assert kept["reasons"][1].startswith("timed: 2 x 1 x 1, 1 micro-batches, ")
 
     def refused(*_):
         raise AssertionError("planned again")

@@ -25,6 +25,7 @@ from jaxdl.exchange.cost import ALWAYS_MEASURED, NOMINAL_SPEEDS, Figures, Link, 
 from jaxdl.exchange.probe import probe
 from jaxdl.parallel.cluster import host_memory_bytes, wait_for_all
 from jaxdl.parallel.mesh import AXES, FILLING_AXIS, INNER_AXES, Axis, Device, MeshConfig, make_mesh, platform, ways
+from jaxdl.performance.planner.few import all_fit, fastest_of, few_layouts, least_memory_aside
 from jaxdl.performance.planner.machine import network_rate
 from jaxdl.performance.planner.mesh_tables import tables_on_meshes
 from jaxdl.performance.planner.reasons import binding, describe, why_it_wins
@@ -66,10 +67,15 @@ def plan(experiment: Experiment, devices: Sequence[Device], start: Start) -> Pla
 
     def timed(layouts: Sequence[Candidate], what: str) -> list[list[float]]:
         check_equal([settings_of(layout, experiment) for layout in layouts])
-        with start.doing(f"planning the layout: timing the best {len(layouts)} {what}"):
+        with start.doing(f"planning the layout: timing {len(layouts)} {what}"):
             plans = {number: layout_plan(experiment, trials, layout, devices) for number, layout in enumerate(layouts)}
             return list(time_layouts(plans, cluster.device_bytes, ROUNDS).values())
 
+    if few := few_layouts(work, cluster, fixed, asked.timed):
+        of_few = timed(few, "layouts")
+        if all_fit(of_few):
+            chosen, reasons = fastest_of(few, of_few)
+            return Planned(settings_of(chosen, experiment), reasons)
     times: dict[Choice, list[float]] = {}
     for searching in (search_layouts, search):
         with start.doing("planning the layout: compiling and timing steps"):
@@ -202,9 +208,7 @@ def search_layouts(work: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any]
     They keep fewer activations, or have more micro-batches, which each take all that is done once for each. Nor is the
     memory of the exchange compiled where all layouts need a small part of what there is.
     """
-    kept = work.remats[:1] if "model.remat" not in fixed else work.remats
-    counts = work.microbatches or (int(fixed.get("step.microbatches", 1)),)
-    least = dataclasses.replace(work, remats=kept, microbatches=counts)
+    least = least_memory_aside(work, fixed)
     layouts = search(dataclasses.replace(least, measured_exchange=None), cluster, fixed)
     most = max((candidate.memory.total for candidate in layouts.candidates), default=0.0)
     if most > _SMALL * cluster.device_bytes:
