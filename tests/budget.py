@@ -161,6 +161,7 @@ BUDGETS = {
     "test_bench_select.py": 8,
     "test_benchmarks.py": 8,
     "test_moe.py": 150,
+    "test_stages.py": 60,
     "test_fp8.py": 60,
     "test_gpu_rules.py": 40,
     "test_data.py": 8,

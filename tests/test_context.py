@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -332,7 +333,7 @@ def test_what_cannot_be_split_is_refused():
         make_plan(EXPERIMENT.replaced({"mesh": LAST_MESH, "data.length": 34}))
     sizes = {"stage": 1, "context": 2}
     with pytest.raises(ConfigError, match="model encoder_decoder cannot split its input"):
-        check_axes(EncoderDecoder(), sizes)
+        check_axes(types.SimpleNamespace(model=EncoderDecoder()), sizes)
     with forgotten():
 
         class Written(Transformer, kind="written"):
@@ -344,8 +345,8 @@ def test_what_cannot_be_split_is_refused():
             splits_length = True
 
     with pytest.raises(ConfigError, match="does not say whether it reads texts that are split"):
-        check_axes(Written(), sizes)
-    check_axes(Sure(), sizes)
+        check_axes(EXPERIMENT.replaced({"model": Written()}), sizes)
+    check_axes(EXPERIMENT.replaced({"model": Sure()}), sizes)
 
 
 def test_the_program_says_how():

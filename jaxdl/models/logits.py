@@ -125,6 +125,16 @@ def materialize(outputs: Any) -> Any:
     )
 
 
+def add_remarks(
+    sums: dict[str, jax.Array], remarks: dict[str, jax.Array], weight: jax.Array, *, train: bool
+) -> dict[str, jax.Array]:
+    """A task's sums over `weight` tokens with the remarks of a network: see `Logits.remarks`."""
+    sums = sums | {name: weight * value for name, value in remarks.items() if name != PENALTY}
+    if train and PENALTY in remarks:
+        sums["loss"] = sums["loss"] + weight * remarks[PENALTY]
+    return sums
+
+
 def label_logit(logits: jax.Array, label: jax.Array) -> jax.Array:
     """The logit of each label: logits [..., classes], label [...] -> [...].
 

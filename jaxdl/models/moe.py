@@ -18,7 +18,7 @@ from jaxdl.models.block import Block
 from jaxdl.models.blocks import Init
 from jaxdl.models.dropout import fold
 from jaxdl.models.experts import Experts, Seen
-from jaxdl.models.logits import PENALTY, Logits
+from jaxdl.models.logits import PENALTY
 from jaxdl.models.rotary import Angles
 from jaxdl.models.transformer import Transformer, TransformerModule
 from jaxdl.parallel import sharding
@@ -126,13 +126,16 @@ class MoEModule(TransformerModule):
 
     block: ClassVar[type[Block]] = MoEBlock
 
-    def blocks(self, block: Callable[[Any, Block, jax.Array | int], Any], x: jax.Array, *, train: bool) -> Logits:
-        """The logits from what the first block reads, with what the routers did as their remarks."""
+    def blocks(
+        self, block: Callable[[Any, Block, jax.Array | int], Any], x: jax.Array, *, train: bool
+    ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array | None]:
+        """The same as of a `TransformerModule`; its remarks say what the routers did."""
         config = self.config
         assert isinstance(config, MixtureOfExperts)
-        leaves, treedef = jax.tree.flatten(Seen.nothing(config.num_layers, config.num_experts))
+        num_layers = self.layers.mlp.router[...].shape[0]  # Of one stage, where there are several.
+        leaves, treedef = jax.tree.flatten(Seen.nothing(num_layers, config.num_experts))
         nothing = jax.tree.unflatten(treedef, alike((), x, *leaves)[1:])
-        (x, seen), head = self._through_layers(block, (x, nothing))
+        (x, seen), head = self.through_layers(block, (x, nothing))
         # The load is that of the whole mesh.
         axis = sharding.statistics_axis()
         load = seen.load if axis is None else lax.psum(seen.load, axis)
@@ -140,11 +143,12 @@ class MoEModule(TransformerModule):
         if train and config.balance == "bias":
             bias = self.layers.mlp.bias
             bias[...] += config.rate * jnp.sign(mean - load)
+        share = num_layers / config.num_layers
         remarks = {
-            "experts/largest_load": jnp.mean(load.max(axis=1) / jnp.maximum(mean[:, 0], 1)),
-            "experts/lost": seen.lost / jnp.maximum(seen.load.sum(), 1),
+            "experts/largest_load": share * jnp.mean(load.max(axis=1) / jnp.maximum(mean[:, 0], 1)),
+            "experts/lost": share * seen.lost / jnp.maximum(seen.load.sum(), 1),
         }
         weights = {"balance": config.rate if config.balance == "loss" else 0.0, "z": config.router_z_loss}
         if any(weights.values()):
             remarks[PENALTY] = sum(weights[name] * seen.penalties[name] for name in weights) / config.num_layers
-        return self.logits(x, head).with_remarks(remarks)
+        return x, remarks, head

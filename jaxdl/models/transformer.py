@@ -18,10 +18,11 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxdl.core.errors import ConfigError
-from jaxdl.models.attention import attend, attention_remarks
+from jaxdl.models.attention import attention_remarks
 from jaxdl.models.block import Block
 from jaxdl.models.blocks import MLP, Biases, Init, MLPKind, NormKind, make_norm
-from jaxdl.models.cache import KeyValues, attend_cached, empty_cache, with_prompt
+from jaxdl.models.cache import KeyValues
+from jaxdl.models.cached_decoder import read_prompts, read_token
 from jaxdl.models.config import Model
 from jaxdl.models.dropout import RowKeys, dropout, fold
 from jaxdl.models.fp8 import bodies_of
@@ -43,6 +44,7 @@ class Transformer(Model, kind="transformer"):
     """A decoder-only transformer."""
 
     modality: ClassVar[str] = "text"
+    splits_layers: ClassVar[bool] = True
     splits_length: ClassVar[bool] = True
     position_fields: ClassVar[tuple[str, ...]] = ("positions", "max_length", "rope_theta", "rope_scaling", "window")
     num_layers: int = pydantic.Field(default=4, ge=1)
@@ -172,6 +174,11 @@ class Transformer(Model, kind="transformer"):
         return self.lora.trained
 
     @property
+    def num_stacked_layers(self) -> int | None:
+        """Those of `scan_layers`."""
+        return self.num_layers if self.scan_layers else None
+
+    @property
     def has_fp8(self) -> bool:
         """With stacked layers."""
         return self.scan_layers
@@ -257,67 +264,89 @@ class TransformerModule(nnx.Module):
         `segments`, int32 like the tokens, are the numbers of the packed documents in their rows, and 0 for padding:
         each document is read by itself. Raises ConfigError for more tokens than there are learned positions.
         """
-        keys = self.row_keys[...] if train and self.row_keys is not None else None
+        x = self.enter(tokens, segments, train=train)
+        x, remarks, head = self._inside(x, 0, tokens, segments, train=train)
+        return self._left(x, head).with_remarks(remarks)
+
+    # What follows are the parts of a network in a pipeline: what the first stage does, what each does with its layers,
+    # and what the last does.
+
+    def enter(self, tokens: jax.Array, segments: jax.Array | None = None, *, train: bool) -> jax.Array:
+        """What the first layer reads, [batch, length, embed]; arguments as of a call.
+
+        Tokens are in the order of storage from here on: see `jaxdl.parallel.zigzag`.
+        """
+        order, positions = current_order(tokens.shape[1]), None if segments is None else positions_of(segments)
+        if order is not None:
+            tokens = order.stored(tokens)
+            positions = None if positions is None else order.stored(positions)
+        x = self.embed(tokens, positions, order)
+        x = dropout(x, self.config.dropout, fold(self._keys(train), 0), order)
+        return sharding.constrain(x, "batch", "length", "embed")
+
+    def inside(
+        self,
+        x: jax.Array,
+        first: jax.Array | int,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        *,
+        train: bool,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """`(x, remarks)` after the layers that the module has, of which `first` is the number in the whole network.
+
+        The remarks of all stages together, added, are those of `Logits`.
+        """
+        return self._inside(x, first, tokens, segments, train=train)[:2]
+
+    def leave(self, x: jax.Array, *, train: bool) -> Logits:
+        """The logits from what the last layer gives."""
+        del train
+        return self._left(x)
+
+    def _left(self, x: jax.Array, head: jax.Array | None = None) -> Logits:
+        """`logits`, of tokens in the order of storage."""
+        return replace(self.logits(x, head), order=current_order(x.shape[1]))
+
+    def _inside(
+        self, x: jax.Array, first: jax.Array | int, tokens: jax.Array, segments: jax.Array | None, *, train: bool
+    ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array | None]:
+        """What `inside` returns, and the output layer's kernel if it has one of its own."""
+        keys = fold(self._keys(train), 1)
         positions = jnp.arange(tokens.shape[1])[None] if segments is None else positions_of(segments)
-        if (order := current_order(tokens.shape[1])) is not None:
-            tokens, positions = order.stored(tokens), order.stored(positions)
-        x = self.embed(tokens, None if segments is None else positions, order)
-        x = dropout(x, self.config.dropout, fold(keys, 0), order)
-        angles = self.angles(positions)
+        order = current_order(tokens.shape[1])
+        angles = self.angles(positions if order is None else order.stored(positions))
 
         def block(x: jax.Array, layer: Block, index: jax.Array | int) -> jax.Array:
-            return layer(x, angles, segments, fold(fold(keys, 1), index), order)
+            return layer(x, angles, segments, fold(keys, index + first), order)
 
-        outputs = self.blocks(block, sharding.constrain(x, "batch", "length", "embed"), train=train)
-        return replace(outputs, order=order)
+        return self.blocks(block, x, train=train)
 
-    def blocks(self, block: Callable[[Any, Block, jax.Array | int], Any], x: jax.Array, *, train: bool) -> Logits:
-        """The logits from what the first block reads."""
+    def _keys(self, train: bool) -> jax.Array | None:
+        """The random keys of the rows in training."""
+        return self.row_keys[...] if train and self.row_keys is not None else None
+
+    def blocks(
+        self, block: Callable[[Any, Block, jax.Array | int], Any], x: jax.Array, *, train: bool
+    ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array | None]:
+        """`(x, remarks, the kernel of the output layer)` after the layers, from what the first reads."""
         del train
-        x, head = self._through_layers(block, x)
-        return self.logits(x, head)
+        x, head = self.through_layers(block, x)
+        return x, {}, head
 
     def prefill(self, tokens: jax.Array, lengths: jax.Array, slots: int) -> tuple[Logits, KeyValues]:
         """Prompts int32 [rows, length] -> (logits of the token after each, [rows, 1, vocab]; a cache of `slots`).
 
         A row's first `lengths[row]` tokens count, and the prompts are padded behind them.
         """
-        config, (rows, length) = self.config, tokens.shape
-        cache = empty_cache(
-            config.num_layers, rows, slots, config.kv_heads, config.head_dim, dtype=self.dtype, window=config.window
-        )
-
-        def mix(query: jax.Array, new: KeyValues, cache: KeyValues, layer: jax.Array | int) -> Any:
-            mixed = attend(query, new.key, new.value, causal=True, window=config.window)
-            return mixed, with_prompt(cache, new, layer, lengths)
-
-        x, cache = self._cached(self.embed(tokens), jnp.arange(length)[None], cache, mix)
-        return self.logits(jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)), cache
+        return read_prompts(self, tokens, lengths, slots)
 
     def decode(self, tokens: jax.Array, cache: KeyValues, position: jax.Array) -> tuple[Logits, KeyValues]:
         """One more token of each row, int32 [rows] -> (logits of the next, [rows, 1, vocab]; the cache with it).
 
         It is at `position`, int32 scalar or [rows], from 0.
         """
-        positions = jnp.broadcast_to(position, tokens.shape)[:, None]
-
-        def mix(query: jax.Array, new: KeyValues, cache: KeyValues, layer: jax.Array | int) -> Any:
-            return attend_cached(query, new, cache, layer, position)
-
-        x, cache = self._cached(self.embed(tokens[:, None], positions), positions, cache, mix)
-        return self.logits(x), cache
-
-    def _cached(
-        self, x: jax.Array, positions: jax.Array, cache: KeyValues, mix: Callable[..., Any]
-    ) -> tuple[jax.Array, KeyValues]:
-        """`(x, cache)` after the layers, where `mix` is that of `Block.cached`, with cache and layer."""
-        angles = self.angles(positions)
-
-        def block(carry: Any, layer: Block, index: jax.Array | int) -> Any:
-            x, cache = carry
-            return layer.cached(x, angles, lambda query, new: mix(query, new, cache, index))
-
-        return self._through_layers(block, (sharding.constrain(x, "batch", "length", "embed"), cache))[0]
+        return read_token(self, tokens, cache, position)
 
     def embed(self, tokens: jax.Array, positions: jax.Array | None = None, order: Zigzag | None = None) -> jax.Array:
         """What the first layer reads, [batch, length, embed]; `positions` are 0, 1... by default, int like `tokens`.
@@ -352,7 +381,7 @@ class TransformerModule(nnx.Module):
             head = self.embedding[...].T if self.config.tied_embeddings else self.head[...]
         return Logits(self.final_norm(x), head)
 
-    def _through_layers(
+    def through_layers(
         self, block: Callable[[Any, Block, jax.Array | int], Any], x: Any
     ) -> tuple[Any, jax.Array | None]:
         """`x`, an array or a tree of them, after the layers, and the output layer's kernel if it has one of its own."""

@@ -126,7 +126,7 @@ class Layout:
             return [dim for dim, name in enumerate(axes) if axis in rules.get(name, ())]
 
         for axis in STAGE_AXES:
-            if sizes.get(axis, 1) > 1:
+            if sizes.get(axis, 1) > 1 and axis not in self.manual:  # Where it is manual, these are a stage's layers.
                 place((axis,), dims_of(axis))
         # Gathering biases and norm scales for every use would cost more in messages than keeping them whole in memory.
         if len(dims) >= 2 and math.prod(shape[dim] for dim in dims) >= self.config.min_shard_elements:

@@ -15,7 +15,7 @@ from jaxdl.core.user_code import user_code
 from jaxdl.data import DataSpec, PhotoSource, Splits, TextSpec
 from jaxdl.exchange import Auto, Dense, ExchangeConfig
 from jaxdl.exchange.agreement import Agreement, check_exchange
-from jaxdl.models import Model, Network
+from jaxdl.models import Network
 from jaxdl.models.mode_check import check_evaluation
 from jaxdl.parallel.embedding import EmbeddingConfig
 from jaxdl.parallel.embedding.jagged import is_jagged
@@ -111,8 +111,9 @@ def check_warmup(experiment: Experiment, total_steps: int) -> None:
         )
 
 
-def check_axes(model: Model, sizes: Mapping[str, int]) -> None:
-    """Raises ConfigError for a mesh axis of several devices over which the model cannot be split."""
+def check_axes(experiment: Experiment, sizes: Mapping[str, int]) -> None:
+    """Raises ConfigError for a mesh axis of several devices over which the model cannot be split, or not here."""
+    model = experiment.model
     for axis in (axis for axis in Axis if axis in RARE_AXES and sizes[axis] > 1):
         if (axis.splits_layers and not model.splits_layers) or (axis.splits_length and not model.splits_length):
             what = "spread its layers" if axis.splits_layers else "split its input"
@@ -127,6 +128,8 @@ def check_axes(model: Model, sizes: Mapping[str, int]) -> None:
                 f"over devices. Choose --mesh.{axis} 1, or set splits_length = True in the class, if only "
                 "jaxdl's attention looks at several tokens at once."
             )
+        if axis.splits_layers:
+            _check_stages(experiment, f"--mesh.{axis} {sizes[axis]}", sizes[axis])
 
 
 def check_length(spec: DataSpec, sizes: Mapping[str, int]) -> None:
@@ -139,6 +142,27 @@ def check_length(spec: DataSpec, sizes: Mapping[str, int]) -> None:
             f"--data.length {spec.length}: with {meshes} each text is cut into {unit} chunks of one length. Choose a "
             f"multiple of {unit}, such as {f'{below} or {above}' if below else above}."
         )
+
+
+def _check_stages(experiment: Experiment, option: str, num_stages: int) -> None:
+    """Raises ConfigError for what does not go with a pipeline of this many stages."""
+    model, agreement = experiment.model, experiment.agreement
+    layers = model.num_stacked_layers
+    if layers is None:
+        raise ConfigError(f"{option}: stages need stacked layers. Take --model.scan-layers, or {option.split()[0]} 1.")
+    if layers % num_stages:
+        fits = ", ".join(str(size) for size in range(1, layers + 1) if layers % size == 0)
+        raise ConfigError(
+            f"{option}: {layers} layers cannot be divided evenly among {num_stages} stages. Choose one of {fits}."
+        )
+    if experiment.task.takes_arrays or experiment.task.users_name:
+        raise ConfigError(f"{option}: task {experiment.task.kind} reads the network's outputs whole. Choose 1.")
+    if experiment.precision.fp8_size is not None:
+        raise ConfigError(
+            f"{option}: --precision {experiment.precision.kind} has no stages. Take --precision bfloat16."
+        )
+    if agreement.keeps_replicas or agreement.num_past:
+        raise ConfigError(f"{option}: --agreement {agreement.kind} has no stages. Take --agreement every_step.")
 
 
 def check_batches(experiment: Experiment, ways: int, eval_batch_size: int) -> None:
