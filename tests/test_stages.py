@@ -121,7 +121,7 @@ def kept_of(state):
 
 
 def test_a_step_sends_what_its_shards_have():
-    """Over stages the activations of a turn and their gradients, once the tables, and over replicas top-k of a shard."""
+    """Over stages the activations of a turn and their gradients, once the tables; over replicas, top-k of a shard."""
     exchange, stages = TopK(density=0.05, min_elements=64), 4
     plan = plan_of(DECODER.replaced({"exchange": exchange}), replica=2, stage=stages)
     batch = plan.batch_shapes(plan.timeline.segments[0], evaluating=False)

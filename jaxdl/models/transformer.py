@@ -266,21 +266,16 @@ class TransformerModule(nnx.Module):
         """
         x = self.enter(tokens, segments, train=train)
         x, remarks, head = self._inside(x, 0, tokens, segments, train=train)
-        return self._left(x, head).with_remarks(remarks)
+        return self._logits_of_text(x, head).with_remarks(remarks)
 
     # What follows are the parts of a network in a pipeline: what the first stage does, what each does with its layers,
     # and what the last does.
 
     def enter(self, tokens: jax.Array, segments: jax.Array | None = None, *, train: bool) -> jax.Array:
-        """What the first layer reads, [batch, length, embed]; arguments as of a call.
-
-        Tokens are in the order of storage from here on: see `jaxdl.parallel.zigzag`.
-        """
-        order, positions = current_order(tokens.shape[1]), None if segments is None else positions_of(segments)
-        if order is not None:
-            tokens = order.stored(tokens)
-            positions = None if positions is None else order.stored(positions)
-        x = self.embed(tokens, positions, order)
+        """What the first layer reads, [batch, length, embed]; arguments as of a call."""
+        positions, order = _positions(tokens, segments)
+        stored = tokens if order is None else order.stored(tokens)
+        x = self.embed(stored, None if segments is None else positions, order)
         x = dropout(x, self.config.dropout, fold(self._keys(train), 0), order)
         return sharding.constrain(x, "batch", "length", "embed")
 
@@ -302,20 +297,17 @@ class TransformerModule(nnx.Module):
     def leave(self, x: jax.Array, *, train: bool) -> Logits:
         """The logits from what the last layer gives."""
         del train
-        return self._left(x)
+        return self._logits_of_text(x)
 
-    def _left(self, x: jax.Array, head: jax.Array | None = None) -> Logits:
-        """`logits`, of tokens in the order of storage."""
+    def _logits_of_text(self, x: jax.Array, head: jax.Array | None = None) -> Logits:
         return replace(self.logits(x, head), order=current_order(x.shape[1]))
 
     def _inside(
         self, x: jax.Array, first: jax.Array | int, tokens: jax.Array, segments: jax.Array | None, *, train: bool
     ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array | None]:
         """What `inside` returns, and the output layer's kernel if it has one of its own."""
-        keys = fold(self._keys(train), 1)
-        positions = jnp.arange(tokens.shape[1])[None] if segments is None else positions_of(segments)
-        order = current_order(tokens.shape[1])
-        angles = self.angles(positions if order is None else order.stored(positions))
+        keys, (positions, order) = fold(self._keys(train), 1), _positions(tokens, segments)
+        angles = self.angles(positions)
 
         def block(x: jax.Array, layer: Block, index: jax.Array | int) -> jax.Array:
             return layer(x, angles, segments, fold(keys, index + first), order)
@@ -397,3 +389,11 @@ class TransformerModule(nnx.Module):
         bodies = {graphdef: body_of(block, graphdef) for graphdef, _ in layers}
         x = through_each([(bodies[graphdef], state) for graphdef, state in layers], x, config.remat)
         return x, None if head is None else head[...]
+
+
+def _positions(tokens: jax.Array, segments: jax.Array | None) -> tuple[jax.Array, Zigzag | None]:
+    """`(positions, order)`: of each token in its document, in the order in which devices store texts."""
+    positions, order = jnp.arange(tokens.shape[1])[None], current_order(tokens.shape[1])
+    if segments is not None:
+        positions = positions_of(segments)
+    return positions if order is None else order.stored(positions), order

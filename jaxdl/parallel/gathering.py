@@ -81,13 +81,13 @@ def whole_numbers(x: jax.Array, axes: tuple[str, ...]) -> jax.Array | None:
     layout = current_layout()
     if layout is None:
         return None
-    spec = layout.param_spec(axes, x.shape)
-    if set(GATHER_AXES).isdisjoint(spec_axes(spec)) or experts_axis(layout, axes, x.shape):
+    spec, over = layout.param_spec(axes, x.shape), _gathered_over(layout, axes, x.shape)
+    if set(over).isdisjoint(spec_axes(spec)):
         return None
     narrow = lax.stop_gradient(x)
     if layout.wire_dtype is not None and ROUTER not in axes:
         narrow = narrow.astype(layout.wire_dtype)
-    return layout.constrain(narrow, without_axes(spec, *GATHER_AXES))
+    return layout.constrain(narrow, without_axes(spec, *over))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -119,12 +119,15 @@ def gather(x: jax.Array | Gathered, axes: tuple[str, ...]) -> jax.Array:
         return _in_use(x.whole, x.shard, layout, layout.param_spec(axes, x.shape))
     if layout is None:
         return x
-    spec = layout.param_spec(axes, x.shape)
-    # Tokens are brought to experts.
-    over = tuple(axis for axis in GATHER_AXES if axis != experts_axis(layout, axes, x.shape))
+    spec, over = layout.param_spec(axes, x.shape), _gathered_over(layout, axes, x.shape)
     if set(over).isdisjoint(spec_axes(spec)):
         return x
     return _gather(x, dataclasses.replace(layout, wire_dtype=None) if ROUTER in axes else layout, spec, over)
+
+
+def _gathered_over(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...]) -> tuple[str, ...]:
+    """The mesh axes over which a parameter is gathered where they split it; not that of experts, to which tokens go."""
+    return tuple(axis for axis in GATHER_AXES if axis != experts_axis(layout, axes, shape))
 
 
 def experts_axis(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...]) -> str | None:

@@ -111,6 +111,18 @@ def check_warmup(experiment: Experiment, total_steps: int) -> None:
         )
 
 
+_CAN = {
+    "splits_length": (
+        "reads texts that are split over devices",
+        "only jaxdl's attention looks at several tokens at once",
+    ),
+    "splits_layers": (
+        "is a pipeline of stages",
+        "its module has the methods enter, inside and leave of jaxdl.models.transformer.TransformerModule",
+    ),
+}
+
+
 def check_axes(experiment: Experiment, sizes: Mapping[str, int]) -> None:
     """Raises ConfigError for a mesh axis of several devices over which the model cannot be split, or not here."""
     model = experiment.model
@@ -121,27 +133,15 @@ def check_axes(experiment: Experiment, sizes: Mapping[str, int]) -> None:
                 f"--mesh.{axis} {sizes[axis]}: model {model.users_name or model.kind} cannot {what} over devices. "
                 f"Choose --mesh.{axis} 1."
             )
-        # What a user has written may look at other tokens than those it has.
-        if axis.splits_length and model.users_name and "splits_length" not in vars(type(model)):
-            raise ConfigError(
-                f"--mesh.{axis} {sizes[axis]}: {model.users_name} does not say whether it reads texts that are split "
-                f"over devices. Choose --mesh.{axis} 1, or set splits_length = True in the class, if only "
-                "jaxdl's attention looks at several tokens at once."
-            )
         if axis.splits_layers:
             _check_stages(experiment, f"--mesh.{axis} {sizes[axis]}", sizes[axis])
-
-
-def check_length(spec: DataSpec, sizes: Mapping[str, int]) -> None:
-    """Raises ConfigError for texts that cannot be split evenly over devices."""
-    unit = length_unit(sizes)
-    if isinstance(spec, TextSpec) and spec.length % unit:
-        below, above = spec.length // unit * unit, math.ceil(spec.length / unit) * unit
-        meshes = " ".join(f"--mesh.{axis} {sizes[axis]}" for axis in LENGTH_AXES)
-        raise ConfigError(
-            f"--data.length {spec.length}: with {meshes} each text is cut into {unit} chunks of one length. Choose a "
-            f"multiple of {unit}, such as {f'{below} or {above}' if below else above}."
-        )
+        # What a user has written may look at other tokens than those it has, or at other layers.
+        name = "splits_length" if axis.splits_length else "splits_layers"
+        if model.users_name and name not in vars(type(model)):
+            raise ConfigError(
+                f"--mesh.{axis} {sizes[axis]}: {model.users_name} does not say whether it {_CAN[name][0]}. Choose "
+                f"--mesh.{axis} 1, or set {name} = True in the class, if {_CAN[name][1]}."
+            )
 
 
 def _check_stages(experiment: Experiment, option: str, num_stages: int) -> None:
@@ -163,6 +163,18 @@ def _check_stages(experiment: Experiment, option: str, num_stages: int) -> None:
         )
     if agreement.keeps_replicas or agreement.num_past:
         raise ConfigError(f"{option}: --agreement {agreement.kind} has no stages. Take --agreement every_step.")
+
+
+def check_length(spec: DataSpec, sizes: Mapping[str, int]) -> None:
+    """Raises ConfigError for texts that cannot be split evenly over devices."""
+    unit = length_unit(sizes)
+    if isinstance(spec, TextSpec) and spec.length % unit:
+        below, above = spec.length // unit * unit, math.ceil(spec.length / unit) * unit
+        meshes = " ".join(f"--mesh.{axis} {sizes[axis]}" for axis in LENGTH_AXES)
+        raise ConfigError(
+            f"--data.length {spec.length}: with {meshes} each text is cut into {unit} chunks of one length. Choose a "
+            f"multiple of {unit}, such as {f'{below} or {above}' if below else above}."
+        )
 
 
 def check_batches(experiment: Experiment, ways: int, eval_batch_size: int) -> None:
