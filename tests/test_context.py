@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib.util
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 from runs import ONE_DEVICE
 from test_packed_rows import BEGIN, SPEC, Store
+from test_parity import IMAGES
 
 import jaxdl
 from jaxdl.core.config import ConfigError
@@ -21,7 +21,7 @@ from jaxdl.data import Splits, SyntheticText
 from jaxdl.data.text.packing import PackedRows
 from jaxdl.exchange import Dense, Quantized, TopK
 from jaxdl.inference.generation import Decoder, Sampling, Writing
-from jaxdl.models import EncoderDecoder, MixtureOfExperts, Transformer
+from jaxdl.models import MixtureOfExperts, Transformer
 from jaxdl.models.attention import attention_remarks
 from jaxdl.optim import SGD, Constant
 from jaxdl.parallel.collectives import fp8
@@ -332,8 +332,8 @@ def test_what_cannot_be_split_is_refused():
     with pytest.raises(ConfigError, match=r"data.length=34: with mesh.context=2 each text is cut into 4 chunks"):
         make_plan(EXPERIMENT.replaced({"mesh": LAST_MESH, "data.length": 34}))
     sizes = {"stage": 1, "context": 2}
-    with pytest.raises(ConfigError, match="model encoder_decoder cannot split its input"):
-        check_axes(types.SimpleNamespace(model=EncoderDecoder()), sizes)
+    with pytest.raises(ConfigError, match="model tiny_resnet cannot split its input"):
+        check_axes(IMAGES, sizes)
     with forgotten():
 
         class Written(Transformer, kind="written"):

@@ -116,7 +116,7 @@ class MoEBlock(Block):
         mixed = self.attention(hidden, angles=angles, segments=segments, keys=fold(keys, 0), order=order)
         x = self.plus(x, mixed, fold(keys, 1), order)
         counted = None if segments is None else segments > 0
-        counted = counted if counted is None or order is None else order.stored(counted)
+        counted = counted if counted is None or order is None else order.stored_whole(counted)
         hidden, of_layer = self.mlp.routed(self.mlp_norm(x), counted)
         return self.plus(x, hidden, fold(keys, 2), order), seen.after(of_layer)
 

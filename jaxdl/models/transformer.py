@@ -274,7 +274,7 @@ class TransformerModule(nnx.Module):
     def enter(self, tokens: jax.Array, segments: jax.Array | None = None, *, train: bool) -> jax.Array:
         """What the first layer reads, [batch, length, embed]; arguments as of a call."""
         positions, order = _positions(tokens, segments)
-        stored = tokens if order is None else order.stored(tokens)
+        stored = tokens if order is None else order.stored_whole(tokens)
         x = self.embed(stored, None if segments is None else positions, order)
         x = dropout(x, self.config.dropout, fold(self._keys(train), 0), order)
         return sharding.constrain(x, "batch", "length", "embed")
@@ -396,4 +396,4 @@ def _positions(tokens: jax.Array, segments: jax.Array | None) -> tuple[jax.Array
     positions, order = jnp.arange(tokens.shape[1])[None], current_order(tokens.shape[1])
     if segments is not None:
         positions = positions_of(segments)
-    return positions if order is None else order.stored(positions), order
+    return positions if order is None else order.stored_whole(positions), order
