@@ -356,7 +356,7 @@ class TransformerModule(nnx.Module):
         table = self.position_embedding[...]
         if positions is None:
             rows = table[: tokens.shape[1]]
-            return add_bias(x, rows if order is None else order.stored(rows, dim=0))
+            return add_bias(x, rows if order is None else order.stored_whole(rows, dim=0))
         return x + token_vectors.lookup(table, positions, self.dtype)
 
     def angles(self, positions: jax.Array) -> Angles | None:

@@ -28,13 +28,13 @@ class Zigzag:
         early, late = jnp.split(chunks, 2, axis=dim)
         return jnp.stack([early, jnp.flip(late, dim)], axis=dim + 1).reshape(x.shape)
 
-    def stored_whole(self, x: jax.Array) -> jax.Array:
-        """`stored` of what each device has of whole texts, [batch, length], and keeps of them.
+    def stored_whole(self, x: jax.Array, dim: int = 1) -> jax.Array:
+        """`stored` of what each device has of whole texts, [batch, length, ...] or [length, ...], and keeps of them.
 
         Else XLA would first give each device its part of the text, and then send it on to where it is stored.
         """
-        names = ("batch", *(UNNAMED for _ in x.shape[1:]))
-        return constrain(self.stored(constrain(x, *names)), *names)
+        names = tuple("batch" if place < dim else UNNAMED for place in range(x.ndim))
+        return constrain(self.stored(constrain(x, *names), dim), *names)
 
     def natural(self, x: jax.Array, dim: int = 1) -> jax.Array:
         """`x`, in the order of storage, in the order of the text."""
