@@ -127,16 +127,6 @@ def test_a_bias_evens_the_load_and_no_weight_has_it():
     np.testing.assert_allclose(bias, steps * 0.01, atol=1e-5)
 
 
-def test_tokens_without_room_are_counted(tmp_path):
-    mesh = MeshConfig(replica=1, fsdp=8, tensor=1)
-    few = EXPERIMENT.replaced({"model": SIGMOID.replaced({"row_buffer": 1.0}), "mesh": mesh})
-    metrics = jaxdl.train(few, tmp_path / "few", quiet=True).metrics
-    many = jaxdl.train(few.replaced({"model.row_buffer": 8.0}), tmp_path / "many", quiet=True).metrics
-    assert 0 < metrics["experts/lost"] < 1
-    assert many["experts/lost"] == 0
-    assert many["experts/largest_load"] >= 1
-
-
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path):
     changes = {"model": SIGMOID, "mesh": MeshConfig(replica=2, fsdp=2, tensor=2), "steps": 4, "optimizer": AdamW()}
     experiment = EXPERIMENT.replaced({**changes, "checkpoint": {"every_steps": 2}})

@@ -40,8 +40,8 @@ class Logits:
     )
     """Of float32 products, likewise."""
     remarks: dict[str, jax.Array] = field(default_factory=dict)
-    """Means over all tokens that the network computes besides, by name, float32 scalars. In training the loss of each
-    token has `PENALTY` added; the others are reported."""
+    """What the network computes besides, by name, float32: scalars are means over all tokens, arrays are totals. In
+    training the loss of each token has `PENALTY` added; the others are reported."""
 
     def with_remarks(self, remarks: dict[str, jax.Array]) -> Logits:
         """The same with these remarks."""

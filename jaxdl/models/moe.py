@@ -5,7 +5,7 @@ The block is that of `jaxdl.models.block`; the experts are in `jaxdl.models.expe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -17,17 +17,21 @@ from jax import lax
 from jaxdl.models.block import Block
 from jaxdl.models.blocks import Init
 from jaxdl.models.dropout import fold
-from jaxdl.models.experts import Experts, Seen
+from jaxdl.models.experts import LARGEST, LOAD, LOST, Experts, Seen
 from jaxdl.models.logits import PENALTY, Logits
 from jaxdl.models.rotary import Angles
 from jaxdl.models.transformer import Transformer, TransformerModule
 from jaxdl.parallel import sharding
+from jaxdl.parallel.collectives.experts import Dispatch
 from jaxdl.parallel.collectives.primitive import alike
 
 
 class MixtureOfExperts(Transformer, kind="moe"):
     """A decoder-only transformer whose MLPs are mixtures of experts; `mlp_dim` is the hidden size of one expert."""
 
+    may_change: ClassVar[tuple[str, ...]] = (
+        *Transformer.may_change, "dispatch", "row_buffer", "max_lost", "lost_grace_steps",
+    )  # fmt: skip
     num_experts: int = pydantic.Field(default=8, ge=2)
     """Experts of each block."""
     experts_per_token: int = pydantic.Field(default=2, ge=1)
@@ -49,9 +53,18 @@ class MixtureOfExperts(Transformer, kind="moe"):
     router_z_loss: float = pydantic.Field(default=0.0, ge=0)
     """Weight of the mean of log(Z)^2 in the training loss, Z the sum of the exponentiated logits of the router (Zoph et
     al., arXiv 2202.08906, equation 5: 0.001)."""
+    dispatch: Dispatch = "auto"
+    """How tokens are brought to experts that are spread over `fsdp`: `gather`, all tokens to all devices, and the
+    results are summed on the way back; `all_to_all`, each token to the devices of its experts; `auto` takes the one
+    that sends fewer bytes."""
     row_buffer: float = pydantic.Field(default=2.0, ge=1)
-    """Where experts are spread over `fsdp`: rows of tokens for which a device has room, in multiples of those that it
-    has if all experts have the same load. Tokens beyond lose an expert; how many is reported."""
+    """Where experts are spread over `fsdp`: rows of tokens for which a device has room in training, in multiples of
+    those that it has if all experts have the same load. Tokens beyond lose an expert; how many is reported."""
+    max_lost: float = pydantic.Field(default=0.01, ge=0, le=1)
+    """The run ends when a larger share of the tokens' choices of experts had no room, over the steps of a report."""
+    lost_grace_steps: int = pydantic.Field(default=1000, ge=0)
+    """Not in the first steps, nor in the first half of a run of fewer than two times as many: routers that have learnt
+    little send most tokens to a few experts."""
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> MixtureOfExperts:
@@ -69,6 +82,18 @@ class MixtureOfExperts(Transformer, kind="moe"):
         if self.balance_rate is not None and self.balance == "none":
             raise ValueError(f"balance_rate = {self.balance_rate} has no effect with balance = none. Leave it out.")
         return self
+
+    def reason_to_end(self, metrics: Mapping[str, float], step: int, total_steps: int) -> str | None:
+        """Where more choices of experts had no room than `max_lost` allows."""
+        lost = metrics.get(LOST, 0.0)
+        if not lost > self.max_lost or step <= min(self.lost_grace_steps, total_steps // 2):
+            return None
+        return (
+            f"{LOST} = {lost:.3g}: of the choices that tokens made of experts since the last report {lost:.1%} had no "
+            f"row on a device, which has --model.row-buffer {self.row_buffer:g} times as many as with even load. More "
+            f"than --model.max-lost {self.max_lost:g} is an error. Take a larger --model.row-buffer (one of the size "
+            "of fsdp has room for all), balance the load (--model.balance), or allow more"
+        )
 
     @property
     def rate(self) -> float:
@@ -112,7 +137,8 @@ class MoEBlock(Block):
         x, seen = x
         mixed = self.attention(self.attention_norm(x), angles=angles, segments=segments, keys=fold(keys, 0))
         x = self.plus(x, mixed, fold(keys, 1))
-        hidden, of_layer = self.mlp.routed(self.mlp_norm(x), None if segments is None else segments > 0)
+        counted = None if segments is None else segments > 0
+        hidden, of_layer = self.mlp.routed(self.mlp_norm(x), counted, train=seen.train)
         return self.plus(x, hidden, fold(keys, 2)), seen.after(of_layer)
 
 
@@ -125,7 +151,7 @@ class MoEModule(TransformerModule):
         """The logits from what the first block reads, with what the routers did as their remarks."""
         config = self.config
         assert isinstance(config, MixtureOfExperts)
-        leaves, treedef = jax.tree.flatten(Seen.nothing(config.num_layers, config.num_experts))
+        leaves, treedef = jax.tree.flatten(Seen.nothing(config.num_layers, config.num_experts, train=train))
         nothing = jax.tree.unflatten(treedef, alike((), x, *leaves)[1:])
         (x, seen), head = self._through_layers(block, (x, nothing))
         # The load is that of the whole mesh.
@@ -135,10 +161,9 @@ class MoEModule(TransformerModule):
         if train and config.balance == "bias":
             bias = self.layers.mlp.bias
             bias[...] += config.rate * jnp.sign(mean - load)
-        remarks = {
-            "experts/largest_load": jnp.mean(load.max(axis=1) / jnp.maximum(mean[:, 0], 1)),
-            "experts/lost": seen.lost / jnp.maximum(seen.load.sum(), 1),
-        }
+        remarks = {LARGEST: jnp.mean(load.max(axis=1) / jnp.maximum(mean[:, 0], 1))}
+        if train:
+            remarks |= {LOST: seen.lost / jnp.maximum(seen.load.sum(), 1), LOAD: seen.load}
         weights = {"balance": config.rate if config.balance == "loss" else 0.0, "z": config.router_z_loss}
         if any(weights.values()):
             remarks[PENALTY] = sum(weights[name] * seen.penalties[name] for name in weights) / config.num_layers

@@ -1,6 +1,8 @@
 """Experts that are spread over devices: tokens are brought to them, and their results back.
 
-Rows of tokens are sorted by expert, and each product takes the rows of all experts of a device at once.
+There are two ways. All tokens of the devices are gathered, and the results are reduce-scattered; or each token is sent
+to the devices that have its experts alone, in an all-to-all with a fixed number of rows for each pair of devices. Rows
+of tokens are sorted by expert, and each product takes the rows of all experts of a device at once.
 """
 
 from __future__ import annotations
@@ -9,32 +11,54 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxdl.parallel.collectives.grouped import give_rows, grouped_product, places, take_rows
+from jaxdl.parallel.collectives.grouped import give_rows, grouped_product, places, slots, take_rows
 from jaxdl.parallel.collectives.primitive import in_one
 from jaxdl.parallel.mesh import platform
 from jaxdl.parallel.sharding import Layout
+
+Dispatch = Literal["auto", "gather", "all_to_all"]
+
+
+def rows_of_pair(size: int, choices: int, row_buffer: float) -> int:
+    """Rows that a device may send to each of `size` devices in an all-to-all, of the `choices` of its tokens."""
+    return min(choices, math.ceil(row_buffer * choices / size))
+
+
+def sent_bytes(dispatch: Dispatch, size: int, tokens: int, per_token: int, width: int, row_buffer: float) -> int:
+    """Bytes that each of `size` devices sends to compute the experts of a layer, without the backward pass.
+
+    It has so many `tokens`, of `width` bytes, each with `per_token` experts. The backward pass sends as much, except
+    the numbers of the experts: 4 bytes for each choice that is gathered, and for each row of an all-to-all.
+    """
+    choices = tokens * per_token
+    if dispatch == "gather":
+        return (size - 1) * (2 * tokens * width + 8 * choices)
+    return (size - 1) * rows_of_pair(size, choices, row_buffer) * (2 * width + 4)
 
 
 @dataclass(frozen=True)
 class Spread:
     """How the devices of `axes`, over which tokens are split, compute experts that are spread over `axis`.
 
-    `gated` makes the hidden numbers of an expert of the products with its first two kernels.
+    Each device has room for `row_buffer` times the rows that it would have if all experts had the same load; for all
+    with None. `gated` makes the hidden numbers of an expert of the products with its first two kernels.
     """
 
     num_experts: int
-    row_buffer: float
+    row_buffer: float | None
     axis: str | None
     axes: tuple[str, ...]
     layout: Layout | None
     gated: Callable[[jax.Array, jax.Array], jax.Array]
+    dispatch: Dispatch = "auto"
+    """Which way is taken; `auto` takes the one with fewer bytes. Where all rows have room, tokens are gathered."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,8 +81,32 @@ class Spread:
         self, x: jax.Array, weights: jax.Array, chosen: jax.Array, *kernels: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """What a device returns of `spread`, for its tokens [batch, length, embed] and its experts."""
-        shape, num = x.shape, kernels[0].shape[0]
+        shape = x.shape
         x, weights, chosen = (part.reshape(-1, part.shape[-1]) for part in (x, weights, chosen))
+        varying = tuple(name for name in self.names if name != self.axis)
+        if varying:  # Their gradients are summed over these axes, in float32.
+            kernels = tuple(lax.pcast(kernel, varying, to="varying") for kernel in kernels)
+        bring = self._by_all_to_all if self._sends_rows(x, chosen) else self._by_gather
+        result, lost = bring(x, weights, chosen, kernels)
+        if self.names:
+            lost = lax.psum(lost, self.names)
+        return result.reshape(shape), lost
+
+    def _sends_rows(self, x: jax.Array, chosen: jax.Array) -> bool:
+        """Whether the tokens of a device are sent in an all-to-all."""
+        if self.row_buffer is None or self.axis is None or self.axis not in self.axes:
+            return False
+        if self.dispatch != "auto":
+            return self.dispatch == "all_to_all"
+        size, width = lax.axis_size(self.axis), x.shape[1] * x.dtype.itemsize
+        ways: tuple[Dispatch, ...] = ("gather", "all_to_all")
+        sent = [sent_bytes(way, size, *chosen.shape, width, self.row_buffer) for way in ways]
+        return sent[1] < sent[0]
+
+    def _by_gather(
+        self, x: jax.Array, weights: jax.Array, chosen: jax.Array, kernels: Sequence[jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """`(results, choices without a row)` of a device's tokens [token, embed]: those of all devices are gathered."""
         gathered = self.axis is not None and self.axis in self.axes
         dtype = x.dtype
         # XLA on CPUs (jaxlib 0.10) ends the process at a sum of 16-bit numbers over devices.
@@ -67,41 +115,59 @@ class Spread:
             parts = (x.astype(wire), weights, chosen)
             x, weights, chosen = (lax.all_gather(part, self.axis, tiled=True) for part in parts)
             x = x.astype(dtype)
-        varying = tuple(name for name in self.names if name != self.axis)
-        if varying:  # Their gradients are summed over these axes, in float32.
-            kernels = tuple(lax.pcast(kernel, varying, to="varying") for kernel in kernels)
-        first = num * lax.axis_index(self.axis) if self.axis else 0
-        result, lost = self._local(x, weights, chosen, first, kernels)
+        group, num = self._groups(chosen.reshape(-1), kernels)
+        even, all_rows = chosen.size * num / self.num_experts, num == self.num_experts or self.row_buffer is None
+        most = chosen.size if all_rows else min(chosen.size, math.ceil(self.row_buffer * even))
+        choice, row, sizes, lost = places(group, num, most)
+        results = give_rows(self._products(take_rows(x, choice, row), kernels, sizes), choice, row)
+        result = _weighted(results, weights).astype(dtype)
         if self.axis is not None:
             result = result.astype(wire)
             result = lax.psum_scatter(result, self.axis, tiled=True) if gathered else lax.psum(result, self.axis)
-            result = result.astype(dtype)
-        if self.names:
-            lost = lax.psum(lost, self.names)
-        return result.reshape(shape), lost
+        return result.astype(dtype), lost.astype(jnp.float32)
 
-    def _local(
-        self, x: jax.Array, weights: jax.Array, chosen: jax.Array, first: Any, kernels: Sequence[jax.Array]
+    def _by_all_to_all(
+        self, x: jax.Array, weights: jax.Array, chosen: jax.Array, kernels: Sequence[jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """What the experts from `first` on add to each token of `x` [token, embed], and choices without a row."""
-        num, choices = kernels[0].shape[0], chosen.size
-        group = chosen.reshape(-1) - first
-        group = jnp.where((group >= 0) & (group < num), group, num).astype(jnp.int32)
-        even = choices * num / self.num_experts
-        most = choices if num == self.num_experts else min(choices, math.ceil(self.row_buffer * even))
-        choice, row, sizes, lost = places(group, num, most)
-        rows, (gate, up, down) = take_rows(x, choice, row), kernels
-        hopper = self._is_hopper() and x.dtype == jnp.bfloat16
+        """The same: each token is sent to the devices that have its experts."""
+        assert self.axis is not None
+        assert self.row_buffer is not None
+        size, wanted = lax.axis_size(self.axis), chosen.reshape(-1)
+        device = (wanted // kernels[0].shape[0]).astype(jnp.int32)
+        choice, slot, lost = slots(device, size, rows_of_pair(size, wanted.size, self.row_buffer))
+        is_used = slot[choice] == jnp.arange(choice.size)
+        sent = take_rows(x, choice, slot), jnp.where(is_used, wanted[choice], self.num_experts)
+        rows, wanted = (lax.all_to_all(part, self.axis, 0, 0, tiled=True) for part in sent)
+        group, num = self._groups(wanted, kernels)
+        place, row, sizes, _ = places(group, num, group.size)
+        results = give_rows(self._products(take_rows(rows, place, row), kernels, sizes), place, row)
+        results = lax.all_to_all(results, self.axis, 0, 0, tiled=True)
+        return _weighted(give_rows(results, choice, slot), weights).astype(x.dtype), lost.astype(jnp.float32)
+
+    def _groups(self, wanted: jax.Array, kernels: Sequence[jax.Array]) -> tuple[jax.Array, int]:
+        """`(the number of the expert among those of this device, as many as it has for all others; how many)`."""
+        num = kernels[0].shape[0]
+        group = wanted - (num * lax.axis_index(self.axis) if self.axis else 0)
+        return jnp.where((group >= 0) & (group < num), group, num).astype(jnp.int32), num
+
+    def _products(self, rows: jax.Array, kernels: Sequence[jax.Array], sizes: jax.Array) -> jax.Array:
+        """What the experts of this device make of rows that are sorted by expert, `sizes` of each."""
+        hopper = self._is_hopper() and rows.dtype == jnp.bfloat16
+        gate, up, down = kernels
         hidden = self.gated(*(grouped_product(rows, kernel, sizes, hopper=hopper) for kernel in (gate, up)))
-        results = give_rows(grouped_product(hidden, down, sizes, hopper=hopper), choice, row)
-        each = results.reshape(*chosen.shape, -1).astype(jnp.float32)
-        return jnp.sum(each * weights[..., None], axis=1).astype(x.dtype), lost.astype(jnp.float32)
+        return grouped_product(hidden, down, sizes, hopper=hopper)
 
     def _is_hopper(self) -> bool:
         if self.layout is None:
             return False
         device = self.layout.mesh.devices.flat[0]
         return device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
+
+
+def _weighted(results: jax.Array, weights: jax.Array) -> jax.Array:
+    """The sums of each token's results [choice, embed], times its `weights` [token, choices], in float32."""
+    each = results.reshape(*weights.shape, -1).astype(jnp.float32)
+    return jnp.sum(each * weights[..., None], axis=1)
 
 
 @jax.tree_util.register_static
@@ -119,7 +185,8 @@ def spread(
     """`(what experts add to x, choices for which a device had no room)`, by `how.computed` on each device.
 
     `x` is [batch, length, embed]; `weights` and `chosen` are [batch, length, choice], of the experts that a token
-    chose; `kernels` are those of all experts, [expert, embed, hidden] twice and [expert, hidden, embed].
+    chose, `how.num_experts` for none; `kernels` are those of all experts, [expert, embed, hidden] twice and [expert,
+    hidden, embed].
 
     What a device keeps for the backward pass leaves one `shard_map` and enters another. JAX (0.10), which would do the
     same, splits it by the axes of the surrounding `shard_map` too, in an order that XLA refuses.

@@ -155,9 +155,26 @@ def places(group: jax.Array, num_groups: int, most_rows: int) -> tuple[jax.Array
     return order[:most_rows], row, sizes, wanted.sum() - sizes.sum()
 
 
+def slots(group: jax.Array, num_groups: int, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`(choice of each slot, slot of each choice, choices that did not fit)`: each group has `most` slots.
+
+    `group` is that of `places`. The first choices of a group have its slots. A choice without a slot has the slot
+    `num_groups * most`; in a slot that is not used stands a choice that has another one.
+    """
+    order = jnp.argsort(group, stable=True)
+    wanted = jnp.bincount(group, length=num_groups + 1)
+    rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
+    rank = rank - (jnp.cumsum(wanted) - wanted)[group]  # Among the choices of the group.
+    slot = jnp.where((group < num_groups) & (rank < most), group * most + rank, num_groups * most)
+    choice = jnp.zeros(num_groups * most, order.dtype).at[slot].set(jnp.arange(group.size), mode="drop")
+    return choice, slot, jnp.maximum(wanted[:num_groups] - most, 0).sum()
+
+
 @jax.custom_vjp
 def take_rows(x: jax.Array, choice: jax.Array, row: jax.Array) -> jax.Array:
     """The rows [row, d] of the tokens `x` [token, d]: `choice` [row] is the choice of each, `row` [choice] its inverse.
+
+    A row that no choice has gets no gradient, whatever stands in it.
 
     Tokens have equally many choices, one after the other. The gradient reads rows, too: nothing is summed by atomics.
     """
