@@ -62,7 +62,7 @@ class MixtureOfExperts(Transformer, kind="moe"):
     those that it has if all experts have the same load. Tokens beyond lose an expert; how many is reported."""
     max_lost: float = pydantic.Field(default=0.01, ge=0, le=1)
     """The run ends when a larger share of the tokens' choices of experts had no room, over the steps of a report."""
-    lost_grace_steps: int = pydantic.Field(default=1000, ge=0)
+    lost_grace_steps: int = pydantic.Field(default=500, ge=0)
     """Not in the first steps, nor in the first half of a run of fewer than two times as many: routers that have learnt
     little send most tokens to a few experts."""
 

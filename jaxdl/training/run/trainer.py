@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxdl.core.config import ConfigError, Periodic
+from jaxdl.core.config import Periodic
 from jaxdl.core.errors import as_typed
 from jaxdl.data import TrainLoader
 from jaxdl.data.phases import Segment
@@ -19,7 +19,7 @@ from jaxdl.training.run.compile import StepFunctions, programs
 from jaxdl.training.run.evaluation import Evaluation
 from jaxdl.training.run.hooks import Callbacks, Hooks
 from jaxdl.training.run.plan.build import make_exchange_state
-from jaxdl.training.run.plan.length import check_not_past, early_end_note
+from jaxdl.training.run.plan.length import check_not_past, checked_report, early_end_note
 from jaxdl.training.run.plan.plan import Plan
 from jaxdl.training.run.result import Interrupted, Run
 from jaxdl.training.run.rollback import BadStep, Rollbacks, skip
@@ -244,18 +244,10 @@ class Trainer:
         self.over = over
 
     def _roll_back_if_bad(self, report: Report | None) -> bool:
-        """Rolls the run back if the steps of a report end a streak of bad ones that is too long: whether it has.
-
-        Raises ConfigError if the model says by their metrics that the run must end.
-        """
-        if report is not None:
-            last, total = report.first_step + len(report.metrics) - 1, self.plan.total_steps
-            if (why := self.experiment.model.reason_to_end(report.together, last, total)) is not None:
-                goes_on = "; the same command with the change goes on from the last checkpoint" if self.saver else ""
-                raise ConfigError(f"step {last}: {why}{goes_on}.")
-        if (streak := self.rollbacks.judge(report)) is not None:
+        """Rolls the run back if the steps of a report end a streak of bad ones that is too long: whether it has."""
+        if streak := self.rollbacks.judge(checked_report(self.plan, report, kept=self.saver is not None)):
             self._roll_back(streak)
-        return streak is not None
+        return bool(streak)
 
     def _roll_back(self, streak: Sequence[BadStep]) -> None:
         """Returns to a checkpoint from before a streak of bad steps, or to the start; their batches are skipped now."""
