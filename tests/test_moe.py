@@ -14,7 +14,7 @@ import jaxdl
 from jaxdl.core.config import ConfigError
 from jaxdl.inference.convert.__main__ import main
 from jaxdl.inference.convert.to_hf import to_hf
-from jaxdl.models import LoRA, MixtureOfExperts, Network
+from jaxdl.models import MixtureOfExperts, Network
 from jaxdl.models.network import Call
 from jaxdl.optim import AdamW
 from jaxdl.parallel.collectives import grouped
@@ -145,7 +145,6 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path):
         ({"mlp": "gelu"}, "mlp = gelu: experts are `swiglu`"),
         ({"biases": "all"}, "biases = all: experts"),
         ({"scan_layers": False}, "a mixture's layers are stacked"),
-        ({"lora": LoRA(rank=2)}, "there are no adapters for mixtures"),
         ({"balance": "none", "balance_rate": 0.1}, "balance_rate = 0.1 has no effect with balance = none"),
     ],
 )

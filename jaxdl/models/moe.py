@@ -77,8 +77,6 @@ class MixtureOfExperts(Transformer, kind="moe"):
             raise ValueError(f"{given}: experts are `swiglu`, and have no biases. Leave it out.")
         if not self.scan_layers:
             raise ValueError("scan_layers = False: a mixture's layers are stacked. Leave it out.")
-        if self.lora.rank:
-            raise ValueError("lora: there are no adapters for mixtures of experts. Leave it out.")
         if self.balance_rate is not None and self.balance == "none":
             raise ValueError(f"balance_rate = {self.balance_rate} has no effect with balance = none. Leave it out.")
         return self

@@ -1,0 +1,112 @@
+"""A mixture of experts compiled for 8 x H100: its memory and messages, by how tokens are brought and rows multiplied.
+
+Each row compiles the training step once more: tokens gathered, tokens in an all-to-all, and, as XLA computes
+`lax.ragged_dot`, the products of all rows with all experts. Nothing runs.
+
+    python -m benchmarks.experts --config configs/moe_olmoe.py:eight_of_1b
+    python -m benchmarks.experts --config configs/moe_olmoe.py --ways gather all_to_all
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
+
+import jax
+from jax import lax
+from rich.console import Console
+
+from jaxdl.core.config import ConfigError
+from jaxdl.data import SyntheticText
+from jaxdl.models import MixtureOfExperts
+from jaxdl.parallel.collectives import experts
+from jaxdl.parallel.compiler import Links, hlo
+from jaxdl.parallel.compiler.overlap import play
+from jaxdl.performance.bench.shared import ExperimentBench, make_table, parse_experiment_bench, run_module, write_json
+from jaxdl.performance.planner.h100 import NUM_DEVICES, compile_step, h100_devices
+from jaxdl.performance.planner.trial import planned_bytes, resident
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.plan.build import make_plan
+
+Way = Literal["gather", "all_to_all", "dense"]
+_COLUMNS = (
+    "tokens and products", "GB of a device", "of it temporary", "grouped kernels", "GB sent in all-to-all",
+    "beside kernels", "GB sent otherwise",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExpertsBench(ExperimentBench):
+    """Compiles the training step of a mixture of experts for 8 x H100, fsdp 8, and shows its memory and messages."""
+
+    ways: tuple[Way, ...] = ("gather", "all_to_all", "dense")
+    """Which rows: the values of --model.dispatch, and `dense`: gathered tokens by `lax.ragged_dot`."""
+    length: int = 2048
+    """Tokens of an example, of made-up text."""
+    json: Path | None = None
+    """File for the figures."""
+
+
+def main(args: list[str]) -> None:
+    """Compiles each row, and prints and writes the table."""
+    command, _ = parse_experiment_bench(ExpertsBench, args, __name__)
+    rows = [measure(command.experiment, way, command.length) for way in command.ways]
+    tokens = f"{command.experiment.batch_size} x {command.length:,} tokens"
+    table = make_table(f"{command.config}, {tokens}, compiled for {NUM_DEVICES} x H100, fsdp {NUM_DEVICES}", _COLUMNS)
+    for row in rows:
+        numbers = [f"{row[name] / 1e9:.2f}" for name in ("bytes", "temporary_bytes")]
+        sent = [f"{row['all_to_all_bytes'] / 1e9:.2f}", f"{row['beside']} of {row['all_to_alls']}"]
+        table.add_row(row["way"], *numbers, str(row["kernels"]), *sent, f"{row['other_bytes'] / 1e9:.2f}")
+    Console(width=150).print(table)
+    write_json(command.json, {"rows": rows})
+
+
+def measure(experiment: Experiment, way: Way, length: int) -> dict[str, Any]:
+    """The figures of one row. Raises ConfigError for another model, and without JAX's CUDA compiler."""
+    if not isinstance(experiment.model, MixtureOfExperts):
+        raise ConfigError(f"model {experiment.model.kind}: it has no experts. Give the config of a mixture.")
+    vocab = experiment.model.vocab_size or 50_304
+    changes = {
+        "data": SyntheticText(vocab_size=vocab, length=length, num_train=experiment.batch_size, num_test=8),
+        "model.dispatch": "gather" if way == "dense" else way,
+        "mesh": {"replica": 1, "fsdp": NUM_DEVICES, "tensor": 1},
+        "evaluation.batch_size": None,
+    }
+    plan = make_plan(resident(experiment, None).replaced(changes), h100_devices(1, NUM_DEVICES))
+    with _dense_products() if way == "dense" else contextlib.nullcontext():
+        compiled = compile_step(plan)
+    text, memory = compiled.as_text() or "", compiled.memory_analysis()
+    assert memory is not None
+    links = Links(replica_bytes_per_sec=1.25e10)  # There is one replica: no message crosses a network.
+    messages = play(hlo.parse(text), plan.parts.layout.mesh.shape, links).messages
+    brought = [message for message in messages if message.kind == "all-to-all"]
+    return {
+        "way": way,
+        "bytes": planned_bytes(compiled),
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "kernels": text.count('custom_call_target="mosaic_gpu'),
+        "all_to_all_bytes": sum(message.times * message.sent_bytes for message in brought),
+        "beside": sum(message.times for message in brought if message.is_async and message.kernels),
+        "all_to_alls": sum(message.times for message in brought),
+        "other_bytes": sum(message.times * message.sent_bytes for message in messages if message not in brought),
+    }
+
+
+@contextlib.contextmanager
+def _dense_products() -> Iterator[None]:
+    """Context in which the rows of all experts are multiplied by `lax.ragged_dot`."""
+
+    def product(x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, hopper: bool = False) -> jax.Array:
+        del hopper
+        return lax.ragged_dot(x, kernels.astype(x.dtype), sizes)
+
+    with mock.patch.object(experts, "grouped_product", product):
+        yield
+
+
+if __name__ == "__main__":
+    run_module(main)
