@@ -100,11 +100,13 @@ def measure(experiment: Experiment, way: Way, length: int) -> dict[str, Any]:
 def _dense_products() -> Iterator[None]:
     """Context in which the rows of all experts are multiplied by `lax.ragged_dot`."""
 
-    def product(x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, hopper: bool = False) -> jax.Array:
+    def products(gated: Any, hopper: bool, x: jax.Array, *operands: jax.Array) -> jax.Array:
         del hopper
-        return lax.ragged_dot(x, kernels.astype(x.dtype), sizes)
+        gate, up, down = (kernel.astype(x.dtype) for kernel in operands[:3])
+        hidden = gated(*(lax.ragged_dot(x, kernel, operands[3]) for kernel in (gate, up)))
+        return lax.ragged_dot(hidden, down, operands[3])
 
-    with mock.patch.object(experts, "grouped_product", product):
+    with mock.patch.object(experts, "gated_products", products):
         yield
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxdl.parallel.collectives.grouped import give_rows, grouped_product, places, slots, take_rows
+from jaxdl.parallel.collectives.grouped import Gate, gated_products, give_rows, places, slots, take_rows
 from jaxdl.parallel.collectives.primitive import in_one
 from jaxdl.parallel.mesh import platform
 from jaxdl.parallel.sharding import Layout
@@ -56,7 +56,7 @@ class Spread:
     axis: str | None
     axes: tuple[str, ...]
     layout: Layout | None
-    gated: Callable[[jax.Array, jax.Array], jax.Array]
+    gated: Gate
     dispatch: Dispatch = "auto"
     """Which way is taken; `auto` takes the one with fewer bytes. Where all rows have room, tokens are gathered."""
 
@@ -153,9 +153,7 @@ class Spread:
     def _products(self, rows: jax.Array, kernels: Sequence[jax.Array], sizes: jax.Array) -> jax.Array:
         """What the experts of this device make of rows that are sorted by expert, `sizes` of each."""
         hopper = self._is_hopper() and rows.dtype == jnp.bfloat16
-        gate, up, down = kernels
-        hidden = self.gated(*(grouped_product(rows, kernel, sizes, hopper=hopper) for kernel in (gate, up)))
-        return grouped_product(hidden, down, sizes, hopper=hopper)
+        return gated_products(self.gated, hopper, rows, *kernels, sizes)
 
     def _is_hopper(self) -> bool:
         if self.layout is None:
