@@ -1,7 +1,7 @@
 """A mixture of experts compiled for 8 x H100: its memory and messages, by how tokens are brought and rows multiplied.
 
-Each row compiles the training step once more: tokens gathered, tokens in an all-to-all, and, as XLA computes
-`lax.ragged_dot`, the products of all rows with all experts. Nothing runs.
+Each row compiles the training step once more: tokens gathered, or in an all-to-all; and, to compare with, gathered
+tokens whose rows `lax.ragged_dot` multiplies, or all tokens multiplied with all experts of a device. Nothing runs.
 
     python -m benchmarks.experts --config configs/moe_olmoe.py:eight_of_1b
     python -m benchmarks.experts --config configs/moe_olmoe.py --ways gather all_to_all
@@ -10,13 +10,14 @@ Each row compiles the training step once more: tokens gathered, tokens in an all
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from rich.console import Console
 
@@ -32,7 +33,7 @@ from jaxdl.performance.planner.trial import planned_bytes, resident
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.run.plan.build import make_plan
 
-Way = Literal["gather", "all_to_all", "dense"]
+Way = Literal["gather", "all_to_all", "ragged_dot", "dense"]
 _COLUMNS = (
     "tokens and products", "GB of a device", "of it temporary", "grouped kernels", "GB sent in all-to-all",
     "beside kernels", "GB sent otherwise",
@@ -43,8 +44,8 @@ _COLUMNS = (
 class ExpertsBench(ExperimentBench):
     """Compiles the training step of a mixture of experts for 8 x H100, fsdp 8, and shows its memory and messages."""
 
-    ways: tuple[Way, ...] = ("gather", "all_to_all", "dense")
-    """Which rows: the values of --model.dispatch, and `dense`: gathered tokens by `lax.ragged_dot`."""
+    ways: tuple[Way, ...] = ("gather", "all_to_all", "ragged_dot", "dense")
+    """Which rows: values of --model.dispatch; gathered tokens by `lax.ragged_dot`; or by all experts of a device."""
     length: int = 2048
     """Tokens of an example, of made-up text."""
     json: Path | None = None
@@ -72,12 +73,12 @@ def measure(experiment: Experiment, way: Way, length: int) -> dict[str, Any]:
     vocab = experiment.model.vocab_size or 50_304
     changes = {
         "data": SyntheticText(vocab_size=vocab, length=length, num_train=experiment.batch_size, num_test=8),
-        "model.dispatch": "gather" if way == "dense" else way,
+        "model.dispatch": way if way == "all_to_all" else "gather",
         "mesh": {"replica": 1, "fsdp": NUM_DEVICES, "tensor": 1},
         "evaluation.batch_size": None,
     }
     plan = make_plan(resident(experiment, None).replaced(changes), h100_devices(1, NUM_DEVICES))
-    with _dense_products() if way == "dense" else contextlib.nullcontext():
+    with _OTHERS.get(way, contextlib.nullcontext)():
         compiled = compile_step(plan)
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     assert memory is not None
@@ -96,9 +97,8 @@ def measure(experiment: Experiment, way: Way, length: int) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def _dense_products() -> Iterator[None]:
-    """Context in which the rows of all experts are multiplied by `lax.ragged_dot`."""
+def _ragged_products() -> Any:
+    """Context in which `lax.ragged_dot` multiplies rows with the experts that they are sorted by."""
 
     def products(gated: Any, hopper: bool, x: jax.Array, *operands: jax.Array) -> jax.Array:
         del hopper
@@ -106,8 +106,29 @@ def _dense_products() -> Iterator[None]:
         hidden = gated(*(lax.ragged_dot(x, kernel, operands[3]) for kernel in (gate, up)))
         return lax.ragged_dot(hidden, down, operands[3])
 
-    with mock.patch.object(experts, "gated_products", products):
-        yield
+    return mock.patch.object(experts, "gated_products", products)
+
+
+def _dense_products() -> Any:
+    """Context in which a device multiplies all gathered tokens with all its experts."""
+
+    def by_all(
+        self: experts.Spread, x: jax.Array, weights: jax.Array, chosen: jax.Array, kernels: Sequence[jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        assert self.axis is not None
+        x, weights, chosen = (lax.all_gather(part, self.axis, tiled=True) for part in (x, weights, chosen))
+        gate, up, down = (kernel.astype(x.dtype) for kernel in kernels)
+        first = len(gate) * lax.axis_index(self.axis)
+        of_expert = (jax.nn.one_hot(chosen - first, len(gate)) * weights[..., None]).sum(axis=1)
+        hidden = self.gated(*(jnp.einsum("td,edf->tef", x, kernel) for kernel in (gate, up)))
+        hidden = (hidden * of_expert[..., None]).astype(x.dtype)
+        result = lax.psum_scatter(jnp.einsum("tef,efd->td", hidden, down), self.axis, tiled=True)
+        return result, jnp.zeros_like(of_expert[0, 0])
+
+    return mock.patch.object(experts.Spread, "_by_gather", by_all)
+
+
+_OTHERS: Mapping[str, Callable[[], Any]] = {"ragged_dot": _ragged_products, "dense": _dense_products}
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from test_moe import SIGMOID
 
 import jaxdl
 from jaxdl.core.config import ConfigError
+from jaxdl.exchange.agreement import Periodic
 from jaxdl.models.elementwise import swiglu
 from jaxdl.parallel.collectives.experts import Spread, sent_bytes, spread
 from jaxdl.parallel.compiler import wire_bytes
@@ -19,6 +20,8 @@ from jaxdl.parallel.mesh import GATHER_AXES, MeshConfig, make_mesh
 from jaxdl.parallel.sharding import Layout, ShardingConfig
 from jaxdl.report import expert_loads
 from jaxdl.report.expert_loads import ExpertLoads
+from jaxdl.training.rounds import make_local_step
+from jaxdl.training.run.plan.build import make_plan
 
 AXIS = GATHER_AXES[0]
 WAYS = ["gather", "all_to_all"]
@@ -179,3 +182,22 @@ def test_the_file_of_loads_does_not_grow_and_forgets_what_comes_again(tmp_path):
     assert again.rows[-1].last <= 100
     again.add(101, 101, [{expert_loads.LOAD: np.ones((2, 4))}])
     assert loads(tmp_path)[-1] == {"first": 101, "step": 101, "load": [[1] * 4] * 2}
+
+
+def test_replicas_that_train_apart_balance_their_own_load_and_merges_take_the_mean(tmp_path):
+    changes = {
+        "model": SIGMOID.replaced({"balance_rate": 0.25}), "mesh": MeshConfig(replica=2, fsdp=2), "steps": 4,
+        "agreement": Periodic(every_steps=2),
+    }  # fmt: skip
+    experiment = EXPERIMENT.replaced(changes)
+    plan = make_plan(experiment, jax.devices()[:4])
+    batch = plan.splits.train.batch_shapes(experiment.batch_size, evaluating=False)
+    program = make_local_step(plan.parts).lower(plan.parts.state_spec.abstract(), batch)
+    sent = wire_bytes.sent_bytes(program, plan.parts.layout.mesh)
+    assert not any(number for axes, number in sent.items() if "replica" in axes)
+    run = jaxdl.train(experiment, tmp_path, quiet=True, devices=jax.devices()[:4], max_steps=2)
+    # In two steps each replica has moved each bias two times by the rate; the merge has taken the mean.
+    half_steps = np.asarray(run.state.model_state["layers"]["mlp"]["bias"]) / 0.125
+    np.testing.assert_allclose(half_steps, np.round(half_steps), atol=1e-5)
+    assert (np.round(half_steps) % 4 != 0).any()
+    assert sum(row["load"][0][0] for row in loads(tmp_path)) > 0

@@ -99,7 +99,8 @@ class Layout:
 
     `wire_dtype` is the dtype in which parameters are gathered for use; None takes their own. `sum_dtype` is the dtype
     in which the backward pass of a loop over layers sums their gradients over `replica`; with None it does not.
-    `fp8_size` is the least size of a product of a block that is computed in FP8; with None none is.
+    `fp8_size` is the least size of a product of a block that is computed in FP8; with None none is. With `apart` each
+    replica has parameters of its own, and nothing may be communicated over `replica`.
     """
 
     config: ShardingConfig
@@ -108,6 +109,7 @@ class Layout:
     wire_dtype: DTypeLike | None = None
     sum_dtype: DTypeLike | None = None
     fp8_size: int | None = None
+    apart: bool = False
 
     def param_spec(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
         """The PartitionSpec of a parameter with these logical axes and this shape."""
@@ -247,11 +249,11 @@ def statistics_axis() -> str | None:
     """The mesh axis over which statistics of the batch must be averaged to be those of the whole mesh, or None.
 
     Only over a manual `replica` axis does each call see a part of the batch; over the other axes XLA sums by itself. So
-    it is None without a layout, where `replica` is not manual, and with one replica (there is nothing to average, and
-    XLA of jaxlib 0.10 fails to compile it where channels are sharded).
+    it is None without a layout, where `replica` is not manual, where replicas are apart, and with one replica (there is
+    nothing to average, and XLA of jaxlib 0.10 fails to compile it where channels are sharded).
     """
     layout, axis = _layout.get(), Axis.REPLICA.value
-    if layout is None or axis not in layout.manual or layout.mesh.shape[axis] == 1:
+    if layout is None or layout.apart or axis not in layout.manual or layout.mesh.shape[axis] == 1:
         return None
     return axis
 
