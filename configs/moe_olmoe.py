@@ -3,18 +3,20 @@
 python -m jaxdl.data prepare --config configs/moe_olmoe.py
 python -m jaxdl.train --config configs/moe_olmoe.py --workdir runs/moe_olmoe
 
-Source: OLMoE (Muennighoff et al., arXiv 2409.02060, table 10): 16 layers of 2,048, 16 heads, 64 experts of 1,024 in
-each, 8 a token; norms of queries and keys; a loss for balance (0.01) and for the router's logits (0.001); batches of
-1,024 windows of 4,096 tokens; AdamW at 0.0004 with warm-up and a cosine to a tenth, weight decay 0.1, gradients clipped
-at norm 1. The first 25,000 steps are 105 billion tokens: --max-steps 25000. `python -m jaxdl.convert to-hf` writes the
-run in the layout `olmoe`.
+Source: after OLMoE (Muennighoff et al., arXiv 2409.02060): 16 layers of 2,048, 16 heads, 64 experts of 1,024 in each, 8
+a token, 6,919,161,856 parameters; norms of queries and keys; a loss for balance (0.01) and one for the router's logits
+(0.001); batches of 1,024 windows of 4,096 tokens, 5.1 trillion in all; AdamW at 0.0004 with 2,500 steps of warm-up and
+a cosine to a tenth, weight decay 0.1, gradients clipped at norm 1. The first 25,000 steps are 105 billion tokens:
+--max-steps 25000. `python -m jaxdl.convert to-hf` writes the run in the layout `olmoe`.
 
 Data: the files of allenai/OLMoE-mix-0924 in data/olmoe-mix; tokenizer.json and tokenizer_config.json of
 allenai/OLMoE-1B-7B-0924 in data/olmoe.
 
+Expected: no figure of a run as short as 25,000 steps is known here.
+
 On 8 x H100 each device has 8 experts of each layer, and all tokens of a micro-batch are gathered there. Compiled for
-them a device needs see docs/moe.md (`python -m benchmarks.experts --config configs/moe_olmoe.py`). Over nodes:
---mesh.replica NODES.
+them a device needs 27.6 GB, 17.2 of it temporary (`python -m benchmarks.experts --config configs/moe_olmoe.py --length
+4096`). Several nodes: --mesh.replica NODES.
 
 `eight_of_1b` is a mixture of 8 experts of 1 billion parameters each, 2 a token, to compare ways of computing it.
 

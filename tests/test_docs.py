@@ -279,6 +279,9 @@ ELSEWHERE = {
     "train/agreement/wait_sec": "training/run/learners/learning.py", "input/hits/TIER": "report/inputs.py",
     "input/per_sec/STAGE": "report/inputs.py", "checkpoint/table_bytes": "training/run/saver.py",
     "checkpoint/table_bytes_whole": "training/run/saver.py",
+    "train/experts/largest_load": "models/experts.py", "train/experts/largest_load/LAYER": "models/experts.py",
+    "train/experts/entropy": "models/experts.py", "train/experts/lost": "models/experts.py",
+    "eval/experts/largest_load": "models/experts.py",
 }  # fmt: skip
 """Metrics that a small run on digits does not write -> where they are made."""
 
