@@ -1,5 +1,6 @@
 """The two ways of bringing tokens to experts on other devices: results, gradients, lost rows and bytes on the wire."""
 
+import functools
 import json
 import math
 
@@ -66,8 +67,10 @@ def dense(x, weights, kernels, chosen, fits):
     return (jnp.where(fits, weights, 0)[..., None] * taken).sum(axis=2)
 
 
-@pytest.mark.parametrize("row_buffer", [1.0, 8.0])
-@pytest.mark.parametrize("dispatch", WAYS)
+@pytest.mark.parametrize(
+    ("dispatch", "row_buffer"),
+    [("gather", 1.0), ("gather", 8.0), ("gather", None), ("all_to_all", 1.0), ("all_to_all", 8.0)],
+)
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_results_gradients_and_lost_rows_are_those_of_loops_over_experts(size, dispatch, row_buffer):
     x, weights, chosen, kernels = operands(num_none=5)
@@ -84,7 +87,7 @@ def test_results_gradients_and_lost_rows_are_those_of_loops_over_experts(size, d
         return jax.value_and_grad(total, (0, 1, 2), has_aux=True)(x, weights, kernels)
 
     (_, (result, lost)), gradients = ours(*jax.tree.map(jnp.float32, (x, weights, kernels)))
-    fits = kept(chosen, size, dispatch, row_buffer)
+    fits = kept(chosen, size, dispatch, row_buffer or size)
     assert int(lost) == (chosen < EXPERTS).sum() - (fits & (chosen < EXPERTS)).sum()
     assert (lost > 0) == (row_buffer == 1)
     fits &= chosen < EXPERTS
@@ -93,6 +96,9 @@ def test_results_gradients_and_lost_rows_are_those_of_loops_over_experts(size, d
         wanted, pullback = jax.vjp(lambda *args: dense(*args, jnp.asarray(chosen), jnp.asarray(fits)), *exact)
         wanted_gradients = pullback(jnp.asarray(np.random.default_rng(4).normal(size=x.shape)))
     np.testing.assert_allclose(result, wanted, rtol=1e-4, atol=1e-4)
+    given = jax.tree.map(jnp.float32, (x, weights, kernels))
+    alone, _ = jax.jit(functools.partial(spread, how))(*given[:2], chosen, given[2])
+    np.testing.assert_array_equal(alone, result)
     for found, expected in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted_gradients), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
 

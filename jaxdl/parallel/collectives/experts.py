@@ -23,6 +23,8 @@ from jaxdl.parallel.collectives.primitive import in_one
 from jaxdl.parallel.mesh import platform
 from jaxdl.parallel.sharding import Layout
 
+_USUAL_BUFFER = 2
+"""The usual `row_buffer` of training."""
 Dispatch = Literal["auto", "gather", "all_to_all"]
 
 
@@ -86,7 +88,10 @@ class Spread:
         varying = tuple(name for name in self.names if name != self.axis)
         if varying:  # Their gradients are summed over these axes, in float32.
             kernels = tuple(lax.pcast(kernel, varying, to="varying") for kernel in kernels)
-        bring = self._by_all_to_all if self._sends_rows(x, chosen) else self._by_gather
+        if self._sends_rows(x, chosen):
+            bring = self._by_all_to_all
+        else:
+            bring = self._by_gather if self.row_buffer is not None else self._in_pieces
         result, lost = bring(x, weights, chosen, kernels)
         if self.names:
             lost = lax.psum(lost, self.names)
@@ -125,6 +130,19 @@ class Spread:
             result = result.astype(wire)
             result = lax.psum_scatter(result, self.axis, tiled=True) if gathered else lax.psum(result, self.axis)
         return result.astype(dtype), lost.astype(jnp.float32)
+
+    def _in_pieces(
+        self, x: jax.Array, weights: jax.Array, chosen: jax.Array, kernels: Sequence[jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """The same, some tokens after the others, so that room for all rows takes as much as `_USUAL_BUFFER`."""
+        size = lax.axis_size(self.axis) if self.axis is not None and self.axis in self.axes else 1
+        least = math.ceil(size / _USUAL_BUFFER)
+        num = next((num for num in range(least, 4 * least + 1) if len(x) % num == 0), 1)
+        if num == 1:
+            return self._by_gather(x, weights, chosen, kernels)
+        pieces = jax.tree.map(lambda part: part.reshape(num, -1, part.shape[-1]), (x, weights, chosen))
+        results, lost = lax.map(lambda piece: self._by_gather(*piece, kernels), pieces)
+        return results.reshape(x.shape), lost.sum()
 
     def _by_all_to_all(
         self, x: jax.Array, weights: jax.Array, chosen: jax.Array, kernels: Sequence[jax.Array]
@@ -189,7 +207,10 @@ def spread(
     What a device keeps for the backward pass leaves one `shard_map` and enters another. JAX (0.10), which would do the
     same, splits it by the axes of the surrounding `shard_map` too, in an order that XLA refuses.
     """
-    return _spread_forward(how, x, weights, chosen, kernels)[0]
+    tokens, experts, _ = how.specs()
+    given = (tokens, tokens, tokens, *(experts for _ in kernels))
+    mapped = how.on_devices(how.computed, given, (tokens, PartitionSpec()))
+    return mapped(x, weights, chosen, *kernels)
 
 
 def _spread_forward(
