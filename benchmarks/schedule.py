@@ -156,7 +156,7 @@ def inner_messages(timeline: Timeline) -> dict[str, tuple[int, float, float]]:
     """Of the messages inside a replica: kind -> (number, bytes, seconds)."""
     by_kind: dict[str, tuple[int, float, float]] = {}
     for message in timeline.messages:
-        if not message.over_replica:
+        if not message.over_slow:
             number, sent, seconds = by_kind.get(message.kind, (0, 0.0, 0.0))
             by_kind[message.kind] = (
                 number + message.times,

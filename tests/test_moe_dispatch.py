@@ -76,7 +76,7 @@ def test_results_gradients_and_lost_rows_are_those_of_loops_over_experts(size, d
     x, weights, chosen, kernels = operands(num_none=5)
     cotangent = np.random.default_rng(4).normal(size=x.shape)
     mesh = make_mesh(MeshConfig(replica=8 // size, fsdp=size, tensor=1), jax.devices())
-    how = Spread(EXPERTS, row_buffer, AXIS, (AXIS,), Layout(ShardingConfig(), mesh), swiglu, dispatch)
+    how = Spread(EXPERTS, row_buffer, AXIS, (AXIS,), (), Layout(ShardingConfig(), mesh), swiglu, dispatch)
 
     @jax.jit
     def ours(x, weights, kernels):
@@ -113,7 +113,7 @@ def test_bytes_on_the_wire_are_those_of_the_formula_and_auto_takes_the_fewer(siz
     kernels = [struct(experts, 64, 8), struct(experts, 64, 8), struct(experts, 8, 64)]
 
     def sent(dispatch):
-        how = Spread(experts, 2.0, AXIS, (AXIS,), layout, swiglu, dispatch)
+        how = Spread(experts, 2.0, AXIS, (AXIS,), (), layout, swiglu, dispatch)
 
         def gradients(x, weights, kernels, chosen):
             return jax.grad(lambda *a: spread(how, *a[:2], chosen, a[2])[0].sum(), (0, 1, 2))(x, weights, kernels)

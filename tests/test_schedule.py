@@ -102,7 +102,7 @@ def test_a_fast_network_is_hidden_whole():
 def test_messages_inside_a_replica_wait_for_the_network_on_a_shared_stream(apart, inner_begins):
     links = Links(1e9, 1e11, 1e-6, 0.0, apart=apart)
     timeline = played(INNER, links)
-    [inner] = [one for one in timeline.messages if not one.over_replica]
+    [inner] = [one for one in timeline.messages if not one.over_slow]
     assert not inner.is_async
     assert inner.begin_sec == pytest.approx(inner_begins)
     assert inner.seconds == pytest.approx(2 * 3 / 4 * 4_000_000 / 1e11)

@@ -11,14 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxdl.models.dropout import kept
 from jaxdl.parallel import sharding
 from jaxdl.parallel.collectives.attention import ATTENTION, Pattern, Rows, flash_attention, no_flash_kernel
+from jaxdl.parallel.collectives.attention_blocks import Kernel
 from jaxdl.parallel.collectives.own_kernels import capability
-from jaxdl.parallel.mesh import platform
+from jaxdl.parallel.collectives.split_attention import Region, method, split_attention
+from jaxdl.parallel.mesh import LENGTH_AXES, platform, ways
+from jaxdl.parallel.zigzag import Zigzag, split_axes
 
 _portable: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxdl_portable_attention", default=False)
 
@@ -48,17 +51,31 @@ def attention_remarks(
     mesh: Mesh, dtype: DTypeLike, head_dim: int, *, window: int | None = None, dropout: float = 0.0
 ) -> tuple[str, ...]:
     """What a user should know of the kernel of self-attention: a line on GPUs."""
-    why = whole_scores(mesh, dtype, head_dim, Pattern(window=window))
+    why, remarks = whole_scores(mesh, dtype, head_dim, Pattern(window=window)), _of_split_length(mesh, window, dropout)
     if why is None and dropout:
-        return ("attention: cuDNN's flash kernel in evaluation; in training attention_dropout takes all scores",)
+        return (
+            "attention: cuDNN's flash kernel in evaluation; in training attention_dropout takes all scores",
+            *remarks,
+        )
     if why is None:
         packed = whole_scores(mesh, dtype, head_dim, Pattern(window=window, packed=True))
         of_packed = f"; packed documents take the scores of all pairs of tokens ({packed})" if packed else ""
-        return (f"attention: cuDNN's flash kernel{of_packed}",)
+        return (f"attention: cuDNN's flash kernel{of_packed}", *remarks)
     if not why:
-        return ()
+        return remarks
     advice = "" if jnp.dtype(dtype).itemsize == 2 else "; --precision bfloat16 has one"
-    return (f"attention: not by a flash kernel, so the scores of all pairs of tokens are in memory ({why}{advice})",)
+    line = f"attention: not by a flash kernel, so the scores of all pairs of tokens are in memory ({why}{advice})"
+    return (line, *remarks)
+
+
+def _of_split_length(mesh: Mesh, window: int | None, dropout: float) -> tuple[str, ...]:
+    """A line on how texts are attended to whose length is split over devices."""
+    if (num := ways(mesh.shape, LENGTH_AXES)) == 1:
+        return ()
+    axes = " x ".join(LENGTH_AXES)
+    how = "keys and values go around them in a ring" if window is None else "each gathers all keys and values (window)"
+    dropped = "; in training attention_dropout gathers whole texts" if dropout else ""
+    return (f"{axes} {num}: each device has two chunks of each text of {2 * num}; {how}{dropped}",)
 
 
 def attend(
@@ -73,6 +90,7 @@ def attend(
     key_lengths: jax.Array | None = None,
     dropout: float = 0.0,
     dropout_key: jax.Array | None = None,
+    order: Zigzag | None = None,
 ) -> jax.Array:
     """Softmax attention of `query` [batch, length, heads, head_dim] to the keys that it may see: its shape and dtype.
 
@@ -88,6 +106,8 @@ def attend(
       key_lengths: int32 [batch], how many leading keys of an example exist; where none does, the first counts.
       dropout: the share of the weights that becomes 0; the others grow.
       dropout_key: random keys [batch], one for each row, see `jaxdl.models.dropout`; None drops nothing.
+      order: that of the tokens of `query`, `key` and `value`, and of the result; those of `segments` have the order of
+        the text. For causal attention of a text to itself. None: that of the text.
     """
     assert causal or window is None, "only causal attention has a window"
     assert segments is None or key_lengths is None, "packed documents have no lengths"
@@ -98,6 +118,13 @@ def attend(
     pattern = Pattern(causal, window, packed=segments is not None, padded=key_lengths is not None)
     rows = key_lengths if segments is None else (segments, segments if key_segments is None else key_segments)
     drops = dropout > 0 and dropout_key is not None
+    if order is not None and not drops:
+        assert causal, "texts are read from the left"
+        assert key_lengths is None, "a text has no padding but as a document"
+        assert key_segments is None, "a text attends to itself"
+        return _split(query, key, value, segments, window, layout)
+    if order is not None:  # Weights are dropped by their place in the text.
+        query, key, value = (order.natural(x) for x in (query, key, value))
     if not drops and whole_scores(layout.mesh if layout else None, dtype, query.shape[-1], pattern) is None:
         return _flash(query, key, value, rows, pattern, layout)
     if dtype == jnp.float16 and jax.default_backend() == "cpu":
@@ -106,6 +133,7 @@ def attend(
     mask = _visible(pattern, query, key, rows)
     if drops:
         mixed = _with_dropout(query, key, value, mask, dropout, dropout_key)
+        mixed = mixed if order is None else order.stored(mixed)
     else:
         mixed = jax.nn.dot_product_attention(query, key, value, mask=mask)
     return checkpoint_name(mixed.astype(dtype), ATTENTION)
@@ -150,13 +178,44 @@ def _flash(
     if layout is None:
         return flash_attention(query, key, value, rows, pattern)
     # A kernel reads all tokens of its examples, so their length is not split here.
+    split, key, value = _spread(query, key, value, sharding.UNNAMED, layout)
+    mesh = None if layout.manual else layout.mesh
+    return flash_attention(query, key, value, rows, pattern, axes=_automatic(layout), split=split, mesh=mesh)
+
+
+def _split(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None,
+    window: int | None,
+    layout: sharding.Layout | None,
+) -> jax.Array:
+    """Attention where devices split the length, of tokens in their order of storage."""
+    assert layout is not None, "the order is that of a layout"
+    pattern = Pattern(window=window, packed=segments is not None)
+    flash = whole_scores(layout.mesh, query.dtype, query.shape[-1], pattern) is None
+    kernel = Kernel("cudnn" if flash else "xla", jax.config.values["jax_default_matmul_precision"])
+    axes = split_axes(layout, query.shape[1])
+    how = method(axes, ways(layout.mesh.shape, axes), kernel, window)
+    split, key, value = _spread(query, key, value, "length", layout)
+    mesh = None if layout.manual else layout.mesh
+    return split_attention(query, key, value, segments, Region(split, _automatic(layout), mesh, how))
+
+
+def _spread(
+    query: jax.Array, key: jax.Array, value: jax.Array, length: str, layout: sharding.Layout
+) -> tuple[PartitionSpec, jax.Array, jax.Array]:
+    """`(how all three are split, key, value)`; `length` is the logical name of the dimension of tokens."""
     query_spec, key_spec = (
-        layout.activation_spec(("batch", sharding.UNNAMED, name, "head_dim"), x.shape)
+        layout.activation_spec(("batch", length, name, "head_dim"), x.shape)
         for name, x in (("heads", query), ("kv_heads", key))
     )
     if query_spec[2] and not key_spec[2]:
         # Fewer key heads than devices: each device needs those of its own query heads, so each gets its own copy.
         key, value = (jnp.repeat(x, query.shape[2] // key.shape[2], axis=2) for x in (key, value))
-    axes = tuple(axis for axis in layout.mesh.axis_names if axis not in layout.manual)
-    mesh = None if layout.manual else layout.mesh
-    return flash_attention(query, key, value, rows, pattern, axes=axes, split=query_spec, mesh=mesh)
+    return query_spec, key, value
+
+
+def _automatic(layout: sharding.Layout) -> tuple[str, ...]:
+    return tuple(axis for axis in layout.mesh.axis_names if axis not in layout.manual)

@@ -16,6 +16,7 @@ from jaxdl.models.cache import KeyValues
 from jaxdl.models.dropout import dropout, fold
 from jaxdl.models.rotary import Angles
 from jaxdl.parallel import sharding
+from jaxdl.parallel.zigzag import Zigzag
 
 Mix = Callable[[jax.Array, KeyValues], tuple[jax.Array, KeyValues]]
 """(queries, keys and values of the same tokens) -> (the heads' mixed values, the cache with these tokens)."""
@@ -54,10 +55,15 @@ class Block(nnx.Module):
         angles: Angles | None = None,
         segments: jax.Array | None = None,
         keys: jax.Array | None = None,
+        order: Zigzag | None = None,
     ) -> jax.Array:
-        """[batch, length, embed] -> [batch, length, embed]; `keys` are the random keys of the rows in this layer."""
-        mixed = self.attention(self.attention_norm(x), angles=angles, segments=segments, keys=fold(keys, 0))
-        return self.after(x, mixed, keys)
+        """[batch, length, embed] -> [batch, length, embed]; `keys` are the random keys of the rows in this layer.
+
+        `segments` and `order` are those of `jaxdl.models.attention.attend`.
+        """
+        hidden = self.attention_norm(x)
+        mixed = self.attention(hidden, angles=angles, segments=segments, keys=fold(keys, 0), order=order)
+        return self.after(x, mixed, keys, order)
 
     def cached(self, x: jax.Array, angles: Angles | None, mix: Mix) -> tuple[jax.Array, KeyValues]:
         """`(x, cache)` after this layer, whose attention `mix` computes with the cache."""
@@ -66,11 +72,13 @@ class Block(nnx.Module):
         mixed, cache = mix(self.attention.queries(hidden, angles), new)
         return self.after(x, self.attention.merged(mixed)), cache
 
-    def after(self, x: jax.Array, mixed: jax.Array, keys: jax.Array | None = None) -> jax.Array:
+    def after(
+        self, x: jax.Array, mixed: jax.Array, keys: jax.Array | None = None, order: Zigzag | None = None
+    ) -> jax.Array:
         """What comes after attention: x + mixed, then the MLP."""
-        x = self.plus(x, mixed, fold(keys, 1))
-        return self.plus(x, self.mlp(self.mlp_norm(x)), fold(keys, 2))
+        x = self.plus(x, mixed, fold(keys, 1), order)
+        return self.plus(x, self.mlp(self.mlp_norm(x)), fold(keys, 2), order)
 
-    def plus(self, x: jax.Array, branch: jax.Array, keys: jax.Array | None) -> jax.Array:
+    def plus(self, x: jax.Array, branch: jax.Array, keys: jax.Array | None, order: Zigzag | None = None) -> jax.Array:
         """The residual stream after a branch."""
-        return sharding.constrain(x + dropout(branch, self.dropout, keys), "batch", "length", "embed")
+        return sharding.constrain(x + dropout(branch, self.dropout, keys, order), "batch", "length", "embed")

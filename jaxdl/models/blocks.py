@@ -20,6 +20,7 @@ from jaxdl.models.lora import adapt
 from jaxdl.models.products import add_bias, head_products, weight_product
 from jaxdl.models.rotary import Angles, rotate
 from jaxdl.parallel import sharding
+from jaxdl.parallel.zigzag import Zigzag
 
 NormKind = Literal["rms", "layer"]
 MLPKind = Literal["swiglu", "gelu", "relu"]
@@ -157,11 +158,12 @@ class Attention(nnx.Module):
         key_segments: jax.Array | None = None,
         key_lengths: jax.Array | None = None,
         keys: jax.Array | None = None,
+        order: Zigzag | None = None,
     ) -> jax.Array:
         """`x` [batch, length, embed] attends to itself, or to `source` [batch, key_length, embed]: shaped like `x`.
 
-        `angles` rotate queries and keys; `segments`, `key_segments` and `key_lengths` are those of `attend`; `keys` are
-        the random keys of the rows, for dropout.
+        `angles` rotate queries and keys; `segments`, `key_segments`, `key_lengths` and `order` are those of `attend`;
+        `keys` are the random keys of the rows, for dropout.
         """
         if source is None and self._heads_are_sharded_alike():
             kernels, biases = (
@@ -187,6 +189,7 @@ class Attention(nnx.Module):
             key_lengths=key_lengths,
             dropout=self.dropout,
             dropout_key=keys,
+            order=order,
         )
         return self.merged(mixed)
 

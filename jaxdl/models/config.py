@@ -89,6 +89,11 @@ class Model(Choice):
         return None
 
     @property
+    def num_stacked_layers(self) -> int | None:
+        """The number of layers whose parameters are stacked in one array each; None where they are not."""
+        return None
+
+    @property
     def adds_to_loss(self) -> bool:
         """Whether the network has a loss of its own, which a task has to add (`jaxdl.models.logits.PENALTY`)."""
         return False

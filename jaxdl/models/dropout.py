@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdl.parallel import sharding
+from jaxdl.parallel.zigzag import Zigzag
 
 
 class RowKeys(nnx.RngState):
@@ -37,12 +38,14 @@ def kept(keys: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Array:
     return drawn >= round(rate * 2**16)
 
 
-def dropout(x: jax.Array, rate: float, keys: jax.Array | None) -> jax.Array:
+def dropout(x: jax.Array, rate: float, keys: jax.Array | None, order: Zigzag | None = None) -> jax.Array:
     """`x` [batch, length, embed] with numbers replaced by 0 at this rate, and the others divided by 1 - rate.
 
-    `keys` [batch] are random; None, or a rate of 0, gives `x` itself.
+    `keys` [batch] are random; None, or a rate of 0, gives `x` itself. `order` is that of the tokens.
     """
     if keys is None or not rate:
         return x
     mask = sharding.constrain(kept(keys, rate, x.shape), "batch", "length", "embed")
+    if order is not None:
+        mask = sharding.constrain(order.stored(mask), "batch", "length", "embed")
     return jnp.where(mask, x / (1 - rate), 0).astype(x.dtype)

@@ -26,6 +26,7 @@ from jaxdl.parallel import sharding
 from jaxdl.parallel.collectives.experts import Spread, spread
 from jaxdl.parallel.gathering import experts_axis
 from jaxdl.parallel.sharding import EXPERT, ROUTER
+from jaxdl.parallel.zigzag import split_axes
 
 LOAD, LOST, LARGEST = "experts/load", "experts/lost", "experts/largest_load"
 """Metrics: the choices of each expert, [layer, expert]; the share of choices without a row; the load of the busiest
@@ -132,7 +133,9 @@ class Experts(nnx.Module):
         axis = None if layout is None else experts_axis(layout, _UP, kernels[0].shape)
         axes = () if layout is None else layout.batch_axes(x.shape[0])
         room = self.config.row_buffer if train else None
-        how = Spread(self.config.num_experts, room, axis, axes, layout, swiglu, self.config.dispatch)
-        if layout is None or not (axes or axis):
+        length_axes = split_axes(layout, x.shape[1])
+        num, dispatch = self.config.num_experts, self.config.dispatch
+        how = Spread(num, room, axis, axes, length_axes, layout, swiglu, dispatch)
+        if layout is None or not how.names:
             return how.computed(x, weights, chosen, *kernels)
         return spread(how, x, weights, chosen, kernels)

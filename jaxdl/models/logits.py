@@ -16,6 +16,7 @@ from jaxdl.models.products import weight_product
 from jaxdl.parallel import sharding
 from jaxdl.parallel.collectives.cross_entropy import TokenLoss
 from jaxdl.parallel.sharding import Layout, current_layout
+from jaxdl.parallel.zigzag import Zigzag
 
 PENALTY = "penalty"
 _MOST_BYTES = 2**30
@@ -39,6 +40,8 @@ class Logits:
         default_factory=lambda: jax.config.values["jax_default_matmul_precision"], metadata={"static": True}
     )
     """Of float32 products, likewise."""
+    order: Zigzag | None = field(default=None, metadata={"static": True})
+    """That of the tokens in `x`; None: that of the text, which all results have."""
     remarks: dict[str, jax.Array] = field(default_factory=dict)
     """What the network computes besides, by name, float32: scalars are means over all tokens, arrays are totals. In
     training the loss of each token has `PENALTY` added; the others are reported."""
@@ -53,10 +56,15 @@ class Logits:
         batch, length, _ = self.x.shape
         return batch, length, self.kernel.shape[1]
 
+    @property
+    def in_text_order(self) -> Logits:
+        """The same, with `x` in the order of the text."""
+        return self if self.order is None else replace(self, x=self.order.natural(self.x), order=None)
+
     def materialize(self) -> jax.Array:
         """The logits, float32 [batch, length, vocab]."""
         with self._context():
-            logits = weight_product(self.x, self.kernel, float32_result=True)
+            logits = weight_product(self.in_text_order.x, self.kernel, float32_result=True)
             return sharding.constrain(logits, "batch", "length", "vocab")
 
     def most_tokens(self, *, train: bool) -> int | None:
@@ -64,10 +72,10 @@ class Logits:
 
         In training those of bfloat16 activations are bfloat16, and `sums` makes them."""
         batch, length, vocab = self.shape
-        batch_axes, vocab_axis = self._split()
+        batch_axes, length_axes, vocab_axis = self._split()
         shape = self.layout.mesh.shape if self.layout else {}
         own_vocab = vocab // (shape[vocab_axis] if vocab_axis else 1)
-        own_tokens = batch * length // math.prod(shape[axis] for axis in batch_axes)
+        own_tokens = batch * length // math.prod(shape[axis] for axis in batch_axes + length_axes)
         narrow = train and self.x.dtype == jnp.bfloat16
         size = 2 if narrow else 4
         most = max(1, _MOST_BYTES // (size * own_vocab))
@@ -80,20 +88,23 @@ class Logits:
     ) -> tuple[jax.Array, jax.Array]:
         """`(loss, correct)` of the target tokens that count; see
         `jaxdl.parallel.collectives.cross_entropy.TokenLoss.sums`."""
-        batch_axes, vocab_axis = self._split()
+        batch_axes, length_axes, vocab_axis = self._split()
         mesh = self.layout.mesh if self.layout and not self.layout.manual else None
+        if self.order is not None:
+            target, mask = self.order.stored(target), self.order.stored(mask)
         with self._context():
-            how = TokenLoss(chunk_tokens, z_loss, batch_axes, vocab_axis, mesh, label_smoothing)
+            how = TokenLoss(chunk_tokens, z_loss, batch_axes, length_axes, vocab_axis, mesh, label_smoothing)
             return how.sums(self.x, self.kernel, target, mask)
 
-    def _split(self) -> tuple[tuple[str, ...], str | None]:
-        """The automatic mesh axes that split the batch, and the one that splits the vocabulary."""
+    def _split(self) -> tuple[tuple[str, ...], tuple[str, ...], str | None]:
+        """The automatic mesh axes that split the batch, the length, and the vocabulary."""
         if self.layout is None:
-            return (), None
+            return (), (), None
         spec = self.layout.activation_spec(("batch", "length", "vocab"), self.shape)
-        batch_axes = tuple(axis for axis in sharding.entry_names(spec[0]) if self.layout.mesh.shape[axis] > 1)
-        vocab_axes = [axis for axis in sharding.entry_names(spec[2]) if self.layout.mesh.shape[axis] > 1]
-        return batch_axes, vocab_axes[0] if vocab_axes else None
+        batch_axes, length_axes, vocab_axes = (
+            tuple(axis for axis in sharding.entry_names(entry) if self.layout.mesh.shape[axis] > 1) for entry in spec
+        )
+        return batch_axes, length_axes, vocab_axes[0] if vocab_axes else None
 
     @contextlib.contextmanager
     def _context(self) -> Iterator[None]:
@@ -112,6 +123,16 @@ def materialize(outputs: Any) -> Any:
         outputs,
         is_leaf=lambda node: isinstance(node, Logits),
     )
+
+
+def add_remarks(
+    sums: dict[str, jax.Array], remarks: dict[str, jax.Array], weight: jax.Array, *, train: bool
+) -> dict[str, jax.Array]:
+    """A task's sums over `weight` tokens with the remarks of a network: see `Logits.remarks`."""
+    sums = sums | {name: x if x.ndim else weight * x for name, x in remarks.items() if name != PENALTY}
+    if train and PENALTY in remarks:
+        sums["loss"] = sums["loss"] + weight * remarks[PENALTY]
+    return sums
 
 
 def label_logit(logits: jax.Array, label: jax.Array) -> jax.Array:
@@ -135,6 +156,7 @@ def log_likelihoods(outputs: Any, target: jax.Array, most: int) -> jax.Array:
 
     if not isinstance(outputs, Logits):
         return scores(outputs, target)
+    outputs = outputs.in_text_order
     batch, length, vocab = outputs.shape
     wanted = -(-batch * length * vocab // most)
     num = next(num for num in range(min(wanted, length), length + 1) if length % num == 0)
@@ -146,6 +168,7 @@ def log_likelihoods(outputs: Any, target: jax.Array, most: int) -> jax.Array:
 def of_tokens(outputs: Any, positions: jax.Array) -> jax.Array:
     """The logits of one token of each row, [rows, 1, vocab], from outputs for all [rows, length]; positions [rows]."""
     if isinstance(outputs, Logits):
+        outputs = outputs.in_text_order
         return replace(outputs, x=_taken(outputs.x, positions)).materialize()
     return _taken(outputs, positions)
 

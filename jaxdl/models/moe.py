@@ -18,12 +18,13 @@ from jaxdl.models.block import Block
 from jaxdl.models.blocks import Init
 from jaxdl.models.dropout import fold
 from jaxdl.models.experts import LARGEST, LOAD, LOST, Experts, Seen
-from jaxdl.models.logits import PENALTY, Logits
+from jaxdl.models.logits import PENALTY
 from jaxdl.models.rotary import Angles
 from jaxdl.models.transformer import Transformer, TransformerModule
 from jaxdl.parallel import sharding
 from jaxdl.parallel.collectives.experts import Dispatch
 from jaxdl.parallel.collectives.primitive import alike
+from jaxdl.parallel.zigzag import Zigzag
 
 
 class MixtureOfExperts(Transformer, kind="moe"):
@@ -130,14 +131,17 @@ class MoEBlock(Block):
         angles: Angles | None = None,
         segments: jax.Array | None = None,
         keys: jax.Array | None = None,
+        order: Zigzag | None = None,
     ) -> Any:
         """([batch, length, embed], what the routers before have done) -> the same after this layer."""
         x, seen = x
-        mixed = self.attention(self.attention_norm(x), angles=angles, segments=segments, keys=fold(keys, 0))
-        x = self.plus(x, mixed, fold(keys, 1))
+        hidden = self.attention_norm(x)
+        mixed = self.attention(hidden, angles=angles, segments=segments, keys=fold(keys, 0), order=order)
+        x = self.plus(x, mixed, fold(keys, 1), order)
         counted = None if segments is None else segments > 0
+        counted = counted if counted is None or order is None else order.stored(counted)
         hidden, of_layer = self.mlp.routed(self.mlp_norm(x), counted, train=seen.train)
-        return self.plus(x, hidden, fold(keys, 2)), seen.after(of_layer)
+        return self.plus(x, hidden, fold(keys, 2), order), seen.after(of_layer)
 
 
 class MoEModule(TransformerModule):
@@ -145,11 +149,14 @@ class MoEModule(TransformerModule):
 
     block: ClassVar[type[Block]] = MoEBlock
 
-    def blocks(self, block: Callable[[Any, Block, jax.Array | int], Any], x: jax.Array, *, train: bool) -> Logits:
-        """The logits from what the first block reads, with what the routers did as their remarks."""
+    def blocks(
+        self, block: Callable[[Any, Block, jax.Array | int], Any], x: jax.Array, *, train: bool
+    ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array | None]:
+        """The same as of a `TransformerModule`; its remarks say what the routers did."""
         config = self.config
         assert isinstance(config, MixtureOfExperts)
-        leaves, treedef = jax.tree.flatten(Seen.nothing(config.num_layers, config.num_experts, train=train))
+        num_layers = self.layers.mlp.router[...].shape[0]  # Of one stage, where there are several.
+        leaves, treedef = jax.tree.flatten(Seen.nothing(num_layers, config.num_experts, train=train))
         nothing = jax.tree.unflatten(treedef, alike((), x, *leaves)[1:])
         (x, seen), head = self._through_layers(block, (x, nothing))
         # The load is that of the whole mesh.
@@ -159,10 +166,13 @@ class MoEModule(TransformerModule):
         if train and config.balance == "bias":
             bias = self.layers.mlp.bias
             bias[...] += config.rate * jnp.sign(mean - load)
-        remarks = {LARGEST: jnp.mean(load.max(axis=1) / jnp.maximum(mean[:, 0], 1))}
+        share = num_layers / config.num_layers
+        remarks = {LARGEST: share * jnp.mean(load.max(axis=1) / jnp.maximum(mean[:, 0], 1))}
         if train:
-            remarks |= {LOST: seen.lost / jnp.maximum(seen.load.sum(), 1), LOAD: seen.load}
+            of_all = jnp.zeros((config.num_layers, config.num_experts), jnp.float32)
+            of_all = lax.dynamic_update_slice(of_all, seen.load, (sharding.first_layer(num_layers), 0))
+            remarks |= {LOST: share * seen.lost / jnp.maximum(seen.load.sum(), 1), LOAD: of_all}
         weights = {"balance": config.rate if config.balance == "loss" else 0.0, "z": config.router_z_loss}
         if any(weights.values()):
             remarks[PENALTY] = sum(weights[name] * seen.penalties[name] for name in weights) / config.num_layers
-        return self.logits(x, head).with_remarks(remarks)
+        return x, remarks, head

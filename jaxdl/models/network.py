@@ -56,6 +56,7 @@ class Network:
         `jaxdl.models.loop`.
       param_shapes: shape and dtype of each parameter.
       state_shapes: shape and dtype of all else that the module keeps, such as batch statistics.
+      state_axes: the logical axes of these.
       is_random: whether the network draws random numbers in training, as dropout does.
       norms: the paths of the running statistics of `nnx.BatchNorm` in `state_shapes`.
       what: for a network of a user's code, its name in messages; else None.
@@ -71,6 +72,7 @@ class Network:
     looped: dict[str, Any]
     param_shapes: Params
     state_shapes: ModelState
+    state_axes: LogicalAxes
     is_random: bool
     norms: frozenset[tuple[str, ...]] = frozenset()
     restacked: Mapping[str, tuple[Dims, Dims]] = types.MappingProxyType({})
@@ -110,6 +112,8 @@ class Network:
         self.looped = self._param_names.named(nnx.to_pure_dict(looped))
         self.param_shapes = self._param_names.named(nnx.to_pure_dict(params))
         self.state_shapes = self._state_names.named(nnx.to_pure_dict(rest))
+        of_state = jax.tree.map(self._axes, rest, is_leaf=lambda node: isinstance(node, nnx.Variable))
+        self.state_axes = self._state_names.named(nnx.to_pure_dict(of_state), is_leaf=is_names)
         self.is_random = bool(self._keys)
         parts = [(path, part) for path, part in nnx.iter_graph(abstract) if isinstance(part, nnx.BatchNorm)]
         self.norms = frozenset((*map(str, path), name) for path, _ in parts for name in ("mean", "var"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -32,6 +33,7 @@ from jaxdl.models.remat import Remat
 from jaxdl.models.rotary import Angles, RopeScaling, positions_of, rotary_angles
 from jaxdl.parallel import sharding, token_vectors
 from jaxdl.parallel.sharding import Params
+from jaxdl.parallel.zigzag import Zigzag, current_order
 
 _TABLE_STDDEV, _POSITIONS_STDDEV = 0.02, 0.01
 """As in OpenAI's code of GPT-2."""
@@ -41,6 +43,8 @@ class Transformer(Model, kind="transformer"):
     """A decoder-only transformer."""
 
     modality: ClassVar[str] = "text"
+    splits_layers: ClassVar[bool] = True
+    splits_length: ClassVar[bool] = True
     position_fields: ClassVar[tuple[str, ...]] = ("positions", "max_length", "rope_theta", "rope_scaling", "window")
     num_layers: int = pydantic.Field(default=4, ge=1)
     """Number of blocks (attention and MLP)."""
@@ -170,6 +174,11 @@ class Transformer(Model, kind="transformer"):
         return self.lora.trained
 
     @property
+    def num_stacked_layers(self) -> int | None:
+        """Those of `scan_layers`."""
+        return self.num_layers if self.scan_layers else None
+
+    @property
     def has_fp8(self) -> bool:
         """With stacked layers."""
         return self.scan_layers
@@ -255,22 +264,67 @@ class TransformerModule(nnx.Module):
         `segments`, int32 like the tokens, are the numbers of the packed documents in their rows, and 0 for padding:
         each document is read by itself. Raises ConfigError for more tokens than there are learned positions.
         """
-        keys = self.row_keys[...] if train and self.row_keys is not None else None
-        positions = jnp.arange(tokens.shape[1])[None] if segments is None else positions_of(segments)
-        x = self.embed(tokens, None if segments is None else positions)
-        x = dropout(x, self.config.dropout, fold(keys, 0))
+        x = self.enter(tokens, segments, train=train)
+        x, remarks, head = self._inside(x, 0, tokens, segments, train=train)
+        return self._logits_of_text(x, head).with_remarks(remarks)
+
+    # What follows are the parts of a network in a pipeline: what the first stage does, what each does with its layers,
+    # and what the last does.
+
+    def enter(self, tokens: jax.Array, segments: jax.Array | None = None, *, train: bool) -> jax.Array:
+        """What the first layer reads, [batch, length, embed]; arguments as of a call."""
+        positions, order = _positions(tokens, segments)
+        stored = tokens if order is None else order.stored(tokens)
+        x = self.embed(stored, None if segments is None else positions, order)
+        x = dropout(x, self.config.dropout, fold(self._keys(train), 0), order)
+        return sharding.constrain(x, "batch", "length", "embed")
+
+    def inside(
+        self,
+        x: jax.Array,
+        first: jax.Array | int,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        *,
+        train: bool,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """`(x, remarks)` after the layers that the module has, of which `first` is the number in the whole network.
+
+        The remarks of all stages together, added, are those of `Logits`.
+        """
+        return self._inside(x, first, tokens, segments, train=train)[:2]
+
+    def leave(self, x: jax.Array, *, train: bool) -> Logits:
+        """The logits from what the last layer gives."""
+        del train
+        return self._logits_of_text(x)
+
+    def _logits_of_text(self, x: jax.Array, head: jax.Array | None = None) -> Logits:
+        return replace(self.logits(x, head), order=current_order(x.shape[1]))
+
+    def _inside(
+        self, x: jax.Array, first: jax.Array | int, tokens: jax.Array, segments: jax.Array | None, *, train: bool
+    ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array | None]:
+        """What `inside` returns, and the output layer's kernel if it has one of its own."""
+        keys, (positions, order) = fold(self._keys(train), 1), _positions(tokens, segments)
         angles = self.angles(positions)
 
         def block(x: jax.Array, layer: Block, index: jax.Array | int) -> jax.Array:
-            return layer(x, angles, segments, fold(fold(keys, 1), index))
+            return layer(x, angles, segments, fold(keys, index + first), order)
 
-        return self.blocks(block, sharding.constrain(x, "batch", "length", "embed"), train=train)
+        return self.blocks(block, x, train=train)
 
-    def blocks(self, block: Callable[[Any, Block, jax.Array | int], Any], x: jax.Array, *, train: bool) -> Logits:
-        """The logits from what the first block reads."""
+    def _keys(self, train: bool) -> jax.Array | None:
+        """The random keys of the rows in training."""
+        return self.row_keys[...] if train and self.row_keys is not None else None
+
+    def blocks(
+        self, block: Callable[[Any, Block, jax.Array | int], Any], x: jax.Array, *, train: bool
+    ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array | None]:
+        """`(x, remarks, the kernel of the output layer)` after the layers, from what the first reads."""
         del train
         x, head = self._through_layers(block, x)
-        return self.logits(x, head)
+        return x, {}, head
 
     def prefill(self, tokens: jax.Array, lengths: jax.Array, slots: int) -> tuple[Logits, KeyValues]:
         """Prompts int32 [rows, length] -> (logits of the token after each, [rows, 1, vocab]; a cache of `slots`).
@@ -314,8 +368,11 @@ class TransformerModule(nnx.Module):
 
         return self._through_layers(block, (sharding.constrain(x, "batch", "length", "embed"), cache))[0]
 
-    def embed(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """What the first layer reads, [batch, length, embed]; `positions` are 0, 1... by default, int like `tokens`."""
+    def embed(self, tokens: jax.Array, positions: jax.Array | None = None, order: Zigzag | None = None) -> jax.Array:
+        """What the first layer reads, [batch, length, embed]; `positions` are 0, 1... by default, int like `tokens`.
+
+        `order` is that of both.
+        """
         x = token_vectors.lookup(self.embedding[...], tokens, self.dtype)
         if self.config.max_length is None:
             return x
@@ -326,7 +383,8 @@ class TransformerModule(nnx.Module):
             )
         table = self.position_embedding[...]
         if positions is None:
-            return add_bias(x, table[: tokens.shape[1]])
+            rows = table[: tokens.shape[1]]
+            return add_bias(x, rows if order is None else order.stored(rows, dim=0))
         return x + token_vectors.lookup(table, positions, self.dtype)
 
     def angles(self, positions: jax.Array) -> Angles | None:
@@ -334,7 +392,8 @@ class TransformerModule(nnx.Module):
         config = self.config
         if config.positions != "rotary":
             return None
-        return rotary_angles(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        angles = rotary_angles(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        return Angles(*(sharding.constrain(x, "batch", "length", "head_dim") for x in angles))
 
     def logits(self, x: jax.Array, head: jax.Array | None = None) -> Logits:
         """The logits from what the last layer gives; `head` is the kernel of an output layer of its own."""
@@ -358,3 +417,11 @@ class TransformerModule(nnx.Module):
         bodies = {graphdef: body_of(block, graphdef) for graphdef, _ in layers}
         x = through_each([(bodies[graphdef], state) for graphdef, state in layers], x, config.remat)
         return x, None if head is None else head[...]
+
+
+def _positions(tokens: jax.Array, segments: jax.Array | None) -> tuple[jax.Array, Zigzag | None]:
+    """`(positions, order)`: of each token in its document, in the order in which devices store texts."""
+    positions, order = jnp.arange(tokens.shape[1])[None], current_order(tokens.shape[1])
+    if segments is not None:
+        positions = positions_of(segments)
+    return positions if order is None else order.stored(positions), order

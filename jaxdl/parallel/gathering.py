@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxdl.parallel.mesh import GATHER_AXES
 from jaxdl.parallel.sharding import (
@@ -25,17 +29,20 @@ from jaxdl.parallel.sharding import (
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(x: jax.Array, layout: Layout, spec: PartitionSpec) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(x: jax.Array, layout: Layout, spec: PartitionSpec, axes: tuple[str, ...]) -> jax.Array:
     narrow = x if layout.wire_dtype is None else x.astype(layout.wire_dtype)
-    return layout.constrain(narrow, without_axes(spec, *GATHER_AXES)).astype(x.dtype)
+    return layout.constrain(narrow, without_axes(spec, *axes)).astype(x.dtype)
 
 
-def _gather_forward(x: jax.Array, layout: Layout, spec: PartitionSpec) -> tuple[jax.Array, None]:
-    return _gather(x, layout, spec), None
+def _gather_forward(x: jax.Array, layout: Layout, spec: PartitionSpec, axes: tuple[str, ...]) -> tuple[jax.Array, None]:
+    return _gather(x, layout, spec, axes), None
 
 
-def _gather_backward(layout: Layout, spec: PartitionSpec, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _gather_backward(
+    layout: Layout, spec: PartitionSpec, axes: tuple[str, ...], _: None, cotangent: jax.Array
+) -> tuple[jax.Array]:
+    del axes
     # The plain transpose would all-reduce the gradient to every device; sharded like the parameter, it is
     # reduce-scattered. It is not rounded to `wire_dtype`.
     return (layout.constrain(cotangent, spec),)
@@ -44,19 +51,83 @@ def _gather_backward(layout: Layout, spec: PartitionSpec, _: None, cotangent: ja
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-def gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Gathered:
+    """A parameter that has been gathered before, for several uses. Indexed with `...` it is itself, as an array is."""
+
+    whole: jax.Array
+    """The parameter on each device, in the dtype in which it was sent."""
+    shard: jax.Array
+    """The parameter, for its gradient alone."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the parameter."""
+        return self.shard.shape
+
+    def __getitem__(self, index: Any) -> Gathered:
+        assert index is ..., "a parameter is gathered whole"
+        return self
+
+    def astype(self, dtype: DTypeLike) -> Gathered:
+        """The same, of a parameter in another dtype."""
+        return Gathered(self.whole, self.shard.astype(dtype))
+
+
+def whole_numbers(x: jax.Array, axes: tuple[str, ...]) -> jax.Array | None:
+    """A parameter, perhaps stacked over layers, all-gathered in the layout's `wire_dtype`; None where `gather` sends
+    nothing. It has no gradient."""
+    layout = current_layout()
+    if layout is None:
+        return None
+    spec, over = layout.param_spec(axes, x.shape), _gathered_over(layout, axes, x.shape)
+    if set(over).isdisjoint(spec_axes(spec)):
+        return None
+    narrow = lax.stop_gradient(x)
+    if layout.wire_dtype is not None and ROUTER not in axes:
+        narrow = narrow.astype(layout.wire_dtype)
+    return layout.constrain(narrow, without_axes(spec, *over))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _in_use(whole: jax.Array, shard: jax.Array, layout: Layout, spec: PartitionSpec) -> jax.Array:
+    del layout, spec
+    return whole.astype(shard.dtype)
+
+
+def _in_use_forward(whole: jax.Array, shard: jax.Array, layout: Layout, spec: PartitionSpec) -> tuple[jax.Array, None]:
+    return _in_use(whole, shard, layout, spec), None
+
+
+def _in_use_backward(layout: Layout, spec: PartitionSpec, _: None, cotangent: jax.Array) -> tuple[None, jax.Array]:
+    return None, layout.constrain(cotangent, spec)
+
+
+_in_use.defvjp(_in_use_forward, _in_use_backward)
+
+
+def gather(x: jax.Array | Gathered, axes: tuple[str, ...]) -> jax.Array:
     """A parameter all-gathered over `GATHER_AXES` for use; its gradient is sharded, in the parameter's dtype.
 
     A float32 parameter that is gathered in the layout's smaller `wire_dtype` comes out as float32 numbers rounded to
     it. Without a layout, or if it is not split, it is unchanged.
     """
     layout = current_layout()
+    if isinstance(x, Gathered):
+        assert layout is not None
+        return _in_use(x.whole, x.shard, layout, layout.param_spec(axes, x.shape))
     if layout is None:
         return x
-    spec = layout.param_spec(axes, x.shape)
-    if set(GATHER_AXES).isdisjoint(spec_axes(spec)) or experts_axis(layout, axes, x.shape):
+    spec, over = layout.param_spec(axes, x.shape), _gathered_over(layout, axes, x.shape)
+    if set(over).isdisjoint(spec_axes(spec)):
         return x
-    return _gather(x, dataclasses.replace(layout, wire_dtype=None) if ROUTER in axes else layout, spec)
+    return _gather(x, dataclasses.replace(layout, wire_dtype=None) if ROUTER in axes else layout, spec, over)
+
+
+def _gathered_over(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...]) -> tuple[str, ...]:
+    """The mesh axes over which a parameter is gathered where they split it; not that of experts, to which tokens go."""
+    return tuple(axis for axis in GATHER_AXES if axis != experts_axis(layout, axes, shape))
 
 
 def experts_axis(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...]) -> str | None:
@@ -90,7 +161,9 @@ def _sharded_gradient(x: jax.Array, layout: Layout, spec: PartitionSpec) -> jax.
     return x
 
 
-_sharded_gradient.defvjp(lambda x, layout, spec: (x, None), _gather_backward)
+_sharded_gradient.defvjp(
+    lambda x, layout, spec: (x, None), lambda layout, spec, _, cotangent: (layout.constrain(cotangent, spec),)
+)
 
 
 def gather_layer(layer_state: nnx.State) -> nnx.State:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import pydantic
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -128,7 +129,7 @@ class Layout:
             return [dim for dim, name in enumerate(axes) if axis in rules.get(name, ())]
 
         for axis in STAGE_AXES:
-            if sizes.get(axis, 1) > 1:
+            if sizes.get(axis, 1) > 1 and axis not in self.manual:  # Where it is manual, these are a stage's layers.
                 place((axis,), dims_of(axis))
         # Gathering biases and norm scales for every use would cost more in messages than keeping them whole in memory.
         if len(dims) >= 2 and math.prod(shape[dim] for dim in dims) >= self.config.min_shard_elements:
@@ -256,6 +257,13 @@ def statistics_axis() -> str | None:
     if layout is None or layout.apart or axis not in layout.manual or layout.mesh.shape[axis] == 1:
         return None
     return axis
+
+
+def first_layer(num_layers: int) -> jax.Array:
+    """The number in the whole network of the first of the `num_layers` that this stage has; 0 where it has all."""
+    layout = _layout.get()
+    stages = () if layout is None else tuple(axis for axis in STAGE_AXES if axis in layout.manual)
+    return num_layers * lax.axis_index(stages) if stages else jnp.int32(0)
 
 
 def param_specs(layout: Layout, axes: LogicalAxes, shapes: Params) -> Specs:

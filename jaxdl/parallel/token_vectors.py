@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxdl.parallel.mesh import ways
-from jaxdl.parallel.sharding import Layout, current_layout, spec_axes
+from jaxdl.parallel.sharding import Layout, current_layout, entry_names
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -35,21 +35,24 @@ def _lookup_backward(
     like: jax.ShapeDtypeStruct, dtype: DTypeLike, layout: Layout | None, tokens: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, None]:
     # The plain transpose is one scatter-add of all examples, for which XLA gathers the cotangent of the whole batch,
-    # [batch, length, embed]. With a dimension for the data shards each device adds up its own examples, and what
-    # is sent is the gradient of the table.
-    batch = layout.activation_spec(("batch",), tokens.shape[:1]) if layout else PartitionSpec()
-    shards = ways(layout.mesh.shape, spec_axes(batch)) if layout else 1
-    embed_dim = cotangent.shape[-1]
+    # [batch, length, embed]. With dimensions for the data shards each device adds up its own tokens, and what is sent
+    # is the gradient of the table.
+    spec = layout.activation_spec(("batch", "length"), tokens.shape) if layout else PartitionSpec(None, None)
+    rows, columns = (ways(layout.mesh.shape, entry_names(entry)) if layout else 1 for entry in spec)
+
+    def shards(x: jax.Array) -> jax.Array:
+        """[shard of the batch, shard of the length, tokens, ...]."""
+        cut = x.reshape(rows, tokens.shape[0] // rows, columns, tokens.shape[1] // columns, *x.shape[2:])
+        return jnp.swapaxes(cut, 1, 2).reshape(rows, columns, -1, *x.shape[2:])
 
     def split(x: jax.Array) -> jax.Array:
-        return layout.constrain(x, PartitionSpec(*batch, None, None)) if layout else x
+        return layout.constrain(x, PartitionSpec(*spec, None, None)) if layout else x
 
     def shard_sum(tokens: jax.Array, rows: jax.Array) -> jax.Array:
         return jnp.zeros(like.shape, jnp.float32).at[tokens].add(rows)
 
-    rows = split(cotangent.astype(jnp.float32).reshape(shards, -1, embed_dim))
-    sums = split(jax.vmap(shard_sum)(tokens.reshape(shards, -1), rows))
-    return sums.sum(axis=0).astype(like.dtype), None
+    sums = split(jax.vmap(jax.vmap(shard_sum))(shards(tokens), split(shards(cotangent.astype(jnp.float32)))))
+    return sums.sum(axis=(0, 1)).astype(like.dtype), None
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)
@@ -60,7 +63,7 @@ def lookup(table: jax.Array, tokens: jax.Array, dtype: DTypeLike | None = None) 
 
     The result is in `dtype` (None takes the table's), the gradient in the table's.
 
-    Its gradient is summed in float32, first on each device over its own examples, then over the devices.
+    Its gradient is summed in float32, first on each device over its own tokens, then over the devices.
     """
     like = jax.ShapeDtypeStruct(table.shape, table.dtype)
     return _lookup(table, tokens, like, table.dtype if dtype is None else dtype, current_layout())

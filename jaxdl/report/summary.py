@@ -17,6 +17,7 @@ from rich.text import Text
 from jaxdl.core.errors import as_typed
 from jaxdl.core.files import CHECKPOINTS_FOLDER, CURVES_FILE, LOAD_PLOT_FILE, replace_file
 from jaxdl.parallel.compiler.times import in_words
+from jaxdl.parallel.mesh import mesh_text
 from jaxdl.report.history import json_value
 from jaxdl.report.lines import format_duration, format_number, is_live
 from jaxdl.report.status.failures import package_versions
@@ -195,6 +196,6 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
         ),
         ("wall time", f"{format_duration(total)}: " + ", ".join(phases) if phases else format_duration(total)),
         *(("programs", in_words(figures)) for figures in (summary.get("compiling"),) if figures),
-        ("mesh", " x ".join(f"{axis} {size}" for axis, size in summary["mesh"].items())),
+        ("mesh", mesh_text(summary["mesh"])),
         ("devices", where + ("es" if devices["num_processes"] > 1 else "")),
     ]

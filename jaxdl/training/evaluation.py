@@ -17,7 +17,7 @@ from jaxdl.parallel.cluster import wait_for_all
 from jaxdl.parallel.mesh import batch_sharding
 from jaxdl.parallel.sharding import Params
 from jaxdl.training.state import ModelState, TrainState, replicated
-from jaxdl.training.step import Batch, Parts, apply_network, split
+from jaxdl.training.step import Batch, Parts, apply_network, num_stages, pipelined_sums, split
 
 EvalStep = Callable[[Params, ModelState, Batch], tuple[Mapping[str, jax.Array], Mapping[str, jax.Array]]]
 """(the task's sums over a batch, what it needs of each example: `Task.of_each`)."""
@@ -62,6 +62,8 @@ def make_eval_step(parts: Parts) -> jax.stages.Wrapped:
     shardings = parts.state_spec.shardings
 
     def eval_step(params: Params, model_state: ModelState, batch: Batch) -> Any:
+        if num_stages(parts.layout) > 1:
+            return pipelined_sums(parts, params, model_state, batch), {}
         call = Call(train=False, materialize_logits=parts.task.takes_arrays)
         outputs, _ = apply_network(parts, parts.layout, params, model_state, batch, call)
         of_each = parts.task.of_each(outputs, batch) if jax.process_count() == 1 else {}

@@ -38,6 +38,7 @@ class TokenLoss:
       chunk_tokens: the tokens of one device whose logits are made at a time; at least one of each of its examples.
       z_loss: weight of log(Z)^2 in the loss, Z the sum of the exponentiated logits.
       batch_axes: the mesh axes that split the batch.
+      length_axes: those that split the length.
       vocab_axis: the mesh axis that splits the vocabulary, or None.
       mesh: the mesh; None inside of a `shard_map`, whose mesh it then is.
       label_smoothing: the share of the target's probability that is spread evenly over all words (Szegedy et al. 2016,
@@ -47,6 +48,7 @@ class TokenLoss:
     chunk_tokens: int
     z_loss: float = 0.0
     batch_axes: tuple[str, ...] = ()
+    length_axes: tuple[str, ...] = ()
     vocab_axis: str | None = None
     mesh: Mesh | None = None
     label_smoothing: float = 0.0
@@ -54,7 +56,12 @@ class TokenLoss:
     @property
     def axes(self) -> tuple[str, ...]:
         """All mesh axes that split anything."""
-        return self.batch_axes + ((self.vocab_axis,) if self.vocab_axis else ())
+        return self.token_axes + ((self.vocab_axis,) if self.vocab_axis else ())
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """All that split tokens."""
+        return self.batch_axes + self.length_axes
 
     def sums(self, x: jax.Array, kernel: jax.Array, target: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`(loss, correct)`, float32 scalars: sums over the tokens for which `mask` [batch, length] is true.
@@ -84,7 +91,7 @@ def _sums_backward(how: TokenLoss, residuals: Any, cotangents: tuple[jax.Array, 
     x_grad, kernel_grads, like = residuals
     factor = cotangents[0].astype(jnp.float32) / _scale(x_grad.dtype)
     # Summed out here, where XLA sees who needs which part of the sum: it may be a reduce-scatter.
-    kernel_grad = (kernel_grads * factor).sum(axis=0) if how.batch_axes else kernel_grads[0] * factor
+    kernel_grad = (kernel_grads * factor).sum(axis=0) if how.token_axes else kernel_grads[0] * factor
     return (x_grad * factor).astype(x_grad.dtype), kernel_grad.astype(like.dtype), None, None
 
 
@@ -94,12 +101,12 @@ _sums.defvjp(_sums_forward, _sums_backward)
 def _on_devices(
     x: jax.Array, kernel: jax.Array, target: jax.Array, mask: jax.Array, how: TokenLoss, *, with_gradients: bool
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """`(loss, correct, (gradient of x, gradients of the kernel [device of the batch, embed, vocab]))`."""
+    """`(loss, correct, (gradient of x, gradients of the kernel [device of the tokens, embed, vocab]))`."""
     one_device = functools.partial(_one_device, how=how, with_gradients=with_gradients)
     if not how.axes:
         return one_device(x, kernel, target, mask)
-    rows, columns = PartitionSpec(how.batch_axes or None), PartitionSpec(None, how.vocab_axis)
-    grads = (rows, PartitionSpec(how.batch_axes or None, None, how.vocab_axis)) if with_gradients else ()
+    rows, columns = PartitionSpec(how.batch_axes or None, how.length_axes or None), PartitionSpec(None, how.vocab_axis)
+    grads = (rows, PartitionSpec(how.token_axes or None, None, how.vocab_axis)) if with_gradients else ()
     return jax.shard_map(
         one_device,
         mesh=how.mesh,
@@ -131,12 +138,12 @@ def _one_device(
         return (carry[0] + loss, carry[1] + correct, carry[2] + kernel_grad), x_grad
 
     zero = jnp.zeros((), jnp.float32)
-    start = alike(how.batch_axes, zero, zero, x)[:2]
+    start = alike(how.token_axes, zero, zero, x)[:2]
     if with_gradients:
         start += alike(how.axes, jnp.zeros(kernel.shape, jnp.float32), x, kernel)[:1]
     (loss, correct, *kernel_grad), x_grads = lax.scan(chunk, start, size * jnp.arange(num_chunks))
-    if how.batch_axes:
-        loss, correct = lax.psum((loss, correct), how.batch_axes)
+    if how.token_axes:
+        loss, correct = lax.psum((loss, correct), how.token_axes)
     if not with_gradients:
         return loss, correct, ()
     x_grad = jnp.moveaxis(x_grads, 0, 1).reshape(batch, -1, embed)[:, :length]

@@ -47,7 +47,8 @@ def sent_bytes(dispatch: Dispatch, size: int, tokens: int, per_token: int, width
 
 @dataclass(frozen=True)
 class Spread:
-    """How the devices of `axes`, over which tokens are split, compute experts that are spread over `axis`.
+    """How devices compute experts that are spread over `axis`; examples are split over `axes`, and their length over
+    `length_axes`.
 
     Each device has room for `row_buffer` times the rows that it would have if all experts had the same load; for all
     with None. `gated` makes the hidden numbers of an expert of the products with its first two kernels.
@@ -57,6 +58,7 @@ class Spread:
     row_buffer: float | None
     axis: str | None
     axes: tuple[str, ...]
+    length_axes: tuple[str, ...]
     layout: Layout | None
     gated: Gate
     dispatch: Dispatch = "auto"
@@ -64,12 +66,13 @@ class Spread:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The axes of both."""
-        return tuple(dict.fromkeys((*self.axes, *((self.axis,) if self.axis else ()))))
+        """All of these axes."""
+        return tuple(dict.fromkeys((*self.axes, *self.length_axes, *((self.axis,) if self.axis else ()))))
 
     def specs(self) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
-        """Of what has a row for each example, of kernels, and of what each device has for itself, [device, ...]."""
-        return PartitionSpec(self.axes or None), PartitionSpec(self.axis), PartitionSpec(self.names)
+        """Of what has a row for each token, of kernels, and of what each device has for itself, [device, ...]."""
+        tokens = PartitionSpec(self.axes or None, self.length_axes or None)
+        return tokens, PartitionSpec(self.axis), PartitionSpec(self.names)
 
     def on_devices(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """The function on each device of `names`."""

@@ -6,7 +6,7 @@ The rounded operands go into `dot_general` as they are, and the scales are appli
 dequantized and then multiplied into a 16-bit product). The rounded operands are also what is kept for the backward
 pass. The formats are those of Micikevicius et al., arXiv 2209.05433.
 
-Activations and gradients have a scale for each device that the batch is split over, so that these need no message.
+Activations and gradients have a scale for each device that tokens are split over, so that these need no message.
 Where `tensor` splits the numbers that are summed, the largest is found over its devices. Gradients of weights are
 float32 sums of the parts of the devices, as in other precisions.
 """
@@ -27,6 +27,7 @@ from jaxdl.parallel import sharding
 from jaxdl.parallel.compiler.hlo import FP8_PRODUCT
 from jaxdl.parallel.gathering import gather_numbers, sharded_gradient
 from jaxdl.parallel.mesh import MODEL_AXES, ways
+from jaxdl.parallel.zigzag import num_length_shards
 
 _FORWARD, _BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 _LEAST = 2.0**-100
@@ -82,13 +83,15 @@ def product(x: jax.Array, kernel: Kernel, num_contracted: int) -> jax.Array:
     # XLA scales a float32 result in the product's own kernel. Parts of a sum over `tensor` are sent before that.
     split = layout is not None and ways(layout.mesh.shape, MODEL_AXES) > 1
     result = x.dtype if split else jnp.dtype(jnp.float32)
-    how = _How(num_contracted, sharding.num_batch_shards(x.shape[0]), result, x.dtype, kernel.weight.dtype)
+    shards = sharding.num_batch_shards(x.shape[0]), num_length_shards(x.shape[1])
+    how = _How(num_contracted, shards, result, x.dtype, kernel.weight.dtype)
     return _product(x, kernel.narrow, kernel.scale, kernel.weight, how)
 
 
 class _How(NamedTuple):
     num_contracted: int
-    num_shards: int
+    num_shards: tuple[int, int]
+    """Devices over which the batch and the length are split."""
     result: jnp.dtype
     """The dtype of products before they are scaled; but for gradients of weights, which are float32."""
     input: jnp.dtype
@@ -107,7 +110,7 @@ def _forward(x: jax.Array, narrow: jax.Array, scale: jax.Array, weight: jax.Arra
     rows = rounded.ndim - how.num_contracted
     inner = tuple(range(rows, rounded.ndim)), tuple(range(how.num_contracted))
     result = _scaled(_dot(rounded, narrow, (inner, ((), ())), how.result), x_scale * scale).astype(x.dtype)
-    return result.reshape(-1, *result.shape[2:]), (rounded, x_scale, narrow, scale)
+    return _joined(result, how), (rounded, x_scale, narrow, scale)
 
 
 def _backward(how: _How, residuals: Any, cotangent: jax.Array) -> Any:
@@ -120,15 +123,28 @@ def _backward(how: _How, residuals: Any, cotangent: jax.Array) -> Any:
     summed = tuple(range(1, rows))
     parts = _dot(rounded, grad, ((summed, summed), ((0,), (0,))), jnp.dtype(jnp.float32), exact=True)
     weight_grad = jnp.sum(_scaled(parts, x_scale * grad_scale), axis=0).astype(how.weight)
-    return x_grad.astype(how.input).reshape(-1, *x_grad.shape[2:]), None, None, weight_grad
+    return _joined(x_grad.astype(how.input), how), None, None, weight_grad
 
 
 _product.defvjp(_forward, _backward)
 
 
 def _split(x: jax.Array, how: _How) -> jax.Array:
-    """`x` with a leading dimension for the devices over which its batch is split."""
-    return x.reshape(how.num_shards, -1, *x.shape[1:])
+    """`x` [batch, length, ...] with a leading dimension for the devices over which its tokens are split."""
+    rows, columns = how.num_shards
+    if columns == 1:
+        return x.reshape(rows, -1, *x.shape[1:])
+    cut = jnp.swapaxes(x.reshape(rows, -1, columns, x.shape[1] // columns, *x.shape[2:]), 1, 2)
+    return cut.reshape(rows * columns, *cut.shape[2:])
+
+
+def _joined(x: jax.Array, how: _How) -> jax.Array:
+    """The inverse of `_split`."""
+    rows, columns = how.num_shards
+    if columns == 1:
+        return x.reshape(-1, *x.shape[2:])
+    cut = jnp.swapaxes(x.reshape(rows, columns, *x.shape[1:]), 1, 2)
+    return cut.reshape(cut.shape[0] * cut.shape[1], -1, *cut.shape[4:])
 
 
 def _rounded(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:

@@ -24,7 +24,7 @@ from jaxdl.parallel.cluster.address import several_processes
 from jaxdl.parallel.cluster.agree import from_each_process
 from jaxdl.parallel.compiler.overlap import Links
 from jaxdl.parallel.compiler.profile import profile_of
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import SLOW_AXES, STAGE_AXES, ways
 
 Options = dict[str, bool | int | float | str]
 """XLA options: name -> value."""
@@ -42,6 +42,13 @@ INSIDE_REPLICAS: Options = {
     "xla_gpu_executable_num_communication_streams": 2,
 }
 """What the exchange needs on GPUs to overlap with messages inside a replica."""
+
+BETWEEN_STAGES: Options = INSIDE_REPLICAS | {
+    # By default NCCL makes one group of all devices for what goes from stage to stage, over which short messages inside
+    # a node take ten times as long (openxla/xla#40505).
+    "xla_gpu_collective_permute_connected_components": True,
+}
+"""What a pipeline needs on GPUs: permutes overlap a stage's layers, which have messages of their own."""
 
 ASSUMED_GBPS = 100.0
 ASSUMED = Links(replica_bytes_per_sec=ASSUMED_GBPS * 1e9 / 8)
@@ -89,9 +96,9 @@ class CompilerConfig(Config):
                 raise ValueError(f"options = {self.options}: {name} is set twice. Set it once.")
         return self
 
-    def check(self, platform: str, num_replicas: int) -> None:
+    def check(self, platform: str, axes: Mapping[str, int]) -> None:
         """Raises ConfigError for settings that cannot take effect on a platform ("cpu", "gpu", "tpu")."""
-        if self.network_gbps is not None and (platform != "gpu" or num_replicas == 1):
+        if self.network_gbps is not None and (platform != "gpu" or ways(axes, SLOW_AXES) == 1):
             where = (
                 f"{platform} programs are not ordered for a network" if platform != "gpu" else "there is one replica"
             )
@@ -138,9 +145,9 @@ class CompilerConfig(Config):
     def links(self, platform: str, axes: Mapping[str, int]) -> Links | None:
         """The network for which XLA orders the train step on a mesh; `ASSUMED` when its speed is not given.
 
-        None where XLA alone decides on the order: with one replica, off GPUs, and with `network_gbps` 0.
+        None where XLA alone decides on the order: with one replica of one stage, off GPUs, and with `network_gbps` 0.
         """
-        if platform != "gpu" or axes[Axis.REPLICA.value] == 1 or self.network_gbps == 0:
+        if platform != "gpu" or ways(axes, SLOW_AXES) == 1 or self.network_gbps == 0:
             return None
         if self.network_gbps is None:
             return ASSUMED
@@ -158,11 +165,12 @@ class CompilerConfig(Config):
         Those that `options` or the environment's XLA_FLAGS set are left to them. Collectives over `replica` need no
         option to stay apart: see `jaxdl.exchange.buckets.held_back`.
         """
-        num_replicas = axes[Axis.REPLICA.value]
-        if platform != "gpu" or num_replicas == 1 or math.prod(axes.values()) == num_replicas:
+        options = BETWEEN_STAGES if ways(axes, STAGE_AXES) > 1 else INSIDE_REPLICAS
+        slow = ways(axes, SLOW_AXES)
+        if platform != "gpu" or slow == 1 or (options is INSIDE_REPLICAS and math.prod(axes.values()) == slow):
             return {}
         asked = {*self.values(), *re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", ""))}
-        return {name: value for name, value in INSIDE_REPLICAS.items() if name not in asked}
+        return {name: value for name, value in options.items() if name not in asked}
 
 
 def _is_one_of_several() -> bool:

@@ -23,7 +23,7 @@ from jaxdl.parallel.compiler.hlo import (
     trip_count,
 )
 from jaxdl.parallel.compiler.roofline import part_of
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import SLOW_AXES
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Links:
     apart: bool = False
     """Whether messages between replicas have a separate stream, so that those inside a replica do not wait for them."""
 
-    def seconds(self, over_replica: bool, num_bytes: float) -> float:
+    def seconds(self, over_slow: bool, num_bytes: float) -> float:
         """The time of a message of which one device sends this many bytes."""
-        if over_replica:
+        if over_slow:
             return self.replica_latency_sec + num_bytes / self.replica_bytes_per_sec
         return self.inner_latency_sec + num_bytes / self.inner_bytes_per_sec
 
@@ -68,9 +68,9 @@ class Message:
     kernels: dict[str, int] = field(default_factory=dict)
 
     @property
-    def over_replica(self) -> bool:
-        """Whether it crosses the slow network."""
-        return Axis.REPLICA.value in self.axes
+    def over_slow(self) -> bool:
+        """Whether it crosses the slow network: between replicas, or between stages, which may lie on it too."""
+        return not set(SLOW_AXES).isdisjoint(self.axes)
 
     @property
     def seconds(self) -> float:
@@ -117,7 +117,7 @@ class Timeline:
     @property
     def exchange(self) -> list[Message]:
         """The messages over the slow network."""
-        return [message for message in self.messages if message.over_replica]
+        return [message for message in self.messages if message.over_slow]
 
     @property
     def sent_bytes(self) -> float:
@@ -176,9 +176,9 @@ def _play(module: Module, computation: str, axes: Mapping[str, int], links: Link
                     in_flight[instruction.name] = in_flight.pop(instruction.operands[0])
                 continue
             message.started_sec = now
-            stream = links.apart and message.over_replica
+            stream = links.apart and message.over_slow
             message.begin_sec = max(now, free[stream])
-            message.end_sec = message.begin_sec + links.seconds(message.over_replica, message.sent_bytes)
+            message.end_sec = message.begin_sec + links.seconds(message.over_slow, message.sent_bytes)
             free[stream] = message.end_sec
             messages.append(message)
             if message.is_async:
@@ -190,7 +190,7 @@ def _play(module: Module, computation: str, axes: Mapping[str, int], links: Link
         inner = _inner(module, instruction, axes, links)
         compute += seconds
         # Messages of a loop wait for those in flight, and later ones wait for them.
-        streams = {links.apart and message.over_replica for message in inner.messages} if inner else set()
+        streams = {links.apart and message.over_slow for message in inner.messages} if inner else set()
         now = max([now, *(free[stream] for stream in streams)])
         for message in inner.messages if inner else ():
             lasts, message.times = message.seconds, message.times * trip_count(instruction)

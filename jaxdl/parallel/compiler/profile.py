@@ -24,8 +24,8 @@ def profile_of(text: str, axes: Mapping[str, int], links: Links) -> bytes:
     """The profile of a compiled, scheduled program on a mesh: microseconds of each kernel and each message."""
     module = parse(text)
     timeline = play(module, axes, links)
-    early = {over_replica: _early(timeline, over_replica) for over_replica in (True, False)}
-    messages = {message.name: early[message.over_replica] * message.seconds for message in timeline.messages}
+    early = {over_slow: _early(timeline, over_slow) for over_slow in (True, False)}
+    messages = {message.name: early[message.over_slow] * message.seconds for message in timeline.messages}
     costs, scheduled = [], [module.entry]
     for name in scheduled:  # Loops inside are scheduled too, each for itself.
         for instruction in module.computations[name].values():
@@ -37,15 +37,13 @@ def profile_of(text: str, axes: Mapping[str, int], links: Links) -> bytes:
     return b"".join(_field(1, _field(1, name.encode()) + b"\x11" + struct.pack("<d", cost)) for name, cost in costs)
 
 
-def _early(timeline: Timeline, over_replica: bool) -> float:
+def _early(timeline: Timeline, over_slow: bool) -> float:
     """How often the messages over one network count: as often as they fit into the backward pass, one after the other.
 
     If they counted more often, XLA would start each as soon as its content is there, though that makes the step wait
     for the one before.
     """
-    total = sum(
-        message.seconds * message.times for message in timeline.messages if message.over_replica == over_replica
-    )
+    total = sum(message.seconds * message.times for message in timeline.messages if message.over_slow == over_slow)
     backward = sum(end - begin for begin, end, what in timeline.spans if what == "backward")
     return min(_EARLY, max(1.0, backward / total)) if total else 1.0
 

@@ -18,6 +18,7 @@ from jaxdl.parallel.sharding import Grads, Layout, Params, is_spec
 from jaxdl.training.state import ModelState
 from jaxdl.training.step.network import apply_network
 from jaxdl.training.step.parts import VECTORS, Batch, Parts, Sums
+from jaxdl.training.step.pipeline import STAGE, Pipeline, num_stages, split, stage_specs
 from jaxdl.training.step.update import nonzero
 
 LocalGradients = tuple[Grads, Sums, ModelState, jax.Array | None]
@@ -57,12 +58,17 @@ def local_gradients(
     of_params = own_param_specs(parts) if per_replica or stale else shared
     common = functools.partial(_common_gradients, parts, stale=stale)
     summed = jax.tree.map(lambda done: shared if done else each, parts.trainable.of(parts.summed))
+    manual = {replica}
+    if num_stages(parts.layout) > 1:
+        manual.add(STAGE)
+        of_params, given = (stage_specs(axes) for axes in (parts.network.axes, parts.network.state_axes))
+        summed = stage_specs(parts.trainable.of(parts.network.axes), replica)
     return jax.shard_map(
         functools.partial(_own_gradients, parts) if per_replica else common,
         mesh=mesh,
-        in_specs=(of_params, given, each, given, None if random is None else (shared, each)),
+        in_specs=(of_params, given, each, each if per_replica else shared, None if random is None else (shared, each)),
         out_specs=(summed, each, given, each),
-        axis_names={replica},
+        axis_names=manual,
         # With the check each scan needs a `lax.pcast` of its initial carry, which users' networks and losses lack.
         check_vma=parts.network.what is None and not parts.task.has_user_code,
     )(params, model_state, dict(batch), factor, random)
@@ -130,10 +136,15 @@ def _replica_gradients(
     """One replica's, of all micro-batches; with `apart` each has parameters of its own."""
     replica = Axis.REPLICA.value
     layout = dataclasses.replace(parts.layout, manual=frozenset({replica}), sum_dtype=parts.sum_dtype, apart=apart)
-    one_microbatch = functools.partial(_microbatch_gradients, parts, layout)
     batch = {name: lax.with_sharding_constraint(x, PartitionSpec(INNER_BATCH_AXES)) for name, x in batch.items()}
     key, rows = (None, None) if random is None else (jax.random.wrap_key_data(random[0]), random[1])
-    if (num_parts := parts.config.microbatches) == 1:
+    num_parts = parts.config.microbatches
+    if num_stages(layout) > 1:
+        layout = dataclasses.replace(layout, manual=frozenset({replica, STAGE}))
+        batch, rows = jax.tree.map(lambda x: split(x, num_parts), (batch, rows))
+        return (*Pipeline(parts, layout, params, batch, key, rows).ready.gradients(model_state, factor), None)
+    one_microbatch = functools.partial(_microbatch_gradients, parts, layout)
+    if num_parts == 1:
         return one_microbatch(params, model_state, batch, factor, key, rows)
 
     def body(carry: Any, part: tuple[Batch, jax.Array | None]) -> Any:
@@ -189,14 +200,6 @@ def _pmean_at_once(tree: Any, axis: str) -> Any:
     return as_tree(lax.pmean(flat, axis))
 
 
-def split(x: jax.Array, num_parts: int) -> jax.Array:
-    """`[batch, ...]` -> `[num_parts, batch / num_parts, ...]`, every num_parts-th row to the same part.
-
-    So the parts hold the same examples on every mesh, and no row has to move between devices.
-    """
-    return jnp.moveaxis(x.reshape(x.shape[0] // num_parts, num_parts, *x.shape[1:]), 1, 0)
-
-
 def unsplit(x: jax.Array) -> jax.Array:
-    """The inverse of `split`."""
+    """The inverse of `jaxdl.training.step.pipeline.split`."""
     return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])

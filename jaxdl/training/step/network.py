@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from jaxdl.models.network import Call
-from jaxdl.parallel.gathering import gather_params
+from jaxdl.parallel.gathering import Gathered, gather_params, whole_numbers
 from jaxdl.parallel.precision import cast_weights
-from jaxdl.parallel.sharding import Layout, Params, use_layout
+from jaxdl.parallel.sharding import Layout, Params, is_names, use_layout
 from jaxdl.training.state import TABLES, ModelState
 from jaxdl.training.step.parts import IDS, LENGTHS, Batch, Parts
 
@@ -52,6 +52,19 @@ def run_network(
         used = cast_weights(params, parts.network.axes, parts.precision.weight_dtype)
         used = gather_params(used, parts.network.axes)
         return parts.network.call(call, used, model_state, *inputs)
+
+
+def gathered_params(parts: Parts, layout: Layout, params: Params) -> Params:
+    """For each parameter that `run_network` would gather, the same gathered once, to be given to `with_gathered`."""
+    with _precise(parts, layout):
+        return jax.tree.map(lambda names, x: whole_numbers(x, names), parts.network.axes, params, is_leaf=is_names)
+
+
+def with_gathered(params: Params, gathered: Params) -> Params:
+    """Parameters for `run_network`, with what `gathered_params` has made of them."""
+    return jax.tree.map(
+        lambda x, whole: x if whole is None else Gathered(whole, x), params, gathered, is_leaf=lambda node: node is None
+    )
 
 
 @contextlib.contextmanager

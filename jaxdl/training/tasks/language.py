@@ -15,7 +15,7 @@ import pydantic
 from jaxdl.core.config import ConfigError
 from jaxdl.data import DataSpec, TextSpec
 from jaxdl.models.experts import LOAD, load_metrics
-from jaxdl.models.logits import PENALTY, Logits, label_logit
+from jaxdl.models.logits import Logits, add_remarks, label_logit
 from jaxdl.training.tasks.base import Task, counted_weight, in_document
 from jaxdl.training.tasks.classification import counted, rank
 
@@ -110,12 +110,8 @@ class LanguageModelling(Task, kind="language_modelling"):
         z_loss, smoothing = (self.z_loss, self.label_smoothing) if train else (0.0, 0.0)
         if isinstance(outputs, Logits):
             if outputs.remarks:
-                remarks, weight = dict(outputs.remarks), self.weight(batch)
-                penalty = remarks.pop(PENALTY, 0.0)
                 sums = self.sums(dataclasses.replace(outputs, remarks={}), batch, train=train)
-                if train:
-                    sums["loss"] = sums["loss"] + weight * penalty
-                return sums | {name: x if x.ndim else weight * x for name, x in remarks.items()}
+                return add_remarks(sums, outputs.remarks, self.weight(batch), train=train)
             chunk_tokens = self.chunk_tokens or outputs.most_tokens(train=train)
             if chunk_tokens is not None:
                 loss, correct = outputs.sums(

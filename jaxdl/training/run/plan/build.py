@@ -42,6 +42,7 @@ from jaxdl.training.run.plan.validate import (
     check_agreement,
     check_axes,
     check_batches,
+    check_length,
     check_network,
     check_norms,
     check_phases,
@@ -117,7 +118,7 @@ def open_data(
     Raises ConfigError for data that cannot be read, and for batches, phases and lengths that do not fit them.
     """
     eval_batch_size = experiment.evaluation.batch_size or experiment.batch_size
-    check_axes(experiment.model, mesh.shape)
+    check_axes(experiment, mesh.shape)
     check_batches(experiment, batch_ways(mesh), eval_batch_size)
     with start.doing("reading the data"):
         data = experiment.data
@@ -126,6 +127,7 @@ def open_data(
             start.fact("data", f"read from copies in {stage.given}")
         splits = splits or read_data(data, workdir)
     start.data(experiment.data, splits)
+    check_length(splits.train.spec, mesh.shape)
     check_phases(experiment, splits)
     timeline = timeline_of(experiment, len(splits.train), splits.train.spec)
     check_profile(experiment, timeline.total_steps)
@@ -185,7 +187,7 @@ def start_mesh(experiment: Experiment, devices: Sequence[Device] | None = None) 
     start_devices(experiment.mesh, experiment.cluster, experiment=without_source(experiment.model_dump(mode="json")))
     mesh = make_mesh(experiment.mesh, devices)
     experiment.precision.check(mesh.devices.flat[0])
-    experiment.compiler.check(platform(mesh), mesh.shape[Axis.REPLICA])
+    experiment.compiler.check(platform(mesh), mesh.shape)
     experiment.compiler.keep_programs()  # JAX's cache of compiled programs.
     return mesh
 

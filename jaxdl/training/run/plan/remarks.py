@@ -18,10 +18,12 @@ from jaxdl.parallel.sharding import LogicalAxes
 from jaxdl.report.better_direction import mode_of
 from jaxdl.training.run.plan.network import with_vectors
 from jaxdl.training.run.plan.validate import task_inputs
-from jaxdl.training.step import Parts
+from jaxdl.training.step import Parts, num_stages
 from jaxdl.training.tasks import Task
 
 _NAMED = 3
+_MOST_IDLE = 0.25
+"""Of a step."""
 
 
 def settings_remarks(parts: Parts, optimizer: Optimizer, timeline: Timeline, *, start_over: bool) -> tuple[str, ...]:
@@ -30,12 +32,25 @@ def settings_remarks(parts: Parts, optimizer: Optimizer, timeline: Timeline, *, 
     sizes = [segment.batch_size for segment in timeline.segments]
     network, trained_axes = parts.network, parts.trainable.of(parts.network.axes)
     return (
+        *idle_stages(parts),
         *unusual_mode(parts.task),
         *dropout_off(parts, sizes[0] // num_replicas),
         *norms_of_rows(parts, min(sizes), num_replicas),
         *decayed_biases(optimizer, network, trained_axes),
         *earlier_stacks(network, start_over=start_over),
         *unclear_stacks(network),
+    )
+
+
+def idle_stages(parts: Parts) -> tuple[str, ...]:
+    """A line on how long stages of a pipeline wait for each other (arXiv 2104.04473, section 2.2)."""
+    stages, parts_of_batch = num_stages(parts.layout), parts.config.microbatches
+    if stages == 1:
+        return ()
+    idle = (stages - 1) / (parts_of_batch + stages - 1)
+    advice = "" if idle < _MOST_IDLE else f"; --step.microbatches {4 * stages} or more makes it less"
+    return (
+        f"pipeline: {stages} stages and {parts_of_batch} micro-batches, so a stage waits {idle:.0%} of a step{advice}",
     )
 
 

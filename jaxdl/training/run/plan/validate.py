@@ -12,15 +12,16 @@ from jax.sharding import Mesh
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.user_code import user_code
-from jaxdl.data import DataSpec, PhotoSource, Splits
+from jaxdl.data import DataSpec, PhotoSource, Splits, TextSpec
 from jaxdl.exchange import Auto, Dense, ExchangeConfig
 from jaxdl.exchange.agreement import Agreement, check_exchange
-from jaxdl.models import Model, Network
+from jaxdl.models import Network
 from jaxdl.models.mode_check import check_evaluation
 from jaxdl.parallel.embedding import EmbeddingConfig
 from jaxdl.parallel.embedding.jagged import is_jagged
-from jaxdl.parallel.mesh import BATCH_AXES, MODEL_AXES, RARE_AXES, Axis
+from jaxdl.parallel.mesh import BATCH_AXES, LENGTH_AXES, MODEL_AXES, RARE_AXES, Axis
 from jaxdl.parallel.sharding import STACKED, UNNAMED, UNNAMED_STACK, ShardingConfig, has_names, is_names
+from jaxdl.parallel.zigzag import length_unit
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.tasks import Task, check_task
 
@@ -110,8 +111,21 @@ def check_warmup(experiment: Experiment, total_steps: int) -> None:
         )
 
 
-def check_axes(model: Model, sizes: Mapping[str, int]) -> None:
-    """Raises ConfigError for a mesh axis of several devices over which the model cannot be split."""
+_CAN = {
+    "splits_length": (
+        "reads texts that are split over devices",
+        "only jaxdl's attention looks at several tokens at once",
+    ),
+    "splits_layers": (
+        "is a pipeline of stages",
+        "its module has the methods enter, inside and leave of jaxdl.models.transformer.TransformerModule",
+    ),
+}
+
+
+def check_axes(experiment: Experiment, sizes: Mapping[str, int]) -> None:
+    """Raises ConfigError for a mesh axis of several devices over which the model cannot be split, or not here."""
+    model = experiment.model
     for axis in (axis for axis in Axis if axis in RARE_AXES and sizes[axis] > 1):
         if (axis.splits_layers and not model.splits_layers) or (axis.splits_length and not model.splits_length):
             what = "spread its layers" if axis.splits_layers else "split its input"
@@ -119,6 +133,48 @@ def check_axes(model: Model, sizes: Mapping[str, int]) -> None:
                 f"--mesh.{axis} {sizes[axis]}: model {model.users_name or model.kind} cannot {what} over devices. "
                 f"Choose --mesh.{axis} 1."
             )
+        if axis.splits_layers:
+            _check_stages(experiment, f"--mesh.{axis} {sizes[axis]}", sizes[axis])
+        # What a user has written may look at other tokens than those it has, or at other layers.
+        name = "splits_length" if axis.splits_length else "splits_layers"
+        if model.users_name and name not in vars(type(model)):
+            raise ConfigError(
+                f"--mesh.{axis} {sizes[axis]}: {model.users_name} does not say whether it {_CAN[name][0]}. Choose "
+                f"--mesh.{axis} 1, or set {name} = True in the class, if {_CAN[name][1]}."
+            )
+
+
+def _check_stages(experiment: Experiment, option: str, num_stages: int) -> None:
+    """Raises ConfigError for what does not go with a pipeline of this many stages."""
+    model, agreement = experiment.model, experiment.agreement
+    layers = model.num_stacked_layers
+    if layers is None:
+        raise ConfigError(f"{option}: stages need stacked layers. Take --model.scan-layers, or {option.split()[0]} 1.")
+    if layers % num_stages:
+        fits = ", ".join(str(size) for size in range(1, layers + 1) if layers % size == 0)
+        raise ConfigError(
+            f"{option}: {layers} layers cannot be divided evenly among {num_stages} stages. Choose one of {fits}."
+        )
+    if experiment.task.takes_arrays or experiment.task.users_name:
+        raise ConfigError(f"{option}: task {experiment.task.kind} reads the network's outputs whole. Choose 1.")
+    if experiment.precision.fp8_size is not None:
+        raise ConfigError(
+            f"{option}: --precision {experiment.precision.kind} has no stages. Take --precision bfloat16."
+        )
+    if agreement.keeps_replicas or agreement.num_past:
+        raise ConfigError(f"{option}: --agreement {agreement.kind} has no stages. Take --agreement every_step.")
+
+
+def check_length(spec: DataSpec, sizes: Mapping[str, int]) -> None:
+    """Raises ConfigError for texts that cannot be split evenly over devices."""
+    unit = length_unit(sizes)
+    if isinstance(spec, TextSpec) and spec.length % unit:
+        below, above = spec.length // unit * unit, math.ceil(spec.length / unit) * unit
+        meshes = " ".join(f"--mesh.{axis} {sizes[axis]}" for axis in LENGTH_AXES)
+        raise ConfigError(
+            f"--data.length {spec.length}: with {meshes} each text is cut into {unit} chunks of one length. Choose a "
+            f"multiple of {unit}, such as {f'{below} or {above}' if below else above}."
+        )
 
 
 def check_batches(experiment: Experiment, ways: int, eval_batch_size: int) -> None:
