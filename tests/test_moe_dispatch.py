@@ -22,7 +22,8 @@ from jaxdl.parallel.sharding import Layout, ShardingConfig
 from jaxdl.report import expert_loads
 from jaxdl.report.expert_loads import ExpertLoads
 from jaxdl.training.rounds import make_local_step
-from jaxdl.training.run.plan.build import make_plan
+from jaxdl.training.run.compile import compile_train_step
+from jaxdl.training.run.plan.build import make_initial_state, make_plan
 
 AXIS = GATHER_AXES[0]
 WAYS = ["gather", "all_to_all"]
@@ -207,3 +208,19 @@ def test_replicas_that_train_apart_balance_their_own_load_and_merges_take_the_me
     np.testing.assert_allclose(half_steps, np.round(half_steps), atol=1e-5)
     assert (np.round(half_steps) % 4 != 0).any()
     assert sum(row["load"][0][0] for row in loads(tmp_path)) > 0
+
+
+@pytest.mark.parametrize("sizes", [{"stage": 2, "fsdp": 2}, {"context": 2, "fsdp": 2}])
+def test_the_load_of_stages_and_of_parts_of_texts_is_that_of_one_device(sizes):
+    # Nothing is rounded before the first router, so both choose the same experts in the first layer.
+    experiment = EXPERIMENT.replaced({"model": SIGMOID, "step.microbatches": 2})
+    found = {}
+    for name, mesh in {"one": {}, "many": sizes}.items():
+        mesh = MeshConfig(**{"replica": 1, "fsdp": 1, "tensor": 1} | mesh)
+        plan = make_plan(experiment.replaced({"mesh": mesh}), jax.devices()[: 4 if name == "many" else 1])
+        with plan.batches(plan.timeline.segments[0], 0, 1) as batches:
+            _, metrics = compile_train_step(plan)(make_initial_state(plan), next(batches))
+        found[name] = np.asarray(metrics["sums/experts/load"])
+    assert found["many"].shape == (2, 8)
+    np.testing.assert_array_equal(found["many"].sum(axis=1), 16 * 16 * 3)
+    np.testing.assert_allclose(found["many"], found["one"], atol=2)
