@@ -72,7 +72,7 @@ def dense(x, weights, kernels, chosen, fits):
     ("dispatch", "row_buffer"),
     [("gather", 1.0), ("gather", 8.0), ("gather", None), ("all_to_all", 1.0), ("all_to_all", 8.0)],
 )
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_results_gradients_and_lost_rows_are_those_of_loops_over_experts(size, dispatch, row_buffer):
     x, weights, chosen, kernels = operands(num_none=5)
     cotangent = np.random.default_rng(4).normal(size=x.shape)
@@ -210,7 +210,9 @@ def test_replicas_that_train_apart_balance_their_own_load_and_merges_take_the_me
     assert sum(row["load"][0][0] for row in loads(tmp_path)) > 0
 
 
-@pytest.mark.parametrize("sizes", [{"stage": 2, "fsdp": 2}, {"context": 2, "fsdp": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"stage": 2, "fsdp": 2}, pytest.param({"context": 2, "fsdp": 2}, marks=pytest.mark.slow)]
+)
 def test_the_load_of_stages_and_of_parts_of_texts_is_that_of_one_device(sizes):
     # Nothing is rounded before the first router, so both choose the same experts in the first layer.
     experiment = EXPERIMENT.replaced({"model": SIGMOID, "step.microbatches": 2})

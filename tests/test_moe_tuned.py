@@ -55,7 +55,9 @@ def tuned(folder, workdir, **changes):
     return {name for name, x in after.items() if not np.array_equal(x, before[name])}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != "mixtral")]
+)
 def test_what_is_frozen_has_its_bits_and_the_rest_is_tuned(layout, bases, tmp_path):
     frozen = ("embedding", "head", "*norm*", "layers.attention.*", "layers.mlp.router", "layers.mlp.up")
     changed = tuned(bases[layout], tmp_path, **{"step.freeze": frozen})

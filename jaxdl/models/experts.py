@@ -65,6 +65,11 @@ class Seen:
         return Seen(load, self.lost + layer.lost, penalties, self.train)
 
 
+def _nonzero(total: jax.Array) -> jax.Array:
+    """A sum of scores to divide by: those of a sigmoid may all be 0."""
+    return jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+
+
 def load_metrics(load: np.ndarray) -> dict[str, float]:
     """Of a load [layer, expert]: of each layer that of the busiest expert over the mean, `LARGEST/LAYER`; and
     `experts/entropy`, that of the shares over the one of even shares, the mean of the layers."""
@@ -110,7 +115,7 @@ class Experts(nnx.Module):
         chosen = lax.top_k(lax.stop_gradient(preferred), config.experts_per_token)[1]
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if config.normalized:
-            weights = weights / weights.sum(axis=-1, keepdims=True)
+            weights = weights / _nonzero(weights.sum(axis=-1, keepdims=True))
         if counted is not None:
             chosen = jnp.where(counted[..., None], chosen, config.num_experts)
         hidden, lost = self._computed(x, config.routed_scale * weights, chosen, train=train)
@@ -119,7 +124,7 @@ class Experts(nnx.Module):
         ones = jnp.ones(x.shape[:2], jnp.float32) if counted is None else counted.astype(jnp.float32)
         num = jnp.maximum(ones.sum(), 1)
         load = jnp.sum(jax.nn.one_hot(chosen, config.num_experts), axis=(0, 1, 2))
-        chance = jnp.sum(scores / scores.sum(-1, keepdims=True) * ones[..., None], axis=(0, 1)) / num
+        chance = jnp.sum(scores / _nonzero(scores.sum(-1, keepdims=True)) * ones[..., None], axis=(0, 1)) / num
         even = config.num_experts * jnp.sum(load / (num * config.experts_per_token) * chance)
         z = jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)) * ones) / num
         return hidden, Seen(lax.stop_gradient(load), lax.stop_gradient(lost), {"balance": even, "z": z})

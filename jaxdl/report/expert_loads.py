@@ -116,7 +116,8 @@ def draw(rows: Sequence[LoadRow]) -> bytes:
     lines = -(-len(shown) // columns)
     figure = Figure(figsize=(2.9 * columns + 1, 2.9 + 1.9 * lines), dpi=140, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    top, below = figure.subfigures(2, 1, height_ratios=(2.9, 1.9 * lines))
+    parts: Any = figure.subfigures(2, 1, height_ratios=(2.9, 1.9 * lines))
+    top, below = parts
     _curves(top, rows, share)
     _maps(below, rows, share * num_experts, shown, columns)
     image = io.BytesIO()

@@ -107,9 +107,9 @@ class Spread:
         if self.dispatch != "auto":
             return self.dispatch == "all_to_all"
         size, width = lax.axis_size(self.axis), x.shape[1] * x.dtype.itemsize
-        ways: tuple[Dispatch, ...] = ("gather", "all_to_all")
-        sent = [sent_bytes(way, size, *chosen.shape, width, self.row_buffer) for way in ways]
-        return sent[1] < sent[0]
+        (tokens, per_token), room = chosen.shape, self.row_buffer
+        gather = sent_bytes("gather", size, tokens, per_token, width, room)
+        return sent_bytes("all_to_all", size, tokens, per_token, width, room) < gather
 
     def _by_gather(
         self, x: jax.Array, weights: jax.Array, chosen: jax.Array, kernels: Sequence[jax.Array]
@@ -124,8 +124,9 @@ class Spread:
             x, weights, chosen = (lax.all_gather(part, self.axis, tiled=True) for part in parts)
             x = x.astype(dtype)
         group, num = self._groups(chosen.reshape(-1), kernels)
-        even, all_rows = chosen.size * num / self.num_experts, num == self.num_experts or self.row_buffer is None
-        most = chosen.size if all_rows else min(chosen.size, math.ceil(self.row_buffer * even))
+        most = chosen.size
+        if num < self.num_experts and self.row_buffer is not None:
+            most = min(most, math.ceil(self.row_buffer * most * num / self.num_experts))
         choice, row, sizes, lost = places(group, num, most)
         results = give_rows(self._products(take_rows(x, choice, row), kernels, sizes), choice, row)
         result = _weighted(results, weights).astype(dtype)
@@ -144,7 +145,7 @@ class Spread:
         if num == 1:
             return self._by_gather(x, weights, chosen, kernels)
         pieces = jax.tree.map(lambda part: part.reshape(num, -1, part.shape[-1]), (x, weights, chosen))
-        results, lost = lax.map(lambda piece: self._by_gather(*piece, kernels), pieces)
+        results, lost = lax.map(lambda piece: self._by_gather(piece[0], piece[1], piece[2], kernels), pieces)
         return results.reshape(x.shape), lost.sum()
 
     def _by_all_to_all(
