@@ -11,6 +11,7 @@ from test_moe import QUIET, SOFTMAX
 import jaxdl
 from jaxdl.core.config import ConfigError
 from jaxdl.inference.convert.__main__ import main
+from jaxdl.inference.export.__main__ import main as export
 from jaxdl.models import LoRA
 from jaxdl.optim import AdamW
 from jaxdl.parallel.mesh import MeshConfig
@@ -89,3 +90,15 @@ def test_experts_and_routers_have_no_adapters():
     adapted = {name.removesuffix("_lora_a") for name in axes["mlp"]["shared"] if name.endswith("_lora_a")}
     assert adapted == {"gate", "up", "down"}
     assert not [name for name in axes["mlp"] if "lora" in name]
+
+
+def test_an_exported_mixture_takes_any_number_of_texts(bases, tmp_path):
+    base = bases["olmoe"] / "base"
+    export(["--workdir", str(base), "--to", str(tmp_path / "to"), "--format", "stablehlo"])
+    function = jax.export.deserialize(bytearray((tmp_path / "to" / "predict.stablehlo").read_bytes()))
+    length = function.in_avals[0].shape[1]
+    tokens = np.random.default_rng(0).integers(0, 40, (3, length)).astype(np.int32)
+    logits = np.asarray(jaxdl.restore(base).logits(tokens))
+    for count in (3, 1):
+        chances = np.asarray(function.call(tokens[:count]))
+        np.testing.assert_allclose(chances, jax.nn.softmax(logits[:count]), rtol=1e-4, atol=1e-6)

@@ -141,7 +141,7 @@ class Spread:
         """The same, some tokens after the others, so that room for all rows takes as much as `_USUAL_BUFFER`."""
         size = lax.axis_size(self.axis) if self.axis is not None and self.axis in self.axes else 1
         least = math.ceil(size / _USUAL_BUFFER)
-        num = next((num for num in range(least, 4 * least + 1) if len(x) % num == 0), 1)
+        num = next((num for num in range(least, 4 * least + 1) if least > 1 and x.shape[0] % num == 0), 1)
         if num == 1:
             return self._by_gather(x, weights, chosen, kernels)
         pieces = jax.tree.map(lambda part: part.reshape(num, -1, part.shape[-1]), (x, weights, chosen))
