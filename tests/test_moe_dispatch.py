@@ -8,13 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_gpu_rules import EXPERIMENT
-from test_moe import SIGMOID
+from flax import nnx
+from test_gpu_rules import EXPERIMENT, one_step, oracle
+from test_moe import SIGMOID, mixed
 
 import jaxdl
 from jaxdl.core.config import ConfigError
 from jaxdl.exchange.agreement import Periodic
+from jaxdl.models.blocks import Init
 from jaxdl.models.elementwise import swiglu
+from jaxdl.models.experts import Experts
 from jaxdl.parallel.collectives.experts import Spread, sent_bytes, spread
 from jaxdl.parallel.compiler import wire_bytes
 from jaxdl.parallel.mesh import GATHER_AXES, MeshConfig, make_mesh
@@ -226,3 +229,26 @@ def test_the_load_of_stages_and_of_parts_of_texts_is_that_of_one_device(sizes):
     assert found["many"].shape == (2, 8)
     np.testing.assert_array_equal(found["many"].sum(axis=1), 16 * 16 * 3)
     np.testing.assert_allclose(found["many"], found["one"], atol=2)
+
+
+def test_a_step_by_all_to_all_is_that_of_float64():
+    mesh = MeshConfig(replica=2, fsdp=4, tensor=1)
+    model = SIGMOID.replaced({"dispatch": "all_to_all"})
+    tokens, params, loss, gradients = one_step(EXPERIMENT.replaced({"model": model, "mesh": mesh}))
+    wanted_loss, wanted = oracle(model, params, tokens, mixed)
+    assert loss == pytest.approx(float(wanted_loss), rel=1e-6)
+    for found, one in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True):
+        assert np.linalg.norm(found - np.asarray(one)) < 2e-5 * np.linalg.norm(np.asarray(one))
+
+
+def test_padding_passes_no_expert_and_has_no_load():
+    experts = Experts(SIGMOID.replaced({"shared_dim": None}), nnx.Rngs(0), Init())
+    random = np.random.default_rng(0)
+    x, counted = jnp.asarray(random.normal(size=(2, 6, 32)), jnp.float32), random.uniform(size=(2, 6)) < 0.6
+    found, seen = experts.routed(x, jnp.asarray(counted), train=True)
+    everywhere, seen_of_all = experts.routed(x)
+    np.testing.assert_allclose(found, np.where(counted[..., None], everywhere, 0), rtol=1e-5, atol=1e-6)
+    assert (seen.load.sum(), seen_of_all.load.sum()) == (3 * counted.sum(), 36)
+    # The losses are means over the tokens that count.
+    alone = experts.routed(x.reshape(1, 12, 32)[:, counted.ravel()])[1]
+    assert all(seen.penalties[name] == pytest.approx(float(alone.penalties[name])) for name in ("balance", "z"))
