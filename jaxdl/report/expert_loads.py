@@ -114,7 +114,9 @@ def draw(rows: Sequence[LoadRow]) -> bytes:
     shown = np.unique(np.linspace(0, num_layers - 1, min(num_layers, MOST_LAYERS)).round().astype(int))
     columns = min(4, max(2, len(shown)))
     lines = -(-len(shown) // columns)
-    figure = Figure(figsize=(2.9 * columns + 1, 2.9 + 1.9 * lines), dpi=140, facecolor="white", layout="constrained")
+    figure = Figure(
+        figsize=(max(9.5, 2.9 * columns + 1), 2.9 + 1.9 * lines), dpi=140, facecolor="white", layout="constrained"
+    )
     FigureCanvasAgg(figure)
     parts: Any = figure.subfigures(2, 1, height_ratios=(2.9, 1.9 * lines))
     top, below = parts
@@ -132,8 +134,8 @@ def _curves(figure: Any, rows: Sequence[LoadRow], share: np.ndarray) -> None:
     steps, num_layers, num_experts = [row.last for row in rows], *share.shape[1:]
     logs = np.log(np.where(share > 0, share, 1))
     panels = {
-        "Load of the busiest expert, over the mean": share.max(axis=2) * num_experts,
-        "Entropy of the load, over that of even load": -np.sum(share * logs, axis=2) / np.log(num_experts),
+        "Load of the busiest expert over the mean": share.max(axis=2) * num_experts,
+        "Entropy of the load over the highest": -np.sum(share * logs, axis=2) / np.log(num_experts),
     }
     for axes, (title, values) in zip(figure.subplots(1, 2), panels.items(), strict=True):
         for layer in range(num_layers):
@@ -141,8 +143,10 @@ def _curves(figure: Any, rows: Sequence[LoadRow], share: np.ndarray) -> None:
             label = f"layer {layer}" if layer in (0, num_layers - 1) else None
             axes.plot(steps, values[:, layer], color=color, lw=1.2, label=label, marker="o" if len(rows) == 1 else None)
         axes.axhline(1, color="#b9bec7", lw=1, ls=(0, (3, 3)))
-        axes.legend(frameon=False, fontsize=8)
-        _dress(axes, title)
+        beside_title = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0}
+        axes.legend(frameon=False, fontsize=8, ncols=2, **beside_title)
+        _dress(axes, title, rows[-1].last)
+        axes.set_xlim(0, 1.05 * rows[-1].last)
 
 
 def _maps(figure: Any, rows: Sequence[LoadRow], load: np.ndarray, shown: np.ndarray, columns: int) -> None:
@@ -155,20 +159,31 @@ def _maps(figure: Any, rows: Sequence[LoadRow], load: np.ndarray, shown: np.ndar
     for axes, layer in zip(grid, shown, strict=False):
         norm = TwoSlopeNorm(1, 0, 2)
         drawn = axes.pcolormesh(edges, np.arange(num_experts + 1), load[:, layer].T, cmap="RdBu_r", norm=norm)
-        axes.set_yticks([0.5, num_experts - 0.5], ["0", str(num_experts - 1)])
-        _dress(axes, f"layer {layer}")
-        axes.set_ylabel("expert", fontsize=8, color="#6b7079")
+        axes.set_yticks([])
+        _dress(axes, f"layer {layer}", rows[-1].last)
+        axes.set_ylabel(f"experts 0 to {num_experts - 1}", fontsize=8, color="#6b7079")
     for axes in grid[len(shown) :]:
-        axes.set_axis_off()
-    bar = figure.colorbar(drawn, ax=list(grid), extend="max", fraction=0.03, pad=0.01)
+        axes.remove()
+    bar = figure.colorbar(drawn, ax=list(grid[: len(shown)]), extend="max", fraction=0.03, pad=0.01)
     bar.set_label("load over the mean", fontsize=8, color="#6b7079")
     bar.ax.tick_params(labelsize=8)
 
 
-def _dress(axes: Axes, title: str) -> None:
+def _dress(axes: Axes, title: str, last_step: int) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axes.set_title(title, loc="left", fontsize=9, fontweight="bold", color="#2b2d33")
     axes.set_xlabel("step", fontsize=8, color="#6b7079")
+    axes.set_xlim(0, last_step)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+    axes.xaxis.set_major_formatter(lambda step, _: _short(step))
     axes.tick_params(colors="#6b7079", length=0, labelsize=8)
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color("#c9ccd3")
+
+
+def _short(step: float) -> str:
+    """A number of steps in few letters: 500, 20k, 1.5M."""
+    unit, name = next(((unit, name) for unit, name in ((1e6, "M"), (1e4, "k")) if step >= unit), (1.0, ""))
+    return f"{step / (1e3 if name == 'k' else unit):g}{name}"
