@@ -35,7 +35,7 @@ BUDGETS = {
     "test_agreement.py": 93,
     "test_parity.py": 79,
     "test_plan_processes.py": 73,
-    "test_context.py": 70,
+    "test_context.py": 85,
     "test_table_cache_processes.py": 67,
     "test_guard.py": 63,
     "test_table_faults_processes.py": 61,

@@ -79,7 +79,7 @@ class Logits:
         narrow = train and self.x.dtype == jnp.bfloat16
         size = 2 if narrow else 4
         most = max(1, _MOST_BYTES // (size * own_vocab))
-        if narrow:
+        if narrow or self.order is not None:  # Tokens that are split stay where they are.
             return min(most, own_tokens)
         return most if own_tokens > most else None
 
@@ -90,9 +90,9 @@ class Logits:
         `jaxdl.parallel.collectives.cross_entropy.TokenLoss.sums`."""
         batch_axes, length_axes, vocab_axis = self._split()
         mesh = self.layout.mesh if self.layout and not self.layout.manual else None
-        if self.order is not None:
-            target, mask = self.order.stored(target), self.order.stored(mask)
         with self._context():
+            if self.order is not None:
+                target, mask = self.order.stored_whole(target), self.order.stored_whole(mask)
             how = TokenLoss(chunk_tokens, z_loss, batch_axes, length_axes, vocab_axis, mesh, label_smoothing)
             return how.sums(self.x, self.kernel, target, mask)
 

@@ -139,7 +139,7 @@ class MoEBlock(Block):
         mixed = self.attention(hidden, angles=angles, segments=segments, keys=fold(keys, 0), order=order)
         x = self.plus(x, mixed, fold(keys, 1), order)
         counted = None if segments is None else segments > 0
-        counted = counted if counted is None or order is None else order.stored(counted)
+        counted = counted if counted is None or order is None else order.stored_whole(counted)
         hidden, of_layer = self.mlp.routed(self.mlp_norm(x), counted, train=seen.train)
         return self.plus(x, hidden, fold(keys, 2), order), seen.after(of_layer)
 
@@ -158,7 +158,7 @@ class MoEModule(TransformerModule):
         num_layers = self.layers.mlp.router[...].shape[0]  # Of one stage, where there are several.
         leaves, treedef = jax.tree.flatten(Seen.nothing(num_layers, config.num_experts, train=train))
         nothing = jax.tree.unflatten(treedef, alike((), x, *leaves)[1:])
-        (x, seen), head = self._through_layers(block, (x, nothing))
+        (x, seen), head = self.through_layers(block, (x, nothing))
         # The load is that of the whole mesh.
         axis = sharding.statistics_axis()
         load = seen.load if axis is None else lax.psum(seen.load, axis)
