@@ -14,17 +14,10 @@ the measurements themselves have the same fields, so a new measurement is drawn 
 
 docs/data/which_axis.json describes a machine and a model; what its figure shows is predicted (draw_axes.py).
 `floors` and `step`, the pictures of docs/architecture.md, are drawings without data (draw_architecture.py), as are
-<<<<<<< HEAD
 `context` and `stages`, those of docs/context.md (draw_context.py) and docs/stages.md (draw_stages.py), and
 `experts_bytes` is drawn from a formula (draw_experts.py). docs/idea.png is drawn by draw_idea.py; docs/curves.png is
 the curves.png of a run (RESULTS.md, Training), docs/experts.png the experts.png of 400 steps of
 configs/moe_python_lm.py, and docs/search.png the slices.png of a search (RESULTS.md, Search).
-=======
-`context` and `stages`, those of docs/context.md (draw_context.py) and docs/stages.md (draw_stages.py); `experts_bytes`
-is drawn from a formula (draw_experts.py). docs/idea.png is drawn by draw_idea.py; docs/curves.png is the curves.png of
-a run (RESULTS.md, Training), docs/experts.png the experts.png of 400 steps of configs/moe_python_lm.py, and
-docs/search.png the slices.png of a search (RESULTS.md, Search).
->>>>>>> experts
 """
 
 from __future__ import annotations
