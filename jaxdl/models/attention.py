@@ -120,9 +120,7 @@ def attend(
     rows = key_lengths if segments is None else (segments, segments if key_segments is None else key_segments)
     drops = dropout > 0 and dropout_key is not None
     if order is not None and not drops:
-        assert causal, "texts are read from the left"
-        assert key_lengths is None, "a text has no padding but as a document"
-        assert key_segments is None, "a text attends to itself"
+        assert (causal, key_lengths, key_segments) == (True, None, None), "an order is that of a text, read by itself"
         return _split(query, key, value, segments, window, layout)
     if order is not None:  # Weights are dropped by their place in the text.
         query, key, value = _whole_texts(query, key, value, order)

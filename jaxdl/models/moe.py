@@ -16,11 +16,12 @@ from jax import lax
 
 from jaxdl.models.block import Block
 from jaxdl.models.blocks import Init
+from jaxdl.models.decoder import TransformerModule
 from jaxdl.models.dropout import fold
 from jaxdl.models.experts import LARGEST, LOAD, LOST, Experts, Seen
 from jaxdl.models.logits import PENALTY
 from jaxdl.models.rotary import Angles
-from jaxdl.models.transformer import Transformer, TransformerModule
+from jaxdl.models.transformer import Transformer
 from jaxdl.parallel import sharding
 from jaxdl.parallel.collectives.experts import Dispatch
 from jaxdl.parallel.collectives.primitive import alike

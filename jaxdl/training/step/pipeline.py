@@ -9,7 +9,7 @@ forward and backward passes of one.
 What a turn sends to a neighbour is needed in the next turn. Gradients of activations travel beside the forward pass of
 a turn, activations beside its backward pass.
 
-The network has the methods `enter`, `inside` and `leave` of `jaxdl.models.transformer.TransformerModule`. A stage's
+The network has the methods `enter`, `inside` and `leave` of `jaxdl.models.decoder.TransformerModule`. A stage's
 parameters are those stacked over layers; the others, such as tables, are on all stages, and their gradients are summed
 over the stages once.
 """

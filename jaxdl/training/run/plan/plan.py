@@ -12,7 +12,7 @@ import jax
 from jaxdl.data import PhotoSource, Source, Splits, TrainLoader
 from jaxdl.data.phases import Segment, Timeline
 from jaxdl.exchange import ExchangeConfig
-from jaxdl.parallel.mesh import Axis, batch_sharding
+from jaxdl.parallel.mesh import RARE_AXES, Axis, batch_sharding
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.run.plan.init_from import Initial
 from jaxdl.training.run.tables.cached_tables import Caches, make_caches
@@ -58,8 +58,9 @@ class Plan:
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
-        """How many devices each axis of the mesh has."""
-        return {axis.value: self.parts.layout.mesh.shape[axis.value] for axis in Axis}
+        """How many devices each axis of the mesh has; of `RARE_AXES` those of several."""
+        sizes = self.parts.layout.mesh.shape
+        return {axis.value: sizes[axis] for axis in Axis if axis not in RARE_AXES or sizes[axis] > 1}
 
     def sources(self, segment: Segment) -> tuple[Source, Source]:
         """The training and the held-out examples as a segment of the run sees them."""

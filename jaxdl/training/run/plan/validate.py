@@ -118,7 +118,7 @@ _CAN = {
     ),
     "splits_layers": (
         "is a pipeline of stages",
-        "its module has the methods enter, inside and leave of jaxdl.models.transformer.TransformerModule",
+        "its module has the methods enter, inside and leave of jaxdl.models.decoder.TransformerModule",
     ),
 }
 
