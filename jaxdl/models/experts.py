@@ -47,22 +47,26 @@ class Seen:
     """float32 [layer, expert]: tokens that chose each, of the layers so far in the last rows; of one layer [expert]."""
     lost: jax.Array
     """float32: choices for which a device had no room."""
-    penalties: dict[str, jax.Array]
-    """`balance` and `z`, the sums over layers of losses."""
+    chances: jax.Array
+    """float32 like `load`: the sums over tokens of the shares of their scores that the experts have."""
+    z: jax.Array
+    """float32: the sum over layers and tokens of log(Z)^2, Z the sum of the exponentiated logits."""
     train: bool = field(default=False, metadata={"static": True})
     """Whether rows are limited to `row_buffer`: in evaluation all have room."""
 
     @classmethod
     def nothing(cls, num_layers: int, num_experts: int, *, train: bool) -> Seen:
         """Before the first layer."""
-        zero = jnp.float32(0)
-        return cls(jnp.zeros((num_layers, num_experts), jnp.float32), zero, {"balance": zero, "z": zero}, train)
+        zero, blank = jnp.float32(0), jnp.zeros((num_layers, num_experts), jnp.float32)
+        return cls(blank, zero, blank, zero, train)
 
     def after(self, layer: Seen) -> Seen:
         """The same with one more layer."""
-        load = jnp.concatenate([self.load[1:], layer.load[None]])
-        penalties = {name: value + layer.penalties[name] for name, value in self.penalties.items()}
-        return Seen(load, self.lost + layer.lost, penalties, self.train)
+        load, chances = (
+            jnp.concatenate([before[1:], of_layer[None]])
+            for before, of_layer in ((self.load, layer.load), (self.chances, layer.chances))
+        )
+        return Seen(load, self.lost + layer.lost, chances, self.z + layer.z, self.train)
 
 
 def _nonzero(total: jax.Array) -> jax.Array:
@@ -122,12 +126,10 @@ class Experts(nnx.Module):
         if self.shared is not None:
             hidden = hidden + self.shared(x)
         ones = jnp.ones(x.shape[:2], jnp.float32) if counted is None else counted.astype(jnp.float32)
-        num = jnp.maximum(ones.sum(), 1)
         load = jnp.sum(jax.nn.one_hot(chosen, config.num_experts), axis=(0, 1, 2))
-        chance = jnp.sum(scores / _nonzero(scores.sum(-1, keepdims=True)) * ones[..., None], axis=(0, 1)) / num
-        even = config.num_experts * jnp.sum(load / (num * config.experts_per_token) * chance)
-        z = jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)) * ones) / num
-        return hidden, Seen(lax.stop_gradient(load), lax.stop_gradient(lost), {"balance": even, "z": z})
+        chances = jnp.sum(scores / _nonzero(scores.sum(-1, keepdims=True)) * ones[..., None], axis=(0, 1))
+        z = jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)) * ones)
+        return hidden, Seen(lax.stop_gradient(load), lax.stop_gradient(lost), chances, z)
 
     def _computed(
         self, x: jax.Array, weights: jax.Array, chosen: jax.Array, *, train: bool

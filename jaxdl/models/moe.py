@@ -173,7 +173,10 @@ class MoEModule(TransformerModule):
             of_all = jnp.zeros((config.num_layers, config.num_experts), jnp.float32)
             of_all = lax.dynamic_update_slice(of_all, seen.load, (sharding.first_layer(num_layers), 0))
             remarks |= {LOST: share * seen.lost / jnp.maximum(seen.load.sum(), 1), LOAD: of_all}
-        weights = {"balance": config.rate if config.balance == "loss" else 0.0, "z": config.router_z_loss}
-        if any(weights.values()):
-            remarks[PENALTY] = sum(weights[name] * seen.penalties[name] for name in weights) / config.num_layers
+        rate = config.rate if config.balance == "loss" else 0.0
+        if rate or config.router_z_loss:
+            # Sums over the tokens of this replica, with shares of the load of the whole mesh: so the sum over replicas
+            # is the same however tokens are spread.
+            even = config.num_experts * jnp.sum(load / jnp.maximum(load.sum(axis=1, keepdims=True), 1) * seen.chances)
+            remarks[PENALTY] = (rate * even + config.router_z_loss * seen.z) / config.num_layers
         return x, remarks, head
