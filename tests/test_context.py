@@ -124,6 +124,12 @@ def test_gathered_keys_are_whole_attention(num, sizes, window):
     assert max(errors_of(Gathered(("context",), num, XLA, window), num, segments, window)) < 1e-5
 
 
+@pytest.mark.parametrize(("num", "sizes"), [(4, LONG), slow(2, None)])
+def test_turns_of_gathered_keys_are_whole_attention(num, sizes):
+    segments = None if sizes is None else documents_of(sizes)
+    assert max(errors_of(Ring(("context",), num, XLA, gathers=True), num, segments, None)) < 1e-5
+
+
 @pytest.mark.slow
 def test_bfloat16_rounds_results_alone():
     """Sums and merges are float32: the error is that of rounding the operands and the results once."""
@@ -158,8 +164,10 @@ def test_bytes_are_those_of_the_formulas(num):
         assert sent_bytes(ring, mesh) == {"context": size * (2 * width + 4)}
         # Backward, keys begin before the first turn and gradients end after the last; between they share a message.
         assert len(collectives(ring)) == {2: 1 + 2, 8: 7 + 9}[num]
-        gathered, mesh = grad_of(Gathered(("context",), num, XLA, 100), num, dtype)
-        assert sent_bytes(gathered, mesh) == {"context": size * (2 * width + 4)}
+        for how in (Gathered(("context",), num, XLA, 100), Ring(("context",), num, XLA, gathers=True)):
+            gathered, mesh = grad_of(how, num, dtype)
+            assert sent_bytes(gathered, mesh) == {"context": size * (2 * width + 4)}
+            assert {one.kind for one in collectives(gathered)} == {"all_gather", "reduce_scatter"}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is None, reason="JAX's CUDA compiler is not there")
@@ -291,6 +299,16 @@ def test_other_networks_and_packed_documents(changes, mesh, packed):
     experiment = EXPERIMENT.replaced({"mesh": ONE_DEVICE, **CHANGES[changes]})
     options = {"splits": packed_rows() if packed else None, "steps": 4}
     found = losses(experiment.replaced({"mesh": MESHES[mesh]}), **options)
+    np.testing.assert_allclose(found, losses(experiment, **options), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_stages_hand_nothing_on_inside():
+    """A stage's layers are in a branch: XLA on CPUs would wait for all devices to hand anything on, and end the test."""
+    model = GPT2.replaced({"window": None, "attention_dropout": 0.0})
+    experiment = EXPERIMENT.replaced({"model": model, "mesh": ONE_DEVICE, "step": {"microbatches": 2}})
+    options = {"splits": packed_rows(), "steps": 3}
+    found = losses(experiment.replaced({"mesh": mesh_of(stage=2, context=2, fsdp=2)}), **options)
     np.testing.assert_allclose(found, losses(experiment, **options), rtol=1e-5)
 
 

@@ -20,7 +20,7 @@ from jaxdl.parallel.collectives.attention import ATTENTION, Pattern, Rows, flash
 from jaxdl.parallel.collectives.attention_blocks import Kernel
 from jaxdl.parallel.collectives.own_kernels import capability
 from jaxdl.parallel.collectives.split_attention import Region, method, split_attention
-from jaxdl.parallel.mesh import LENGTH_AXES, platform, ways
+from jaxdl.parallel.mesh import LENGTH_AXES, STAGE_AXES, platform, ways
 from jaxdl.parallel.zigzag import Zigzag, split_axes
 
 _portable: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxdl_portable_attention", default=False)
@@ -73,7 +73,8 @@ def _of_split_length(mesh: Mesh, window: int | None, dropout: float) -> tuple[st
     if (num := ways(mesh.shape, LENGTH_AXES)) == 1:
         return ()
     axes = " x ".join(LENGTH_AXES)
-    how = "keys and values go around them in a ring" if window is None else "each gathers all keys and values (window)"
+    why = "window" if window is not None else "stages" if ways(mesh.shape, STAGE_AXES) > 1 else ""
+    how = f"each gathers all keys and values ({why})" if why else "keys and values go around them in a ring"
     dropped = "; in training attention_dropout gathers whole texts" if dropout else ""
     return (f"{axes} {num}: each device has two chunks of each text of {2 * num}; {how}{dropped}",)
 
@@ -124,7 +125,7 @@ def attend(
         assert key_segments is None, "a text attends to itself"
         return _split(query, key, value, segments, window, layout)
     if order is not None:  # Weights are dropped by their place in the text.
-        query, key, value = (order.natural(x) for x in (query, key, value))
+        query, key, value = _whole_texts(query, key, value, order)
     if not drops and whole_scores(layout.mesh if layout else None, dtype, query.shape[-1], pattern) is None:
         return _flash(query, key, value, rows, pattern, layout)
     if dtype == jnp.float16 and jax.default_backend() == "cpu":
@@ -133,10 +134,18 @@ def attend(
     mask = _visible(pattern, query, key, rows)
     if drops:
         mixed = _with_dropout(query, key, value, mask, dropout, dropout_key)
-        mixed = mixed if order is None else order.stored(mixed)
+        if order is not None:
+            mixed = order.stored(sharding.constrain(mixed, "batch", sharding.UNNAMED, "heads", "head_dim"))
+            mixed = sharding.constrain(mixed, "batch", sharding.UNNAMED, "heads", "head_dim")
     else:
         mixed = jax.nn.dot_product_attention(query, key, value, mask=mask)
     return checkpoint_name(mixed.astype(dtype), ATTENTION)
+
+
+def _whole_texts(query: jax.Array, key: jax.Array, value: jax.Array, order: Zigzag) -> tuple[jax.Array, ...]:
+    """Gathered by each device, in the order of the text."""
+    names = (("heads", query), ("kv_heads", key), ("kv_heads", value))
+    return tuple(order.natural(sharding.constrain(x, "batch", sharding.UNNAMED, name, "head_dim")) for name, x in names)
 
 
 def _visible(pattern: Pattern, query: jax.Array, key: jax.Array, rows: Rows) -> jax.Array:
@@ -197,7 +206,8 @@ def _split(
     flash = whole_scores(layout.mesh, query.dtype, query.shape[-1], pattern) is None
     kernel = Kernel("cudnn" if flash else "xla", jax.config.values["jax_default_matmul_precision"])
     axes = split_axes(layout, query.shape[1])
-    how = method(axes, ways(layout.mesh.shape, axes), kernel, window)
+    in_stages = ways(layout.mesh.shape, STAGE_AXES) > 1
+    how = method(axes, ways(layout.mesh.shape, axes), kernel, window, gathers=in_stages)
     split, key, value = _spread(query, key, value, "length", layout)
     mesh = None if layout.manual else layout.mesh
     return split_attention(query, key, value, segments, Region(split, _automatic(layout), mesh, how))

@@ -45,7 +45,7 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array | None, order: Zigzag | N
     """
     if keys is None or not rate:
         return x
-    mask = sharding.constrain(kept(keys, rate, x.shape), "batch", "length", "embed")
-    if order is not None:
-        mask = sharding.constrain(order.stored(mask), "batch", "length", "embed")
+    mask = kept(keys, rate, x.shape)
+    # Of a text that is split each device draws all, and takes its part.
+    mask = sharding.constrain(mask if order is None else order.stored_whole(mask), "batch", "length", "embed")
     return jnp.where(mask, x / (1 - rate), 0).astype(x.dtype)

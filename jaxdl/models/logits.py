@@ -43,8 +43,8 @@ class Logits:
     order: Zigzag | None = field(default=None, metadata={"static": True})
     """That of the tokens in `x`; None: that of the text, which all results have."""
     remarks: dict[str, jax.Array] = field(default_factory=dict)
-    """Means over all tokens that the network computes besides, by name, float32 scalars. In training the loss of each
-    token has `PENALTY` added; the others are reported."""
+    """What the network computes besides, by name, float32: scalars are means over all tokens, arrays are totals. In
+    training the loss of each token has `PENALTY` added; the others are reported."""
 
     def with_remarks(self, remarks: dict[str, jax.Array]) -> Logits:
         """The same with these remarks."""
@@ -79,7 +79,7 @@ class Logits:
         narrow = train and self.x.dtype == jnp.bfloat16
         size = 2 if narrow else 4
         most = max(1, _MOST_BYTES // (size * own_vocab))
-        if narrow:
+        if narrow or self.order is not None:  # Tokens that are split stay where they are.
             return min(most, own_tokens)
         return most if own_tokens > most else None
 
@@ -90,9 +90,9 @@ class Logits:
         `jaxdl.parallel.collectives.cross_entropy.TokenLoss.sums`."""
         batch_axes, length_axes, vocab_axis = self._split()
         mesh = self.layout.mesh if self.layout and not self.layout.manual else None
-        if self.order is not None:
-            target, mask = self.order.stored(target), self.order.stored(mask)
         with self._context():
+            if self.order is not None:
+                target, mask = self.order.stored_whole(target), self.order.stored_whole(mask)
             how = TokenLoss(chunk_tokens, z_loss, batch_axes, length_axes, vocab_axis, mesh, label_smoothing)
             return how.sums(self.x, self.kernel, target, mask)
 
@@ -129,7 +129,7 @@ def add_remarks(
     sums: dict[str, jax.Array], remarks: dict[str, jax.Array], weight: jax.Array, *, train: bool
 ) -> dict[str, jax.Array]:
     """A task's sums over `weight` tokens with the remarks of a network: see `Logits.remarks`."""
-    sums = sums | {name: weight * value for name, value in remarks.items() if name != PENALTY}
+    sums = sums | {name: x if x.ndim else weight * x for name, x in remarks.items() if name != PENALTY}
     if train and PENALTY in remarks:
         sums["loss"] = sums["loss"] + weight * remarks[PENALTY]
     return sums

@@ -18,10 +18,11 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxdl.core.errors import ConfigError
-from jaxdl.models.attention import attend, attention_remarks
+from jaxdl.models.attention import attention_remarks
 from jaxdl.models.block import Block
 from jaxdl.models.blocks import MLP, Biases, Init, MLPKind, NormKind, make_norm
-from jaxdl.models.cache import KeyValues, attend_cached, empty_cache, with_prompt
+from jaxdl.models.cache import KeyValues
+from jaxdl.models.cached_decoder import read_prompts, read_token
 from jaxdl.models.config import Model
 from jaxdl.models.dropout import RowKeys, dropout, fold
 from jaxdl.models.fp8 import bodies_of
@@ -94,6 +95,7 @@ class Transformer(Model, kind="transformer"):
     scan_layers: bool = True
     """Stack the layers' parameters in one array each, and loop over them where `scan_unroll` has a loop."""
     former_names: ClassVar[Mapping[str, str]] = {"layers_per_turn": "scan_unroll"}
+    may_change: ClassVar[tuple[str, ...]] = ("scan_unroll",)
     scan_unroll: int | None = pydantic.Field(default=None, ge=1)
     """Layers that one turn of the loop of `scan_layers` computes; all of them is no loop. None takes all on a GPU, as a
     loop copies parameters and gradients, and one on CPUs, of more than 64 layers, where the loop sums gradients over
@@ -273,7 +275,7 @@ class TransformerModule(nnx.Module):
     def enter(self, tokens: jax.Array, segments: jax.Array | None = None, *, train: bool) -> jax.Array:
         """What the first layer reads, [batch, length, embed]; arguments as of a call."""
         positions, order = _positions(tokens, segments)
-        stored = tokens if order is None else order.stored(tokens)
+        stored = tokens if order is None else order.stored_whole(tokens)
         x = self.embed(stored, None if segments is None else positions, order)
         x = dropout(x, self.config.dropout, fold(self._keys(train), 0), order)
         return sharding.constrain(x, "batch", "length", "embed")
@@ -322,7 +324,7 @@ class TransformerModule(nnx.Module):
     ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array | None]:
         """`(x, remarks, the kernel of the output layer)` after the layers, from what the first reads."""
         del train
-        x, head = self._through_layers(block, x)
+        x, head = self.through_layers(block, x)
         return x, {}, head
 
     def prefill(self, tokens: jax.Array, lengths: jax.Array, slots: int) -> tuple[Logits, KeyValues]:
@@ -330,42 +332,14 @@ class TransformerModule(nnx.Module):
 
         A row's first `lengths[row]` tokens count, and the prompts are padded behind them.
         """
-        config, (rows, length) = self.config, tokens.shape
-        cache = empty_cache(
-            config.num_layers, rows, slots, config.kv_heads, config.head_dim, dtype=self.dtype, window=config.window
-        )
-
-        def mix(query: jax.Array, new: KeyValues, cache: KeyValues, layer: jax.Array | int) -> Any:
-            mixed = attend(query, new.key, new.value, causal=True, window=config.window)
-            return mixed, with_prompt(cache, new, layer, lengths)
-
-        x, cache = self._cached(self.embed(tokens), jnp.arange(length)[None], cache, mix)
-        return self.logits(jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)), cache
+        return read_prompts(self, tokens, lengths, slots)
 
     def decode(self, tokens: jax.Array, cache: KeyValues, position: jax.Array) -> tuple[Logits, KeyValues]:
         """One more token of each row, int32 [rows] -> (logits of the next, [rows, 1, vocab]; the cache with it).
 
         It is at `position`, int32 scalar or [rows], from 0.
         """
-        positions = jnp.broadcast_to(position, tokens.shape)[:, None]
-
-        def mix(query: jax.Array, new: KeyValues, cache: KeyValues, layer: jax.Array | int) -> Any:
-            return attend_cached(query, new, cache, layer, position)
-
-        x, cache = self._cached(self.embed(tokens[:, None], positions), positions, cache, mix)
-        return self.logits(x), cache
-
-    def _cached(
-        self, x: jax.Array, positions: jax.Array, cache: KeyValues, mix: Callable[..., Any]
-    ) -> tuple[jax.Array, KeyValues]:
-        """`(x, cache)` after the layers, where `mix` is that of `Block.cached`, with cache and layer."""
-        angles = self.angles(positions)
-
-        def block(carry: Any, layer: Block, index: jax.Array | int) -> Any:
-            x, cache = carry
-            return layer.cached(x, angles, lambda query, new: mix(query, new, cache, index))
-
-        return self._through_layers(block, (sharding.constrain(x, "batch", "length", "embed"), cache))[0]
+        return read_token(self, tokens, cache, position)
 
     def embed(self, tokens: jax.Array, positions: jax.Array | None = None, order: Zigzag | None = None) -> jax.Array:
         """What the first layer reads, [batch, length, embed]; `positions` are 0, 1... by default, int like `tokens`.
@@ -383,7 +357,7 @@ class TransformerModule(nnx.Module):
         table = self.position_embedding[...]
         if positions is None:
             rows = table[: tokens.shape[1]]
-            return add_bias(x, rows if order is None else order.stored(rows, dim=0))
+            return add_bias(x, rows if order is None else order.stored_whole(rows, dim=0))
         return x + token_vectors.lookup(table, positions, self.dtype)
 
     def angles(self, positions: jax.Array) -> Angles | None:
@@ -400,7 +374,7 @@ class TransformerModule(nnx.Module):
             head = self.embedding[...].T if self.config.tied_embeddings else self.head[...]
         return Logits(self.final_norm(x), head)
 
-    def _through_layers(
+    def through_layers(
         self, block: Callable[[Any, Block, jax.Array | int], Any], x: Any
     ) -> tuple[Any, jax.Array | None]:
         """`x`, an array or a tree of them, after the layers, and the output layer's kernel if it has one of its own."""
@@ -423,4 +397,4 @@ def _positions(tokens: jax.Array, segments: jax.Array | None) -> tuple[jax.Array
     positions, order = jnp.arange(tokens.shape[1])[None], current_order(tokens.shape[1])
     if segments is not None:
         positions = positions_of(segments)
-    return positions if order is None else order.stored(positions), order
+    return positions if order is None else order.stored_whole(positions), order

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdl.parallel.mesh import LENGTH_AXES, ways
-from jaxdl.parallel.sharding import Layout, current_layout, entry_names
+from jaxdl.parallel.sharding import UNNAMED, Layout, constrain, current_layout, entry_names
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,14 @@ class Zigzag:
         chunks = self._cut(x, dim, (2 * self.num,))
         early, late = jnp.split(chunks, 2, axis=dim)
         return jnp.stack([early, jnp.flip(late, dim)], axis=dim + 1).reshape(x.shape)
+
+    def stored_whole(self, x: jax.Array, dim: int = 1) -> jax.Array:
+        """`stored` of what each device has of whole texts, [batch, length, ...] or [length, ...], and keeps of them.
+
+        Else XLA would first give each device its part of the text, and then send it on to where it is stored.
+        """
+        names = tuple("batch" if place < dim else UNNAMED for place in range(x.ndim))
+        return constrain(self.stored(constrain(x, *names), dim), *names)
 
     def natural(self, x: jax.Array, dim: int = 1) -> jax.Array:
         """`x`, in the order of storage, in the order of the text."""

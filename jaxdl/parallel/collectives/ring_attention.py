@@ -84,11 +84,17 @@ class _Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Ring:
-    """Ring attention on one device of a `shard_map` that is manual over `axes`, of `num` devices together."""
+    """Ring attention on one device of a `shard_map` that is manual over `axes`, of `num` devices together.
+
+    With `gathers` each device gathers all keys before the first turn, and gradients are summed over the devices after
+    the last. The bytes are the same. It is for branches that not all devices of the mesh take: there XLA would wait for
+    all of them before it hands anything on, but gathers among those of `axes`.
+    """
 
     axes: tuple[str, ...]
     num: int
     kernel: Kernel
+    gathers: bool = False
 
     def forward(self, query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None) -> Part:
         """Attention of the device's queries [batch, length, heads, head_dim]; see `Kernel.forward`.
@@ -98,13 +104,14 @@ class Ring:
         """
         heads = None if segments is None else _Heads(segments, self)
         whole = self._own_forward(query, key, value, heads)
-        sent = jnp.stack([key, value]) if heads is None else _reversed(jnp.stack([key, value]))
-        sent = self._handed_on(sent)
+        mine = jnp.stack([key, value]) if heads is None else _reversed(jnp.stack([key, value]))
+        every = lax.all_gather(mine, self.axes) if self.gathers else None
+        sent = self._handed_on(mine) if every is None else mine
         for number in range(1, self.num):
             # Else XLA sends everything at once, before the first block.
             sent, whole = lax.optimization_barrier((sent, whole))
-            here = sent
-            if number < self.num - 1:
+            here = sent if every is None else self._of_turn(every, number)
+            if every is None and number < self.num - 1:
                 sent = self._handed_on(here)
             turn = self._turn(number, heads)
             keys, values = map(turn.keys, here)
@@ -134,32 +141,65 @@ class Ring:
             mine = heads.tokens[:, :, None, None]
             cotangent = jnp.where(mine, cotangent, 0)
             whole = Part(jnp.where(mine, whole.result, 0), whole.log_sum)
-        here = jnp.stack([key, value])
-        here = self._handed_on(here if heads is None else _reversed(here))
-        query_gradient, *own = self._own_backward(query, key, value, whole, cotangent, heads)
-        found = None
-        for number in range(1, self.num):
-            here, found, query_gradient = lax.optimization_barrier((here, found, query_gradient))
-            # The keys of the next turn, and what the turn before found, travel beside this one's blocks.
-            following, before = self._both_handed_on(here if number < self.num - 1 else None, found)
-            turn = self._turn(number, heads)
-            of_part = Part(turn.queries(whole.result), turn.queries(whole.log_sum, 2))
-            key_blocks, value_blocks = map(turn.keys, here)
-            of_queries, *of_keys = self.kernel.backward(
-                turn.queries(query), key_blocks, value_blocks, of_part, turn.queries(cotangent), turn.lengths
-            )
-            query_gradient += turn.query_gradient(of_queries)
-            of_keys = jnp.stack([turn.key_gradient(x) for x in of_keys])
-            found = of_keys if before is None else before + of_keys
-            here = here if following is None else following
-        assert found is not None, "a ring has two devices or more"
-        home = self._handed_on(found)
+        mine = jnp.stack([key, value]) if heads is None else _reversed(jnp.stack([key, value]))
+        turned = self._turned_back if self.gathers else self._handed_back
+        blocks = functools.partial(self._turn_backward, query, whole, cotangent, heads)
+        query_gradient, own, home = turned(
+            mine, lambda: self._own_backward(query, key, value, whole, cotangent, heads), blocks
+        )
         home = home if heads is None else _reversed(home)
         grads = [query_gradient, *(x + y for x, y in zip(own, home, strict=True))]
         if alone:
             grads = [x + y for x, y in zip(grads, alone, strict=True)]
         query_gradient, *rest = (x.astype(like.dtype) for x, like in zip(grads, (query, key, value), strict=True))
         return query_gradient, rest[0], rest[1]
+
+    def _handed_back(self, mine: jax.Array, own: Any, blocks: Any) -> tuple[jax.Array, Any, jax.Array]:
+        """`(gradient of queries, of own keys by the own block, of own keys by others' queries)`, by the ring."""
+        here = self._handed_on(mine)
+        query_gradient, *of_own = own()
+        found = None
+        for number in range(1, self.num):
+            here, found, query_gradient = lax.optimization_barrier((here, found, query_gradient))
+            # The keys of the next turn, and what the turn before found, travel beside this one's blocks.
+            following, before = self._both_handed_on(here if number < self.num - 1 else None, found)
+            of_queries, of_keys = blocks(number, here)
+            query_gradient += of_queries
+            found = of_keys if before is None else before + of_keys
+            here = here if following is None else following
+        assert found is not None, "a ring has two devices or more"
+        return query_gradient, of_own, self._handed_on(found)
+
+    def _turned_back(self, mine: jax.Array, own: Any, blocks: Any) -> tuple[jax.Array, Any, jax.Array]:
+        """The same of gathered keys."""
+        every = lax.all_gather(mine, self.axes)
+        query_gradient, *of_own = own()
+        # Of a device's own queries nothing here.
+        found = [jnp.zeros_like(mine, jnp.float32)]
+        for number in range(1, self.num):
+            of_queries, of_keys = blocks(number, self._of_turn(every, number))
+            query_gradient += of_queries
+            found.append(of_keys)
+        # In the order of the devices whose keys they are: device rank - number.
+        by_device = jnp.roll(jnp.flip(jnp.stack(found), axis=0), lax.axis_index(self.axes) + 1, axis=0)
+        return query_gradient, of_own, lax.psum_scatter(by_device, self.axes)
+
+    def _turn_backward(
+        self, query: jax.Array, whole: Part, cotangent: jax.Array, heads: _Heads | None, number: int, here: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """`(gradient of queries, of the keys and values)` by the blocks of a turn."""
+        turn = self._turn(number, heads)
+        of_part = Part(turn.queries(whole.result), turn.queries(whole.log_sum, 2))
+        keys, values = map(turn.keys, here)
+        of_queries, *of_keys = self.kernel.backward(
+            turn.queries(query), keys, values, of_part, turn.queries(cotangent), turn.lengths
+        )
+        return turn.query_gradient(of_queries), jnp.stack([turn.key_gradient(x) for x in of_keys])
+
+    def _of_turn(self, every: jax.Array, number: int) -> jax.Array:
+        """The keys and values of a turn, of those of all devices."""
+        place = (lax.axis_index(self.axes) - number) % self.num
+        return lax.dynamic_index_in_dim(every, place, keepdims=False)
 
     def _own_forward(self, query: jax.Array, key: jax.Array, value: jax.Array, heads: _Heads | None) -> Part:
         """Attention to the device's own keys, float32."""

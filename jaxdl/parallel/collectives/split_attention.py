@@ -61,9 +61,11 @@ class Region:
         return region(*operands)
 
 
-def method(axes: tuple[str, ...], num: int, kernel: Kernel, window: int | None) -> Ring | Gathered:
-    """How a device attends where `num` devices of `axes` split the length."""
-    return Ring(axes, num, kernel) if window is None else Gathered(axes, num, kernel, window)
+def method(
+    axes: tuple[str, ...], num: int, kernel: Kernel, window: int | None, *, gathers: bool = False
+) -> Ring | Gathered:
+    """How a device attends where `num` devices of `axes` split the length; `gathers` is that of `Ring`."""
+    return Ring(axes, num, kernel, gathers) if window is None else Gathered(axes, num, kernel, window)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
