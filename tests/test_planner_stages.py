@@ -182,7 +182,7 @@ def test_memory_of_stages_and_of_split_texts():
 
 
 def test_long_texts_of_a_large_model_fit_where_their_length_is_split():
-    # A Llama of 8 billion parameters and texts of 131,072 tokens: with remat `block` the inputs of 32 layers in bfloat16,
+    # A Llama of 8 billion parameters, texts of 131,072 tokens: with remat `block` the inputs of 32 layers in bfloat16,
     # and the work on one of them.
     shapes = {
         "layers": jax.ShapeDtypeStruct((32, 4096, 53_248), "float32"),
