@@ -132,8 +132,11 @@ def prepare(
 
 def layout_plan(experiment: Experiment, trials: Trials, candidate: Candidate, devices: Sequence[Device]) -> Plan:
     """The step of a layout, on data of the run's shapes: where it can be, the program that the run will need."""
-    changes = {**trials.lengths, **settings_of(candidate, experiment), "exchange": candidate.exchange}
-    return trials.plan(changes, devices, whole=True)
+    changes = {**settings_of(candidate, experiment), "exchange": candidate.exchange}
+    try:
+        return trials.plan(trials.lengths | changes, devices, whole=True)
+    except ConfigError:  # Of made-up data, which may be shorter than a warm-up.
+        return trials.plan(changes, devices, whole=True)
 
 
 def settings_of(candidate: Candidate, experiment: Experiment) -> dict[str, Any]:

@@ -74,9 +74,9 @@ class Trials:
     def lengths(self) -> dict[str, Any]:
         """The fields of the experiment that give its length and its schedule, for steps that it may have itself.
 
-        None of them where trials have other data, or the run has phases: its steps are then other programs in any case.
+        None of them where made-up data have other epochs, or the run has phases: its steps are then other programs.
         """
-        if self._given.phases or self.experiment.data != self._given.data:
+        if self._given.phases or (self._given.steps is None and self.experiment.data != self._given.data):
             return {}
         return {name: getattr(self._given, name) for name in ("epochs", "tokens", "steps", "schedule")}
 

@@ -10,6 +10,10 @@ else; its step is the average one, a local step and its share of the merges. Whe
 in one program with them, these steps are subtracted, so what is left is what a merge is waited for. Hosts begin each
 local step together, which in a run they do not.
 
+With `--pipeline M` the hosts are also measured as stages of a pipeline with M micro-batches. They share cores, so a
+stage that waits leaves its cores to others: messages and forward passes that are computed twice show here, but not a
+pipeline's idle time.
+
 Rates are chosen so that the dense exchange takes 0.2 to 4 times as long as the rest of the step; a ResNet-50 at 96
 pixels on 16 x 8 V100 with 25 Gb/s has about 0.4 (Shi et al. 2021). What a rate means depends on the model: the default
 one, a ResNet-14 of three times the usual width (1.6 M parameters) with 12 images a device, computes 20 thousand
