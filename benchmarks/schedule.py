@@ -23,7 +23,7 @@ from jaxdl.exchange import ExchangeConfig, kinds
 from jaxdl.parallel.compiler import Links, hlo
 from jaxdl.parallel.compiler.options import ASSUMED_GBPS
 from jaxdl.parallel.compiler.overlap import Message, Timeline, play
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import SLOW_AXES, ways
 from jaxdl.performance.bench.shared import ExperimentBench, make_table, parse_experiment_bench, run_module, write_json
 from jaxdl.performance.planner.h100 import NUM_DEVICES, compile_programs, h100_mesh
 from jaxdl.report import replace_file, style
@@ -73,8 +73,8 @@ def main(args: list[str]) -> None:
         plan = make_plan(command.experiment.replaced({"exchange": exchange}), devices)
         experiment = plan.experiment.replaced({"compiler.network_gbps": ordered})
         name = exchange.label + (", 1 step late" if exchange.delay_steps else "")
-        if plan.parts.layout.mesh.shape[Axis.REPLICA] == 1:
-            raise ConfigError("one replica exchanges nothing. Give --mesh.replica 2 or more.")
+        if ways(plan.parts.layout.mesh.shape, SLOW_AXES) == 1:
+            raise ConfigError("one replica exchanges nothing. Give --mesh.replica 2 or more, or --mesh.stage.")
         streams = (own_options(plan) | compiler.values()).get(STREAMS, 1)
         links = Links(1e9 * gbps / 8, replica_latency_sec=1e-6 * compiler.network_latency_us, apart=int(streams) > 1)
         for program, compiled in compile_programs(replace(plan, experiment=experiment), command.only):
@@ -211,7 +211,9 @@ def figure(timelines: Mapping[str, Mapping[str, Any]]) -> bytes:
     colors |= dict.fromkeys(("tables", "rest"), style.OTHER_KERNELS)
     chosen = style.looks(list(timelines))
     inner = any(
-        Axis.REPLICA.value not in message["axes"] for timeline in timelines.values() for message in timeline["messages"]
+        set(SLOW_AXES).isdisjoint(message["axes"])
+        for timeline in timelines.values()
+        for message in timeline["messages"]
     )
     rows = ["kernels", *(["inside replicas"] if inner else []), "over replicas"]
     heights = 0.22 * len(rows) + 0.62
@@ -223,7 +225,7 @@ def figure(timelines: Mapping[str, Mapping[str, Any]]) -> bytes:
         for what, color in colors.items():
             _bars(panel, 0, [(begin, end) for begin, end, which in timeline["spans"] if which == what], color)
         for message in timeline["messages"]:
-            over = Axis.REPLICA.value in message["axes"]
+            over = not set(SLOW_AXES).isdisjoint(message["axes"])
             color = chosen[name].color if over else style.INNER_MESSAGES
             _bars(panel, len(rows) - 1 if over else 1, [(message["begin_sec"], message["end_sec"])], color)
         title = (

@@ -29,6 +29,11 @@ CONFIGS = {
     "qwen2_window": _LLAMA | {"model_type": "qwen2", "tie_word_embeddings": True, "use_sliding_window": True,
                               "sliding_window": 3, "max_window_layers": 0},
     "qwen3": _LLAMA | {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
+    "mixtral": _LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "tie_word_embeddings": False},
+    "qwen3_moe": _LLAMA | {"model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 3,
+                           "moe_intermediate_size": 12, "norm_topk_prob": True, "tie_word_embeddings": True},
+    "olmoe": _LLAMA | {"model_type": "olmoe", "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2,
+                       "tie_word_embeddings": False},
 }  # fmt: skip
 
 

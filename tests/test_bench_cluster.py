@@ -42,6 +42,7 @@ from jaxdl.performance.bench.cluster.cluster_variants import (
     FLAT_FLOOR,
     FLOOR,
     LOCAL,
+    PIPELINE,
     VARIANTS,
     floor_of,
     merges_of_round,
@@ -101,9 +102,9 @@ def test_the_floor_sends_nothing():
 def test_the_floor_is_no_choice_of_a_config():
     with pytest.raises(ConfigError):
         TINY.replaced({"exchange": "none"})
-    assert all(
-        variant.config is not None for name, variant in VARIANTS.items() if name not in (FLOOR, FLAT_FLOOR, LOCAL)
-    )
+    without = (FLOOR, FLAT_FLOOR, LOCAL, PIPELINE)
+    assert all(variant.config is not None for name, variant in VARIANTS.items() if name not in without)
+    assert floor_of(PIPELINE) == FLOOR
     assert floor_of(FLAT) == FLAT_FLOOR
     assert floor_of(BASELINE) == floor_of("topk block") == FLOOR
 
@@ -232,6 +233,9 @@ def test_tables_and_figure():
         (["--rates", "10mbit", "--ratios", "1"], "follow from the rates"),
         (["--ratios", "0"], "above 0"),
         (["--rates", "10mbps"], "write it as"),
+        (["--pipeline", "4"], "--pipeline 4: model resnet cannot spread its layers"),
+        (["--config", "python_lm", "--pipeline", "2"], "--pipeline 2: give at least 4 micro-batches"),
+        (["--config", "python_lm", "--pipeline", "8"], "--pipeline 8: .* that divide --batch-size 8 on 2 devices"),
         (["--json", "/no/such/folder/x.json"], "there is no folder"),
     ],
 )
@@ -271,18 +275,21 @@ def test_the_cluster_is_measured(tmp_path):
     if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
         pytest.skip("network namespaces cannot be made here")
     config, results = tmp_path / "config.py", tmp_path / "results.json"
-    config.write_text(f"from jaxdl import Experiment\ndef config(): return Experiment.from_json({TINY.to_json()!r})\n")
+    experiment = TINY.replaced({"model.num_layers": 2})
+    made = f"return Experiment.from_json({experiment.to_json()!r})"
+    config.write_text(f"from jaxdl import Experiment\ndef config(): {made}\n")
     command = [sys.executable, "-m", "jaxdl.bench", "cluster", "--config", str(config), "--hosts", "2"]
     command += ["--devices-per-host", "1", "--num-rounds", "1", "--num-repeats", "1", "--rates", "10mbit"]
     streamed = next(name for name in AGREEMENTS if "beside" in name)
     command += ["--exchanges", BASELINE, "--agreements", streamed, AGREEMENTS[-1], "--json", str(results)]
+    command += ["--pipeline", "4"]
     root = Path(__file__).parent.parent
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False, timeout=400)
     assert done.returncode == 0, done.stderr
     assert "10 Mbit/s each way" in done.stdout
     found = json.loads(results.read_text())
     rows = {row["variant"]: row for row in found["rows"]}
-    assert list(rows) == [FLOOR, BASELINE, streamed, AGREEMENTS[-1]]
+    assert list(rows) == [FLOOR, PIPELINE, BASELINE, streamed, AGREEMENTS[-1]]
     dense = rows[BASELINE]
     num_bytes = 4 * found["num_parameters"]
     assert dense["predicted_mb"] == pytest.approx(num_bytes / 1e6)
@@ -290,4 +297,8 @@ def test_the_cluster_is_measured(tmp_path):
     for name, steps in ((streamed, 32), (AGREEMENTS[-1], 1)):
         assert rows[name]["predicted_mb"] == pytest.approx(num_bytes / 1e6 / steps, rel=0.01)
         assert num_bytes / steps < 1e6 * rows[name]["wire_mb"] < 1.3 * num_bytes / steps + 5000
+    # A message of 16 / 4 examples of 4 tokens in each of 4 + 2 turns, from both hosts; and gradients of the tables.
+    staged, tables = rows[PIPELINE], 4 * (32 * 96 + 96)
+    assert staged["predicted_mb"] == pytest.approx((6 * 4 * 4 * 96 * 4 + tables) / 1e6)
+    assert 0.9 * staged["predicted_mb"] < staged["wire_mb"] < 1.3 * staged["predicted_mb"] + 0.01
     assert dense["step_sec"] > 0.8 * 8 * num_bytes / 10e6, "it cannot be faster than the link"

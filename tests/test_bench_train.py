@@ -19,7 +19,7 @@ from jaxdl.data import SyntheticImages, SyntheticText
 from jaxdl.models import ResNet, Transformer
 from jaxdl.models.rotary import RopeScaling
 from jaxdl.optim import LARS, SGD, AdamW
-from jaxdl.parallel.collectives.grouped import grouped_product
+from jaxdl.parallel.collectives.grouped import gated_products
 from jaxdl.parallel.mesh import MeshConfig, make_mesh
 from jaxdl.performance.bench import train
 from jaxdl.performance.bench.flops import count, step_flops
@@ -144,8 +144,9 @@ def test_pytorch_trains_the_same_network():
 
 def test_rows_that_fill_blocks_up_do_not_count():
     sizes = jnp.array([300, 0, 100])
-    product = flops_of(lambda x, w: grouped_product(x, w, sizes), (400, 16), (3, 16, 8))
-    assert product == 2 * 400 * 16 * 8
+    shapes = [(400, 16), (3, 16, 8), (3, 16, 8), (3, 8, 16)]
+    product = flops_of(lambda x, *kernels: gated_products(jnp.add, False, x, *kernels, sizes), *shapes)
+    assert product == 3 * 2 * 400 * 16 * 8
 
 
 TEXT = {"data": SyntheticText(vocab_size=48, length=12, num_train=64, num_test=16), "task": LanguageModelling()}

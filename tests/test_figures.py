@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from benchmarks import schedule
 from benchmarks.dawnbench import report as dawnbench_report
 from benchmarks.dawnbench.entry import Epoch
-from benchmarks.figures import draw_docs
+from benchmarks.figures import draw_docs, draw_experts
 from benchmarks.studies import compare_exchanges, draw_elastic, large_batch, time_to_accuracy
 from jaxdl.exchange.cost import NOMINAL_SPEEDS, Gradients, Link, Machine, predict
 from jaxdl.performance.bench import exchange as exchange_bench
@@ -21,6 +21,8 @@ from jaxdl.performance.bench import exchange_plot
 from jaxdl.performance.bench.cluster import cluster_report
 from jaxdl.performance.bench.cluster.cluster_variants import VARIANTS
 from jaxdl.report import plot_history, style
+from jaxdl.report.expert_loads import LoadRow
+from jaxdl.report.expert_loads import draw as draw_loads
 
 LONG = "topk,density=0.01,method=threshold,error_feedback=False,momentum_correction=0.9,delay_steps=1"
 MANY = [
@@ -109,6 +111,13 @@ def dawnbench(top5, hours):
     return dawnbench_report.figure([Epoch(number, hours * number, top5 - 20, top5) for number in range(90)])
 
 
+def expert_loads(layers, experts, rows):
+    """The load of experts over 100,000 steps a row."""
+    load = np.random.default_rng(0).uniform(size=(layers, experts)) ** 9
+    rows = [LoadRow(100_000 * row + 1, 100_000 * (row + 1), 1e6 * load) for row in range(rows)]
+    return draw_loads(rows)
+
+
 COURSE = [(float(epoch), 0.9) for epoch in range(24)]
 WORST = {
     "cluster, all lines on each other": lambda: cluster([1.0] * 5, [0.2, 0.4, 1, 2, 4]),
@@ -127,6 +136,9 @@ WORST = {
     "time to accuracy, never reached": lambda: times(None, ["25mbit"]),
     "dawnbench, never reached": lambda: dawnbench(60.0, 0.5),
     "dawnbench, reached": lambda: dawnbench(99.9, 1e-4),
+    "experts, many layers": lambda: expert_loads(94, 256, 100),
+    "experts, one layer and report": lambda: expert_loads(1, 8, 1),
+    "experts, bytes": draw_experts.experts_bytes,
 }
 
 

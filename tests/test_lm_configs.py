@@ -14,7 +14,7 @@ from jaxdl.models import Network
 from jaxdl.training.run.plan.build import make_plan
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
-NAMES = ("lm_gpt2_124m", "lm_llama_1b")
+NAMES = ("lm_gpt2_124m", "lm_llama_1b", "moe_olmoe")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -29,6 +29,7 @@ def test_the_header_says_source_result_and_that_it_was_not_run(name):
     [
         ("lm_gpt2_124m", 50_257, 124_439_808, 524_288, 18_865, 6e-4, 700, 0.0),
         ("lm_llama_1b", 32_000, 1_100_048_384, 2_097_152, 1_430_512, 4e-4, 2000, 4e-5),
+        ("moe_olmoe", 50_304, 6_919_161_856, 4_194_304, 1_223_000, 4e-4, 2500, 4e-5),
     ],
 )
 def test_recipes_are_the_published_ones(name, vocab_size, num_params, tokens, steps, peak, warmup, end):
@@ -51,7 +52,7 @@ def test_recipes_are_the_published_ones(name, vocab_size, num_params, tokens, st
     np.testing.assert_allclose(rate, expected, rtol=0.02, atol=0.01 * peak)
 
 
-@pytest.mark.parametrize("name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
 def test_smoke_fits_together(name):
     experiment = jaxdl.load(f"{FOLDER / name}.py:smoke")
     make_plan(experiment.replaced({"mesh.cpu_devices": None}), jax.devices()[:2])

@@ -14,14 +14,15 @@ from test_planner import cluster, workload
 import jaxdl
 from jaxdl.core.config import ConfigError
 from jaxdl.core.files import CHOICE_FILE, PLAN_FILE
-from jaxdl.data import Clicks
+from jaxdl.data import Clicks, SyntheticText
 from jaxdl.exchange.cost import NOMINAL_SPEEDS, Link, Machine
-from jaxdl.models import DLRM
+from jaxdl.models import DLRM, Transformer
 from jaxdl.parallel.compiler.collectives import usual_collectives
 from jaxdl.parallel.embedding import DataParallel, EmbeddingConfig, RowWise, TableWise
 from jaxdl.parallel.embedding.traffic import axis_bytes
-from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.parallel.mesh import AXES, MeshConfig
 from jaxdl.performance.planner import auto, trials
+from jaxdl.performance.planner.few import all_fit, fastest_of, few_layouts
 from jaxdl.performance.planner.mesh_tables import tables_on_meshes
 from jaxdl.performance.planner.search import search, with_other_tables
 from jaxdl.performance.planner.table_bytes import compiled_step
@@ -36,11 +37,11 @@ from jaxdl.training.plans import PlanAuto
 from jaxdl.training.run.plan.build import make_plan
 from jaxdl.training.run.plan.layout import Planned
 from jaxdl.training.run.workdir.records import Workdir, choice_file
-from jaxdl.training.tasks import Binary
+from jaxdl.training.tasks import Binary, LanguageModelling
 
 MESH = MeshConfig()
 GIVEN = PlanAuto(devices_per_node=1, network="1gbit", timed=2)
-SIZES = {"replica": 2, "fsdp": 4, "tensor": 1}
+SIZES = dict.fromkeys(AXES, 1) | {"replica": 2, "fsdp": 4}
 
 
 def clicks(**changes):
@@ -109,6 +110,25 @@ def test_the_fastest_of_the_layouts_that_were_timed_is_taken():
     assert any("noise does not tell" in one for one in hidden.reasons)
 
 
+def test_few_layouts_are_timed_at_once():
+    work, where = workload(), cluster(nodes=1)
+    found = few_layouts(work, where, {}, 4)
+    assert [one.choice.param_sharding for one in found] == ["replicated", "sharded"]
+    assert {(one.choice.microbatches, one.choice.remat, one.choice.tensor) for one in found} == {(1, "none", 1)}
+    assert few_layouts(work, where, {}, 1) == []
+    open_ = jaxdl.load("digits", {"exchange": "auto"}).exchange
+    for changes in ({"exchange": open_}, {"tables": lambda *_: None}):  # What is chosen needs a prediction.
+        assert few_layouts(workload(**changes), where, {}, 4) == []
+    given = few_layouts(work, where, {"mesh.tensor": 2, "step.microbatches": 2, "model.remat": "block"}, 4)
+    assert {(one.choice.microbatches, one.choice.remat, one.choice.tensor) for one in given} == {(2, "block", 2)}
+    best, reasons = fastest_of(found, [[1.1, 1.1, 1.1, 0.9], [1.0] * 4])
+    assert best == found[0]
+    assert "simplest of those that noise does not tell" in reasons[-1]
+    assert fastest_of(found, [[2.0] * 4, [1.0] * 4])[0] == found[1]
+    assert all_fit([[1.0], [2.0]])
+    assert not all_fit([[1.0], [math.inf]])
+
+
 def test_of_the_choices_of_tables_that_were_timed_the_fastest_is_taken():
     experiment = clicks()
     tables = tables_on_meshes(experiment, SIZES, machine, ())
@@ -155,11 +175,11 @@ def test_a_run_plans_once_for_its_devices(tmp_path, monkeypatch):
     monkeypatch.setattr(auto, "plan", counted)
     experiment = tiny_experiment(mesh=MESH, plan=GIVEN.replaced({"timed": 1}), model=TinyPerceptron())
     first = jaxdl.train(experiment, tmp_path / "a", quiet=True, devices=jax.devices()[:2], max_steps=4)
-    assert first.plan.mesh_sizes == {"replica": 2, "fsdp": 1, "tensor": 1}
+    assert first.plan.mesh_sizes == dict.fromkeys(AXES, 1) | {"replica": 2}
     kept = json.loads((tmp_path / "a" / PLAN_FILE).read_text())
     assert kept["settings"] == found[0].settings
-    assert kept["reasons"][1].startswith("what binds: ")
-    assert kept["reasons"][2].startswith("timed: ")
+    assert "none is predicted" in kept["reasons"][0]  # There is one layout.
+    assert kept["reasons"][1].startswith("timed: 2 x 1 x 1, 1 micro-batches, ")
 
     def refused(*_):
         raise AssertionError("planned again")
@@ -176,7 +196,7 @@ def test_a_run_plans_once_for_its_devices(tmp_path, monkeypatch):
     monkeypatch.setattr(auto, "plan", lambda *_: other)
     longer = experiment.replaced({"steps": 16})
     again = jaxdl.train(longer, tmp_path / "a", quiet=True, devices=jax.devices()[:1])
-    assert again.plan.mesh_sizes == {"replica": 1, "fsdp": 1, "tensor": 1}
+    assert again.plan.mesh_sizes == dict.fromkeys(AXES, 1)
     assert again.summary["steps"] == 16
     [note] = [one for one in again.plan.reasons if "planned again" in one]
     assert "the run has 1 devices" in note
@@ -184,6 +204,25 @@ def test_a_run_plans_once_for_its_devices(tmp_path, monkeypatch):
     (tmp_path / "a" / PLAN_FILE).write_text("{}")
     with pytest.raises(ConfigError, match="this is no plan"):
         jaxdl.train(longer, tmp_path / "a", quiet=True, devices=jax.devices()[:1])
+
+
+@pytest.mark.slow
+def test_a_run_takes_stages_where_the_network_is_too_slow_for_gradients():
+    asked = PlanAuto(devices_per_node=1, network="100kbit", timed=1)
+    experiment = jaxdl.Experiment(
+        data=SyntheticText(vocab_size=8, length=4, num_train=64, num_test=16),
+        model=Transformer(num_layers=2, embed_dim=32, num_heads=2),
+        task=LanguageModelling(),
+        mesh=MESH,
+        plan=asked,
+        batch_size=4,
+        steps=2,
+    )
+    run = jaxdl.train(experiment, quiet=True, devices=jax.devices()[:2])
+    assert run.plan.mesh_sizes == dict.fromkeys(AXES, 1) | {"stage": 2}
+    assert run.plan.experiment.step.microbatches >= 2
+    assert run.summary["steps"] == 2
+    assert any("fewer than the Q* = " in line and "2 stages wait" in line for line in run.plan.kept.reasons)
 
 
 def test_the_exchange_of_a_plan_is_kept(monkeypatch, tmp_path):

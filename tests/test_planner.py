@@ -15,12 +15,13 @@ from jaxdl.parallel.embedding import EmbeddingConfig
 from jaxdl.parallel.mesh import Axis
 from jaxdl.parallel.sharding import ShardingConfig
 from jaxdl.performance.planner import placement
+from jaxdl.performance.planner.auto import search_layouts, worth_timing
 from jaxdl.performance.planner.memory import Fit, Parameters, Step, described_layout, fit_memory, memory, sharding_of
+from jaxdl.performance.planner.reasons import binding
 from jaxdl.performance.planner.search import (
     Cluster,
     RunWorkload,
     TablesOnMesh,
-    binding,
     choices,
     make_candidate,
     search,
@@ -35,7 +36,7 @@ from jaxdl.performance.planner.steptime import (
 )
 from jaxdl.performance.planner.tables import Costs
 from jaxdl.performance.planner.trials import Trials
-from jaxdl.performance.planner.workload import _profiles
+from jaxdl.performance.planner.workload import Profiles
 
 SHAPES = {"kernel": jax.ShapeDtypeStruct((1024, 4096), "float32"), "bias": jax.ShapeDtypeStruct((4096,), "float32")}
 PARAMETERS = Parameters({"kernel": ("embed", "mlp"), "bias": ("mlp",)}, SHAPES, optimizer_copies=2.0)
@@ -113,6 +114,35 @@ def test_memory_decides_what_is_tried():
     assert binding(search(workload(), cluster(rate=1e6), {})) == "the network between nodes"
 
 
+def test_less_is_searched_where_memory_does_not_bind():
+    asked = []
+
+    def exchange_bytes(tensor, remat):
+        asked.append((tensor, remat))
+        return 0.0
+
+    work = workload(measured_exchange=Dense(), exchange_bytes=exchange_bytes)
+    roomy = search_layouts(work, cluster(device_bytes=8e10), {})
+    assert {(one.choice.microbatches, one.choice.remat) for one in roomy.candidates} == {(1, "none")}
+    assert not asked  # The memory of the exchange is compiled only where it may matter.
+    for size in (8e9, 8e8, 4e8, 5e7):
+        least, every = (one(work, cluster(device_bytes=size), {}) for one in (search_layouts, search))
+        assert least.best.choice == every.best.choice
+        assert least.best.time == every.best.time
+    assert asked
+    given = search_layouts(work, cluster(device_bytes=8e10), {"step.microbatches": 4}).candidates
+    assert {one.choice.microbatches for one in given} == {4}
+
+
+def test_what_is_predicted_far_behind_the_best_is_not_timed():
+    every = search(workload(), cluster(), {}).candidates
+    groups = worth_timing(every, 4)
+    assert groups[0][0] == every[0]
+    assert all(one.time.total_sec <= 1.4 * group[0].time.total_sec for group in groups for one in group)
+    slow = dataclasses.replace(every[1], time=dataclasses.replace(every[0].time, compute_sec=1.0))
+    assert worth_timing([every[0], slow], 4) == [[every[0]]]
+
+
 def test_more_of_anything_is_never_slower():
     def best(**changes):
         return search(workload(), cluster(**changes), {}).best.time.total_sec
@@ -160,10 +190,9 @@ def test_memory_of_the_exchange_is_what_two_replicas_added():
     alone = Step(sizes | {"replica": 1}, ShardingConfig(), 1, 8)
     assert memory(PARAMETERS, Fit(1e9), alone, exchanging=-whole / 2).temporary == 1e9
 
-    def measured(*args):
-        return dataclasses.replace(profile_of(*args), exchange_bytes=3.0 * whole)
-
-    other = workload(exchange=TopK(density=0.01), measured_exchange=Dense(), profiles=measured)
+    other = workload(
+        exchange=TopK(density=0.01), measured_exchange=Dense(), exchange_bytes=lambda tensor, remat: 3.0 * whole
+    )
     same = dataclasses.replace(other, measured_exchange=TopK(density=0.01))
     first = next(choices(other, cluster(), {"mesh.fsdp": 4}))
     needs = [make_candidate(one, cluster(), first).memory.temporary for one in (other, same)]
@@ -243,7 +272,7 @@ def test_a_tensor_size_that_xla_cannot_compile_is_an_error(monkeypatch):
         raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure\nmore")
 
     monkeypatch.setattr("jaxdl.performance.planner.workload.profile", refused)
-    profiles = _profiles(Trials(tiny_experiment()), jax.devices(), 4, None, replicas=False)
+    profiles = Profiles(Trials(tiny_experiment()), jax.devices(), 4).of
     with pytest.raises(ConfigError, match=r"mesh.tensor 2: .*RET_CHECK failure\).*mesh.tensor.1"):
         profiles(2, "", "sharded")
     with pytest.raises(jax.errors.JaxRuntimeError):

@@ -84,7 +84,7 @@ def test_the_table_splits_the_time_and_says_why_others_are_slower():
     assert shown.title == "some.py: 2 x 4 H100, 25gbit, batch 16; times in ms"
     first, *others = lines_of(shown)
     layout = ("2 x 4 x 1", "1", "none", "sharded", WAITING.exchange.label)
-    assert first == (*layout, "140.00", "100.00", "30.00", "60.00", "40.00", "50.0", "the plan")
+    assert first == (*layout, "140.00", "100.00", "30.00", "60.00", "40.00", "0", "0.0", "50.0", "the plan")
     assert [one[-1] for one in others] == [
         "more waiting between nodes: +30 ms",
         "more compute: +50 ms",

@@ -73,6 +73,7 @@ def on_one_device(kind):
     [
         ("decoder", {"stage": 4, "fsdp": 2}),
         ("decoder", {"replica": 2, "stage": 2, "tensor": 2}),
+        ("decoder", {"stage": 2, "fsdp": 2, "context": 2}),
         ("mixture", {"replica": 2, "stage": 2, "fsdp": 2}),
     ],
 )

@@ -18,6 +18,7 @@ from jaxdl.parallel.embedding import (
     TableRowWise,
     TableWise,
 )
+from jaxdl.parallel.mesh import AXES
 from jaxdl.performance.planner import distinct_rows, nominal_machine, table_report, table_search
 from jaxdl.performance.planner.table_report import Added
 from jaxdl.performance.planner.table_search import TableSearch, plan_choices, plan_tables
@@ -36,7 +37,7 @@ def work_of(rows, num_ids=None, columns=16, sizes=(2, 2), batch_size=16_384):
     )
     ids = dict(zip(names, num_ids or [4] * len(rows), strict=True))
     distinct = {one.name: distinct_rows(one.rows, ids[one.name] * batch_size // 2, 1.05) for one in tables}
-    return Workload(tables, ids, distinct, batch_size, {"replica": sizes[0], "fsdp": sizes[1], "tensor": 1})
+    return Workload(tables, ids, distinct, batch_size, dict.fromkeys(AXES, 1) | {"replica": sizes[0], "fsdp": sizes[1]})
 
 
 def many(number, sizes=(2, 4)):

@@ -52,9 +52,8 @@ def test_bytes_along_every_axis_are_those_of_the_compiled_program(kind):
     sent = sent_along_axes(here, with_schemes(config, under_one(here, kinds(Scheme)[kind]())))
     assert all(predicted == counted for predicted, counted in sent.values()), sent
     # What goes around a ring over both axes of a node counts along the first.
-    assert {axis for axis, (_, counted) in sent.items() if not counted} == (
-        {"tensor"} if kind == "data_parallel" else set()
-    )
+    silent = {axis for axis, (_, counted) in sent.items() if not counted and here.sizes[axis] > 1}
+    assert silent == ({"tensor"} if kind == "data_parallel" else set())
 
 
 @pytest.mark.parametrize("kind", ["column_wise", "data_parallel", "row_wise"])

@@ -12,10 +12,12 @@ the measurements themselves have the same fields, so a new measurement is drawn 
     asynchrony         benchmarks/studies/measure_async.py writes OUT/async.json
     large_batch        benchmarks/studies/large_batch.py writes WORKDIR/large_batch.json: the value of "found"
 
-`floors` and `step`, the pictures of docs/architecture.md, are drawings without data (draw_architecture.py), and so is
-`context`, that of docs/context.md (draw_context.py).
-docs/idea.png is drawn by draw_idea.py; docs/curves.png is the curves.png of a run (RESULTS.md, Training), and
-docs/search.png the slices.png of a search (RESULTS.md, Search).
+docs/data/which_axis.json describes a machine and a model; what its figure shows is predicted (draw_axes.py).
+`floors` and `step`, the pictures of docs/architecture.md, are drawings without data (draw_architecture.py), as are
+`context` and `stages`, those of docs/context.md (draw_context.py) and docs/stages.md (draw_stages.py), and
+`experts_bytes` is drawn from a formula (draw_experts.py). docs/idea.png is drawn by draw_idea.py; docs/curves.png is
+the curves.png of a run (RESULTS.md, Training), docs/experts.png the experts.png of 400 steps of
+configs/moe_python_lm.py, and docs/search.png the slices.png of a search (RESULTS.md, Search).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks import ROOT, schedule
-from benchmarks.figures import draw_architecture, draw_context
+from benchmarks.figures import draw_architecture, draw_axes, draw_context, draw_experts, draw_stages
 from benchmarks.studies import compare_exchanges, draw_elastic, large_batch, measure_async, time_to_accuracy
 from jaxdl.performance.bench.cluster import cluster_report
 
@@ -48,13 +50,16 @@ FIGURES: Mapping[str, Callable[[dict[str, Any]], bytes]] = {
     "large_batch": lambda data: large_batch.figure(data["found"]),
     "schedule": lambda data: schedule.figure(data["found"]),
     "time_to_accuracy": lambda data: time_to_accuracy.figure(data["runs"], data["target"]),
+    "which_axis": draw_axes.figure,
 }
 DRAWINGS: Mapping[str, Callable[[], bytes]] = {
     "context": draw_context.context_png,
+    "experts_bytes": draw_experts.experts_bytes,
     "floors": draw_architecture.floors,
+    "stages": draw_stages.stages_png,
     "step": draw_architecture.step_png,
 }
-"""Pictures that show no data."""
+"""Pictures that show no measurement."""
 
 
 def read(name: str) -> dict[str, Any]:

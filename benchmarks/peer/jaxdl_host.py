@@ -47,10 +47,10 @@ class Worker(cluster_worker.Worker):
         self._turns: list[Any] = []
         self._taken: dict[str, int] = {}
 
-    def setup(self, experiment: str, names: Sequence[str]) -> dict[str, Any]:
+    def setup(self, experiment: str, names: Sequence[str], microbatches: int = 0) -> dict[str, Any]:
         """Joins the other hosts, plans every side and reads the batches; returns what this is."""
-        description = super().setup(experiment, names)
-        plan = self._plans[False]
+        description = super().setup(experiment, names, microbatches)
+        plan = self._plans[SIDES[FLOOR].mesh]
         with plan.batches(plan.timeline.segments[0], 0, NUM_BATCHES) as batches:
             self._turns = [next(batches) for _ in range(NUM_BATCHES)]
         self._taken = dict.fromkeys(names, 0)
@@ -58,7 +58,7 @@ class Worker(cluster_worker.Worker):
 
     def export(self, folder: str) -> None:
         """Writes the initial parameters and the batches, of a run that has all of them in this process."""
-        params = by_name(make_initial_state(self._plans[False]).params)
+        params = by_name(make_initial_state(self._plans[SIDES[FLOOR].mesh]).params)
         arrays: dict[str, Any] = {name: np.asarray(x) for name, x in params.items()}
         np.savez(f"{folder}/params.npz", **arrays)
         np.save(f"{folder}/tokens.npy", np.stack([np.asarray(batch["tokens"]) for batch in self._turns]))

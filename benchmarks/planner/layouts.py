@@ -94,7 +94,8 @@ def _candidates(command: PlannerBench, devices: Sequence[Any], nodes: int) -> di
     work, cluster, fixed = prepare(asked, Trials(asked), devices, Start(quiet=True))
     candidates: list[Candidate] = []
     for exchange in _EXCHANGES if nodes > 1 else _EXCHANGES[:1]:
-        candidates += search_layouts(dataclasses.replace(work, exchange=exchange), cluster, fixed).candidates
+        asked_of = dataclasses.replace(work, exchange=exchange, microbatches=command.microbatches)
+        candidates += search_layouts(asked_of, cluster, fixed).candidates
     candidates = [
         candidate
         for candidate in candidates

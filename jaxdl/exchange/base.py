@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxdl.parallel.collectives.primitive import alike
@@ -311,7 +312,7 @@ def exchanged_on_mesh(
     Gradients are `[replica, *shape]`, each replica's own, and are split as `specs`; the state is sharded as `places`
     (`state_specs`). The mean is split as the gradients are, or as `wanted`, which splits it over fewer axes.
 
-    The metrics have also the total over replicas of each of `sums`, float32 `[replica]`, as `sums/NAME`, and with
+    The metrics have also the total over replicas of each of `sums`, float32 `[replica, ...]`, as `sums/NAME`, and with
     `checked`, as `nonfinite`, of each gradient the number of devices whose own one is not finite, `[gradients]`: a
     compressor can hide it. All that a step sums besides gradients goes in one all-reduce, for each has to wait for the
     slowest device.
@@ -334,11 +335,11 @@ def exchanged_on_mesh(
             metrics[f"bytes_sent/{axis}"] = metrics.get(f"bytes_sent/{axis}", 0) + jnp.float32(num_bytes)
         small |= {name: metrics[name] for name in _SQUARES if name in metrics}
         if small or flags:
-            total = jax.lax.psum(jnp.stack(alike(axes, *small.values(), *flags)), axes)
-            flags = total[len(small) :]
-            small = dict(zip(small, total, strict=False))
+            flat, split = ravel_pytree((list(alike(axes, *small.values())), list(alike(axes, *flags))))
+            totals, flags = split(jax.lax.psum(flat, axes))
+            small = dict(zip(small, totals, strict=True))
         others = {name: x for name, x in small.items() if name not in _SQUARES}
-        others |= {"nonfinite": flags} if leaves else {}
+        others |= {"nonfinite": jnp.stack(flags)} if leaves else {}
         return mean, _reshaped(new_state, places, stacked=True), _with_norms(metrics, small) | others
 
     stacked = jax.tree.map(lambda spec: PartitionSpec(replica, *spec), specs, is_leaf=is_spec)

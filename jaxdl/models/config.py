@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -27,6 +27,8 @@ class Model(Choice):
     """What the network reads, "images" or "text"; the task and the data must have the same. None reads anything."""
     position_fields: ClassVar[tuple[str, ...]] = ()
     """The fields that decide how positions are known, and how far; none where the model does not say."""
+    may_change: ClassVar[tuple[str, ...]] = ()
+    """The fields that may be others when a run resumes: they decide how the network is computed, not what it is."""
     splits_layers: ClassVar[bool] = False
     """Whether its layers can be spread over the mesh axes that split layers (`jaxdl.parallel.mesh.Axis`)."""
     splits_length: ClassVar[bool] = False
@@ -80,6 +82,11 @@ class Model(Choice):
         """Lines for the user about how the network is computed on this mesh in this dtype: none."""
         del mesh, dtype
         return ()
+
+    def reason_to_end(self, metrics: Mapping[str, float], step: int, total_steps: int) -> str | None:
+        """Why a run must end after `step` steps, and what to change, by the metrics of a report; None: it goes on."""
+        del metrics, step, total_steps
+        return None
 
     @property
     def num_stacked_layers(self) -> int | None:

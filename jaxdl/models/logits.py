@@ -43,8 +43,8 @@ class Logits:
     order: Zigzag | None = field(default=None, metadata={"static": True})
     """That of the tokens in `x`; None: that of the text, which all results have."""
     remarks: dict[str, jax.Array] = field(default_factory=dict)
-    """Means over all tokens that the network computes besides, by name, float32 scalars. In training the loss of each
-    token has `PENALTY` added; the others are reported."""
+    """What the network computes besides, by name, float32: scalars are means over all tokens, arrays are totals. In
+    training the loss of each token has `PENALTY` added; the others are reported."""
 
     def with_remarks(self, remarks: dict[str, jax.Array]) -> Logits:
         """The same with these remarks."""
@@ -129,7 +129,7 @@ def add_remarks(
     sums: dict[str, jax.Array], remarks: dict[str, jax.Array], weight: jax.Array, *, train: bool
 ) -> dict[str, jax.Array]:
     """A task's sums over `weight` tokens with the remarks of a network: see `Logits.remarks`."""
-    sums = sums | {name: weight * value for name, value in remarks.items() if name != PENALTY}
+    sums = sums | {name: x if x.ndim else weight * x for name, x in remarks.items() if name != PENALTY}
     if train and PENALTY in remarks:
         sums["loss"] = sums["loss"] + weight * remarks[PENALTY]
     return sums

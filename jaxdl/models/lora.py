@@ -17,7 +17,7 @@ from flax import nnx
 from jaxdl.core.config import Config
 from jaxdl.core.patterns import check_patterns, matches
 from jaxdl.models.products import weight_product
-from jaxdl.parallel.sharding import Params
+from jaxdl.parallel.sharding import EXPERT, ROUTER, Params
 
 _A, _B = "_lora_a", "_lora_b"
 TRAINED = (f"*{_A}", f"*{_B}")
@@ -32,7 +32,8 @@ class LoRA(Config):
     alpha: float = pydantic.Field(default=16.0, gt=0)
     """The product of the two is multiplied by alpha / rank."""
     targets: tuple[str, ...] = pydantic.Field(default=("attention.query", "attention.value"), min_length=1)
-    """Patterns of the names of a block's matrices that get adapters: `attention`, `mlp`, `*` for all."""
+    """Patterns of the names of a block's matrices that get adapters: `attention`, `mlp`, `*` for all. Experts, and
+    their router, get none."""
     random_base: bool = pydantic.Field(default=False, exclude_if=lambda value: not value)
     """Allow a run without `--init-from`, beside a network that keeps its random values: to try a config, since little
     is learnt so."""
@@ -60,7 +61,7 @@ class LoRA(Config):
         matrices: dict[str, tuple[nnx.Module, nnx.Param[jax.Array]]] = {}
         for path, module in nnx.iter_modules(block):
             for name, variable in vars(module).items():
-                if isinstance(variable, nnx.Param) and len(variable.shape) > 1:
+                if isinstance(variable, nnx.Param) and len(variable.shape) > 1 and _is_adaptable(variable):
                     matrices["/".join((*map(str, path), name))] = module, variable
         check_patterns(self.targets, list(matrices), "--model.lora.targets")
         for full, (module, kernel) in matrices.items():
@@ -89,6 +90,11 @@ class LoRA(Config):
             elif not name.endswith((_A, _B)):
                 merged_params[name] = x
         return merged_params
+
+
+def _is_adaptable(kernel: nnx.Param[jax.Array]) -> bool:
+    """Whether a matrix of a block may have an adapter: those of routers, and of experts that it chooses, have none."""
+    return {EXPERT, ROUTER}.isdisjoint(kernel.get_metadata()["axes"])
 
 
 @jax.jit

@@ -5,7 +5,7 @@ The block is that of `jaxdl.models.block`; the experts are in `jaxdl.models.expe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -17,11 +17,12 @@ from jax import lax
 from jaxdl.models.block import Block
 from jaxdl.models.blocks import Init
 from jaxdl.models.dropout import fold
-from jaxdl.models.experts import Experts, Seen
+from jaxdl.models.experts import LARGEST, LOAD, LOST, Experts, Seen
 from jaxdl.models.logits import PENALTY
 from jaxdl.models.rotary import Angles
 from jaxdl.models.transformer import Transformer, TransformerModule
 from jaxdl.parallel import sharding
+from jaxdl.parallel.collectives.experts import Dispatch
 from jaxdl.parallel.collectives.primitive import alike
 from jaxdl.parallel.zigzag import Zigzag
 
@@ -29,6 +30,9 @@ from jaxdl.parallel.zigzag import Zigzag
 class MixtureOfExperts(Transformer, kind="moe"):
     """A decoder-only transformer whose MLPs are mixtures of experts; `mlp_dim` is the hidden size of one expert."""
 
+    may_change: ClassVar[tuple[str, ...]] = (
+        *Transformer.may_change, "dispatch", "row_buffer", "max_lost", "lost_grace_steps",
+    )  # fmt: skip
     num_experts: int = pydantic.Field(default=8, ge=2)
     """Experts of each block."""
     experts_per_token: int = pydantic.Field(default=2, ge=1)
@@ -50,9 +54,18 @@ class MixtureOfExperts(Transformer, kind="moe"):
     router_z_loss: float = pydantic.Field(default=0.0, ge=0)
     """Weight of the mean of log(Z)^2 in the training loss, Z the sum of the exponentiated logits of the router (Zoph et
     al., arXiv 2202.08906, equation 5: 0.001)."""
+    dispatch: Dispatch = "auto"
+    """How tokens are brought to experts that are spread over `fsdp`: `gather`, all tokens to all devices, and the
+    results are summed on the way back; `all_to_all`, each token to the devices of its experts; `auto` takes the one
+    that sends fewer bytes."""
     row_buffer: float = pydantic.Field(default=2.0, ge=1)
-    """Where experts are spread over `fsdp`: rows of tokens for which a device has room, in multiples of those that it
-    has if all experts have the same load. Tokens beyond lose an expert; how many is reported."""
+    """Where experts are spread over `fsdp`: rows of tokens for which a device has room in training, in multiples of
+    those that it has if all experts have the same load. Tokens beyond lose an expert; how many is reported."""
+    max_lost: float = pydantic.Field(default=0.01, ge=0, le=1)
+    """The run ends when a larger share of the tokens' choices of experts had no room, over the steps of a report."""
+    lost_grace_steps: int = pydantic.Field(default=500, ge=0)
+    """Not in the first steps, nor in the first half of a run of fewer than two times as many: routers that have learnt
+    little send most tokens to a few experts."""
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> MixtureOfExperts:
@@ -65,11 +78,21 @@ class MixtureOfExperts(Transformer, kind="moe"):
             raise ValueError(f"{given}: experts are `swiglu`, and have no biases. Leave it out.")
         if not self.scan_layers:
             raise ValueError("scan_layers = False: a mixture's layers are stacked. Leave it out.")
-        if self.lora.rank:
-            raise ValueError("lora: there are no adapters for mixtures of experts. Leave it out.")
         if self.balance_rate is not None and self.balance == "none":
             raise ValueError(f"balance_rate = {self.balance_rate} has no effect with balance = none. Leave it out.")
         return self
+
+    def reason_to_end(self, metrics: Mapping[str, float], step: int, total_steps: int) -> str | None:
+        """Where more choices of experts had no room than `max_lost` allows."""
+        lost = metrics.get(LOST, 0.0)
+        if not lost > self.max_lost or step <= min(self.lost_grace_steps, total_steps // 2):
+            return None
+        return (
+            f"{LOST} = {lost:.3g}: of the choices that tokens made of experts since the last report {lost:.1%} had no "
+            f"row on a device, which has --model.row-buffer {self.row_buffer:g} times as many as with even load. More "
+            f"than --model.max-lost {self.max_lost:g} is an error. Take a larger --model.row-buffer (one of the size "
+            "of fsdp has room for all), balance the load (--model.balance), or allow more"
+        )
 
     @property
     def rate(self) -> float:
@@ -117,7 +140,7 @@ class MoEBlock(Block):
         x = self.plus(x, mixed, fold(keys, 1), order)
         counted = None if segments is None else segments > 0
         counted = counted if counted is None or order is None else order.stored_whole(counted)
-        hidden, of_layer = self.mlp.routed(self.mlp_norm(x), counted)
+        hidden, of_layer = self.mlp.routed(self.mlp_norm(x), counted, train=seen.train)
         return self.plus(x, hidden, fold(keys, 2), order), seen.after(of_layer)
 
 
@@ -133,7 +156,7 @@ class MoEModule(TransformerModule):
         config = self.config
         assert isinstance(config, MixtureOfExperts)
         num_layers = self.layers.mlp.router[...].shape[0]  # Of one stage, where there are several.
-        leaves, treedef = jax.tree.flatten(Seen.nothing(num_layers, config.num_experts))
+        leaves, treedef = jax.tree.flatten(Seen.nothing(num_layers, config.num_experts, train=train))
         nothing = jax.tree.unflatten(treedef, alike((), x, *leaves)[1:])
         (x, seen), head = self.through_layers(block, (x, nothing))
         # The load is that of the whole mesh.
@@ -144,10 +167,11 @@ class MoEModule(TransformerModule):
             bias = self.layers.mlp.bias
             bias[...] += config.rate * jnp.sign(mean - load)
         share = num_layers / config.num_layers
-        remarks = {
-            "experts/largest_load": share * jnp.mean(load.max(axis=1) / jnp.maximum(mean[:, 0], 1)),
-            "experts/lost": share * seen.lost / jnp.maximum(seen.load.sum(), 1),
-        }
+        remarks = {LARGEST: share * jnp.mean(load.max(axis=1) / jnp.maximum(mean[:, 0], 1))}
+        if train:
+            of_all = jnp.zeros((config.num_layers, config.num_experts), jnp.float32)
+            of_all = lax.dynamic_update_slice(of_all, seen.load, (sharding.first_layer(num_layers), 0))
+            remarks |= {LOST: share * seen.lost / jnp.maximum(seen.load.sum(), 1), LOAD: of_all}
         weights = {"balance": config.rate if config.balance == "loss" else 0.0, "z": config.router_z_loss}
         if any(weights.values()):
             remarks[PENALTY] = sum(weights[name] * seen.penalties[name] for name in weights) / config.num_layers

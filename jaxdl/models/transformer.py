@@ -95,6 +95,7 @@ class Transformer(Model, kind="transformer"):
     scan_layers: bool = True
     """Stack the layers' parameters in one array each, and loop over them where `scan_unroll` has a loop."""
     former_names: ClassVar[Mapping[str, str]] = {"layers_per_turn": "scan_unroll"}
+    may_change: ClassVar[tuple[str, ...]] = ("scan_unroll",)
     scan_unroll: int | None = pydantic.Field(default=None, ge=1)
     """Layers that one turn of the loop of `scan_layers` computes; all of them is no loop. None takes all on a GPU, as a
     loop copies parameters and gradients, and one on CPUs, of more than 64 layers, where the loop sums gradients over

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import pydantic
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -99,7 +100,8 @@ class Layout:
 
     `wire_dtype` is the dtype in which parameters are gathered for use; None takes their own. `sum_dtype` is the dtype
     in which the backward pass of a loop over layers sums their gradients over `replica`; with None it does not.
-    `fp8_size` is the least size of a product of a block that is computed in FP8; with None none is.
+    `fp8_size` is the least size of a product of a block that is computed in FP8; with None none is. With `apart` each
+    replica has parameters of its own, and nothing may be communicated over `replica`.
     """
 
     config: ShardingConfig
@@ -108,6 +110,7 @@ class Layout:
     wire_dtype: DTypeLike | None = None
     sum_dtype: DTypeLike | None = None
     fp8_size: int | None = None
+    apart: bool = False
 
     def param_spec(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
         """The PartitionSpec of a parameter with these logical axes and this shape."""
@@ -247,13 +250,20 @@ def statistics_axis() -> str | None:
     """The mesh axis over which statistics of the batch must be averaged to be those of the whole mesh, or None.
 
     Only over a manual `replica` axis does each call see a part of the batch; over the other axes XLA sums by itself. So
-    it is None without a layout, where `replica` is not manual, and with one replica (there is nothing to average, and
-    XLA of jaxlib 0.10 fails to compile it where channels are sharded).
+    it is None without a layout, where `replica` is not manual, where replicas are apart, and with one replica (there is
+    nothing to average, and XLA of jaxlib 0.10 fails to compile it where channels are sharded).
     """
     layout, axis = _layout.get(), Axis.REPLICA.value
-    if layout is None or axis not in layout.manual or layout.mesh.shape[axis] == 1:
+    if layout is None or layout.apart or axis not in layout.manual or layout.mesh.shape[axis] == 1:
         return None
     return axis
+
+
+def first_layer(num_layers: int) -> jax.Array:
+    """The number in the whole network of the first of the `num_layers` that this stage has; 0 where it has all."""
+    layout = _layout.get()
+    stages = () if layout is None else tuple(axis for axis in STAGE_AXES if axis in layout.manual)
+    return num_layers * lax.axis_index(stages) if stages else jnp.int32(0)
 
 
 def param_specs(layout: Layout, axes: LogicalAxes, shapes: Params) -> Specs:

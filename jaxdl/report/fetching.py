@@ -25,7 +25,7 @@ Fetched = Mapping[str, np.ndarray]
 class TaskMetrics(Protocol):
     """What is read of a `jaxdl.training.tasks.Task`."""
 
-    def metrics(self, sums: Mapping[str, float], spec: Any) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, Any], spec: Any) -> dict[str, float]:
         """From sums over examples to metrics."""
         ...
 
@@ -113,15 +113,19 @@ def _agreement_metrics(totals: Mapping[str, float]) -> dict[str, float]:
 
 def _mean_metrics(steps: Sequence[Fetched], task: TaskMetrics, spec: Any) -> dict[str, float]:
     good = [step for step in map(without_bad, steps) if not np.any(step.get("bad_in_row", 0))] or steps
-    sums = {
-        name: float(sum(np.sum(step[SUMS + name], dtype=np.float64) for step in good))
-        for name in _with_prefix(steps[0], SUMS)
-    }
+    sums = {name: _total(good, name) for name in _with_prefix(steps[0], SUMS)}
     counted = [without_empty(step) for step in steps if not np.all(reasons(step) & Skip.EMPTY)]
     metrics = metrics_of(task, sums, spec) | _last_metrics(counted or steps)
     if any(REASON in step for step in steps):
         metrics[REASON] = float(np.bitwise_or.reduce(np.concatenate([reasons(step) for step in steps])))
     return metrics
+
+
+def _total(steps: Sequence[Fetched], name: str) -> Any:
+    """The total of one of the task's sums over steps, and over the replicas that are seen here: a float, or float64."""
+    replicas = tuple(range(np.ndim(steps[0][SUMS + "weight"])))
+    total = sum(np.sum(step[SUMS + name], axis=replicas, dtype=np.float64) for step in steps)
+    return total if np.ndim(total) else float(total)
 
 
 def _last_metrics(steps: Sequence[Fetched]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
@@ -61,6 +62,8 @@ class Report(NamedTuple):
 
     first_step: int
     metrics: Sequence[Mapping[str, np.ndarray]]
+    together: Mapping[str, float] = types.MappingProxyType({})
+    """The metrics of all of them, as reports name them."""
 
 
 def is_displayed(name: str, value: Any) -> bool:
@@ -80,4 +83,4 @@ def is_displayed(name: str, value: Any) -> bool:
     neutral = {"train/exchange/compression": 1.0, "train/exchange/residual_ratio": 0.0, "train/bad_steps": 0.0}
     if name in neutral:
         return not math.isclose(value, neutral[name], rel_tol=1e-5)
-    return not name.startswith(("train/exchange/", "seconds/"))
+    return not name.startswith(("train/exchange/", "seconds/", "train/experts/largest_load/"))

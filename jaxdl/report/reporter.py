@@ -14,10 +14,11 @@ from typing import Any
 import jax
 
 from jaxdl.core.errors import as_typed
-from jaxdl.core.files import CURVES_FILE, PROFILE_FOLDER, SUMMARY_FILE
+from jaxdl.core.files import CURVES_FILE, LOAD_PLOT_FILE, PROFILE_FOLDER, SUMMARY_FILE
 from jaxdl.parallel.compiler.times import CompileTimes
 from jaxdl.report.consumed import Consumption
 from jaxdl.report.events import WARNINGS, Event, EventKind
+from jaxdl.report.expert_loads import ExpertLoads
 from jaxdl.report.fetching import OWN, fetch, joint_totals, step_metrics, total_metrics
 from jaxdl.report.history import History, ReportConfig
 from jaxdl.report.inputs import InputWatch
@@ -73,7 +74,7 @@ class Reporter:
         self._profile_end: int | None = None
         self._step_before: int | None = None
         self._earlier: Summary | None = None
-        self.history = History(None)
+        self.history, self._loads = History(None), ExpertLoads(None)
         trackers = config.trackers if jax.process_index() == 0 else ()
         self._trackers = Trackers(trackers, folder, subject.config, self.warn)
         self._progress: Progress | None = None
@@ -123,6 +124,7 @@ class Reporter:
             warn=self.warn,
             before_cut=self._trackers.before_cut,
         )
+        self._loads = ExpertLoads(self._folder, self._counter.step, self.warn)
 
     def roll_back(self, evaluated_step: int) -> None:
         """Drops what was measured after the present step, as at the start of a run that resumes."""
@@ -225,10 +227,8 @@ class Reporter:
         first_step, last_step = self._window[0][0], self._window[-1][0]
         fetched, self._window = fetch([metrics for _, metrics in self._window]), []
         self._own_alone = any(name.startswith(OWN) for name in fetched[-1])
-        row = {
-            f"train/{name}": value
-            for name, value in step_metrics(fetched, self._task, self._subject.source.spec).items()
-        }
+        together = step_metrics(fetched, self._task, self._subject.source.spec)
+        row: dict[str, Any] = {f"train/{name}": value for name, value in together.items()}
         spent = max(self._training_sec() - self._since_sec, 1e-9)
         waited = self._watch.seconds().get("data", 0.0) - self._since_data_sec
         rate = len(fetched) * self._timeline.segment(first_step - 1).batch_size / spent
@@ -238,7 +238,8 @@ class Reporter:
         row |= self._input.report(min(1.0, waited / spent))
         self._begin_window()
         self._write(last_step, row)
-        return Report(first_step, fetched)
+        self._loads.add(first_step, last_step, fetched)
+        return Report(first_step, fetched, together)
 
     def read_metrics(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
         """The metrics of one step as reports name them. Waits for the step."""
@@ -304,6 +305,7 @@ class Reporter:
                 if self._config.curves:
                     self.show_status("drawing curves")
                     self._try(CURVES_FILE, lambda: self._plot(columns, folder / CURVES_FILE))
+                    self._try(LOAD_PLOT_FILE, lambda: self._loads.plot(folder / LOAD_PLOT_FILE))
                 self._try(SUMMARY_FILE, functools.partial(write_summary, folder / SUMMARY_FILE, summary))
         if self._trackers:
             self.show_status("writing to trackers")

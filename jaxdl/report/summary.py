@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxdl.core.errors import as_typed
-from jaxdl.core.files import CHECKPOINTS_FOLDER, CURVES_FILE, replace_file
+from jaxdl.core.files import CHECKPOINTS_FOLDER, CURVES_FILE, LOAD_PLOT_FILE, replace_file
 from jaxdl.parallel.compiler.times import in_words
 from jaxdl.parallel.mesh import mesh_text
 from jaxdl.report.history import json_value
@@ -139,7 +139,8 @@ def what_next(folder: Path | None, status: Status, modality: str, reads: Sequenc
     """
     if folder is None:
         return [("kept", "nothing; give --workdir FOLDER to keep checkpoints and curves")]
-    lines = [("curves", str(folder / CURVES_FILE))] if (folder / CURVES_FILE).exists() else []
+    drawn = {"curves": folder / CURVES_FILE, "experts": folder / LOAD_PLOT_FILE}
+    lines = [(name, str(path)) for name, path in drawn.items() if path.exists()]
     if (folder / CHECKPOINTS_FOLDER).is_dir():
         lines.append(("checkpoints", str(folder / CHECKPOINTS_FOLDER)))
         workdir = f"--workdir {shlex.quote(str(folder))}"

@@ -15,6 +15,7 @@ from typing import Any
 from jaxdl.core.config import Config
 from jaxdl.core.files import (
     CURVES_FILE,
+    LOAD_PLOT_FILE,
     REPORT_FILE,
     SEARCH_FILE,
     SUMMARY_FILE,
@@ -28,7 +29,7 @@ from jaxdl.report.sender import Opening, Rows, Sender, num_measured
 from jaxdl.report.summary import Devices, describe_devices, versions
 from jaxdl.report.trackers import State, TrackedRun, Tracker
 
-KEPT_FILES = (SUMMARY_FILE, CURVES_FILE, REPORT_FILE)
+KEPT_FILES = (SUMMARY_FILE, CURVES_FILE, LOAD_PLOT_FILE, REPORT_FILE)
 """The files of a workdir that trackers get, when the run ends."""
 GIT_SEC = 10.0
 

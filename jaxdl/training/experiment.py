@@ -183,15 +183,15 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
         spread = ("scheme", "schemes", "places", "cache")
         fields["embedding"] = {name: value for name, value in fields["embedding"].items() if name not in spread}
     model = fields.get("model") or {}
-    if _is_of_loop(model):  # How the loop over layers is compiled.
-        fields["model"] = {name: value for name, value in model.items() if name != "scan_unroll"}
+    if others := _may_change(model):
+        fields["model"] = {name: value for name, value in model.items() if name not in others}
     return fields
 
 
-def _is_of_loop(model: Mapping[str, Any]) -> bool:
-    """Whether `scan_unroll` of a dumped model is jaxdl's setting, not a field of a user's."""
+def _may_change(model: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields of a dumped model that decide how it is computed, such as `scan_unroll`, but none of a user's."""
     cls = kinds(Model).get(model.get("kind", ""))
-    return "scan_unroll" in model and cls is not None and "layers_per_turn" in cls.former_names
+    return () if cls is None else cls.may_change
 
 
 def _without_shards(data: Any) -> Any:

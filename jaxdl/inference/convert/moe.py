@@ -86,7 +86,7 @@ class Mixtral(_MoE, Mistral):
     }  # fmt: skip
     defaults: ClassVar[Mapping[str, Any]] = {
         "max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": None,
-        "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001,
+        "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001, "rope_theta": 1_000_000.0,
     }  # fmt: skip
 
     def normalized(self, config: Mapping[str, Any]) -> bool:

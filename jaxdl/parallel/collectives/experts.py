@@ -1,6 +1,8 @@
 """Experts that are spread over devices: tokens are brought to them, and their results back.
 
-Rows of tokens are sorted by expert, and each product takes the rows of all experts of a device at once.
+There are two ways. All tokens of the devices are gathered, and the results are reduce-scattered; or each token is sent
+to the devices that have its experts alone, in an all-to-all with a fixed number of rows for each pair of devices. Rows
+of tokens are sorted by expert, and each product takes the rows of all experts of a device at once.
 """
 
 from __future__ import annotations
@@ -9,17 +11,38 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxdl.parallel.collectives.grouped import give_rows, grouped_product, places, take_rows
+from jaxdl.parallel.collectives.grouped import Gate, gated_products, give_rows, places, slots, take_rows
 from jaxdl.parallel.collectives.primitive import in_one
 from jaxdl.parallel.mesh import platform
 from jaxdl.parallel.sharding import Layout
+
+_USUAL_BUFFER = 2
+"""The usual `row_buffer` of training."""
+Dispatch = Literal["auto", "gather", "all_to_all"]
+
+
+def rows_of_pair(size: int, choices: int, row_buffer: float) -> int:
+    """Rows that a device may send to each of `size` devices in an all-to-all, of the `choices` of its tokens."""
+    return min(choices, math.ceil(row_buffer * choices / size))
+
+
+def sent_bytes(dispatch: Dispatch, size: int, tokens: int, per_token: int, width: int, row_buffer: float) -> int:
+    """Bytes that each of `size` devices sends to compute the experts of a layer, without the backward pass.
+
+    It has so many `tokens`, of `width` bytes, each with `per_token` experts. The backward pass sends as much, except
+    the numbers of the experts: 4 bytes for each choice that is gathered, and for each row of an all-to-all.
+    """
+    choices = tokens * per_token
+    if dispatch == "gather":
+        return (size - 1) * (2 * tokens * width + 8 * choices)
+    return (size - 1) * rows_of_pair(size, choices, row_buffer) * (2 * width + 4)
 
 
 @dataclass(frozen=True)
@@ -27,16 +50,19 @@ class Spread:
     """How devices compute experts that are spread over `axis`; examples are split over `axes`, and their length over
     `length_axes`.
 
-    `gated` makes the hidden numbers of an expert of the products with its first two kernels.
+    Each device has room for `row_buffer` times the rows that it would have if all experts had the same load; for all
+    with None. `gated` makes the hidden numbers of an expert of the products with its first two kernels.
     """
 
     num_experts: int
-    row_buffer: float
+    row_buffer: float | None
     axis: str | None
     axes: tuple[str, ...]
     length_axes: tuple[str, ...]
     layout: Layout | None
-    gated: Callable[[jax.Array, jax.Array], jax.Array]
+    gated: Gate
+    dispatch: Dispatch = "auto"
+    """Which way is taken; `auto` takes the one with fewer bytes. Where all rows have room, tokens are gathered."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -60,8 +86,35 @@ class Spread:
         self, x: jax.Array, weights: jax.Array, chosen: jax.Array, *kernels: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """What a device returns of `spread`, for its tokens [batch, length, embed] and its experts."""
-        shape, num = x.shape, kernels[0].shape[0]
+        shape = x.shape
         x, weights, chosen = (part.reshape(-1, part.shape[-1]) for part in (x, weights, chosen))
+        varying = tuple(name for name in self.names if name != self.axis)
+        if varying:  # Their gradients are summed over these axes, in float32.
+            kernels = tuple(lax.pcast(kernel, varying, to="varying") for kernel in kernels)
+        if self._sends_rows(x, chosen):
+            bring = self._by_all_to_all
+        else:
+            bring = self._by_gather if self.row_buffer is not None else self._in_pieces
+        result, lost = bring(x, weights, chosen, kernels)
+        if self.names:
+            lost = lax.psum(lost, self.names)
+        return result.reshape(shape), lost
+
+    def _sends_rows(self, x: jax.Array, chosen: jax.Array) -> bool:
+        """Whether the tokens of a device are sent in an all-to-all."""
+        if self.row_buffer is None or self.axis is None or self.axis not in self.axes:
+            return False
+        if self.dispatch != "auto":
+            return self.dispatch == "all_to_all"
+        size, width = lax.axis_size(self.axis), x.shape[1] * x.dtype.itemsize
+        (tokens, per_token), room = chosen.shape, self.row_buffer
+        gather = sent_bytes("gather", size, tokens, per_token, width, room)
+        return sent_bytes("all_to_all", size, tokens, per_token, width, room) < gather
+
+    def _by_gather(
+        self, x: jax.Array, weights: jax.Array, chosen: jax.Array, kernels: Sequence[jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """`(results, choices without a row)` of a device's tokens [token, embed]: those of all devices are gathered."""
         gathered = self.axis is not None and self.axis in self.axes
         dtype = x.dtype
         # XLA on CPUs (jaxlib 0.10) ends the process at a sum of 16-bit numbers over devices.
@@ -70,41 +123,71 @@ class Spread:
             parts = (x.astype(wire), weights, chosen)
             x, weights, chosen = (lax.all_gather(part, self.axis, tiled=True) for part in parts)
             x = x.astype(dtype)
-        varying = tuple(name for name in self.names if name != self.axis)
-        if varying:  # Their gradients are summed over these axes, in float32.
-            kernels = tuple(lax.pcast(kernel, varying, to="varying") for kernel in kernels)
-        first = num * lax.axis_index(self.axis) if self.axis else 0
-        result, lost = self._local(x, weights, chosen, first, kernels)
+        group, num = self._groups(chosen.reshape(-1), kernels)
+        most = chosen.size
+        if num < self.num_experts and self.row_buffer is not None:
+            most = min(most, math.ceil(self.row_buffer * most * num / self.num_experts))
+        choice, row, sizes, lost = places(group, num, most)
+        results = give_rows(self._products(take_rows(x, choice, row), kernels, sizes), choice, row)
+        result = _weighted(results, weights).astype(dtype)
         if self.axis is not None:
             result = result.astype(wire)
             result = lax.psum_scatter(result, self.axis, tiled=True) if gathered else lax.psum(result, self.axis)
-            result = result.astype(dtype)
-        if self.names:
-            lost = lax.psum(lost, self.names)
-        return result.reshape(shape), lost
+        return result.astype(dtype), lost.astype(jnp.float32)
 
-    def _local(
-        self, x: jax.Array, weights: jax.Array, chosen: jax.Array, first: Any, kernels: Sequence[jax.Array]
+    def _in_pieces(
+        self, x: jax.Array, weights: jax.Array, chosen: jax.Array, kernels: Sequence[jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """What the experts from `first` on add to each token of `x` [token, embed], and choices without a row."""
-        num, choices = kernels[0].shape[0], chosen.size
-        group = chosen.reshape(-1) - first
-        group = jnp.where((group >= 0) & (group < num), group, num).astype(jnp.int32)
-        even = choices * num / self.num_experts
-        most = choices if num == self.num_experts else min(choices, math.ceil(self.row_buffer * even))
-        choice, row, sizes, lost = places(group, num, most)
-        rows, (gate, up, down) = take_rows(x, choice, row), kernels
-        hopper = self._is_hopper() and x.dtype == jnp.bfloat16
-        hidden = self.gated(*(grouped_product(rows, kernel, sizes, hopper=hopper) for kernel in (gate, up)))
-        results = give_rows(grouped_product(hidden, down, sizes, hopper=hopper), choice, row)
-        each = results.reshape(*chosen.shape, -1).astype(jnp.float32)
-        return jnp.sum(each * weights[..., None], axis=1).astype(x.dtype), lost.astype(jnp.float32)
+        """The same, some tokens after the others, so that room for all rows takes as much as `_USUAL_BUFFER`."""
+        size = lax.axis_size(self.axis) if self.axis is not None and self.axis in self.axes else 1
+        least = math.ceil(size / _USUAL_BUFFER)
+        num = next((num for num in range(least, 4 * least + 1) if least > 1 and x.shape[0] % num == 0), 1)
+        if num == 1:
+            return self._by_gather(x, weights, chosen, kernels)
+        pieces = jax.tree.map(lambda part: part.reshape(num, -1, part.shape[-1]), (x, weights, chosen))
+        results, lost = lax.map(lambda piece: self._by_gather(piece[0], piece[1], piece[2], kernels), pieces)
+        return results.reshape(x.shape), lost.sum()
+
+    def _by_all_to_all(
+        self, x: jax.Array, weights: jax.Array, chosen: jax.Array, kernels: Sequence[jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """The same: each token is sent to the devices that have its experts."""
+        assert self.axis is not None
+        assert self.row_buffer is not None
+        size, wanted = lax.axis_size(self.axis), chosen.reshape(-1)
+        device = (wanted // kernels[0].shape[0]).astype(jnp.int32)
+        choice, slot, lost = slots(device, size, rows_of_pair(size, wanted.size, self.row_buffer))
+        is_used = slot[choice] == jnp.arange(choice.size)
+        sent = take_rows(x, choice, slot), jnp.where(is_used, wanted[choice], self.num_experts)
+        rows, wanted = (lax.all_to_all(part, self.axis, 0, 0, tiled=True) for part in sent)
+        group, num = self._groups(wanted, kernels)
+        place, row, sizes, _ = places(group, num, group.size)
+        results = give_rows(self._products(take_rows(rows, place, row), kernels, sizes), place, row)
+        results = lax.all_to_all(results, self.axis, 0, 0, tiled=True)
+        return _weighted(give_rows(results, choice, slot), weights).astype(x.dtype), lost.astype(jnp.float32)
+
+    def _groups(self, wanted: jax.Array, kernels: Sequence[jax.Array]) -> tuple[jax.Array, int]:
+        """`(the number of the expert among those of this device, as many as it has for all others; how many)`."""
+        num = kernels[0].shape[0]
+        group = wanted - (num * lax.axis_index(self.axis) if self.axis else 0)
+        return jnp.where((group >= 0) & (group < num), group, num).astype(jnp.int32), num
+
+    def _products(self, rows: jax.Array, kernels: Sequence[jax.Array], sizes: jax.Array) -> jax.Array:
+        """What the experts of this device make of rows that are sorted by expert, `sizes` of each."""
+        hopper = self._is_hopper() and rows.dtype == jnp.bfloat16
+        return gated_products(self.gated, hopper, rows, *kernels, sizes)
 
     def _is_hopper(self) -> bool:
         if self.layout is None:
             return False
         device = self.layout.mesh.devices.flat[0]
         return device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
+
+
+def _weighted(results: jax.Array, weights: jax.Array) -> jax.Array:
+    """The sums of each token's results [choice, embed], times its `weights` [token, choices], in float32."""
+    each = results.reshape(*weights.shape, -1).astype(jnp.float32)
+    return jnp.sum(each * weights[..., None], axis=1)
 
 
 @jax.tree_util.register_static
@@ -122,12 +205,16 @@ def spread(
     """`(what experts add to x, choices for which a device had no room)`, by `how.computed` on each device.
 
     `x` is [batch, length, embed]; `weights` and `chosen` are [batch, length, choice], of the experts that a token
-    chose; `kernels` are those of all experts, [expert, embed, hidden] twice and [expert, hidden, embed].
+    chose, `how.num_experts` for none; `kernels` are those of all experts, [expert, embed, hidden] twice and [expert,
+    hidden, embed].
 
     What a device keeps for the backward pass leaves one `shard_map` and enters another. JAX (0.10), which would do the
     same, splits it by the axes of the surrounding `shard_map` too, in an order that XLA refuses.
     """
-    return _spread_forward(how, x, weights, chosen, kernels)[0]
+    tokens, experts, _ = how.specs()
+    given = (tokens, tokens, tokens, *(experts for _ in kernels))
+    mapped = how.on_devices(how.computed, given, (tokens, PartitionSpec()))
+    return mapped(x, weights, chosen, *kernels)
 
 
 def _spread_forward(

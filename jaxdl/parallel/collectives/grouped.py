@@ -1,7 +1,6 @@
-"""Products of groups of rows with a matrix each, and how rows are brought to their groups and back.
+"""Products of groups of rows with matrices of their own, and how rows are brought to their groups and back.
 
-Rows that are sorted by group stand one after the other, `sizes` of each group. Products take the rows of each group
-times its own matrix; rows after the last group are zero.
+Rows that are sorted by group stand one after the other, `sizes` of each group.
 
 XLA computes `lax.ragged_dot`, on CPUs and on NVIDIA GPUs, as the products of all rows with all matrices. So Hopper GPUs
 take the kernels that JAX ships for them, and all else a loop over blocks of rows, each of one group.
@@ -11,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,39 +28,56 @@ _TILES = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps":
 _KERNELS = "jax.experimental.pallas.ops.gpu"
 
 
-def grouped_product(x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, hopper: bool = False) -> jax.Array:
-    """`x` [row, k], sorted by group, by `kernels` float32 [group, k, m]: [row, m] in the dtype of `x`.
+Gate = Callable[[jax.Array, jax.Array], jax.Array]
 
-    `sizes` int32 [group] are the rows of each group; their sum may be less than there are rows. Kernels are rounded to
-    the dtype of `x`, and their gradient is float32. With `hopper` a GPU takes the kernels for sm90.
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def gated_products(
+    gated: Gate, hopper: bool, x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, sizes: jax.Array
+) -> jax.Array:
+    """`gated(x gate, x up) down` of each row of `x` [row, k] with the kernels of its group, [row, k], in its dtype.
+
+    `sizes` int32 [group] are the rows of each group, one group after the other; their sum may be less than there are
+    rows. What stands in the rows after them must be finite, its cotangents zero, and results there are not to be read:
+    nothing writes them. `gate` and `up` are float32 [group, k, m], `down` [group, m, k]. They are rounded to the dtype
+    of `x`, and their gradients are float32. With `hopper` a GPU takes the kernels for sm90, which round these, too.
+
+    The backward pass keeps `x` and the first two products, and is written out: what JAX would derive copies rows to set
+    those to zero that are not used, and XLA would transpose the kernels of all layers.
     """
-    return _product(x, kernels, sizes, hopper)
+    return _forward(gated, hopper, x, gate, up, down, sizes)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _product(x: jax.Array, kernels: jax.Array, sizes: jax.Array, hopper: bool) -> jax.Array:
-    return _forward(x, kernels, sizes, hopper)[0]
+def _forward(
+    gated: Gate, hopper: bool, x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, sizes: jax.Array
+) -> tuple[jax.Array, Any]:
+    narrow = tuple(kernel.astype(x.dtype) for kernel in (gate, up, down))
+    first, second = (_rows(x, kernel, sizes, hopper) for kernel in narrow[:2])
+    hidden = _used(gated(first, second), sizes)
+    return _rows(hidden, narrow[2], sizes, hopper), (x, first, second, narrow, sizes)
 
 
-def _forward(x: jax.Array, kernels: jax.Array, sizes: jax.Array, hopper: bool) -> tuple[jax.Array, Any]:
-    narrow = kernels.astype(x.dtype)
-    return _rows(x, narrow, sizes, hopper), (x, narrow, sizes)
+def _backward(gated: Gate, hopper: bool, residuals: Any, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
+    x, first, second, (gate, up, down), sizes = residuals
+    hidden, pullback = jax.vjp(gated, first, second)
+    of_hidden = _rows(cotangent, down, sizes, hopper, transposed=True)
+    of_first, of_second = (_used(part, sizes) for part in pullback(of_hidden))
+    parts = ((of_first, gate), (of_second, up))
+    by_gate, by_up = (_rows(*part, sizes, hopper, transposed=True).astype(jnp.float32) for part in parts)
+    pairs = ((x, of_first), (x, of_second), (_used(hidden, sizes), cotangent))
+    return (by_gate + by_up).astype(x.dtype), *(_sums(*pair, sizes, hopper) for pair in pairs), None
 
 
-def _backward(hopper: bool, residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    x, narrow, sizes = residuals
-    x_gradient = _rows(cotangent, narrow.swapaxes(1, 2), sizes, hopper)
-    return x_gradient, _sums(x, cotangent, sizes, hopper), None
+gated_products.defvjp(_forward, _backward)
 
 
-_product.defvjp(_forward, _backward)
-
-
-def _rows(x: jax.Array, kernels: jax.Array, sizes: jax.Array, hopper: bool) -> jax.Array:
-    """x by the kernel of its group, in the dtype of `x`."""
-    if hopper and _fits(x.shape[1], kernels.shape[2]):
-        return lax.platform_dependent(x, kernels, sizes, cuda=_hopper_rows, default=_rows_by_blocks)
-    return _rows_by_blocks(x, kernels, sizes)
+def _rows(x: jax.Array, kernels: jax.Array, sizes: jax.Array, hopper: bool, *, transposed: bool = False) -> jax.Array:
+    """x by the kernel of its group, perhaps `transposed`, in the dtype of `x`."""
+    by_blocks = functools.partial(_rows_by_blocks, transposed=transposed)
+    if hopper and _fits(*kernels.shape[1:]):
+        cuda = functools.partial(_hopper_rows, transposed=transposed)
+        return lax.platform_dependent(x, kernels, sizes, cuda=cuda, default=by_blocks)
+    return by_blocks(x, kernels, sizes)
 
 
 def _sums(x: jax.Array, y: jax.Array, sizes: jax.Array, hopper: bool) -> jax.Array:
@@ -75,23 +92,21 @@ def _fits(*columns: int) -> bool:
     return all(size % 128 == 0 for size in columns)
 
 
-def _hopper_rows(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
+def _hopper_rows(x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
     kernel = importlib.import_module(f"{_KERNELS}.ragged_dot_mgpu")
-    used = _used(x, sizes)  # The kernel leaves other rows unwritten.
-    rows = alike((), kernel.ragged_dot(x, kernels, group_sizes=sizes, **_TILES), x, kernels, sizes)[0]
-    return jnp.where(used, rows, jnp.zeros((), x.dtype))
+    rows = kernel.ragged_dot(x, kernels, group_sizes=sizes, transpose_rhs=transposed, **_TILES)
+    return alike((), rows, x, kernels, sizes)[0]  # The kernels' results have no types of `shard_map`.
 
 
 def _hopper_sums(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
     kernel = importlib.import_module(f"{_KERNELS}.transposed_ragged_dot_mgpu")
-    # It masks rows of other groups by a product, in which a NaN would stay.
-    x, y = (jnp.where(_used(z, sizes), z, jnp.zeros((), z.dtype)) for z in (x, y))
     sums = kernel.transposed_ragged_dot(x, y, group_sizes=sizes, **_TILES)
-    return alike((), sums.astype(jnp.float32), x, y, sizes)[0]  # The kernels' results have no types of `shard_map`.
+    return alike((), sums.astype(jnp.float32), x, y, sizes)[0]
 
 
 def _used(x: jax.Array, sizes: jax.Array) -> jax.Array:
-    return (jnp.arange(x.shape[0]) < sizes.sum())[:, None]
+    """The rows of groups, and zeros after them."""
+    return jnp.where((jnp.arange(x.shape[0]) < sizes.sum())[:, None], x, jnp.zeros((), x.dtype))
 
 
 def _blocks(num_rows: int, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -116,15 +131,16 @@ def _group_of(place: jax.Array, ends: jax.Array) -> jax.Array:
     return jnp.minimum(jnp.sum(place[:, None] >= ends, axis=1), ends.size - 1)
 
 
-def _rows_by_blocks(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
+def _rows_by_blocks(x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
     group, place = _blocks(x.shape[0], sizes)
     rows = _in_blocks(x, group.size, place)
 
     def product(block: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return jnp.matmul(block[0], kernels[block[1]], preferred_element_type=jnp.float32).astype(x.dtype)
+        kernel = kernels[block[1]].T if transposed else kernels[block[1]]
+        return jnp.matmul(block[0], kernel, preferred_element_type=jnp.float32).astype(x.dtype)
 
     with jax.named_scope(f"{USED_ROWS}{x.shape[0]}_"):
-        flat = lax.map(product, (rows, group)).reshape(-1, kernels.shape[2])
+        flat = lax.map(product, (rows, group)).reshape(group.size * _BLOCK, -1)
     return flat.at[place].get(mode="fill", fill_value=0)
 
 
@@ -155,9 +171,26 @@ def places(group: jax.Array, num_groups: int, most_rows: int) -> tuple[jax.Array
     return order[:most_rows], row, sizes, wanted.sum() - sizes.sum()
 
 
+def slots(group: jax.Array, num_groups: int, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`(choice of each slot, slot of each choice, choices that did not fit)`: each group has `most` slots.
+
+    `group` is that of `places`. The first choices of a group have its slots. A choice without a slot has the slot
+    `num_groups * most`; in a slot that is not used stands a choice that has another one.
+    """
+    order = jnp.argsort(group, stable=True)
+    wanted = jnp.bincount(group, length=num_groups + 1)
+    rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
+    rank = rank - (jnp.cumsum(wanted) - wanted)[group]  # Among the choices of the group.
+    slot = jnp.where((group < num_groups) & (rank < most), group * most + rank, num_groups * most)
+    choice = jnp.zeros(num_groups * most, order.dtype).at[slot].set(jnp.arange(group.size), mode="drop")
+    return choice, slot, jnp.maximum(wanted[:num_groups] - most, 0).sum()
+
+
 @jax.custom_vjp
 def take_rows(x: jax.Array, choice: jax.Array, row: jax.Array) -> jax.Array:
     """The rows [row, d] of the tokens `x` [token, d]: `choice` [row] is the choice of each, `row` [choice] its inverse.
+
+    A row that no choice has gets no gradient, whatever stands in it.
 
     Tokens have equally many choices, one after the other. The gradient reads rows, too: nothing is summed by atomics.
     """

@@ -25,22 +25,22 @@ from jaxdl.exchange.cost import ALWAYS_MEASURED, NOMINAL_SPEEDS, Figures, Link, 
 from jaxdl.exchange.probe import probe
 from jaxdl.parallel.cluster import host_memory_bytes, wait_for_all
 from jaxdl.parallel.mesh import AXES, FILLING_AXIS, INNER_AXES, Axis, Device, MeshConfig, make_mesh, platform, ways
+from jaxdl.performance.planner.few import all_fit, fastest_of, few_layouts, least_memory_aside
 from jaxdl.performance.planner.machine import network_rate
 from jaxdl.performance.planner.mesh_tables import tables_on_meshes
+from jaxdl.performance.planner.reasons import binding, describe, why_it_wins
 from jaxdl.performance.planner.search import (
     Candidate,
     Choice,
     Cluster,
     RunWorkload,
     SearchResult,
-    binding,
-    describe,
     search,
     with_other_tables,
 )
 from jaxdl.performance.planner.steptime import Efficiency
 from jaxdl.performance.planner.tables import describe_schemes
-from jaxdl.performance.planner.timed import ROUNDS, Name, agree, memory_of, quickest, step_parts, time_layouts
+from jaxdl.performance.planner.timed import ROUNDS, LocalSteps, Name, agree, memory_of, quickest, time_layouts
 from jaxdl.performance.planner.trial import table_sec
 from jaxdl.performance.planner.trials import Trials
 from jaxdl.performance.planner.workload import fixed_fields, no_layout, workload_of
@@ -51,6 +51,9 @@ from jaxdl.training.run.plan.build import Plan
 from jaxdl.training.run.plan.layout import Planned, check_equal
 
 _LATENCY_US = 20.0
+_SMALL = 0.4
+"""Of a device's memory: where no layout needs more, an estimate of what the exchange adds will do."""
+_NO_CHANCE = 1.4
 _PROBED = {"cpu": 2**18, "gpu": 2**23}
 """The numbers on which a device works while it is measured."""
 
@@ -61,23 +64,31 @@ def plan(experiment: Experiment, devices: Sequence[Device], start: Start) -> Pla
     assert isinstance(asked, PlanAuto)
     trials = Trials(experiment)
     work, cluster, fixed = prepare(experiment, trials, devices, start)
-    with start.doing("planning the layout: compiling and timing steps"):
-        search_result = search_layouts(work, cluster, fixed)
-    if not search_result.candidates:
-        raise no_layout(experiment, fixed, f"{cluster.nodes} nodes of {cluster.gpus_per_node} devices")
 
     def timed(layouts: Sequence[Candidate], what: str) -> list[list[float]]:
         check_equal([settings_of(layout, experiment) for layout in layouts])
-        with start.doing(f"planning the layout: timing the best {len(layouts)} {what}"):
+        with start.doing(f"planning the layout: timing {len(layouts)} {what}"):
             plans = {number: layout_plan(experiment, trials, layout, devices) for number, layout in enumerate(layouts)}
-            return list(time_layouts(plans, search_result.cluster.device_bytes, ROUNDS).values())
+            return list(time_layouts(plans, cluster.device_bytes, ROUNDS).values())
 
+    if few := few_layouts(work, cluster, fixed, asked.timed):
+        of_few = timed(few, "layouts")
+        if all_fit(of_few):
+            chosen, reasons = fastest_of(few, of_few)
+            return Planned(settings_of(chosen, experiment), reasons)
     times: dict[Choice, list[float]] = {}
-    fitting = [candidate for candidate in search_result.candidates if candidate.fits]
-    for best in (fitting[first : first + asked.timed] for first in range(0, len(fitting), asked.timed)):
-        times |= dict(zip((candidate.choice for candidate in best), timed(best, "layouts"), strict=True))
-        if min(map(min, times.values())) < math.inf:  # XLA needs more memory for the others than a device has.
-            break
+    for searching in (search_layouts, search):
+        with start.doing("planning the layout: compiling and timing steps"):
+            search_result = searching(work, cluster, fixed)
+        if not search_result.candidates:
+            raise no_layout(experiment, fixed, f"{cluster.nodes} nodes of {cluster.gpus_per_node} devices")
+        left = [candidate for candidate in search_result.candidates if candidate.choice not in times]
+        for best in worth_timing(left, asked.timed):
+            times |= dict(zip((candidate.choice for candidate in best), timed(best, "layouts"), strict=True))
+            if min(map(min, times.values())) < math.inf:
+                break
+        if times and min(map(min, times.values())) < math.inf:
+            break  # Else XLA needs more memory for all of them than a device has.
     search_result = _chosen(search_result, times)
     choices = (
         [search_result.best, *with_other_tables(work, cluster, search_result.best, asked.timed - 1)]
@@ -115,13 +126,14 @@ def prepare(
     inner = described().link(FILLING_AXIS)  # In a trial the devices of a process are replicas.
     inside = dataclasses.replace(described(), links=dict.fromkeys(AXES, inner))
     local, of_tables = max(1, experiment.batch_size // len(devices)), functools.partial(table_sec, machine=inside)
-    parts = step_parts(trials, mine, local, device_bytes, of_tables)
-    return workload_of(experiment, trials, mine[:of_each], replica, tables, parts), cluster, fixed
+    steps = LocalSteps(trials, mine, local, device_bytes, of_tables)
+    return workload_of(experiment, trials, mine[:of_each], replica, tables, steps), cluster, fixed
 
 
 def layout_plan(experiment: Experiment, trials: Trials, candidate: Candidate, devices: Sequence[Device]) -> Plan:
-    """The step of a layout, on data of the run's shapes."""
-    return trials.plan(settings_of(candidate, experiment) | {"exchange": candidate.exchange}, devices, whole=True)
+    """The step of a layout, on data of the run's shapes: where it can be, the program that the run will need."""
+    changes = {**trials.lengths, **settings_of(candidate, experiment), "exchange": candidate.exchange}
+    return trials.plan(changes, devices, whole=True)
 
 
 def settings_of(candidate: Candidate, experiment: Experiment) -> dict[str, Any]:
@@ -191,14 +203,35 @@ def _of_host() -> float:
 
 
 def search_layouts(work: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any]) -> SearchResult:
-    """The layouts; those that keep fewer activations are compiled only where memory is what binds without them."""
-    kept = work.remats[:1] if "model.remat" not in fixed else work.remats
-    layouts = search(dataclasses.replace(work, remats=kept), cluster, fixed)
+    """The layouts; those that need less memory and more time are searched only where memory is what binds without them.
+
+    They keep fewer activations, or have more micro-batches, which each take all that is done once for each. Nor is the
+    memory of the exchange compiled where all layouts need a small part of what there is.
+    """
+    least = least_memory_aside(work, fixed)
+    layouts = search(dataclasses.replace(least, measured_exchange=None), cluster, fixed)
+    most = max((candidate.memory.total for candidate in layouts.candidates), default=0.0)
+    if most > _SMALL * cluster.device_bytes:
+        layouts = search(least, cluster, fixed)
     best = layouts.best
     binds = best is None or any(
         not candidate.fits and candidate.time.total_sec < best.time.total_sec for candidate in layouts.candidates
     )
-    return search(work, cluster, fixed) if binds and len(kept) < len(work.remats) else layouts
+    return search(work, cluster, fixed) if binds and least != work else layouts
+
+
+def worth_timing(candidates: Sequence[Candidate], number: int) -> list[list[Candidate]]:
+    """The candidates that fit and can be the fastest, the best predicted first, in groups of this number.
+
+    Predictions are too short or too long by about the same share for all layouts of a run, so that one whose time is
+    predicted as `_NO_CHANCE` times the best will not win.
+    """
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    groups = [fitting[first : first + number] for first in range(0, len(fitting), number)]
+    return [
+        [candidate for candidate in group if candidate.time.total_sec <= _NO_CHANCE * group[0].time.total_sec]
+        for group in groups
+    ]
 
 
 def to_planned(
@@ -234,6 +267,8 @@ def to_planned(
         f"messages {1e3 * t.exposed_sec:.3g}), {best.memory.total / 1e9:.3g} GB of {size / 1e9:.3g}",
         f"what binds: {binding(layouts)}",
     ]
+    if why := why_it_wins(layouts):
+        lines.append(why)
     if medians:
         timed = [
             (describe(candidate), medians[candidate.choice])

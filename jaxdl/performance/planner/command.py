@@ -7,6 +7,7 @@ planned around it. The global batch, the order of the data and the optimizer are
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ from jaxdl.performance.planner.h100 import DEVICE, h100_devices
 from jaxdl.performance.planner.machine import NVLINK, network_rate
 from jaxdl.performance.planner.memory import MOST_OF_DEVICE
 from jaxdl.performance.planner.mesh_tables import given_schemes, tables_on_meshes, with_slots
-from jaxdl.performance.planner.search import Candidate, Cluster, SearchResult, binding, describe, search, why_slower
+from jaxdl.performance.planner.reasons import best_of_each_mesh, binding, describe, mesh_of, why_it_wins, why_slower
+from jaxdl.performance.planner.search import Candidate, Cluster, SearchResult, search
 from jaxdl.performance.planner.steptime import Efficiency, nodes_that_pay, parameter_servers
 from jaxdl.performance.planner.table_report import config_lines, measured_workload, table_of
 from jaxdl.performance.planner.table_report import remarks as remarks_of_tables
@@ -42,7 +44,7 @@ _SHOWN = 12
 _PAYS = 0.8
 _COLUMNS = (
     "replica x fsdp x tensor", "micro-batches", "kept", "parameters", "exchange", "step", "compute", "inner",
-    "slow", "exposed", "GB", "against the best",
+    "slow", "exposed", "idle, %", "to nodes, MB", "GB", "against the best",
 )  # fmt: skip
 
 
@@ -118,7 +120,8 @@ def run(args: list[str], prog: str) -> None:
     sizes = dict.fromkeys(AXES, 1) | {Axis.REPLICA.value: replica, FILLING_AXIS: max(1, total // replica)}
     tables = tables_on_meshes(command.experiment, sizes, lambda: cluster.machine, keep, trials.splits)
     devices = h100_devices(1, cluster.gpus_per_node)
-    layouts = search(workload_of(command.experiment, trials, devices, replica, tables), cluster, fixed)
+    work = workload_of(command.experiment, trials, devices, replica, tables)
+    layouts = search(dataclasses.replace(work, compares_tensor=True), cluster, fixed)
     if not layouts.candidates:
         raise no_layout(command.experiment, fixed, f"{command.nodes} nodes of {command.gpus_per_node} GPUs")
     if layouts.best is not None and tables is not None and math.prod(layouts.best.choice.sizes.values()) > 1:
@@ -203,7 +206,8 @@ def table(layouts: SearchResult, command: PlanCommand) -> Table:
     made = Table(title=title)
     for column in _COLUMNS:
         made.add_column(column, justify="left" if column in (_COLUMNS[0], _COLUMNS[4], _COLUMNS[-1]) else "right")
-    fitting = [candidate for candidate in layouts.candidates if candidate.fits]
+    listed = layouts.candidates if layouts.decoder is None else best_of_each_mesh(layouts.candidates)
+    fitting = [candidate for candidate in listed if candidate.fits]
     refused = sorted(
         (candidate for candidate in layouts.candidates if not candidate.fits),
         key=lambda candidate: (candidate.time.total_sec, candidate.choice),
@@ -218,12 +222,14 @@ def _texts(candidate: Candidate, best: Candidate) -> tuple[str, ...]:
     c, t = candidate.choice, candidate.time
     times = (t.total_sec, t.compute_sec, t.inner_sec, t.slow_sec, t.exposed_sec)
     return (
-        f"{c.replica} x {c.fsdp} x {c.tensor}",
+        mesh_of(c),
         str(c.microbatches),
         c.remat,
         c.param_sharding,
         candidate.exchange.label,
         *(f"{1e3 * value:.2f}" for value in times),
+        f"{100 * t.idle_sec / t.total_sec:.0f}",
+        f"{t.node_bytes / 1e6:.1f}",
         f"{candidate.memory.total / 1e9:.1f}" + ("" if candidate.fits else "*"),
         "the plan" if candidate is best and candidate.fits else why_slower(candidate, best),
     )
@@ -238,6 +244,8 @@ def remarks(layouts: SearchResult, command: PlanCommand) -> list[str]:
     if best is None:
         return lines
     lines.append(f"what binds: {binding(layouts)}")
+    if why := why_it_wins(layouts):
+        lines.append(why)
     lines += best.reasons
     norm_span = getattr(command.experiment.model, "norm_span", None)
     if norm_span == Axis.REPLICA.value and getattr(command.experiment.model, "norm", "batch") == "batch":

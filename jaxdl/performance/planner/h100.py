@@ -21,7 +21,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from jaxdl.core.config import ConfigError
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import SLOW_AXES, ways
 from jaxdl.training.run.compile import compile_train_step, programs_of
 from jaxdl.training.run.plan.build import Plan
 
@@ -68,7 +68,7 @@ def target_config() -> str:
 def h100_mesh(shape: Mapping[str, int]) -> Mesh:
     """A mesh with these sizes over 8 x H100 that are only described; programs can be compiled for it, not run.
 
-    To XLA each replica is a separate host, so that it takes the network between them into account.
+    To XLA each replica, and each of its stages, is a host of its own, so that it takes the network into account.
 
     Raises ConfigError when the sizes do not multiply to 8, and what `h100_devices` raises.
     """
@@ -76,7 +76,7 @@ def h100_mesh(shape: Mapping[str, int]) -> Mesh:
         raise ConfigError(
             f"mesh {dict(shape)}: the description has {NUM_DEVICES} devices. Let the sizes multiply to 8."
         )
-    hosts = shape.get(Axis.REPLICA.value, 1)
+    hosts = ways(shape, SLOW_AXES)
     devices = np.asarray(h100_devices(hosts, NUM_DEVICES // hosts)).reshape(tuple(shape.values()))
     return Mesh(devices, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 

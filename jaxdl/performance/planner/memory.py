@@ -18,8 +18,10 @@ from jax.sharding import AbstractMesh
 
 from jaxdl.exchange.base import Exchange, GradientLayout, by_name, leaf_names
 from jaxdl.exchange.cost import Gradients
-from jaxdl.parallel.mesh import GATHER_AXES, Axis, inner_sizes, ways
+from jaxdl.parallel.mesh import GATHER_AXES, LENGTH_AXES, STAGE_AXES, Axis, inner_sizes, ways
 from jaxdl.parallel.sharding import STACKED, Layout, LogicalAxes, Params, ShardingConfig, is_names, spec_axes
+from jaxdl.performance.planner import pipeline
+from jaxdl.performance.planner.decoder import Decoder
 from jaxdl.performance.planner.tables import Costs
 
 FLOAT_BYTES = 4
@@ -55,6 +57,17 @@ class Parameters:
         stacked = frozenset(name for name, axis in zip(names, axes, strict=True) if STACKED in axis)
         gradient_layout = GradientLayout(dict(zip(names, specs, strict=True)), inner_sizes(sizes), self.order, stacked)
         return Gradients(local, sizes[Axis.REPLICA.value], gradient_layout)
+
+    def common_bytes(self, layout: Layout) -> float:
+        """Bytes on a device of the gradients of parameters that are in no layer, which all stages have."""
+        axes = jax.tree.leaves(self.axes, is_leaf=is_names)
+        shapes = [x.shape for x in jax.tree.leaves(self.shapes)]
+        local = [
+            shard_shape(shape, layout.grad_spec(names, shape), layout.mesh.shape)
+            for names, shape in zip(axes, shapes, strict=True)
+            if STACKED not in names
+        ]
+        return float(FLOAT_BYTES * sum(map(math.prod, local)))
 
     def frozen_bytes(self, layout: Layout) -> float:
         """Bytes on a device of the parameters that are not trained."""
@@ -172,6 +185,8 @@ class Step:
     """Of a device in a micro-batch."""
     exchange: Exchange | None = None
     """None sends nothing and keeps nothing."""
+    decoder: Decoder | None = None
+    """Needed for stages."""
     layout: Layout = field(init=False)
 
     def __post_init__(self) -> None:
@@ -197,7 +212,10 @@ def memory(
     state += parameters.other_bytes + parameters.frozen_bytes(step.layout)
     if step.exchange is not None:
         state += exchange_bytes(step.exchange, parameters.gradients(step.layout))
-    running = temporary.at(ways(step.sizes, GATHER_AXES), step.examples)
+    running = _temporary(temporary, step)
+    if ways(step.sizes, STAGE_AXES) > 1 and step.decoder is not None and ways(step.sizes, GATHER_AXES) > 1:
+        # A stage gathers its parameters once a step.
+        running += sizes["parameters"] * ways(step.sizes, GATHER_AXES) * step.decoder.itemsize / FLOAT_BYTES
     if step.microbatches > 1:
         running += sizes["gradients"]
     if step.sizes[Axis.REPLICA.value] > 1:
@@ -206,12 +224,30 @@ def memory(
             whole = described_layout(step.sharding, {**step.sizes, **dict.fromkeys(GATHER_AXES, 1)})
             added *= exchanging / max(parameters.bytes(whole)["gradients"], 1.0)
         running = max(0.0, running + added)
-    batch = 2 * example_bytes * step.examples * step.microbatches
+    batch = 2 * example_bytes * step.examples * step.microbatches / ways(step.sizes, LENGTH_AXES)
     if tables is None:
         return Memory(state, running, batch)
     # A step updates the tables when activations are gone; the evaluation has activations too.
     forward = running + max(tables.vector_bytes / step.microbatches, tables.evaluation_bytes)
     return Memory(state, running, batch, tables.device_bytes + max(forward, tables.update_bytes) - running)
+
+
+def _temporary(temporary: Fit, step: Step) -> float:
+    """The temporary bytes of a step without an exchange and without sums over micro-batches.
+
+    A stage has its part of the layers, and the last one also the output layer; inputs of micro-batches wait for their
+    backward pass.
+    """
+    gathered, stages = ways(step.sizes, GATHER_AXES), ways(step.sizes, STAGE_AXES)
+    examples = step.examples / ways(step.sizes, LENGTH_AXES)
+    if stages == 1 or step.decoder is None:
+        return temporary.at(gathered, examples)
+    decoder = step.decoder
+    kept = decoder.params_share(stages)
+    part = decoder.head_share + (1 - decoder.head_share) / stages
+    stage = Fit(kept * temporary.fixed, kept * temporary.divided, part * temporary.of_example)
+    inputs = pipeline.kept_inputs(stages) * decoder.tokens(examples) * decoder.width * decoder.itemsize
+    return stage.at(gathered, examples) + inputs
 
 
 def exchange_bytes(exchange: Exchange, gradients: Gradients) -> float:

@@ -6,6 +6,8 @@ that the same input always gives the same plan. The global batch, the order of t
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +18,9 @@ from jaxdl.exchange import Auto, Dense, ExchangeConfig
 from jaxdl.exchange.auto import recommend
 from jaxdl.exchange.cost import Gradients, Machine, predict
 from jaxdl.parallel.embedding import EmbeddingConfig, Scheme
-from jaxdl.parallel.mesh import AXES
-from jaxdl.parallel.sharding import ShardingConfig
+from jaxdl.parallel.mesh import AXES, FILLING_AXIS, RARE_AXES, STAGE_AXES
+from jaxdl.parallel.sharding import Layout, ShardingConfig
+from jaxdl.performance.planner.decoder import Decoder
 from jaxdl.performance.planner.memory import (
     MOST_OF_DEVICE,
     Memory,
@@ -27,8 +30,10 @@ from jaxdl.performance.planner.memory import (
     memory,
     sharding_of,
 )
-from jaxdl.performance.planner.steptime import Efficiency, Profile, StepTime, own_time, with_exchange
+from jaxdl.performance.planner.pipeline import FORWARD_SHARE
+from jaxdl.performance.planner.steptime import Efficiency, Profile, Split, StepTime, own_time, with_exchange
 from jaxdl.performance.planner.tables import Costs
+from jaxdl.performance.planner.tensor_cost import tensor_profile
 from jaxdl.training.plans import LAYOUT
 
 
@@ -42,6 +47,8 @@ class Choice(NamedTuple):
     param_sharding: str
     replica: int
     fsdp: int
+    stage: int = 1
+    context: int = 1
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -53,7 +60,8 @@ class Choice(NamedTuple):
         """The fields of an experiment that it sets."""
         values = (*self.sizes.values(), self.microbatches, self.remat, self.param_sharding)
         fields: dict[str, Any] = dict(zip(LAYOUT, values, strict=True))
-        return {name: value for name, value in fields.items() if value != ""}
+        unspoken = {f"mesh.{axis}": 1 for axis in RARE_AXES}
+        return {name: value for name, value in fields.items() if value not in ("", unspoken.get(name))}
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,12 @@ class RunWorkload:
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     exchange: ExchangeConfig | Auto = field(default_factory=Dense)
     measured_exchange: ExchangeConfig | None = None
-    """That for which profiles say how much memory it adds."""
+    """That for which `exchange_bytes` says how much memory it adds."""
+    exchange_bytes: Callable[[int, str], float | None] = lambda tensor, remat: None
+    """(size of `tensor`, remat) -> temporary bytes that `measured_exchange` adds on one device of `fsdp`; they are less
+    than none where XLA finds a better order. Compiled when it is first asked for; None if that is not known."""
+    microbatches: Sequence[int] = ()
+    """The numbers that are tried; none: all that divide the batch."""
     example_bytes: float = 0.0
     tables: PlanTables | None = None
     """Plans the embedding tables for a mesh; None without any."""
@@ -109,6 +122,12 @@ class RunWorkload:
     """Of the evaluation, which is spread as `batch_size` is; None: that."""
     norm_span: int | None = None
     """Examples over which batch norm takes its statistics, if that is given as a number."""
+    decoder: Decoder | None = None
+    """What decides how its layers and its texts are split; None where they cannot be."""
+    derived: frozenset[int] = frozenset()
+    """Sizes of `tensor` whose profiles follow by formula (`jaxdl.performance.planner.tensor_cost`)."""
+    compares_tensor: bool = False
+    """Whether `tensor` is compared where it is not needed: by formula, and by compiled steps where it seems best."""
     tensor_fits: Callable[[int], bool] = lambda size: size == 1
     """Whether the model can be split over a number of devices of `tensor`."""
 
@@ -135,6 +154,8 @@ class SearchResult:
     cluster: Cluster
     param_bytes: float = 0.0
     """Of all trained parameters."""
+    decoder: Decoder | None = None
+    batch_size: int = 0
 
     @property
     def best(self) -> Candidate | None:
@@ -145,17 +166,46 @@ class SearchResult:
 def search(workload: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any]) -> SearchResult:
     """All layouts, costed and ordered; `fixed` are fields of the experiment, as in `LAYOUT`, that keep their values.
 
-    Splitting layers over `tensor` is tried where no layout without it fits, or where it is given.
+    Splitting layers over `tensor` is tried where no layout without it fits, where it is given, and with
+    `RunWorkload.compares_tensor`.
     """
-    candidates: list[Candidate] = []
     every = list(choices(workload, cluster, fixed))
-    for tensor in sorted({choice.tensor for choice in every}):
-        candidates += [make_candidate(workload, cluster, choice) for choice in every if choice.tensor == tensor]
-        if any(candidate.fits for candidate in candidates):
-            break
+    sizes = sorted({choice.tensor for choice in every})
+    if workload.compares_tensor and workload.decoder is not None and len(sizes) > 1:
+        candidates = _with_tensor(workload, cluster, every)
+    else:
+        candidates = []
+        for tensor in sizes:
+            candidates += [make_candidate(workload, cluster, choice) for choice in every if choice.tensor == tensor]
+            if any(candidate.fits for candidate in candidates):
+                break
     whole = described_layout(workload.sharding, dict.fromkeys(AXES, 1))
     size = workload.parameters.bytes(whole)["parameters"]
-    return SearchResult(tuple(sorted(candidates, key=_rank)), cluster, size)
+    ranked = tuple(sorted(candidates, key=_rank))
+    return SearchResult(ranked, cluster, size, workload.decoder, workload.batch_size)
+
+
+def _with_tensor(workload: RunWorkload, cluster: Cluster, every: Sequence[Choice]) -> list[Candidate]:
+    """The candidates with all sizes of `tensor`; the best is costed by steps that are compiled for its size."""
+    derived = frozenset({choice.tensor for choice in every} - {1})
+    made: dict[int, list[Candidate]] = {}
+    while True:
+        work = dataclasses.replace(workload, derived=derived)
+        for tensor in {choice.tensor for choice in every} - made.keys():
+            made[tensor] = [make_candidate(work, cluster, choice) for choice in every if choice.tensor == tensor]
+        candidates = [candidate for of_size in made.values() for candidate in of_size]
+        best = min(candidates, key=_rank).choice.tensor
+        if best not in derived:
+            return candidates
+        derived -= {best}
+        del made[best]
+
+
+def _profile(workload: RunWorkload, choice: Choice) -> Profile:
+    if choice.tensor in workload.derived and workload.decoder is not None:
+        alone = workload.profiles(1, choice.remat, choice.param_sharding)
+        return tensor_profile(alone, choice.tensor, workload.decoder)
+    return workload.profiles(choice.tensor, choice.remat, choice.param_sharding)
 
 
 def _rank(candidate: Candidate) -> tuple[Any, ...]:
@@ -169,32 +219,51 @@ def _rank(candidate: Candidate) -> tuple[Any, ...]:
 def choices(workload: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any]) -> Iterator[Choice]:
     """Every layout of the devices that divides the batch, with what is given kept; `replica` is the nodes by default.
 
-    `fsdp` and `tensor` together stay inside a node. With tables, every batch is spread over all devices, `tensor` too.
+    What is inside a stage, or a replica without stages, stays inside a node; stages may take the place of replicas on
+    several nodes. A pipeline has as many micro-batches as stages, or more. With tables, every batch is spread over all
+    devices, `tensor` too.
     """
-    devices = cluster.nodes * cluster.gpus_per_node
-    replica = int(fixed.get("mesh.replica", -1))
-    replica = cluster.nodes if replica == -1 else replica
-    inner = devices // replica if replica > 0 and devices % replica == 0 else 0
-    if not inner or cluster.gpus_per_node % inner:
-        return
-    for tensor in divisors(inner):
-        fsdp = inner // tensor
-        ways = devices if workload.tables else replica * fsdp
-        batch_sizes = (workload.batch_size, workload.eval_batch_size or 0, *workload.batch_sizes)
-        if not workload.tensor_fits(tensor) or any(size % ways for size in batch_sizes):
-            continue
-        if not _kept(fixed, "mesh.tensor", tensor) or not _kept(fixed, "mesh.fsdp", fsdp):
-            continue
-        for microbatches in divisors(workload.batch_size // (replica * fsdp)):
-            if any(size % (replica * fsdp * microbatches) for size in workload.batch_sizes):
+    for mesh in _meshes(workload, cluster, fixed):
+        ways = mesh.replica * mesh.fsdp
+        for microbatches in divisors(workload.batch_size // ways):
+            if mesh.stage > 1:
+                if microbatches < mesh.stage:
+                    continue
+            elif workload.microbatches and microbatches not in workload.microbatches:
                 continue
-            if workload.batch_size // (replica * microbatches) % (workload.norm_span or 1):
+            if any(size % (ways * microbatches) for size in workload.batch_sizes):
+                continue
+            if workload.batch_size // (mesh.replica * microbatches) % (workload.norm_span or 1):
                 continue
             for remat in workload.remats:
-                for param_sharding in workload.shardings if fsdp > 1 else workload.shardings[:1]:
-                    choice = Choice(microbatches, tensor, remat, param_sharding, replica, fsdp)
+                gathered = mesh.fsdp * mesh.context > 1
+                for param_sharding in workload.shardings if gathered else workload.shardings[:1]:
+                    choice = mesh._replace(microbatches=microbatches, remat=remat, param_sharding=param_sharding)
                     if all(_kept(fixed, name, value) for name, value in choice.settings.items()):
                         yield choice
+
+
+def _meshes(workload: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any]) -> Iterator[Choice]:
+    """Every mesh that divides the batch, as a choice of which nothing else is decided."""
+    devices, decoder = cluster.nodes * cluster.gpus_per_node, workload.decoder
+    asked = int(fixed.get("mesh.replica", -1))
+    batch_sizes = (workload.batch_size, workload.eval_batch_size or 0, *workload.batch_sizes)
+    for stage in (1, *(decoder.stages if decoder else ())):
+        usual = divisors(cluster.nodes) if stage > 1 else [cluster.nodes]
+        for replica in usual if asked == -1 else [asked]:
+            inner = devices // (replica * stage) if replica > 0 and devices % (replica * stage) == 0 else 0
+            if not inner or cluster.gpus_per_node % inner:
+                continue
+            for context, tensor in itertools.product(divisors(inner), repeat=2):
+                if inner % (context * tensor) or not (context == 1 or (decoder and decoder.can_split(context))):
+                    continue
+                fsdp = inner // (context * tensor)
+                ways = devices if workload.tables else replica * fsdp
+                if not workload.tensor_fits(tensor) or any(size % ways for size in batch_sizes):
+                    continue
+                mesh = Choice(1, tensor, "", "", replica, fsdp, stage, context)
+                if all(_kept(fixed, f"mesh.{axis}", size) for axis, size in mesh.sizes.items()):
+                    yield mesh
 
 
 def _kept(fixed: Mapping[str, Any], name: str, value: Any) -> bool:
@@ -232,23 +301,45 @@ def with_other_tables(workload: RunWorkload, cluster: Cluster, candidate: Candid
 
 
 def _candidate(workload: RunWorkload, cluster: Cluster, choice: Choice, tables: TablesOnMesh | None) -> Candidate:
-    machine, efficiency = cluster.machine, cluster.efficiency
+    efficiency, sizes = cluster.efficiency, choice.sizes
     examples = workload.batch_size // (choice.replica * choice.fsdp * choice.microbatches)
-    profile = workload.profiles(choice.tensor, choice.remat, choice.param_sharding)
+    profile = _profile(workload, choice)
     sharding = sharding_of(workload.sharding, choice.param_sharding)
-    layout = described_layout(sharding, choice.sizes)
+    layout = described_layout(sharding, sizes)
     costs = tables and tables.costs
-    step_time = own_time(profile, choice.sizes, examples, choice.microbatches, machine, efficiency, costs)
+    split = _split(workload, cluster, choice, layout)
+    machine = cluster.machine
+    if split is not None and choice.stage > 1:
+        links = {**machine.links, **dict.fromkeys(STAGE_AXES, split.stage_link)}
+        machine = dataclasses.replace(machine, links=links)
+    step_time = own_time(profile, sizes, examples, choice.microbatches, machine, efficiency, costs, split)
     gradients = workload.parameters.gradients(layout)
     exchange, reasons = _exchange(workload, gradients, machine, step_time)
     cost = predict(exchange, gradients, machine)
     time = with_exchange(step_time, cost, machine, efficiency, delayed=bool(exchange.delay_steps))
     built = exchange.build(gradients.layout) if choice.replica > 1 else None
-    step = Step(choice.sizes, sharding, choice.microbatches, examples, built)
-    measured = profile.exchange_bytes if exchange == workload.measured_exchange else None
+    step = Step(sizes, sharding, choice.microbatches, examples, built, workload.decoder)
+    measured = None
+    if choice.replica > 1 and exchange == workload.measured_exchange:
+        measured = workload.exchange_bytes(choice.tensor, choice.remat)
     need = memory(workload.parameters, profile.temporary, step, workload.example_bytes, costs, measured)
     fits = need.total <= MOST_OF_DEVICE * cluster.device_bytes
     return Candidate(choice, exchange, time, need, fits, reasons, tables)
+
+
+def _split(workload: RunWorkload, cluster: Cluster, choice: Choice, layout: Layout) -> Split | None:
+    """How layers and texts are split; stages are joined by the network where not all are on one node."""
+    if workload.decoder is None:
+        return None
+    inside = choice.fsdp * choice.context * choice.tensor
+    between = choice.stage * inside > cluster.gpus_per_node
+    link = cluster.machine.slow if between else cluster.machine.link(FILLING_AXIS)
+    if between and inside < cluster.gpus_per_node:  # A node with several stages sends less to others at a time.
+        link = dataclasses.replace(link, bytes_per_sec=link.bytes_per_sec * cluster.gpus_per_node / inside, curve=())
+    common = workload.parameters.common_bytes(layout) if choice.stage > 1 else 0.0
+    # With remat `block` the profile has a forward pass more already.
+    forward = FORWARD_SHARE if choice.remat in ("", "none", "dots") else FORWARD_SHARE / (1 + FORWARD_SHARE)
+    return Split(workload.decoder, link, between, common, forward)
 
 
 def _exchange(
@@ -267,48 +358,3 @@ def _exchange(
         step_sec=step_time.total_sec,
     )
     return recommendation.best.replaced({"delay_steps": asked.delay_steps}), recommendation.reasons
-
-
-def why_slower(candidate: Candidate, best: Candidate) -> str:
-    """What made a candidate lose against the best, in a few words."""
-    if not candidate.fits:
-        return f"needs {candidate.memory.total / 1e9:.1f} GB"
-    losses = {
-        "more compute": candidate.time.compute_sec - best.time.compute_sec,
-        "more waiting between nodes": candidate.time.exposed_slow_sec - best.time.exposed_slow_sec,
-        "more waiting inside a node": candidate.time.exposed_sec
-        - candidate.time.exposed_slow_sec
-        - best.time.exposed_sec
-        + best.time.exposed_slow_sec,
-    }
-    name, most = max(losses.items(), key=lambda item: item[1])
-    return f"{name}: +{1e3 * most:.3g} ms" if most > 0 else "as fast, but less simple"
-
-
-def binding(layouts: SearchResult) -> str:
-    """The first constraint that keeps the best plan from being faster, in a sentence."""
-    best = layouts.best
-    if best is None:
-        return "nothing fits: memory of a device"
-    refused = [
-        candidate
-        for candidate in layouts.candidates
-        if not candidate.fits and candidate.time.total_sec < best.time.total_sec
-    ]
-    if refused:
-        faster = min(refused, key=lambda candidate: candidate.time.total_sec)
-        return (
-            f"memory: {describe(faster)} would take {1e3 * faster.time.total_sec:.4g} ms, but needs "
-            f"{faster.memory.total / 1e9:.1f} GB of a device's {layouts.cluster.device_bytes / 1e9:.1f}"
-        )
-    if best.time.exposed_sec > 0.5 * best.time.compute_sec:
-        slow = 2 * best.time.exposed_slow_sec >= best.time.exposed_sec
-        return "the network between nodes" if slow else "the links inside a node"
-    return "the arithmetic and the memory bandwidth of a device"
-
-
-def describe(candidate: Candidate) -> str:
-    """A candidate in a few words."""
-    c = candidate.choice
-    parts = [f"{c.replica} x {c.fsdp} x {c.tensor}", f"{c.microbatches} micro-batches", c.remat, c.param_sharding]
-    return ", ".join(part for part in parts if part)

@@ -9,11 +9,14 @@ pass of the last micro-batch, messages inside a replica beside all kernels, both
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jaxdl.exchange.cost import Cost, Machine
-from jaxdl.parallel.mesh import GATHER_AXES, MODEL_AXES, ways
+from jaxdl.exchange.cost import Cost, Link, Machine
+from jaxdl.parallel.mesh import GATHER_AXES, LENGTH_AXES, MODEL_AXES, STAGE_AXES, ways
+from jaxdl.performance.planner import context_cost, pipeline
+from jaxdl.performance.planner.decoder import Decoder
 from jaxdl.performance.planner.memory import Fit
 from jaxdl.performance.planner.tables import Costs
 
@@ -42,9 +45,6 @@ class Profile:
     """Bytes that a device sends over `tensor` in one micro-batch."""
     tensor_messages: float = 0.0
     """Collectives over `tensor` in one micro-batch."""
-    exchange_bytes: float | None = None
-    """Temporary bytes that the exchange between replicas adds on one device of `fsdp`, less than none where XLA finds
-    a better order; None if that was not measured."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,10 @@ class StepTime:
     """The part of `exposed_sec` that waits for other nodes."""
     backward_sec: float = 0.0
     """The part of `compute_sec` in the last micro-batch's backward pass, behind which the exchange hides."""
+    idle_sec: float = 0.0
+    """The part of `compute_sec` in which a stage of a pipeline waits for others."""
+    node_bytes: float = 0.0
+    """Bytes that a device sends to other nodes."""
 
     @property
     def total_sec(self) -> float:
@@ -85,6 +89,21 @@ class StepTime:
         return self.exposed_slow_sec / max(self.total_sec - self.exposed_slow_sec, 1e-12)
 
 
+@dataclass(frozen=True)
+class Split:
+    """How a network is divided besides its batch and its parameters: into stages, and its texts into parts."""
+
+    decoder: Decoder
+    stage_link: Link
+    """Between stages."""
+    between_nodes: bool = False
+    """Whether that is the network between nodes."""
+    common_bytes: float = 0.0
+    """Of a device's gradients of parameters that all stages have, such as tables."""
+    forward: float = pipeline.FORWARD_SHARE
+    """The part of the passes that is the forward pass, which a stage computes again."""
+
+
 def own_time(
     profile: Profile,
     sizes: Mapping[str, int],
@@ -93,31 +112,82 @@ def own_time(
     machine: Machine,
     efficiency: Efficiency,
     tables: Costs | None = None,
+    split: Split | None = None,
 ) -> StepTime:
     """The time of a step whose replicas exchange nothing but what embedding tables need.
 
-    `examples` are those of a device in a micro-batch; `tables` is what a step costs for tables, nothing of which is in
-    the profile.
+    `examples` are those of a device in a micro-batch, of which each device of `context` has a part; `tables` is what a
+    step costs for tables, nothing of which is in the profile. Stages and `context` need `split`.
     """
-    fsdp, tensor = ways(sizes, GATHER_AXES), ways(sizes, MODEL_AXES)
-    passes = profile.passes_sec.at(fsdp, examples) / efficiency.compute
-    compute = microbatches * passes + profile.other_sec.at(fsdp, 0) / efficiency.compute
+    gathered, tensor = ways(sizes, GATHER_AXES), ways(sizes, MODEL_AXES)
+    stages, parts = ways(sizes, STAGE_AXES), ways(sizes, LENGTH_AXES)
+    local = examples / parts
+    passes = profile.passes_sec.at(gathered, local) / efficiency.compute
+    kept = 1.0 if split is None else split.decoder.params_share(stages)
+    update = kept * profile.other_sec.at(gathered, 0) / efficiency.compute
+    head_share, forward = (0.0, 0.0) if split is None else (split.decoder.head_share, split.forward)
+    turns = pipeline.turns(passes, head_share, stages, microbatches, forward, splits_length=parts > 1)
+    compute = turns.total_sec + update
+    again = kept * (1 + forward) if stages > 1 else 1.0
     inner = 0.0
-    if fsdp > 1:
-        inner += _seconds(
-            machine, GATHER_AXES[0], profile.fsdp_messages, fsdp - 1, profile.fsdp_bytes * (fsdp - 1) / fsdp
+    if gathered > 1:
+        uses = (
+            kept * pipeline.gather_uses(split.decoder.itemsize, microbatches) if stages > 1 and split else microbatches
         )
+        num_bytes = uses * profile.fsdp_bytes * (gathered - 1) / gathered
+        inner += _seconds(machine, GATHER_AXES[0], uses * profile.fsdp_messages, gathered - 1, num_bytes)
     if tensor > 1:
-        num_bytes = profile.tensor_bytes.at(fsdp, examples)
-        inner += _seconds(machine, MODEL_AXES[0], profile.tensor_messages, 2 * (tensor - 1), num_bytes)
-    inner *= microbatches
+        num_bytes, messages = again * profile.tensor_bytes.at(gathered, local), again * profile.tensor_messages
+        inner += microbatches * _seconds(machine, MODEL_AXES[0], messages, 2 * (tensor - 1), num_bytes)
+    if parts > 1 and split is not None:
+        # Stages send keys in each turn, whether they need them or not.
+        passes_each = pipeline.num_turns(stages, microbatches)
+        inner += passes_each * _ring_sec(split, machine, parts, stages, examples)
     hidden = efficiency.overlap * compute if machine.overlaps else 0.0
     exposed, slow = max(0.0, inner - hidden), 0.0
     if tables is not None:
         # Vectors are needed before the forward pass, and their gradients come after the backward pass.
         compute, inner, slow = compute + tables.memory_sec, inner + tables.inner_sec, tables.slow_sec
         exposed += tables.inner_sec + tables.slow_sec
-    return StepTime(compute, inner, slow, exposed, slow, _BACKWARD * passes)
+    backward = (_BACKWARD * passes) if stages == 1 else (1 - forward / (1 + forward)) * turns.turn_sec
+    node_bytes = 0.0 if tables is None else tables.slow_bytes
+    time = StepTime(compute, inner, slow, exposed, slow, backward, turns.idle_sec, node_bytes)
+    if stages == 1 or split is None:
+        return time
+    tokens = split.decoder.tokens(local) * microbatches
+    return _with_stages(time, split, stages, tokens, microbatches, max(0.0, hidden - inner))
+
+
+def _ring_sec(split: Split, machine: Machine, parts: int, stages: int, examples: int) -> float:
+    """The seconds of the messages of keys and values in one micro-batch."""
+    decoder, again = split.decoder, stages > 1 or split.forward < pipeline.FORWARD_SHARE
+    num_bytes = context_cost.pass_bytes(decoder.length, parts, decoder.key_width, decoder.itemsize, again=again)
+    messages = decoder.num_layers / stages * context_cost.pass_messages(parts, again=again)
+    return _seconds(machine, LENGTH_AXES[0], messages, 1, decoder.num_layers / stages * examples * num_bytes)
+
+
+def _with_stages(
+    time: StepTime, split: Split, stages: int, tokens: float, microbatches: int, hidden: float
+) -> StepTime:
+    """The time with what stages send each other: two messages a turn, and sums of gradients after all turns.
+
+    `tokens` are those of a device in all micro-batches; messages of turns hide behind `hidden` seconds of kernels.
+    """
+    decoder, count = split.decoder, pipeline.num_turns(stages, microbatches)
+    of_turn = pipeline.activation_bytes(tokens / microbatches, decoder.width, decoder.itemsize)
+    sent, of_turns = count * of_turn, count * sum(split.stage_link.seconds(2, of_turn))
+    tables = pipeline.table_bytes(stages, split.common_bytes)
+    summing = sum(split.stage_link.seconds(2 * (stages - 1), tables))
+    exposed, seconds = max(0.0, of_turns - hidden) + summing, of_turns + summing
+    if not split.between_nodes:
+        return dataclasses.replace(time, inner_sec=time.inner_sec + seconds, exposed_sec=time.exposed_sec + exposed)
+    return dataclasses.replace(
+        time,
+        slow_sec=time.slow_sec + seconds,
+        exposed_sec=time.exposed_sec + exposed,
+        exposed_slow_sec=time.exposed_slow_sec + exposed,
+        node_bytes=time.node_bytes + sent + tables,
+    )
 
 
 def with_exchange(
@@ -133,6 +203,8 @@ def with_exchange(
         step_time.exposed_sec + left.total_sec,
         step_time.exposed_slow_sec + left.total_sec,
         step_time.backward_sec,
+        step_time.idle_sec,
+        step_time.node_bytes + cost.sent_bytes,
     )
 
 

@@ -13,7 +13,7 @@ from jaxdl.parallel.embedding import Buffer, EmbeddingConfig, Scheme, Table, mak
 from jaxdl.parallel.embedding.jagged import Feature, buckets, is_jagged
 from jaxdl.parallel.embedding.layout import copied_bytes
 from jaxdl.parallel.embedding.traffic import Message, axis_bytes, messages
-from jaxdl.parallel.mesh import Axis
+from jaxdl.parallel.mesh import AXES, Axis
 
 _SLOW = Axis.REPLICA.value
 _READS = 4
@@ -43,11 +43,14 @@ class Workload:
     batch_size: int
     """The global one."""
     sizes: Mapping[str, int]
-    """The sizes of all mesh axes."""
+    """The sizes of the mesh axes; one that is left out has one device."""
     jagged: Mapping[str, Feature] = field(default_factory=dict)
     """Each feature with the statistics of its ids, if these are sent as values and lengths; empty: in columns."""
     cached: frozenset[str] = frozenset()
     """The tables that the host holds: their rows are the slots of the devices."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", dict.fromkeys(AXES, 1) | dict(self.sizes))
 
     @property
     def local_batch(self) -> int:

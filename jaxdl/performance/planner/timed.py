@@ -14,6 +14,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -24,11 +25,11 @@ from jaxdl.core.config import ConfigError
 from jaxdl.exchange import Dense
 from jaxdl.parallel.cluster import wait_for_all
 from jaxdl.parallel.cluster.agree import from_each_process
-from jaxdl.parallel.mesh import Device, MeshConfig
+from jaxdl.parallel.mesh import Device, MeshConfig, platform
 from jaxdl.performance.planner.h100 import compile_step
 from jaxdl.performance.planner.idle_exchange import NoExchange
 from jaxdl.performance.planner.memory import MOST_OF_DEVICE
-from jaxdl.performance.planner.trial import planned_bytes
+from jaxdl.performance.planner.trial import Measured, figures, planned_bytes
 from jaxdl.performance.planner.trials import Trials, first_batch
 from jaxdl.training.run.plan.build import Plan
 from jaxdl.training.state import TrainState
@@ -37,9 +38,10 @@ from jaxdl.training.step import Batch
 ROUNDS = 15
 _MOST_OF_MEMORY = 0.5
 """A step without messages that needs more than this share of a device's memory is not run: fewer examples will do."""
-_MOST_SEC = 20.0
+_MOST_SEC = 6.0
 """No further round begins when all steps together were timed for so long."""
 _LEAST_ROUNDS = 3
+_COMPILERS = 2
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -67,41 +69,75 @@ def memory_of(device: Device) -> float | None:
     return float(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
 
 
-def step_parts(
-    trials: Trials,
-    devices: Sequence[Device],
-    local: int,
-    device_bytes: float = math.inf,
-    tables_sec: Callable[[Plan], float] = lambda _: 0.0,
-) -> Callable[[str], StepParts]:
-    """remat (empty for a model without the setting) -> what its steps take on these devices; three steps are run.
+class LocalSteps:
+    """Steps without messages on these devices, which are compiled and timed when they are first asked for.
 
-    They have up to `local` examples of a device, or as many fewer as fit. The seconds that `tables_sec` predicts of a
-    step's embedding tables are taken off. `devices` are those of this process; all processes call it alike, at once,
-    and get the times of the slowest. Raises ConfigError if not even one example fits.
+    They have up to `local` examples of a device, or as many fewer as fit. `devices` are those of this process; all
+    processes call this alike, at once, and get the times of the slowest.
     """
 
-    @functools.cache
-    def found(remat: str) -> StepParts:
-        examples = local
+    def __init__(
+        self,
+        trials: Trials,
+        devices: Sequence[Device],
+        local: int,
+        device_bytes: float = math.inf,
+        tables_sec: Callable[[Plan], float] = lambda _: 0.0,
+    ) -> None:
+        """`tables_sec` predicts the seconds of a step's embedding tables, which are taken off."""
+        self._trials, self._devices, self._local = trials, devices, local
+        self._device_bytes, self._tables_sec = device_bytes, tables_sec
+        self._steps = functools.cache(self._compile)
+        self._parts = functools.cache(self._time)
+
+    def __call__(self, remat: str) -> StepParts:
+        """What steps take with this remat, empty for a model without the setting; of three that are run.
+
+        Raises ConfigError if not even one example fits.
+        """
+        return self._parts(remat)
+
+    def figures(self, remat: str) -> dict[int, Measured]:
+        """Examples of a device -> what the compiled step needs, of those with one micro-batch."""
+        return {
+            examples: figures(plan, program)
+            for (microbatches, examples), (plan, program) in self._steps(remat).items()
+            if microbatches == 1
+        }
+
+    def _time(self, remat: str) -> StepParts:
+        steps = self._steps(remat)
+        times = time_steps(steps, ROUNDS)
+        return fit_steps(
+            {counts: without_tables(sec, self._tables_sec(steps[counts][0])) for counts, sec in times.items()}
+        )
+
+    def _compile(self, remat: str) -> dict[tuple[int, int], tuple[Plan, jax.stages.Compiled]]:
+        examples, limit = self._local, self._device_bytes
         while True:
             wanted = [(1, examples), (1, max(1, examples // 2)), (2, max(1, examples // 2))]
-            plans = {fromkey: local_plan(trials, devices, remat or None, *fromkey) for fromkey in dict.fromkeys(wanted)}
-            programs = {counts: compile_step(plan) for counts, plan in plans.items()}
+            plans = {
+                counts: local_plan(self._trials, self._devices, remat or None, *counts)
+                for counts in dict.fromkeys(wanted)
+            }
+            programs = compile_all(plans)
             most = agree(max(planned_bytes(program) or 0 for program in programs.values()), max)
-            if examples == 1 and most > device_bytes:
+            if examples == 1 and most > limit:
                 raise ConfigError(
                     f"--plan auto: a step of one example with all parameters on a device needs {most / 1e9:.3g} "
-                    f"GB of {device_bytes / 1e9:.3g}, so none can be timed. Choose the layout, or take larger devices."
+                    f"GB of {limit / 1e9:.3g}, so none can be timed. Choose the layout, or take larger devices."
                 )
-            if examples == 1 or most <= _MOST_OF_MEMORY * device_bytes:
-                times = time_steps({plan: (plans[plan], programs[plan]) for plan in plans}, ROUNDS)
-                return fit_steps(
-                    {counts: without_tables(sec, tables_sec(plans[counts])) for counts, sec in times.items()}
-                )
+            if examples == 1 or most <= _MOST_OF_MEMORY * limit:
+                return {counts: (plans[counts], programs[counts]) for counts in plans}
             examples = max(1, examples // 2)
 
-    return found
+
+def compile_all(plans: Mapping[Name, Plan]) -> dict[Name, jax.stages.Compiled]:
+    """The compiled steps of plans; on CPUs two at a time, since XLA has work for one core in a part of that time."""
+    if not plans or any(platform(plan.parts.layout.mesh) != "cpu" for plan in plans.values()):
+        return {name: compile_step(plan) for name, plan in plans.items()}
+    with ThreadPoolExecutor(_COMPILERS) as pool:
+        return dict(zip(plans, pool.map(compile_step, plans.values()), strict=True))
 
 
 def without_tables(seconds: float, tables_sec: float) -> float:
@@ -144,7 +180,7 @@ def time_layouts(plans: Mapping[Name, Plan], device_bytes: float, num_rounds: in
     They are infinite for a layout that needs more memory by XLA's plan than a plan may, which is not run.
     """
     most = MOST_OF_DEVICE * device_bytes
-    programs = {name: compile_step(plan) for name, plan in plans.items()}
+    programs = compile_all(plans)
     needed = {name: agree(planned_bytes(program) or 0, max) for name, program in programs.items()}
     fitting = {name: (plans[name], programs[name]) for name in plans if needed[name] <= most}
     turns = [fitting] if sum(needed[name] for name in fitting) <= most else [{name: fitting[name]} for name in fitting]
@@ -215,17 +251,20 @@ def _turns(names: Iterable[Name], number: int) -> list[Name]:
 def _states(plans: Mapping[Name, Plan]) -> dict[Name, TrainState]:
     """Fresh states, without the tables of the host, of which no step sees more than its slots.
 
-    Equal ones are made by one program: to compile it takes about as long as to compile a step.
+    To compile the program that makes one takes about as long as to compile a step. So those of the same arrays are
+    copies, in their own shardings, of the first.
     """
-    makers: dict[Hashable, Callable[[int], TrainState]] = {}
+    made: dict[Hashable, TrainState] = {}
     states = {}
     for name, plan in plans.items():
         spec = plan.parts.state_spec
-        leaves, structure = jax.tree.flatten((spec.shapes, spec.shardings))
+        leaves, structure = jax.tree.flatten(spec.shapes)
         kind = (structure, *leaves)
-        if kind not in makers:
-            makers[kind] = spec.initializer()
-        states[name] = makers[kind](plan.experiment.seed)
+        if kind not in made:
+            states[name] = made[kind] = spec.initializer()(plan.experiment.seed)
+        else:
+            copy = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=spec.shardings)
+            states[name] = copy(made[kind])
     return states
 
 

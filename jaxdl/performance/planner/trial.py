@@ -180,11 +180,10 @@ def profile(
     remat: str | None,
     param_sharding: str,
     examples: tuple[int, int],
-    replicas: bool = False,
 ) -> Profile:
     """What steps need, from three of them: with these two numbers of examples, and with `most_fsdp`.
 
-    `measure` takes the figures of each; with `replicas` also those of a step on two of them.
+    `measure` takes the figures of each.
     """
     few, many = examples
     wanted = dict.fromkeys([(1, few), (1, many), (most_fsdp, few)])
@@ -192,11 +191,6 @@ def profile(
         (fsdp, number): measure(Setting(fsdp, tensor, number, remat, param_sharding if fsdp > 1 else "replicated"))
         for fsdp, number in wanted
     }
-
-    between = None
-    if replicas:
-        two = measure(Setting(1, tensor, few, remat, "replicated", replica=2))
-        between = two.temporary - measurements[1, few].temporary
 
     def line(value: Callable[[Measured], float]) -> Fit:
         return fit_memory({key: value(measured) for key, measured in measurements.items()})
@@ -211,5 +205,13 @@ def profile(
         fsdp_messages=spread.messages.get(GATHER_AXES[0], 0.0),
         tensor_bytes=line(lambda measured: measured.sent.get(inner, 0.0)),
         tensor_messages=spread.messages.get(inner, 0.0),
-        exchange_bytes=between,
     )
+
+
+def exchange_bytes(measure: Callable[[Setting], Measured], *, tensor: int, remat: str | None, examples: int) -> float:
+    """Temporary bytes that the exchange between replicas adds on one device of `fsdp`: of a step of two, and of one.
+
+    They are less than none where XLA finds a better order.
+    """
+    one, two = (measure(Setting(1, tensor, examples, remat, "replicated", replica=count)) for count in (1, 2))
+    return two.temporary - one.temporary

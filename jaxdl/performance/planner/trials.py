@@ -32,11 +32,14 @@ _TABLE_BYTES, _LEAST_ROWS = 2**27, 1024
 processor holds; but each has so many rows, if it has as many."""
 
 
+_OPTIMIZATIONS = "xla_backend_optimization_level"
+
+
 class Trials:
     """Plans of steps of an experiment on data of its shapes."""
 
     def __init__(self, experiment: Experiment) -> None:
-        self.experiment = stand_in(experiment)
+        self.experiment, self._given = stand_in(experiment), experiment
         self._read: dict[tuple[type[Data], Any], Splits] = {}
 
     def splits(self, data: Data, recorded: DataSpec | None = None) -> Splits:
@@ -67,6 +70,16 @@ class Trials:
             return plan
         return dataclasses.replace(plan, splits=Splits(_Folded(train, tables), plan.splits.test))
 
+    @property
+    def lengths(self) -> dict[str, Any]:
+        """The fields of the experiment that give its length and its schedule, for steps that it may have itself.
+
+        None of them where trials have other data, or the run has phases: its steps are then other programs in any case.
+        """
+        if self._given.phases or self.experiment.data != self._given.data:
+            return {}
+        return {name: getattr(self._given, name) for name in ("epochs", "tokens", "steps", "schedule")}
+
     @functools.cached_property
     def _most_rows(self) -> int | None:
         """The most rows of a table; None without tables."""
@@ -89,6 +102,9 @@ def trial_plan(trials: Trials, setting: Setting, devices: Sequence[Any]) -> Plan
     }
     if setting.remat is not None:
         changes["model.remat"] = setting.remat
+    if getattr(devices[0], "platform", "") == "cpu" and _OPTIMIZATIONS not in " ".join(experiment.compiler.options):
+        # It is looked at and not run; the module and its memory are the same, made in little more than half the time.
+        changes["compiler.options"] = (*experiment.compiler.options, f"{_OPTIMIZATIONS}=0")
     return trials.plan(changes, devices[: setting.replica * setting.fsdp * setting.tensor])
 
 

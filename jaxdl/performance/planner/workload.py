@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,11 +16,19 @@ from jaxdl.exchange import Auto, ExchangeConfig
 from jaxdl.exchange.base import by_name, leaf_names
 from jaxdl.parallel.mesh import BATCH_AXES
 from jaxdl.parallel.sharding import has_names, is_names
+from jaxdl.performance.planner.decoder import decoder_of
 from jaxdl.performance.planner.memory import Fit, Parameters
 from jaxdl.performance.planner.search import PlanTables, RunWorkload
 from jaxdl.performance.planner.steptime import Profile
-from jaxdl.performance.planner.timed import StepParts
-from jaxdl.performance.planner.trial import Measured, Setting, measure_step, profile, trial_exchange
+from jaxdl.performance.planner.timed import LocalSteps, StepParts
+from jaxdl.performance.planner.trial import (
+    Measured,
+    Setting,
+    exchange_bytes,
+    measure_step,
+    profile,
+    trial_exchange,
+)
 from jaxdl.performance.planner.trials import Trials, trial_plan
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.plans import LAYOUT
@@ -66,15 +74,15 @@ def workload_of(
     devices: Sequence[Any],
     nodes: int,
     tables: PlanTables | None = None,
-    parts: Callable[[str], StepParts] | None = None,
+    steps: LocalSteps | None = None,
     *,
     replicas: bool | None = None,
 ) -> RunWorkload:
     """What is planned of an experiment; steps, those of `trials`, are compiled for `devices`, those of a node.
 
     With `replicas`, which several nodes have by default, the memory that their exchange needs is that of a compiled
-    step of two replicas, if a node has devices for them. Kernels take the times in `parts`, by remat, as measured by
-    `jaxdl.performance.planner.timed`; without it those of the roofline.
+    step of two replicas, if a node has devices for them. Kernels take the times of `steps` that were timed, by remat;
+    without them those of the roofline.
 
     Raises ConfigError where the data is missing, and for settings that no plan is made for.
     """
@@ -88,22 +96,19 @@ def workload_of(
         raise ConfigError(f"exchange {exchange.kind}: the planner does not know what it costs. Choose another one.")
     remat = getattr(experiment.model, "remat", None)
     base = trial_plan(trials, Setting(1, 1, 1, remat, "replicated"), devices)
+    profiles = Profiles(trials, devices, experiment.batch_size // (nodes * len(devices)), steps)
     return RunWorkload(
         batch_size=experiment.batch_size,
         parameters=parameters_of(base),
-        profiles=_profiles(
-            trials,
-            devices,
-            experiment.batch_size // (nodes * len(devices)),
-            parts,
-            replicas=nodes > 1 if replicas is None else replicas,
-        ),
+        profiles=profiles.of,
+        exchange_bytes=profiles.exchange_bytes if (nodes > 1 if replicas is None else replicas) else lambda *_: None,
         remats=("",) if remat is None else ("none", "dots", "block"),
         sharding=experiment.sharding,
         exchange=exchange,
         measured_exchange=trial_exchange(experiment),
         norm_span=span if isinstance(span := getattr(experiment.model, "norm_span", None), int) else None,
         example_bytes=example_bytes(base),
+        decoder=decoder_of(base),
         tables=tables,
         batch_sizes=[phase.batch_size for phase in experiment.phases if phase.batch_size is not None],
         eval_batch_size=experiment.evaluation.batch_size,
@@ -162,34 +167,64 @@ def tensor_fits(parts: Parts, dims: Sequence[str], size: int) -> bool:
     return bool(dim_sizes) and all(number % size == 0 for number in dim_sizes)
 
 
-def _profiles(
-    trials: Trials,
-    devices: Sequence[Any],
-    most_examples: int,
-    parts: Callable[[str], StepParts] | None,
-    *,
-    replicas: bool,
-) -> Callable[[int, str, str], Profile]:
-    """Profiles by tensor, remat and sharding, each compiled once; ConfigError if XLA cannot compile `tensor`."""
-    few = max(1, min(8, most_examples // 2))
+class Profiles:
+    """Profiles by tensor, remat and sharding; each step is compiled once."""
 
-    @functools.cache
-    def measure(setting: Setting) -> Measured:
-        return measure_step(trial_plan(trials, setting, devices))
+    def __init__(
+        self, trials: Trials, devices: Sequence[Any], most_examples: int, steps: LocalSteps | None = None
+    ) -> None:
+        """Steps with up to `most_examples` of a device are compiled for the devices of a node."""
+        self._devices, self._steps = devices, steps
+        self._few = max(1, min(8, most_examples // 2))
+        self._has_tables = trials.experiment.model.modality == TabularSpec.modality
+        self._compiled = functools.cache(lambda setting: measure_step(trial_plan(trials, setting, devices)))
+        self._counted = functools.cache(self._count)
 
-    @functools.cache
-    def counted(tensor: int, remat: str, param_sharding: str) -> Profile:
+    def of(self, tensor: int, remat: str, param_sharding: str) -> Profile:
+        """A profile. Raises ConfigError if XLA cannot compile `tensor`."""
+        counted = self._counted(tensor, remat, param_sharding)
+        if self._steps is None:
+            return counted
+        alone = counted if tensor == 1 else self._counted(1, remat, param_sharding)
+        parts, (few, _) = self._steps(remat), self._examples(1, remat)
+        return with_measured(counted, parts, alone, few, divided=param_sharding == "sharded")
+
+    def exchange_bytes(self, tensor: int, remat: str) -> float | None:
+        """See `RunWorkload.exchange_bytes`; None where a node has no devices for two replicas."""
+        if 2 * tensor > len(self._devices):
+            return None
+        few, _ = self._examples(tensor, remat)
+        return exchange_bytes(self._compiled, tensor=tensor, remat=remat or None, examples=few)
+
+    def _timed(self, tensor: int, remat: str) -> Mapping[int, Measured]:
+        """Examples of a device -> the figures of the steps that are timed, where those tell what is asked."""
+        if self._steps is None or tensor > 1 or self._has_tables:  # Those of tables have messages between replicas.
+            return {}
+        return self._steps.figures(remat)
+
+    def _examples(self, tensor: int, remat: str) -> tuple[int, int]:
+        """The two numbers of examples of a device in compiled steps."""
+        if timed := self._timed(tensor, remat):
+            return min(timed), max(2 * min(timed), *timed)
         # Batches with tables are divided by all devices.
-        least = -(-few // tensor) * tensor if trials.experiment.model.modality == TabularSpec.modality else few
+        least = -(-self._few // tensor) * tensor if self._has_tables else self._few
+        return least, 2 * least
+
+    def _count(self, tensor: int, remat: str, param_sharding: str) -> Profile:
+        timed = self._timed(tensor, remat)
+
+        def measure(setting: Setting) -> Measured:
+            alone = setting.fsdp == 1 and setting.examples in timed
+            return timed[setting.examples] if alone else self._compiled(setting)
+
         try:
             return profile(
                 measure,
                 tensor=tensor,
-                most_fsdp=len(devices) // tensor,
+                most_fsdp=len(self._devices) // tensor,
                 remat=remat or None,
                 param_sharding=param_sharding,
-                examples=(least, 2 * least),
-                replicas=replicas and 2 * tensor <= len(devices),
+                examples=self._examples(tensor, remat),
             )
         except jax.errors.JaxRuntimeError as error:
             if tensor == 1:
@@ -199,15 +234,6 @@ def _profiles(
                 f"mesh.tensor {tensor}: XLA does not compile this model's step with it ({why}). Plan with "
                 "--mesh.tensor 1."
             ) from None
-
-    def found(tensor: int, remat: str, param_sharding: str) -> Profile:
-        counted_profile = counted(tensor, remat, param_sharding)
-        if parts is None:
-            return counted_profile
-        alone = counted_profile if tensor == 1 else counted(1, remat, param_sharding)
-        return with_measured(counted_profile, parts(remat), alone, few, divided=param_sharding == "sharded")
-
-    return found
 
 
 def with_measured(counted: Profile, parts: StepParts, alone: Profile, examples: int, *, divided: bool) -> Profile:

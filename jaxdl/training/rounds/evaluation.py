@@ -24,7 +24,7 @@ def make_own_eval_step(parts: Parts) -> jax.stages.Wrapped:
     `jaxdl.training.evaluation` otherwise.
     """
     replica, mesh = Axis.REPLICA.value, parts.layout.mesh
-    layout = Layout(parts.layout.config, mesh, manual=frozenset({replica}))
+    layout = Layout(parts.layout.config, mesh, manual=frozenset({replica}), apart=True)
     shardings = parts.state_spec.shardings
     params_sharding = parts.trainable.merged(shardings.own.params, shardings.params)
 

@@ -115,7 +115,9 @@ def _joint_step(parts: Parts, state: TrainState, batch: Batch) -> tuple[TrainSta
         average = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, state.ema_params, params)
         changed = changed.replace(ema_params=average)
     kept = anchor.guard["bad_in_row"] == 0 if replicas.guard else jnp.bool_(True)
-    joined = {f"{JOINED}sums/{name}": jnp.where(kept, of_exchange[f"sums/{name}"], 0) for name in sums}
+    joined = {
+        f"{JOINED}sums/{name}": jnp.where(kept, of_exchange[f"sums/{name}"], 0) for name in replicas.since["sums"]
+    }
     return changed, _name(sums, metrics), joined | {f"{JOINED}seen": of_exchange["sums/weight"]}
 
 

@@ -19,7 +19,7 @@ from jaxdl.training.run.compile import StepFunctions, programs
 from jaxdl.training.run.evaluation import Evaluation
 from jaxdl.training.run.hooks import Callbacks, Hooks
 from jaxdl.training.run.plan.build import make_exchange_state
-from jaxdl.training.run.plan.length import check_not_past, early_end_note
+from jaxdl.training.run.plan.length import check_not_past, checked_report, early_end_note
 from jaxdl.training.run.plan.plan import Plan
 from jaxdl.training.run.result import Interrupted, Run
 from jaxdl.training.run.rollback import BadStep, Rollbacks, skip
@@ -245,9 +245,9 @@ class Trainer:
 
     def _roll_back_if_bad(self, report: Report | None) -> bool:
         """Rolls the run back if the steps of a report end a streak of bad ones that is too long: whether it has."""
-        if (streak := self.rollbacks.judge(report)) is not None:
+        if streak := self.rollbacks.judge(checked_report(self.plan, report, kept=self.saver is not None)):
             self._roll_back(streak)
-        return streak is not None
+        return bool(streak)
 
     def _roll_back(self, streak: Sequence[BadStep]) -> None:
         """Returns to a checkpoint from before a streak of bad steps, or to the start; their batches are skipped now."""

@@ -107,7 +107,7 @@ def _own_gradients(
     model_state, factor = jax.tree.map(lambda x: x[0], (model_state, factor))
     params = one_replica_params(parts, params)
     factor = factor / nonzero(parts.task.weight(batch))
-    gradients = _replica_gradients(parts, params, model_state, batch, factor, random)
+    gradients = _replica_gradients(parts, params, model_state, batch, factor, random, apart=True)
     return jax.tree.map(lambda x: x[None], gradients)
 
 
@@ -124,11 +124,18 @@ def one_replica_params(parts: Parts, params: Params) -> Params:
 
 
 def _replica_gradients(
-    parts: Parts, params: Params, model_state: ModelState, batch: Batch, factor: jax.Array, random: Any
+    parts: Parts,
+    params: Params,
+    model_state: ModelState,
+    batch: Batch,
+    factor: jax.Array,
+    random: Any,
+    *,
+    apart: bool = False,
 ) -> LocalGradients:
-    """One replica's, of all micro-batches."""
+    """One replica's, of all micro-batches; with `apart` each has parameters of its own."""
     replica = Axis.REPLICA.value
-    layout = Layout(parts.layout.config, parts.layout.mesh, manual=frozenset({replica}), sum_dtype=parts.sum_dtype)
+    layout = dataclasses.replace(parts.layout, manual=frozenset({replica}), sum_dtype=parts.sum_dtype, apart=apart)
     batch = {name: lax.with_sharding_constraint(x, PartitionSpec(INNER_BATCH_AXES)) for name, x in batch.items()}
     key, rows = (None, None) if random is None else (jax.random.wrap_key_data(random[0]), random[1])
     num_parts = parts.config.microbatches

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 from jaxdl.models.logits import add_remarks
 from jaxdl.models.network import Call
 from jaxdl.parallel.collectives.primitive import alike
-from jaxdl.parallel.mesh import BATCH_AXES, STAGE_AXES, batch_ways
+from jaxdl.parallel.mesh import BATCH_AXES, LENGTH_AXES, STAGE_AXES, batch_ways, ways
 from jaxdl.parallel.sharding import STACKED, Grads, Layout, LogicalAxes, Params, is_names, is_spec, without_axes
 from jaxdl.training.state import ModelState
 from jaxdl.training.step.network import gathered_params, run_network, with_gathered
@@ -344,7 +344,12 @@ class Pipeline:
 
             return results
 
-        return lax.cond(condition, alike_of(work), alike_of(otherwise))
+        if ways(self.layout.mesh.shape, LENGTH_AXES) == 1:
+            return lax.cond(condition, alike_of(work), alike_of(otherwise))
+        # Devices that split texts send permutes, which, unlike other messages, may wait for all devices of the mesh. So
+        # here stages compute what they do not need. A turn lasts little longer: they would wait for others meanwhile.
+        pairs = alike_of(work)(), alike_of(otherwise)()
+        return jax.tree.map(lambda mine, other: jnp.where(condition, mine, other), *pairs)
 
     def _varying(self, tree: Any) -> Any:
         """The same arrays, typed as different on all devices of the manual axes."""

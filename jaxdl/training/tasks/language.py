@@ -9,10 +9,12 @@ from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pydantic
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data import DataSpec, TextSpec
+from jaxdl.models.experts import LOAD, load_metrics
 from jaxdl.models.logits import Logits, add_remarks, label_logit
 from jaxdl.training.tasks.base import Task, counted_weight, in_document
 from jaxdl.training.tasks.classification import counted, rank
@@ -98,7 +100,8 @@ class LanguageModelling(Task, kind="language_modelling"):
         return jnp.sum(self.targets(batch)[1], dtype=jnp.float32)
 
     def sums(self, outputs: jax.Array | Logits, batch: Mapping[str, jax.Array], *, train: bool) -> dict[str, jax.Array]:
-        """Sums over the target tokens that count, from logits [batch, length, vocab]: float32 scalars.
+        """Sums over the target tokens that count, from logits [batch, length, vocab]: float32 scalars. With them come
+        the `Logits.remarks` of the network.
 
         "loss": cross-entropy in nats, in training of smoothed targets and plus the z-loss; "weight": number of tokens;
         "correct": number of tokens that had the highest logit (of equal ones, the lower token's counts).
@@ -143,7 +146,8 @@ class LanguageModelling(Task, kind="language_modelling"):
             "perplexity": math.exp(min(loss, MAX_EXPONENT)),
             "bits_per_byte": loss / math.log(2) / spec.bytes_per_token,
             "accuracy": float(sums["correct"]) / weight,
-            **{name: float(value) / weight for name, value in sums.items() if "/" in name},
+            **{name: float(value) / weight for name, value in sums.items() if "/" in name and name != LOAD},
+            **(load_metrics(np.asarray(sums[LOAD])) if LOAD in sums else {}),
         }
 
     def predictions(self, outputs: jax.Array) -> jax.Array:

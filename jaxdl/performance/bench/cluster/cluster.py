@@ -59,6 +59,7 @@ from jaxdl.performance.bench.cluster.cluster_variants import (
     EXCHANGES,
     FLOOR,
     LOCAL,
+    PIPELINE,
     VARIANTS,
     floor_of,
     merges_of_round,
@@ -104,6 +105,8 @@ class ClusterBench:
     """The exchanges to compare, by their names in the table; the floor and dense are always included."""
     agreements: tuple[str, ...] = AGREEMENTS
     """The agreements to compare, by their names in the table."""
+    pipeline: int = 0
+    """Micro-batches of a pipeline whose stages are the hosts, which is compared too; 0: none. For decoders."""
     num_rounds: int = 5
     """Rounds at each rate; every exchange and agreement runs once in each. Medians are reported."""
     num_steps: int = 1
@@ -174,6 +177,8 @@ def _check(command: ClusterBench, given: Experiment) -> None:
             if name not in known:
                 listed = ", ".join(f'"{choice}"' for choice in known)
                 raise ConfigError(f"--{option} {name!r}: there is no such {what}. Choose from {listed}.")
+    if command.pipeline:
+        _check_pipeline(command)
     if command.rates and command.ratios != RATIOS:
         raise ConfigError("--rates and --ratios: the ratios follow from the rates. Give one of them.")
     if not command.rates and (not command.ratios or min(command.ratios) <= 0):
@@ -182,9 +187,24 @@ def _check(command: ClusterBench, given: Experiment) -> None:
         parse_rate(rate)
 
 
+def _check_pipeline(command: ClusterBench) -> None:
+    """Raises ConfigError for what the hosts cannot compute as stages."""
+    experiment, least = command.experiment, command.hosts
+    if not experiment.model.splits_layers:
+        raise ConfigError(
+            f"--pipeline {command.pipeline}: model {experiment.model.kind} cannot spread its layers over hosts. Give a "
+            "decoder, such as --config configs/python_lm.py, or leave it out."
+        )
+    if command.pipeline < least or experiment.batch_size % (command.pipeline * command.devices_per_host):
+        raise ConfigError(
+            f"--pipeline {command.pipeline}: give at least {least} micro-batches, one for each host, that divide "
+            f"--batch-size {experiment.batch_size} on {command.devices_per_host} devices."
+        )
+
+
 def measure(command: ClusterBench, console: Console) -> dict[str, Any]:
     """All results: `rows`, a list for each rate, and plain values."""
-    chosen = [FLOOR, BASELINE, *command.exchanges, *command.agreements]
+    chosen = [FLOOR, BASELINE, *command.exchanges, *command.agreements, *([PIPELINE] if command.pipeline else [])]
     names = [name for name in VARIANTS if name in chosen or name in map(floor_of, chosen)]
     mesh = MeshConfig(replica=command.hosts, fsdp=command.devices_per_host)
     # Hosts share cores and wait while one compiles; they must not be taken for lost.
@@ -197,7 +217,7 @@ def measure(command: ClusterBench, console: Console) -> dict[str, Any]:
         network = stack.enter_context(Network(command.hosts))
         workers = stack.enter_context(Workers(network.hosts, devices_per_host=command.devices_per_host))
         say = stack.enter_context(_progress(console))
-        about = _prepare(workers, experiment, names, say)
+        about = _prepare(workers, experiment, names, command.pipeline, say)
         device_bytes = workers.ask("start")[0]
         say("measuring the devices")
         speeds = workers.ask("probe_devices", num_repeats=command.num_repeats)[0]
@@ -235,10 +255,10 @@ def measure(command: ClusterBench, console: Console) -> dict[str, Any]:
 
 
 def _prepare(
-    workers: Workers, experiment: Experiment, names: Sequence[str], say: Callable[[str], None]
+    workers: Workers, experiment: Experiment, names: Sequence[str], microbatches: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
     say("starting the hosts")
-    about = workers.ask("setup", experiment=experiment.to_json(), names=names)[0]
+    about = workers.ask("setup", experiment=experiment.to_json(), names=names, microbatches=microbatches)[0]
     everybody_else = range(1, experiment.mesh.replica)
     for number, name in enumerate(names):
         say(f"compiling {number + 1} of {len(names)}: {name}")

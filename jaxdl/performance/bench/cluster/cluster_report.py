@@ -10,7 +10,14 @@ from typing import NamedTuple
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from jaxdl.performance.bench.cluster.cluster_variants import AGREEMENTS, BASELINE, FLOOR, VARIANTS, floor_of
+from jaxdl.performance.bench.cluster.cluster_variants import (
+    AGREEMENTS,
+    BASELINE,
+    FLOOR,
+    PIPELINE,
+    VARIANTS,
+    floor_of,
+)
 from jaxdl.performance.bench.shared import make_table, median_ratio
 from jaxdl.report import style
 
@@ -123,7 +130,7 @@ def make_rows(
     """
     rows = []
     for variant, variant_turns in turns.items():
-        if variant != FLOOR and VARIANTS[variant].config is None:
+        if variant not in (FLOOR, PIPELINE) and VARIANTS[variant].config is None:
             continue
         floor = [turn.step_sec for turn in turns[floor_of(variant)]]
         dense = [turn.step_sec for turn in turns[BASELINE]]

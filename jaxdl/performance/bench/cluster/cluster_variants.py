@@ -20,6 +20,13 @@ class Variant:
     is_flat: bool = False
     """Whether every device is a replica, rather than every host."""
     agreement: Agreement = field(default_factory=EveryStep)
+    has_stages: bool = False
+    """Whether the hosts are the stages of a pipeline, rather than replicas."""
+
+    @property
+    def mesh(self) -> str:
+        """Which mesh it has: what is a replica, or that hosts are stages. Variants with one mesh share a plan."""
+        return "stages" if self.has_stages else "devices" if self.is_flat else "hosts"
 
     @property
     def merges(self) -> bool:
@@ -34,6 +41,8 @@ class Variant:
 
 FLOOR, FLAT_FLOOR = "no exchange", "no exchange, flat"
 FLAT, BASELINE = "dense, flat", "dense"
+PIPELINE = "pipeline"
+"""Hosts are stages, which send activations and their gradients in place of an exchange."""
 LOCAL = "local step"
 """A step in which nothing at all crosses `replica`: what is left of a step between merges."""
 
@@ -48,6 +57,7 @@ _SINGLE: Mapping[str, Variant] = {
     FLOOR: Variant(None),
     FLAT_FLOOR: Variant(None, is_flat=True),
     LOCAL: Variant(None, agreement=Periodic()),
+    PIPELINE: Variant(None, has_stages=True),
     FLAT: Variant(Dense(), is_flat=True),
     BASELINE: Variant(Dense()),
     "dense bfloat16": Variant(Dense(wire_dtype="bfloat16")),

@@ -22,10 +22,20 @@ from jaxdl.exchange.cost import PERMUTE, Figures, Gradients, Link, Machine, Spee
 from jaxdl.exchange.probe import probe_link, probe_speeds, start_together
 from jaxdl.optim import keeps_average
 from jaxdl.parallel.compiler import compiled
-from jaxdl.parallel.mesh import FILLING_AXIS, Axis
-from jaxdl.performance.bench.cluster.cluster_variants import BASELINE, FLAT, VARIANTS, Variant, merges_of_round
+from jaxdl.parallel.mesh import FILLING_AXIS, INNER_BATCH_AXES, STAGE_AXES, Axis, ways
+from jaxdl.performance.bench.cluster.cluster_variants import (
+    BASELINE,
+    FLAT,
+    PIPELINE,
+    VARIANTS,
+    Variant,
+    merges_of_round,
+)
 from jaxdl.performance.bench.cluster.requests import serve
+from jaxdl.performance.planner import pipeline
+from jaxdl.performance.planner.decoder import decoder_of
 from jaxdl.performance.planner.idle_exchange import NoExchange
+from jaxdl.performance.planner.workload import parameters_of
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.rounds import make_merge, make_streamed
 from jaxdl.training.run.compile import compile_train_step, ordered_for, own_options
@@ -36,9 +46,11 @@ from jaxdl.training.state import Own, TrainState, init_agreement
 from jaxdl.training.step import Parts
 
 _REPLICA = Axis.REPLICA.value
+(_STAGE,) = STAGE_AXES
 _INSIDE = (FILLING_AXIS,)
-_COLLECTIVES = {False: ("all_reduce/float32", "all_gather", "all_to_all"), True: ("all_reduce/float32",)}
-"""The gradients that the variants exchange, by whether every device is a replica."""
+_HOSTS, _DEVICES = VARIANTS[BASELINE].mesh, VARIANTS[FLAT].mesh
+_COLLECTIVES = {_HOSTS: ("all_reduce/float32", "all_gather", "all_to_all"), _DEVICES: ("all_reduce/float32",)}
+"""By what is a replica: what the exchanges of the variants send."""
 
 
 class Worker:
@@ -47,29 +59,41 @@ class Worker:
     known: Mapping[str, Variant] = VARIANTS
 
     def __init__(self) -> None:
-        self._plans: dict[bool, Plan] = {}
+        self._plans: dict[str, Plan] = {}
         self._variants: dict[str, Plan] = {}
         self._programs: dict[str, list[Any]] = {}
         self._states: dict[str, TrainState] = {}
-        self._batches: dict[bool, dict[str, jax.Array]] = {}
-        self._links: dict[bool, dict[str, Link]] = {}
-        self._compiled: dict[bool, dict[Any, Any]] = {False: {}, True: {}}
+        self._batches: dict[str, dict[str, jax.Array]] = {}
+        self._links: dict[str, dict[str, Link]] = {}
+        self._compiled: dict[str, dict[Any, Any]] = {_HOSTS: {}, _DEVICES: {}}
         self._speeds = Speeds()
 
-    def setup(self, experiment: str, names: Sequence[str]) -> dict[str, Any]:
-        """Joins the other hosts and plans every variant; returns the number of parameters."""
+    def setup(self, experiment: str, names: Sequence[str], microbatches: int = 0) -> dict[str, Any]:
+        """Joins the other hosts and plans every variant; returns the number of parameters.
+
+        `microbatches` are those of a pipeline.
+        """
         base = Experiment.from_json(experiment)
-        for is_flat in sorted({self.known[name].is_flat for name in names}):
-            mesh = base.mesh if not is_flat else base.mesh.replaced({_REPLICA: -1, FILLING_AXIS: 1})
-            self._plans[is_flat] = make_plan(base.replaced({"mesh": mesh, "exchange": Dense()}))
+        changes: dict[str, dict[str, Any]] = {
+            _HOSTS: {},
+            _DEVICES: {"mesh": base.mesh.replaced({_REPLICA: -1, FILLING_AXIS: 1})},
+            VARIANTS[PIPELINE].mesh: {
+                "mesh": base.mesh.replaced({_REPLICA: 1, _STAGE: base.mesh.replica}),
+                "step.microbatches": max(1, microbatches),
+            },
+        }
+        for mesh in sorted({self.known[name].mesh for name in names}, key=list(changes).index):
+            self._plans[mesh] = make_plan(base.replaced({"exchange": Dense(), **changes[mesh]}))
         for name in names:
             self._variants[name] = self._planned(name)
-        shapes = jax.tree.leaves(self._plans[False].parts.network.param_shapes)
+        shapes = jax.tree.leaves(self._plans[_HOSTS].parts.network.param_shapes)
         return {"num_parameters": sum(x.size for x in shapes), "devices": f"{jax.device_count()} virtual CPU devices"}
 
     def _planned(self, name: str) -> Plan:
         variant = self.known[name]
-        plan = self._plans[variant.is_flat]
+        plan = self._plans[variant.mesh]
+        if variant.has_stages:
+            return plan
         if (
             variant.config is None and not variant.agreement.keeps_replicas
         ):  # Its state is that of the dense exchange: none.
@@ -140,12 +164,12 @@ class Worker:
 
     def make_states(self) -> None:
         """Makes the state of each variant, all with the same parameters, and a batch of each mesh."""
-        states = {is_flat: make_initial_state(plan) for is_flat, plan in self._plans.items()}
-        for is_flat, plan in self._plans.items():
+        states = {mesh: make_initial_state(plan) for mesh, plan in self._plans.items()}
+        for mesh, plan in self._plans.items():
             with plan.batches(plan.timeline.segments[0], 0, 1) as batches:
-                self._batches[is_flat] = dict(next(batches))
+                self._batches[mesh] = dict(next(batches))
         for name, plan in self._variants.items():
-            state = jax.tree.map(jnp.copy, states[self.known[name].is_flat])
+            state = jax.tree.map(jnp.copy, states[self.known[name].mesh])
             if plan.parts.agreement.keeps_replicas:
                 make = functools.partial(_with_replicas, plan.parts)
                 self._states[name] = jax.jit(make, out_shardings=plan.parts.state_spec.shardings)(state)
@@ -154,7 +178,7 @@ class Worker:
 
     def run(self, name: str, num_steps: int) -> dict[str, Any]:
         """Seconds of each of `num_steps` steps of a variant; the hosts start every step together."""
-        [step], batch = self._programs[name], self._batches[self.known[name].is_flat]
+        [step], batch = self._programs[name], self._batches[self.known[name].mesh]
         seconds, metrics = [], {}
         mesh = self._variants[name].parts.layout.mesh
         for _ in range(num_steps):
@@ -166,7 +190,7 @@ class Worker:
 
     def merge(self, name: str, num_rounds: int) -> dict[str, Any]:
         """Seconds of each merge of `num_rounds` rounds of an agreement, with the local steps beside it."""
-        batch, seconds = self._batches[False], []
+        batch, seconds = self._batches[_HOSTS], []
         mesh = self._variants[name].parts.layout.mesh
         for _ in range(num_rounds):
             for program, (_, beside) in zip(self._programs[name], self._merges(name), strict=True):
@@ -179,7 +203,7 @@ class Worker:
 
     def probe_devices(self, num_repeats: int) -> dict[str, Any]:
         """Measures the speeds of the devices and of the links inside a host."""
-        plan = self._plans[False]
+        plan = self._plans[_HOSTS]
         mesh = plan.parts.layout.mesh
         gradients = self._gradients(BASELINE)
         largest = max(bucket.num_own for bucket in Dense().buckets(gradients.shapes, gradients.layout)[0])
@@ -191,27 +215,29 @@ class Worker:
             for axis in _INSIDE
             if mesh.shape[axis] > 1
         }
-        self._links = {is_flat: dict(inner) for is_flat in self._plans}
+        self._links = {mesh: dict(inner) for mesh in self._plans if mesh in _COLLECTIVES}
         return {"speeds": asdict(self._speeds), "links": {axis: asdict(link) for axis, link in inner.items()}}
 
     def predict(self, num_repeats: int) -> dict[str, Any]:
         """Measures the network between the hosts and returns it with the predicted cost of every exchange."""
-        for is_flat, plan in self._plans.items():
-            self._links[is_flat][_REPLICA] = probe_link(
-                plan.parts.layout.mesh,
+        for mesh, links in self._links.items():
+            links[_REPLICA] = probe_link(
+                self._plans[mesh].parts.layout.mesh,
                 _REPLICA,
-                (*_COLLECTIVES[is_flat], *([PERMUTE] if self._has_messages and not is_flat else [])),
+                (*_COLLECTIVES[mesh], *([PERMUTE] if self._has_messages and mesh == _HOSTS else [])),
                 num_repeats=num_repeats,
-                compiled=self._compiled[is_flat],
+                compiled=self._compiled[mesh],
             )
         costs = {}
         for name in self._variants:
             variant = self.known[name]
             if variant.config is not None:
-                machine = Machine(self._links[variant.is_flat], self._speeds, source="measured")
+                machine = Machine(self._links[variant.mesh], self._speeds, source="measured")
                 cost = variant.agreement.cost(variant.config, self._gradients(name), machine)
                 costs[name] = asdict(cost) | {"total_sec": cost.total_sec}
-        links = {BASELINE: self._links[False], FLAT: self._links.get(True)}
+            if variant.has_stages:
+                costs[name] = _pipeline_cost(self._variants[name], self._links[_HOSTS][_REPLICA])
+        links = {BASELINE: self._links[_HOSTS], FLAT: self._links.get(_DEVICES)}
         return {"costs": costs, "links": {name: asdict(link[_REPLICA]) for name, link in links.items() if link}}
 
     @property
@@ -222,6 +248,21 @@ class Worker:
     def _gradients(self, name: str) -> Gradients:
         plan = self._variants[name]
         return exchanged_gradients(plan.experiment, plan.splits.train.spec, plan.parts.layout.mesh)
+
+
+def _pipeline_cost(plan: Plan, link: Link) -> dict[str, float]:
+    """What stages send, the mean of them, and its seconds; hosts that share cores lose no time in idle turns."""
+    decoder, layout, sizes = decoder_of(plan), plan.parts.layout, plan.parts.layout.mesh.shape
+    assert decoder is not None
+    stages, microbatches = sizes[_STAGE], plan.experiment.step.microbatches
+    examples = plan.experiment.batch_size / (microbatches * ways(sizes, INNER_BATCH_AXES))
+    turn = pipeline.activation_bytes(decoder.tokens(examples), decoder.width, decoder.itemsize)
+    turns = pipeline.num_turns(stages, microbatches)
+    tables = pipeline.table_bytes(stages, parameters_of(plan).common_bytes(layout))
+    messages = [(2 * turns, turns * turn), (2 * (stages - 1), tables)]
+    seconds = sum(sum(link.seconds(*message)) for message in messages)
+    # The first stage sends nothing to the left, and the last nothing to the right.
+    return {"sent_bytes": (stages - 1) / stages * turns * turn + tables, "total_sec": seconds}
 
 
 def _with_replicas(parts: Parts, state: TrainState) -> TrainState:

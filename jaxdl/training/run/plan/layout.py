@@ -18,7 +18,7 @@ from jaxdl.core.kinds import import_object, without_source
 from jaxdl.exchange import Auto, ExchangeConfig
 from jaxdl.parallel.cluster import start_devices, wait_for_all
 from jaxdl.parallel.cluster.agree import from_each_process
-from jaxdl.parallel.mesh import Axis, Device
+from jaxdl.parallel.mesh import AXES, Device, mesh_text
 from jaxdl.report import Start
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.plans import LAYOUT
@@ -96,13 +96,13 @@ def choose_layout(
 
 def describe(settings: Mapping[str, Any]) -> str:
     """The settings of a plan in a line."""
-    mesh = [f"{name} {settings[f'mesh.{name}']}" for name in (axis.value for axis in Axis)]
+    mesh = mesh_text({axis: settings.get(f"mesh.{axis}", 1) for axis in AXES})
     others = [
         f"{name.rpartition('.')[2]} {value}"
         for name, value in settings.items()
         if not name.startswith("mesh.") and isinstance(value, int | str)
     ]
-    return ", ".join([" x ".join(mesh), *others])
+    return ", ".join([mesh, *others])
 
 
 def _conditions(experiment: Experiment, devices: Sequence[Device]) -> dict[str, Any]:

@@ -14,7 +14,9 @@ from jax.experimental import multihost_utils
 from jaxdl.core.config import ConfigError
 from jaxdl.data import DataSpec
 from jaxdl.data.phases import Phase, Timeline, make_timeline
+from jaxdl.report import Report
 from jaxdl.training.experiment import LENGTH, Experiment
+from jaxdl.training.run.plan.plan import Plan
 from jaxdl.training.tasks import Task
 
 
@@ -62,6 +64,18 @@ def early_end_note(step: int, timeline: Timeline, asked_by: str, *, kept: bool, 
         else "no checkpoint of this step was written, so the same command without it trains these steps again"
     )
     return f"stopped at step {step} of {timeline.total_steps}, as {asked_by} asks; {resume}"
+
+
+def checked_report(plan: Plan, report: Report | None, *, kept: bool) -> Report | None:
+    """The report of a run that is `kept` in a workdir, or not. Raises ConfigError if by it the model ends the run."""
+    if report is None:
+        return None
+    last = report.first_step + len(report.metrics) - 1
+    why = plan.experiment.model.reason_to_end(report.together, last, plan.total_steps)
+    if why is not None:
+        goes_on = "; the same command with the change goes on from the last checkpoint" if kept else ""
+        raise ConfigError(f"step {last}: {why}{goes_on}.")
+    return report
 
 
 def timeline_of(experiment: Experiment, num_examples: int, spec: DataSpec) -> Timeline:

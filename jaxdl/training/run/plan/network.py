@@ -63,9 +63,10 @@ class TaskNetwork:
         return jax.eval_shape(forward, *jax.eval_shape(self.network.init, jax.random.key(0)), batch)
 
     def sum_names(self) -> tuple[str, ...]:
-        """The names of the task's sums in training."""
+        """The names of the task's sums in training that are scalars."""
         batch = self.spec.blank()
-        return tuple(jax.eval_shape(functools.partial(self.task.sums, train=True), self.output_shapes(batch), batch))
+        sums = jax.eval_shape(functools.partial(self.task.sums, train=True), self.output_shapes(batch), batch)
+        return tuple(name for name, x in sums.items() if not x.shape)
 
     def gradient_layout(self, layout: Layout, agreement: Agreement) -> GradientLayout:
         """What the exchange may know of the gradients: how they are sharded, stacked, and in which order they come."""

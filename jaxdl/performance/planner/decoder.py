@@ -1,0 +1,99 @@
+"""What a planner knows of a decoder, or a mixture of experts: the sizes by which stages and lengths are split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from jaxdl.core.config import ConfigError
+from jaxdl.parallel.mesh import AXES, LENGTH_AXES, STAGE_AXES
+from jaxdl.parallel.sharding import EXPERT, STACKED, is_names
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.plan.build import Plan
+from jaxdl.training.run.plan.validate import check_axes
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The sizes of a network of equal layers that reads texts."""
+
+    num_layers: int
+    width: int
+    """Of the residual stream, which a stage sends to the next."""
+    key_width: int
+    """Of all keys of a token in one layer, and of its values."""
+    vocab_size: int
+    length: int
+    """Tokens of an example."""
+    itemsize: int
+    """Bytes of an entry of an activation."""
+    layer_weights: float
+    """Weights of all layers that a token passes: of experts those that it is sent to."""
+    stacked_share: float
+    """The part of all trained parameters that is in layers; the rest, such as tables, is in every stage."""
+    stages: tuple[int, ...] = ()
+    """Into how many stages its layers can be divided, besides 1."""
+    splits_length: bool = False
+    """Whether its texts can be split over devices."""
+
+    @property
+    def head_share(self) -> float:
+        """The part of the work on a token that is the output layer's, which the last stage has besides its layers."""
+        head = self.vocab_size * self.width
+        return head / (self.layer_weights + head)
+
+    def params_share(self, stages: int) -> float:
+        """The part of the parameters that a stage has: of the layers its own, and all others."""
+        return 1 - self.stacked_share * (1 - 1 / stages)
+
+    def tokens(self, examples: float) -> float:
+        """Tokens of so many examples."""
+        return self.length * examples
+
+    def can_split(self, ways: int) -> bool:
+        """Whether a text can be split over so many devices: each has two chunks, an early and a late one."""
+        return ways == 1 or (self.splits_length and self.length % (2 * ways) == 0)
+
+
+def _can_have(experiment: Experiment, axes: Sequence[str], size: int) -> bool:
+    """Whether a run of the experiment can have so many devices on these axes."""
+    try:
+        check_axes(experiment, dict.fromkeys(AXES, 1) | dict.fromkeys(axes, size))
+    except ConfigError:
+        return False
+    return True
+
+
+def decoder_of(plan: Plan) -> Decoder | None:
+    """The sizes of the model of a plan; None for one that has no stages and reads whole texts alone."""
+    parts, spec = plan.parts, cast(Any, plan.parts.data_spec)
+    model = cast(Any, plan.experiment.model)  # Those that can be split have the sizes of decoders.
+    if not (model.splits_layers or model.splits_length):
+        return None
+    axes, shapes = parts.trainable.of(parts.network.axes), parts.trainable.of(parts.network.param_shapes)
+    stacked = used = total = 0.0
+    for names, x in zip(jax.tree.leaves(axes, is_leaf=is_names), jax.tree.leaves(shapes), strict=True):
+        size = math.prod(x.shape)
+        total += size
+        if STACKED in names:
+            stacked += size
+            chosen = model.experts_per_token / model.num_experts if EXPERT in names else 1.0
+            used += size * chosen
+    num_layers = model.num_layers
+    return Decoder(
+        num_layers=num_layers,
+        width=model.embed_dim,
+        key_width=model.kv_heads * model.head_dim,
+        vocab_size=model.vocab_size or spec.vocab_size,
+        length=spec.length,
+        itemsize=jnp.dtype(parts.precision.dtype).itemsize,
+        layer_weights=used or total,
+        stacked_share=stacked / max(total, 1.0),
+        stages=tuple(size for size in range(2, num_layers + 1) if _can_have(plan.experiment, STAGE_AXES, size)),
+        splits_length=_can_have(plan.experiment, LENGTH_AXES, 2),
+    )
