@@ -304,7 +304,7 @@ def test_other_networks_and_packed_documents(changes, mesh, packed):
 
 @pytest.mark.slow
 def test_stages_hand_nothing_on_inside():
-    """A stage computes in a branch, in which XLA on CPUs waits for all devices to hand anything on, and ends the test."""
+    """In a branch, as a stage is, XLA on CPUs waits for all devices to hand anything on: it would end the test."""
     model = GPT2.replaced({"window": None, "attention_dropout": 0.0})
     experiment = EXPERIMENT.replaced({"model": model, "mesh": ONE_DEVICE, "step": {"microbatches": 2}})
     options = {"splits": packed_rows(), "steps": 3}
