@@ -342,10 +342,8 @@ class TransformerModule(nnx.Module):
         return read_token(self, tokens, cache, position)
 
     def embed(self, tokens: jax.Array, positions: jax.Array | None = None, order: Zigzag | None = None) -> jax.Array:
-        """What the first layer reads, [batch, length, embed]; `positions` are 0, 1... by default, int like `tokens`.
-
-        `order` is that of both.
-        """
+        """What the first layer reads, [batch, length, embed]. `positions`, int like `tokens`, are 0, 1... by default;
+        `order` is that of both."""
         x = token_vectors.lookup(self.embedding[...], tokens, self.dtype)
         if self.config.max_length is None:
             return x
