@@ -214,7 +214,12 @@ def test_replicas_that_train_apart_balance_their_own_load_and_merges_take_the_me
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"stage": 2, "fsdp": 2}, pytest.param({"context": 2, "fsdp": 2}, marks=pytest.mark.slow)]
+    "sizes",
+    [
+        {"stage": 2, "fsdp": 2},
+        pytest.param({"context": 2, "fsdp": 2}, marks=pytest.mark.slow),
+        pytest.param({"stage": 2, "context": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_the_load_of_stages_and_of_parts_of_texts_is_that_of_one_device(sizes):
     # Nothing is rounded before the first router, so both choose the same experts in the first layer.

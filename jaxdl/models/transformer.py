@@ -58,8 +58,7 @@ class Transformer(Model, kind="transformer"):
     head_size: int | None = pydantic.Field(default=None, ge=1)
     """Size of each head; None takes embed_dim / num_heads. Rotary positions need an even one."""
     mlp: MLPKind = "swiglu"
-    """What the MLP computes: `swiglu`, (silu(x gate) * (x up)) down; `gelu` (in its tanh form) or `relu`, f(x up) down.
-    """
+    """What the MLP computes: `swiglu`, (silu(x gate) * (x up)) down; `gelu` (its tanh form) or `relu`, f(x up) down."""
     mlp_dim: int | None = pydantic.Field(default=None, ge=1)
     """Size of the MLP's hidden layer; None takes 8/3 of embed_dim, rounded up to a multiple of 64, and 4 times
     embed_dim without a gate."""

@@ -36,7 +36,7 @@ from jaxdl.training.step.network import gathered_params, run_network, with_gathe
 from jaxdl.training.step.parts import Batch, Parts, Sums
 
 (STAGE,) = STAGE_AXES
-Leaves = list[jax.Array]
+Leaves = list[Any]
 
 
 def num_stages(layout: Layout) -> int:
