@@ -197,7 +197,7 @@ def test_on_gpus_keys_travel_beside_attention():
         else:
             calls += 1
     assert calls == 2 * 8
-    assert beside == [1] * 14 + [0]
+    assert beside == [1] * 15 + [0]
 
 
 # Steps
@@ -304,7 +304,7 @@ def test_other_networks_and_packed_documents(changes, mesh, packed):
 
 @pytest.mark.slow
 def test_stages_hand_nothing_on_inside():
-    """A stage's layers are in a branch: XLA on CPUs would wait for all devices to hand anything on, and end the run."""
+    """In a branch, as a stage is, XLA on CPUs waits for all devices to hand anything on: it would end the test."""
     model = GPT2.replaced({"window": None, "attention_dropout": 0.0})
     experiment = EXPERIMENT.replaced({"model": model, "mesh": ONE_DEVICE, "step": {"microbatches": 2}})
     options = {"splits": packed_rows(), "steps": 3}

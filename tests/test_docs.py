@@ -51,7 +51,7 @@ from jaxdl.training.experiment import Experiment
 sys.path.insert(0, str(ROOT / "scripts"))
 import docs_site
 
-from benchmarks.figures import draw_architecture, draw_idea
+from benchmarks.figures import draw_architecture, draw_context, draw_idea
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in
          [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]}  # fmt: skip
@@ -339,9 +339,9 @@ def described(name):
 
 
 def test_the_drawings_say_what_their_source_says():
-    figures = {"step": draw_architecture.step(), "idea": draw_idea.draw()}
+    figures = {"step": draw_architecture.step(), "idea": draw_idea.draw(), "context": draw_context.context()}
     stale = [name for name, figure in figures.items() if described(name) != draw_idea.texts(figure)]
-    assert not stale, "python -m benchmarks.figures.draw_docs step; python -m benchmarks.figures.draw_idea"
+    assert not stale, "python -m benchmarks.figures.draw_docs step context; python -m benchmarks.figures.draw_idea"
 
 
 def where_is_what():

@@ -278,7 +278,8 @@ def test_mistakes_of_the_command(text, tmp_path, capsys, options, message):
 def test_a_command_runs_on_the_devices_that_are_here(text, capsys, options, as_trained, sizes):
     args = ["--workdir", str(text.workdir), *options]
     predictor = restore_network(parse_command(Generate, args, "generate"), args, as_trained=as_trained)
-    assert tuple(predictor.parts.layout.mesh.shape.values())[:3] == sizes
+    shape = predictor.parts.layout.mesh.shape
+    assert (shape["replica"], shape["fsdp"], shape["tensor"]) == sizes
     told = "note: the run's mesh replica 2 x fsdp 2 x tensor 1 = 4 devices, of 8: the others would be idle. fsdp 8 is"
     assert capsys.readouterr().err.startswith(told) == (sizes == (1, 8, 1))
 

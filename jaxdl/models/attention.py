@@ -132,9 +132,7 @@ def attend(
     mask = _visible(pattern, query, key, rows)
     if drops:
         mixed = _with_dropout(query, key, value, mask, dropout, dropout_key)
-        if order is not None:
-            mixed = order.stored(sharding.constrain(mixed, "batch", sharding.UNNAMED, "heads", "head_dim"))
-            mixed = sharding.constrain(mixed, "batch", sharding.UNNAMED, "heads", "head_dim")
+        mixed = mixed if order is None else _unsplit(order.stored(_unsplit(mixed, "heads")), "heads")
     else:
         mixed = jax.nn.dot_product_attention(query, key, value, mask=mask)
     return checkpoint_name(mixed.astype(dtype), ATTENTION)
@@ -143,7 +141,12 @@ def attend(
 def _whole_texts(query: jax.Array, key: jax.Array, value: jax.Array, order: Zigzag) -> tuple[jax.Array, ...]:
     """Gathered by each device, in the order of the text."""
     names = (("heads", query), ("kv_heads", key), ("kv_heads", value))
-    return tuple(order.natural(sharding.constrain(x, "batch", sharding.UNNAMED, name, "head_dim")) for name, x in names)
+    return tuple(order.natural(_unsplit(x, name)) for name, x in names)
+
+
+def _unsplit(x: jax.Array, heads: str) -> jax.Array:
+    """`x` [batch, length, heads, head_dim], of which each device has whole texts; `heads` is the dimension's name."""
+    return sharding.constrain(x, "batch", sharding.UNNAMED, heads, "head_dim")
 
 
 def _visible(pattern: Pattern, query: jax.Array, key: jax.Array, rows: Rows) -> jax.Array:

@@ -19,7 +19,7 @@ chunks the last tokens, so with reversed keys the blocks are those of the first 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +31,10 @@ from jaxdl.parallel.collectives.attention_blocks import NEVER, Kernel, Lengths, 
 from jaxdl.parallel.collectives.packed_attention import Packed, packed_attention
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
+Own = Callable[[], Gradients]
+"""The gradients of the block of a device's queries and its own keys."""
+Blocks = Callable[[int, jax.Array], tuple[jax.Array, jax.Array]]
+"""(number of a turn, its keys and values) -> the gradients of the queries, and of the keys and values."""
 
 
 def _halves(x: jax.Array, dim: int = 1) -> list[jax.Array]:
@@ -154,7 +158,7 @@ class Ring:
         query_gradient, *rest = (x.astype(like.dtype) for x, like in zip(grads, (query, key, value), strict=True))
         return query_gradient, rest[0], rest[1]
 
-    def _handed_back(self, mine: jax.Array, own: Any, blocks: Any) -> tuple[jax.Array, Any, jax.Array]:
+    def _handed_back(self, mine: jax.Array, own: Own, blocks: Blocks) -> tuple[jax.Array, Any, jax.Array]:
         """`(gradient of queries, of own keys by the own block, of own keys by others' queries)`, by the ring."""
         here = self._handed_on(mine)
         query_gradient, *of_own = own()
@@ -170,7 +174,7 @@ class Ring:
         assert found is not None, "a ring has two devices or more"
         return query_gradient, of_own, self._handed_on(found)
 
-    def _turned_back(self, mine: jax.Array, own: Any, blocks: Any) -> tuple[jax.Array, Any, jax.Array]:
+    def _turned_back(self, mine: jax.Array, own: Own, blocks: Blocks) -> tuple[jax.Array, Any, jax.Array]:
         """The same of gathered keys."""
         every = lax.all_gather(mine, self.axes)
         query_gradient, *of_own = own()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
@@ -90,7 +91,11 @@ def _forward(query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, 
 
 def _backward(region: Region, residuals: Any, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
     specs = (*(region.split,) * 3, region.rows, region.part, region.split)
-    return *region.run(region.how.backward, specs, (region.split,) * 3, *residuals, cotangent), None
+    query, key, value, *rest = residuals
+    # Else XLA takes what the forward pass was sent for what is sent here, and keeps it until then.
+    key, value, cotangent = lax.optimization_barrier((key, value, cotangent))
+    operands = query, key, value, *rest, cotangent
+    return *region.run(region.how.backward, specs, (region.split,) * 3, *operands), None
 
 
 split_attention.defvjp(_forward, _backward)
