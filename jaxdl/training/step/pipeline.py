@@ -270,7 +270,7 @@ class Pipeline:
         self, trained: Divided, x: jax.Array, state: ModelState, number: jax.Array
     ) -> tuple[jax.Array, tuple[dict[str, jax.Array], ModelState]]:
         """`(x, (remarks, state))` after this stage's layers."""
-        first = self._index * len(trained.stacked[0])
+        first = self._index * self._num_layers
         (x, remarks), state = self._run("inside", trained, state, number, x, first, *self._tokens(number))
         return x, (remarks, state)
 
@@ -311,6 +311,13 @@ class Pipeline:
     def _last(self) -> int:
         """The number of the last stage."""
         return num_stages(self.layout) - 1
+
+    @property
+    def _num_layers(self) -> int:
+        """The layers of a stage."""
+        axes = jax.tree.leaves(self.parts.network.axes, is_leaf=is_names)
+        pairs = zip(axes, jax.tree.leaves(self.params), strict=True)
+        return next(x.shape[0] for names, x in pairs if STACKED in names)
 
     @property
     def _num_microbatches(self) -> int:
