@@ -124,9 +124,7 @@ def test_param_spec_over_stages_and_lengths(axes, shape, sizes, spec):
 
 def test_activation_spec_and_what_is_manual():
     ours = layout(2, 2, 2)
-    assert ours.activation_spec(("batch", "length", "mlp"), (8, 5, 64)) == P(
-        ("replica", "fsdp"), ("context",), ("tensor",)
-    )
+    assert ours.activation_spec(("batch", "length", "mlp"), (8, 5, 64)) == P(("replica", "fsdp"), None, ("tensor",))
     assert ours.activation_spec(("batch", "heads"), (8, 3)) == P(("replica", "fsdp"), None)
     assert ours.activation_spec(("batch",), (6,)) == P(None)
     inside = Layout(ours.config, ours.mesh, manual=frozenset({"replica"}))

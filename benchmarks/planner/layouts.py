@@ -19,6 +19,7 @@ from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.performance.bench.shared import make_table, write_json
 from jaxdl.performance.planner.auto import layout_plan, prepare, search_layouts
 from jaxdl.performance.planner.h100 import compile_step
+from jaxdl.performance.planner.reasons import mesh_of
 from jaxdl.performance.planner.search import Candidate
 from jaxdl.performance.planner.timed import ROUNDS, is_as_fast, quickest, slowest, time_rounds
 from jaxdl.performance.planner.trials import Trials
@@ -108,7 +109,7 @@ def _candidates(command: PlannerBench, devices: Sequence[Any], nodes: int) -> di
 
 def _named(candidate: Candidate) -> str:
     c = candidate.choice
-    parts = [f"{c.replica} x {c.fsdp} x {c.tensor}", f"{c.microbatches} micro-batches", c.param_sharding]
+    parts = [mesh_of(c), f"{c.microbatches} micro-batches", c.param_sharding]
     return ", ".join([*parts, candidate.exchange.label] if c.replica > 1 else parts)
 
 

@@ -16,7 +16,7 @@ from jaxdl.exchange.config import ExchangeChoice, ExchangeConfig, kinds
 from jaxdl.exchange.cost import ALWAYS_MEASURED, NOMINAL_SPEEDS, Cost, Figures, Gradients, Link, Machine, predict
 from jaxdl.exchange.dense import Dense
 from jaxdl.exchange.probe import probe
-from jaxdl.parallel.mesh import Axis, platform
+from jaxdl.parallel.mesh import SLOW_AXES, Axis, platform
 
 MIN_SPEEDUP = 1.2
 """How many times faster than dense an exchange must be, to be worth what it changes in the gradients."""
@@ -153,7 +153,7 @@ class Auto(ExchangeChoice, kind="auto"):
         kind = "cpu" if platform(mesh) == "cpu" else "gpu"
         if self.bandwidth_gbps is not None and self.latency_us is not None:
             links = dict.fromkeys(gradients.layout.inner, INNER_LINKS[kind])
-            links[Axis.REPLICA.value] = Link(self.latency_us * 1e-6, self.bandwidth_gbps * 1e9 / 8)
+            links |= dict.fromkeys(SLOW_AXES, Link(self.latency_us * 1e-6, self.bandwidth_gbps * 1e9 / 8))
             source = "given; speeds of the devices from a table"
             return Machine(links, NOMINAL_SPEEDS[kind], source, overlaps=kind == "gpu")
         needed = Figures.of(self.configs(gradients.num_replicas))

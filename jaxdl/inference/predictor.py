@@ -33,6 +33,7 @@ from jaxdl.training.experiment import Experiment, read_experiment
 from jaxdl.training.run.inference import Inference, held_out, of_phase
 from jaxdl.training.run.plan.build import make_parts
 from jaxdl.training.run.plan.init_from import reading_spec
+from jaxdl.training.run.plan.validate import check_axes
 from jaxdl.training.run.workdir.records import Workdir
 from jaxdl.training.run.workdir.tokenizer import check_data, codec_of_run
 from jaxdl.training.state import ModelState
@@ -300,6 +301,7 @@ def restore(
     with contextlib.suppress(ConfigError):  # JAX may run on other devices already, and those will do.
         start_devices(mesh or experiment.mesh)
     device_mesh = make_mesh(mesh) if mesh is not None else make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+    check_axes(experiment, device_mesh.shape)
     parts = _parts(experiment, spec, device_mesh, folder)
     checkpoints = Checkpoints(
         folder,

@@ -78,6 +78,8 @@ GATHER_AXES = tuple(axis for axis in PARAM_AXES if axis in BATCH_AXES + LENGTH_A
 all parameters."""
 MODEL_AXES = tuple(axis for axis in PARAM_AXES if axis not in GATHER_AXES)
 """Those over which the work on each token or example is split, as its parameters are: tensor."""
+FAST_AXES = tuple(axis for axis in INNER_AXES if axis not in STAGE_AXES)
+"""Those inside a replica, or a stage of it, on a fast network: fsdp, context, tensor."""
 SLOW_AXES = tuple(axis.value for axis in Axis if axis.is_slow or axis.splits_layers)
 """Those that lie on the slow network, or may: replica, stage."""
 RARE_AXES = STAGE_AXES + LENGTH_AXES

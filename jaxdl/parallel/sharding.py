@@ -177,7 +177,7 @@ class Layout:
         entries: list[Any] = []
         rules, automatic = self.config.rules, set(self.mesh.axis_names) - self.manual
         for name, size in zip(names, shape, strict=True):
-            wanted = tuple(axis for axis in rules.get(name, ()) if axis in automatic)
+            wanted = tuple(axis for axis in rules.get(name, ()) if axis in automatic and self.mesh.shape[axis] > 1)
             entries.append(wanted if wanted and size % ways(self.mesh.shape, wanted) == 0 else None)
         return PartitionSpec(*entries)
 

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxdl.parallel.collectives.primitive import alike
+from jaxdl.parallel.collectives.primitive import alike, region_axes
 from jaxdl.parallel.collectives.shards import float32_product
 
 _HALF_SCALE = 1024.0
@@ -112,7 +112,7 @@ def _on_devices(
         mesh=how.mesh,
         in_specs=(rows, columns, rows, rows),
         out_specs=(PartitionSpec(), PartitionSpec(), grads),
-        axis_names=set(how.axes),
+        axis_names=region_axes(how.axes, how.mesh),
     )(x, kernel, target, mask)
 
 

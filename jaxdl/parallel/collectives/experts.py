@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxdl.parallel.collectives.grouped import Gate, gated_products, give_rows, places, slots, take_rows
-from jaxdl.parallel.collectives.primitive import in_one
+from jaxdl.parallel.collectives.primitive import in_one, region_axes
 from jaxdl.parallel.mesh import platform
 from jaxdl.parallel.sharding import Layout
 
@@ -79,7 +79,11 @@ class Spread:
         assert self.layout is not None
         mesh = None if self.layout.manual else self.layout.mesh
         return jax.shard_map(
-            in_one(function), mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.names)
+            in_one(function),
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=region_axes(self.names, mesh),
         )
 
     def computed(

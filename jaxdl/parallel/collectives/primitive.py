@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
+from jax.sharding import Mesh
 
 Axis = str | tuple[str, ...]
 """One mesh axis, or several that act as one."""
@@ -177,6 +178,16 @@ def alike(axes: Sequence[str], *operands: jax.Array) -> tuple[jax.Array, ...]:
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return tuple(one(x) for x in operands)
+
+
+def region_axes(axes: Iterable[str], mesh: Mesh | None = None) -> set[str]:
+    """The axes that a region for these is manual over: also those of one device, of the mesh, or of that around it.
+
+    Where any axis is left automatic, even one of a single device, XLA on CPUs aborts at a sum of 16 bits.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    sizes = around.shape if mesh is None else mesh.shape
+    return set(axes) | {axis for axis, size in sizes.items() if size == 1 and axis not in around.manual_axes}
 
 
 def all_gather_same(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxdl.parallel.collectives.primitive import region_axes
+
 
 def sum_of_shards(
     function: Callable[..., jax.Array], axes: tuple[str, ...], *batches: jax.Array, mesh: Mesh | None
@@ -25,7 +27,11 @@ def sum_of_shards(
         return lax.psum(function(*shards).astype(jnp.float32), axes)
 
     summed = jax.shard_map(
-        one_device, mesh=mesh, in_specs=PartitionSpec(axes), out_specs=PartitionSpec(), axis_names=set(axes)
+        one_device,
+        mesh=mesh,
+        in_specs=PartitionSpec(axes),
+        out_specs=PartitionSpec(),
+        axis_names=region_axes(axes, mesh),
     )
     return summed(*batches)
 

@@ -14,11 +14,11 @@ def key_bytes(length: float, ways: int, key_width: int, itemsize: int) -> float:
 def pass_bytes(length: float, ways: int, key_width: int, itemsize: int, *, again: bool = False) -> float:
     """The same of a layer's forward and backward pass, which needs keys and values again and sends their gradients.
 
-    With `again` the forward pass is computed twice.
+    These are float32. With `again` the forward pass is computed twice.
     """
-    return (4 if again else 3) * key_bytes(length, ways, key_width, itemsize)
+    return (3 if again else 2) * key_bytes(length, ways, key_width, itemsize) + key_bytes(length, ways, key_width, 4)
 
 
 def pass_messages(ways: int, *, again: bool = False) -> int:
-    """Messages, one after the other, of a layer's passes: P - 1 in the forward pass, twice as many in the other."""
-    return (4 if again else 3) * (ways - 1)
+    """Messages, one after the other, of a layer's passes: P - 1 in the forward pass, P + 1 in the other."""
+    return (2 if again else 1) * (ways - 1) + (ways + 1 if ways > 1 else 0)

@@ -69,11 +69,15 @@ def _can_have(experiment: Experiment, axes: Sequence[str], size: int) -> bool:
     return True
 
 
+_SIZES = ("num_layers", "embed_dim", "kv_heads", "head_dim", "vocab_size")
+"""What a model has to say of itself; one of a user's may be split and not say it."""
+
+
 def decoder_of(plan: Plan) -> Decoder | None:
     """The sizes of the model of a plan; None for one that has no stages and reads whole texts alone."""
     parts, spec = plan.parts, cast(Any, plan.parts.data_spec)
     model = cast(Any, plan.experiment.model)  # Those that can be split have the sizes of decoders.
-    if not (model.splits_layers or model.splits_length):
+    if not (model.splits_layers or model.splits_length) or not all(hasattr(model, name) for name in _SIZES):
         return None
     axes, shapes = parts.trainable.of(parts.network.axes), parts.trainable.of(parts.network.param_shapes)
     stacked = used = total = 0.0

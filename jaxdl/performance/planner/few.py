@@ -28,12 +28,19 @@ def few_layouts(work: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any], m
     if work.decoder is not None and cluster.nodes > 1:
         return []
     least = least_memory_aside(work, fixed)
+    if work.decoder is not None and work.decoder.splits_length and not _fsdp_suffices(least, cluster, fixed):
+        return []
     every = sorted(choices(dataclasses.replace(least, decoder=None), cluster, fixed))
     every = [choice for choice in every if choice.tensor == min(other.tensor for other in every)]
     if len(every) > most:
         return []
     unknown = StepTime(0.0, 0.0, 0.0, 0.0), Memory(0.0, 0.0, 0.0)
     return [Candidate(choice, work.exchange, *unknown, fits=True) for choice in every]
+
+
+def _fsdp_suffices(work: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any]) -> bool:
+    """Whether the examples of a batch are enough for all devices, so that no text need be split."""
+    return any(choice.tensor == choice.context == 1 for choice in choices(work, cluster, fixed))
 
 
 def least_memory_aside(work: RunWorkload, fixed: Mapping[str, Any]) -> RunWorkload:

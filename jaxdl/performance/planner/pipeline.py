@@ -12,8 +12,13 @@ FORWARD_SHARE = 1 / 3
 """The part of the passes that is the forward pass: the backward pass has two products for each of its."""
 
 
-def idle_share(stages: int, microbatches: int) -> float:
-    """The part of the time in which a stage has nothing to do, (S - 1) / (M + S - 1)."""
+def idle_share(stages: int, microbatches: int, *, splits_length: bool = False) -> float:
+    """The part of the time in which a stage has nothing to do, (S - 1) / (M + S - 1).
+
+    Stages whose devices split texts compute in all turns, for nothing in 2 (S - 1) of M + 2 (S - 1).
+    """
+    if splits_length:
+        return 2 * (stages - 1) / num_turns(stages, microbatches)
     return (stages - 1) / (microbatches + stages - 1)
 
 

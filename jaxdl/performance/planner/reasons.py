@@ -88,7 +88,8 @@ def why_it_wins(layouts: SearchResult) -> str:
         return f"{mesh_of(best.choice)} wins: no layout {what} fits into memory" if others else ""
     other = fitting[0]
     pipe, plain = (best, other) if staged else (other, best)
-    idle = pipeline.idle_share(pipe.choice.stage, pipe.choice.microbatches)
+    split = pipe.choice.context > 1
+    idle = pipeline.idle_share(pipe.choice.stage, pipe.choice.microbatches, splits_length=split)
     waits = f"{pipe.choice.stage} stages wait for each other for {100 * idle:.0f} % of their time"
     lead = 1e3 * (other.time.total_sec - best.time.total_sec)
     says = f"{mesh_of(best.choice)} wins over {mesh_of(other.choice)} by {lead:.3g} ms a step"

@@ -146,7 +146,7 @@ def _without_words(args: Sequence[str]) -> list[str]:
 def _why_refused(read: ReadConfig, args: tuple[str, ...], size: int, gpus: int) -> tuple[int, str] | None:
     """(How little it says, why the run cannot be on `size` hosts with `gpus` GPUs each); None if it can."""
     from jaxdl.parallel.mesh import BATCH_AXES, Axis, ways
-    from jaxdl.training.run.plan.validate import check_batches, check_norms
+    from jaxdl.training.run.plan.validate import check_axes, check_batches, check_norms
 
     rank = 0
     try:
@@ -159,6 +159,7 @@ def _why_refused(read: ReadConfig, args: tuple[str, ...], size: int, gpus: int) 
         rank = 1
         sizes = experiment.mesh.sizes(size * each)
         rank = 0
+        check_axes(experiment, sizes)
         check_batches(
             experiment,
             ways(sizes, BATCH_AXES),

@@ -354,7 +354,7 @@ class Pipeline:
         if ways(self.layout.mesh.shape, LENGTH_AXES) == 1:
             return lax.cond(condition, alike_of(work), alike_of(otherwise))
         # Devices that split texts send permutes, which, unlike other messages, may wait for all devices of the mesh. So
-        # here stages compute what they do not need. A turn lasts little longer: they would wait for others meanwhile.
+        # here stages compute what they do not need, also in the first and last turns.
         pairs = alike_of(work)(), alike_of(otherwise)()
         return jax.tree.map(lambda mine, other: jnp.where(condition, mine, other), *pairs)
 

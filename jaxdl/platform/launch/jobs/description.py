@@ -16,7 +16,7 @@ import pydantic
 from jaxdl.core.config import Config, ConfigError
 from jaxdl.core.startup import PROG, first_look, split_options, training_options
 from jaxdl.parallel.cluster.exits import DELIBERATE, HALTED
-from jaxdl.parallel.mesh import FILLING_AXIS, INNER_AXES, Axis, mesh_text, ways
+from jaxdl.parallel.mesh import FAST_AXES, FILLING_AXIS, STAGE_AXES, Axis, mesh_text, ways
 from jaxdl.platform.launch.asynchronous import parse
 from jaxdl.platform.launch.command import parse_command
 from jaxdl.platform.launch.jobs.setup import GUARD, check_setup, unwritable
@@ -241,17 +241,17 @@ def _mesh_notes(job: Job, experiment: Experiment) -> tuple[list[str], list[str]]
     except ConfigError as error:
         raise ConfigError(f"{job.nodes} nodes with {devices} each: {error}") from None
     notes = [f"The mesh: {mesh_text(sizes)}, on {job.nodes} nodes with {devices} each."]
-    inside = ways(sizes, INNER_AXES)
+    inside, whole = ways(sizes, FAST_AXES), STAGE_AXES[0] if ways(sizes, STAGE_AXES) > 1 else Axis.REPLICA.value
     if job.nodes == 1 or (inside <= per_node and per_node % inside == 0):
         return notes, []
-    problem, also = f"replicas of {inside} devices do not fit into nodes with {per_node}", ""
+    problem, also = f"{whole}s of {inside} devices do not fit into nodes with {per_node}", ""
     if inside > per_node:
-        problem = f"a replica of {inside} devices is larger than a node with {per_node}"
+        problem = f"a {whole} of {inside} devices is larger than a node with {per_node}"
         also = f" (and leave --mesh.{FILLING_AXIS} at -1)"
     so = "so more than the exchange is sent between nodes"
-    if sizes[Axis.REPLICA] == 1:
+    if sizes[Axis.REPLICA] == 1 and whole == Axis.REPLICA:
         so = "gradients are not exchanged over `replica` at all"
-    return notes, [f"{problem}, {so}. Give the command --mesh.replica {job.nodes}{also}."]
+    return notes, [f"{problem}, {so}. Give the command --mesh.{whole} {job.nodes}{also}."]
 
 
 def wrap_command(words: Sequence[str], *, indent: str, width: int = 110) -> str:

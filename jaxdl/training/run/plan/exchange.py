@@ -16,7 +16,7 @@ from jaxdl.exchange.cost import Gradients
 from jaxdl.models import Network
 from jaxdl.parallel.cluster import wait_for_all
 from jaxdl.parallel.collectives.select import KERNELS
-from jaxdl.parallel.mesh import Axis, platform
+from jaxdl.parallel.mesh import STAGE_AXES, Axis, platform, ways
 from jaxdl.parallel.sharding import STACKED, Layout, grad_specs, is_names, named
 from jaxdl.report.explanation import readable_bytes
 from jaxdl.training.experiment import Experiment
@@ -101,8 +101,8 @@ def loop_sum_dtype(experiment: Experiment, network: Network, mesh: Mesh) -> DTyp
     """The dtype in which the loop over layers sums their gradients over replicas; None where the exchange does it all.
 
     On GPUs, since programs of other platforms do not overlap messages with compute, and where the exchange is a plain
-    sum of each gradient as the backward pass yields it: not of micro-batches or of a scaled loss. `jaxdl.models.loop`
-    has the loop.
+    sum of each gradient as the backward pass yields it: not of micro-batches, of stages or of a scaled loss.
+    `jaxdl.models.loop` has the loop.
     """
     exchange, precision, agreement = experiment.exchange, experiment.precision, experiment.agreement
     assert isinstance(exchange, ExchangeConfig), "it has been chosen"
@@ -115,6 +115,6 @@ def loop_sum_dtype(experiment: Experiment, network: Network, mesh: Mesh) -> DTyp
     plain = plain and precision.weight_dtype == jnp.float32
     # With FP8 the first and the last layer are others; and what layers keep besides parameters has no gradient.
     plain = plain and precision.fp8_size is None and not network.state_shapes
-    several = mesh.shape[Axis.REPLICA] > 1 and platform(mesh) == "gpu"
+    several = mesh.shape[Axis.REPLICA] > 1 and platform(mesh) == "gpu" and ways(mesh.shape, STAGE_AXES) == 1
     sums = looped and several and plain and all_trained and every_step and not written_by_user
     return exchange.sum_dtype if sums else None

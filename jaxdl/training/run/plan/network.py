@@ -53,11 +53,11 @@ class TaskNetwork:
         """The network's inputs of a batch; pooled vectors of its tables are zeros."""
         return with_vectors(self.tables, self.spec, self.task.inputs(batch, self.spec))
 
-    def output_shapes(self, batch: Any) -> Any:
+    def output_shapes(self, batch: Any, *, train: bool = False) -> Any:
         """The shapes of the network's outputs of a batch, as the task takes them."""
 
         def forward(params: Any, model_state: Any, batch: Any) -> Any:
-            call = Call(train=False, materialize_logits=self.task.takes_arrays)
+            call = Call(train=train, materialize_logits=self.task.takes_arrays)
             return self.network.call(call, params, model_state, *self.inputs(batch))[0]
 
         return jax.eval_shape(forward, *jax.eval_shape(self.network.init, jax.random.key(0)), batch)
@@ -65,7 +65,9 @@ class TaskNetwork:
     def sum_names(self) -> tuple[str, ...]:
         """The names of the task's sums in training that are scalars."""
         batch = self.spec.blank()
-        sums = jax.eval_shape(functools.partial(self.task.sums, train=True), self.output_shapes(batch), batch)
+        sums = jax.eval_shape(
+            functools.partial(self.task.sums, train=True), self.output_shapes(batch, train=True), batch
+        )
         return tuple(name for name, x in sums.items() if not x.shape)
 
     def gradient_layout(self, layout: Layout, agreement: Agreement) -> GradientLayout:

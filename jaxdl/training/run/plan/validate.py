@@ -130,11 +130,9 @@ def check_axes(experiment: Experiment, sizes: Mapping[str, int]) -> None:
         if (axis.splits_layers and not model.splits_layers) or (axis.splits_length and not model.splits_length):
             what = "spread its layers" if axis.splits_layers else "split its input"
             raise ConfigError(
-                f"--mesh.{axis} {sizes[axis]}: model {model.users_name or model.kind} cannot {what} over devices. "
+                f"--mesh.{axis} {sizes[axis]}: {model.users_name or f'model {model.kind}'} cannot {what} over devices. "
                 f"Choose --mesh.{axis} 1."
             )
-        if axis.splits_layers:
-            _check_stages(experiment, f"--mesh.{axis} {sizes[axis]}", sizes[axis])
         # What a user has written may look at other tokens than those it has, or at other layers.
         name = "splits_length" if axis.splits_length else "splits_layers"
         if model.users_name and name not in vars(type(model)):
@@ -142,6 +140,8 @@ def check_axes(experiment: Experiment, sizes: Mapping[str, int]) -> None:
                 f"--mesh.{axis} {sizes[axis]}: {model.users_name} does not say whether it {_CAN[name][0]}. Choose "
                 f"--mesh.{axis} 1, or set {name} = True in the class, if {_CAN[name][1]}."
             )
+        if axis.splits_layers:
+            _check_stages(experiment, f"--mesh.{axis} {sizes[axis]}", sizes[axis])
 
 
 def _check_stages(experiment: Experiment, option: str, num_stages: int) -> None:
@@ -149,7 +149,8 @@ def _check_stages(experiment: Experiment, option: str, num_stages: int) -> None:
     model, agreement = experiment.model, experiment.agreement
     layers = model.num_stacked_layers
     if layers is None:
-        raise ConfigError(f"{option}: stages need stacked layers. Take --model.scan-layers, or {option.split()[0]} 1.")
+        advice = "Take --model.scan-layers, or" if "scan_layers" in type(model).model_fields else "Choose"
+        raise ConfigError(f"{option}: stages need stacked layers. {advice} {option.split()[0]} 1.")
     if layers % num_stages:
         fits = ", ".join(str(size) for size in range(1, layers + 1) if layers % size == 0)
         raise ConfigError(
