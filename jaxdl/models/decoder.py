@@ -72,7 +72,7 @@ class TransformerModule(nnx.Module):
         each document is read by itself. Raises ConfigError for more tokens than there are learned positions.
         """
         x = self.enter(tokens, segments, train=train)
-        x, remarks, head = self._inside(x, 0, tokens, segments, train=train)
+        x, remarks, head = self._inside(x, tokens, segments, train=train)
         return self._logits_of_text(x, head).with_remarks(remarks)
 
     # What follows are the parts of a network in a pipeline: what the first stage does, what each does with its layers,
@@ -87,19 +87,13 @@ class TransformerModule(nnx.Module):
         return sharding.constrain(x, "batch", "length", "embed")
 
     def inside(
-        self,
-        x: jax.Array,
-        first: jax.Array | int,
-        tokens: jax.Array,
-        segments: jax.Array | None = None,
-        *,
-        train: bool,
+        self, x: jax.Array, tokens: jax.Array, segments: jax.Array | None = None, *, train: bool
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """`(x, remarks)` after the layers that the module has, of which `first` is the number in the whole network.
+        """`(x, remarks)` after the layers that the module has, those of one stage.
 
         The remarks of all stages together, added, are those of `Logits`.
         """
-        return self._inside(x, first, tokens, segments, train=train)[:2]
+        return self._inside(x, tokens, segments, train=train)[:2]
 
     def leave(self, x: jax.Array, *, train: bool) -> Logits:
         """The logits from what the last layer gives."""
@@ -110,11 +104,13 @@ class TransformerModule(nnx.Module):
         return replace(self.logits(x, head), order=current_order(x.shape[1]))
 
     def _inside(
-        self, x: jax.Array, first: jax.Array | int, tokens: jax.Array, segments: jax.Array | None, *, train: bool
+        self, x: jax.Array, tokens: jax.Array, segments: jax.Array | None, *, train: bool
     ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array | None]:
         """What `inside` returns, and the output layer's kernel if it has one of its own."""
         keys, (positions, order) = fold(self._keys(train), 1), _positions(tokens, segments)
-        angles = self.angles(positions)
+        angles, first = self.angles(positions), 0
+        if self.config.scan_layers:
+            first = sharding.first_layer(jax.tree.leaves(nnx.state(self.layers))[0].shape[0])
 
         def block(x: jax.Array, layer: Block, index: jax.Array | int) -> jax.Array:
             return layer(x, angles, segments, fold(keys, index + first), order)

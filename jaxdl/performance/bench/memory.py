@@ -70,7 +70,9 @@ def main(args: list[str]) -> None:
 
 def parse_command(args: list[str]) -> MemoryBench:
     """The command line as a MemoryBench. Raises ConfigError, or exits after --help."""
-    command, _ = parse_experiment_bench(MemoryBench, args, __name__)
+    command, given = parse_experiment_bench(MemoryBench, args, __name__)
+    if command.experiment.mesh != given.mesh:
+        raise ConfigError("--mesh: the measurement sets this itself. Give --meshes instead.")
     cells(command)
     return command
 

@@ -119,7 +119,9 @@ def prepare(
             "compiled for these before the run begins. Give the whole layout in place of --plan, or a smaller one."
         )
     device_bytes = 1e9 * (asked.device_gb or 0) or agree(memory_of(mine[0]) or _of_host(), min)
-    described = functools.cache(lambda: machine_of(experiment, asked, mesh))
+    # A link between replicas is one between nodes, also where a replica has several.
+    linked = mesh if replica % nodes == 0 else make_mesh(MeshConfig(replica=nodes), devices)
+    described = functools.cache(lambda: machine_of(experiment, asked, linked))
     with start.doing("planning the layout: reading the data, measuring the links"):
         tables = tables_on_meshes(experiment, sizes, described, asked.keep, trials.splits)
         cluster = Cluster(nodes, of_each, described(), device_bytes, Efficiency(compute=1.0))

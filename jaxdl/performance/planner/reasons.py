@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxdl.parallel.mesh import RARE_AXES
 from jaxdl.performance.planner import pipeline
 from jaxdl.performance.planner.search import Candidate, Choice, SearchResult
 
@@ -55,7 +56,7 @@ def describe(candidate: Candidate) -> str:
 
 def mesh_of(choice: Choice) -> str:
     """The mesh of a choice: `replica x fsdp x tensor`, and other axes of several devices."""
-    others = [f", {name} {size}" for name, size in (("stage", choice.stage), ("context", choice.context)) if size > 1]
+    others = [f", {axis} {getattr(choice, axis)}" for axis in RARE_AXES if getattr(choice, axis) > 1]
     return f"{choice.replica} x {choice.fsdp} x {choice.tensor}{''.join(others)}"
 
 

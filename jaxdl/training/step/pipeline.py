@@ -142,7 +142,7 @@ class Pipeline:
         """`(gradients, sums, state)` of all micro-batches, the loss multiplied by `factor`."""
         x, sums = self._blank(model_state)
         kept = jax.tree.map(lambda leaf: jnp.zeros((2 * self._last + 1, *leaf.shape), leaf.dtype), (x, model_state))
-        trained = self._divided(self.parts.trainable.of(self.params))
+        trained = self._trained
         grads = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), trained)
         start = _Carry(x, x, kept, self._sharded(self._varying(grads)), sums, model_state)
         turns = jnp.arange(self._num_microbatches + 2 * self._last)
@@ -153,7 +153,7 @@ class Pipeline:
     def sums(self, model_state: ModelState) -> Sums:
         """The sums of all micro-batches, without gradients."""
         x, sums = self._blank(model_state)
-        trained = self._divided(self.parts.trainable.of(self.params))
+        trained = self._trained
 
         def turn(carry: tuple[jax.Array, Sums], turn: jax.Array) -> tuple[tuple[jax.Array, Sums], None]:
             x, sums = carry
@@ -270,8 +270,7 @@ class Pipeline:
         self, trained: Divided, x: jax.Array, state: ModelState, number: jax.Array
     ) -> tuple[jax.Array, tuple[dict[str, jax.Array], ModelState]]:
         """`(x, (remarks, state))` after this stage's layers."""
-        first = self._index * self._num_layers
-        (x, remarks), state = self._run("inside", trained, state, number, x, first, *self._tokens(number))
+        (x, remarks), state = self._run("inside", trained, state, number, x, *self._tokens(number))
         return x, (remarks, state)
 
     def _leave(self, trained: Divided, x: jax.Array, state: ModelState, number: jax.Array) -> Sums:
@@ -291,7 +290,7 @@ class Pipeline:
 
     def _blank(self, state: ModelState) -> tuple[jax.Array, Sums]:
         """Zeros like what a stage sends on, and like the sums of a micro-batch."""
-        trained, number = self._divided(self.parts.trainable.of(self.params)), jnp.int32(0)
+        trained, number = self._trained, jnp.int32(0)
 
         def outputs() -> tuple[jax.Array, Sums]:
             x = self._varying(self._enter(trained, state, number))
@@ -311,13 +310,6 @@ class Pipeline:
     def _last(self) -> int:
         """The number of the last stage."""
         return num_stages(self.layout) - 1
-
-    @property
-    def _num_layers(self) -> int:
-        """The layers of a stage."""
-        axes = jax.tree.leaves(self.parts.network.axes, is_leaf=is_names)
-        pairs = zip(axes, jax.tree.leaves(self.params), strict=True)
-        return next(x.shape[0] for names, x in pairs if STACKED in names)
 
     @property
     def _num_microbatches(self) -> int:
@@ -362,6 +354,11 @@ class Pipeline:
         """The same arrays, typed as different on all devices of the manual axes."""
 
         return jax.tree.map(lambda x: alike(sorted(self.layout.manual), x)[0], tree)
+
+    @property
+    def _trained(self) -> Divided:
+        """The leaves of the trained parameters."""
+        return self._divided(self.parts.trainable.of(self.params))
 
     def _divided(self, trained: Any, is_leaf: Any = None) -> Divided:
         """The leaves of a tree like the trained parameters."""
