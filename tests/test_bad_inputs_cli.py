@@ -56,7 +56,7 @@ WITH_THE_FILE = {
     "--optimizer.lr 3": ["--optimizer.lr: there is no such option. Did you mean --optimizer.learning-rate?"],
     "--model.kind vit": ["--model.kind: a kind is chosen by the option without .kind: --model "],
     "--stepz 3": ["--stepz: there is no such option. Did you mean --steps?"],
-    "--mesh 3": ["--mesh: not an option itself; its options are --mesh.replica, --mesh.fsdp"],
+    "--mesh 3": ["--mesh: not an option itself; its options are --mesh.replica, --mesh.stage"],
     "--phases 3": ["--phases: not an option; phases are set in a config file"],
     f"--max-steps {'9' * 5000}": ["--max-steps 999", "give a whole number"],
     "--devices x": ["--devices x: give a whole number"],
