@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.kinds import kinds
@@ -31,6 +31,7 @@ from jaxdl.parallel.embedding import (
     sorting,
 )
 from jaxdl.parallel.embedding.jagged import fitting, packed
+from jaxdl.parallel.mesh import MeshConfig, make_mesh
 
 TABLES = (
     Table(name="shared", rows=50, columns=8, features=("one", "three")),
@@ -49,8 +50,8 @@ MESHES = [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 2, 2)]
 
 
 def mesh_of(sizes):
-    devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
-    return Mesh(devices, ("replica", "fsdp", "tensor"))
+    config = MeshConfig(**dict(zip(("replica", "fsdp", "tensor"), sizes, strict=True)))
+    return make_mesh(config, jax.devices()[: np.prod(sizes)])
 
 
 @functools.lru_cache

@@ -1,6 +1,7 @@
 """Pipelines: the losses of one device, gradients that the exchange compresses stage by stage, and what is sent."""
 
 import functools
+import importlib.util
 import shutil
 
 import jax
@@ -21,6 +22,7 @@ from jaxdl.parallel.compiler.wire_bytes import collectives
 from jaxdl.parallel.mesh import MeshConfig, batch_sharding
 from jaxdl.parallel.precision import FP8
 from jaxdl.parallel.sharding import is_spec, spec_axes
+from jaxdl.performance.planner.h100 import h100_devices
 from jaxdl.training.checkpoint import Checkpoints
 from jaxdl.training.evaluation import make_eval_step
 from jaxdl.training.run.compile import compile_train_step
@@ -187,3 +189,13 @@ def test_a_run_resumes_with_its_bits_and_on_another_mesh(tmp_path):
 def test_what_has_no_stages(changes, sizes, message):
     with pytest.raises(ConfigError, match=message):
         plan_of(DECODER.replaced(changes), **sizes)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is None, reason="JAX's CUDA compiler is not there")
+def test_on_gpus_no_loop_sums_gradients_of_stages_over_replicas():
+    """A dense exchange of one micro-batch, as a loop over layers would sum it on GPUs."""
+    experiment = DECODER.replaced({"step.microbatches": 1, "mesh": MeshConfig(replica=2, stage=2, fsdp=2)})
+    plan = make_plan(experiment, h100_devices(4, 2))
+    assert plan.parts.sum_dtype is None
+    batch = plan.batch_shapes(plan.timeline.segments[0], evaluating=False)
+    make_train_step(plan.parts).lower(plan.parts.state_spec.abstract(), batch)

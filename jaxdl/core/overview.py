@@ -35,7 +35,7 @@ Usual options:
   --batch-size N                examples per step, over all devices
   --optimizer NAME              the optimizer; its fields are --optimizer.learning-rate N and others
   --exchange NAME               how gradients are averaged over the slow network
-  --mesh.replica N              number of replicas, which exchange gradients; see also --mesh.stage, .fsdp, .context, .tensor
+  --mesh.replica N              replicas, which exchange gradients; also --mesh.stage, .fsdp, .context and .tensor
 
 With --config FILE --help: every option, with its default in that file.
 

@@ -17,6 +17,7 @@ from jaxdl.parallel.embedding.optimizers import RowOptimizer
 from jaxdl.parallel.embedding.places import Places
 from jaxdl.parallel.embedding.schemes import Scheme, Spread
 from jaxdl.parallel.embedding.table import EmbeddingConfig, Pooling, Table
+from jaxdl.parallel.mesh import ways
 
 MOST_LOCAL_ROWS = 2**30
 """A device has fewer rows of a buffer: places past their end, for what is not written, are int32 as well."""
@@ -71,17 +72,17 @@ class Buffer:
     @property
     def num_outer(self) -> int:
         """Devices along `spread.outer`."""
-        return math.prod(self.sizes[axis] for axis in self.spread.outer)
+        return ways(self.sizes, self.spread.outer)
 
     @property
     def num_inner(self) -> int:
         """Devices along `spread.inner`."""
-        return math.prod(self.sizes[axis] for axis in self.spread.inner)
+        return ways(self.sizes, self.spread.inner)
 
     @property
     def num_copies(self) -> int:
         """How many devices, or groups of them, hold the same."""
-        return math.prod(self.sizes[axis] for axis in self.spread.copies)
+        return ways(self.sizes, self.spread.copies)
 
     @property
     def row_ways(self) -> int:
@@ -229,7 +230,7 @@ def make_buffers(
             for feature in table.features
         ]
         slots.sort(key=lambda slot: -slot.num_ids)
-        num_outer = math.prod(sizes[axis] for axis in spread.outer)
+        num_outer = ways(sizes, spread.outer)
         owner = spread_evenly(members, num_ids, num_outer, dict(config.places))
         name = f"{number}_{scheme.kind}_{members[0].columns}"
         made = Buffer(
