@@ -82,10 +82,10 @@ def test_the_network_for_which_a_step_is_ordered():
     for gbps in (0, 10):
         config = CompilerConfig(network_gbps=gbps)
         with pytest.raises(ConfigError, match=rf"network_gbps={gbps}: cpu programs are not ordered for a network"):
-            config.check("cpu", 2)
+            config.check("cpu", AXES)
         with pytest.raises(ConfigError, match=rf"network_gbps={gbps}: there is one replica"):
-            config.check("gpu", 1)
-        config.check("gpu", 2)
+            config.check("gpu", AXES | {"replica": 1})
+        config.check("gpu", AXES)
     links = CompilerConfig(network_gbps=10, network_latency_us=5).links("gpu", AXES)
     assert links is not None
     assert (links.replica_bytes_per_sec, links.replica_latency_sec) == (1.25e9, pytest.approx(5e-6))

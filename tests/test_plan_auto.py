@@ -20,7 +20,7 @@ from jaxdl.models import DLRM, Transformer
 from jaxdl.parallel.compiler.collectives import usual_collectives
 from jaxdl.parallel.embedding import DataParallel, EmbeddingConfig, RowWise, TableWise
 from jaxdl.parallel.embedding.traffic import axis_bytes
-from jaxdl.parallel.mesh import AXES, MeshConfig
+from jaxdl.parallel.mesh import AXES, RARE_AXES, MeshConfig
 from jaxdl.performance.planner import auto, trials
 from jaxdl.performance.planner.few import all_fit, fastest_of, few_layouts
 from jaxdl.performance.planner.mesh_tables import tables_on_meshes
@@ -39,6 +39,8 @@ from jaxdl.training.run.plan.layout import Planned
 from jaxdl.training.run.workdir.records import Workdir, choice_file
 from jaxdl.training.tasks import Binary, LanguageModelling
 
+ONE = {axis: 1 for axis in AXES if axis not in RARE_AXES}
+"""The sizes of a mesh of one device, as a run gives them."""
 MESH = MeshConfig()
 GIVEN = PlanAuto(devices_per_node=1, network="1gbit", timed=2)
 SIZES = dict.fromkeys(AXES, 1) | {"replica": 2, "fsdp": 4}
@@ -175,7 +177,7 @@ def test_a_run_plans_once_for_its_devices(tmp_path, monkeypatch):
     monkeypatch.setattr(auto, "plan", counted)
     experiment = tiny_experiment(mesh=MESH, plan=GIVEN.replaced({"timed": 1}), model=TinyPerceptron())
     first = jaxdl.train(experiment, tmp_path / "a", quiet=True, devices=jax.devices()[:2], max_steps=4)
-    assert first.plan.mesh_sizes == dict.fromkeys(AXES, 1) | {"replica": 2}
+    assert first.plan.mesh_sizes == ONE | {"replica": 2}
     kept = json.loads((tmp_path / "a" / PLAN_FILE).read_text())
     assert kept["settings"] == found[0].settings
     assert "none is predicted" in kept["reasons"][0]  # There is one layout.
@@ -196,7 +198,7 @@ def test_a_run_plans_once_for_its_devices(tmp_path, monkeypatch):
     monkeypatch.setattr(auto, "plan", lambda *_: other)
     longer = experiment.replaced({"steps": 16})
     again = jaxdl.train(longer, tmp_path / "a", quiet=True, devices=jax.devices()[:1])
-    assert again.plan.mesh_sizes == dict.fromkeys(AXES, 1)
+    assert again.plan.mesh_sizes == ONE
     assert again.summary["steps"] == 16
     [note] = [one for one in again.plan.reasons if "planned again" in one]
     assert "the run has 1 devices" in note
@@ -219,7 +221,7 @@ def test_a_run_takes_stages_where_the_network_is_too_slow_for_gradients():
         steps=2,
     )
     run = jaxdl.train(experiment, quiet=True, devices=jax.devices()[:2])
-    assert run.plan.mesh_sizes == dict.fromkeys(AXES, 1) | {"stage": 2}
+    assert run.plan.mesh_sizes == ONE | {"stage": 2}
     assert run.plan.experiment.step.microbatches >= 2
     assert run.summary["steps"] == 2
     assert any("fewer than the Q* = " in line and "2 stages wait" in line for line in run.plan.kept.reasons)
