@@ -73,6 +73,7 @@ class EncoderDecoder(Model, kind="encoder_decoder"):
     norm_epsilon: float = pydantic.Field(default=1e-5, gt=0)
     """Added to the variance (or mean square) before the square root."""
     former_names: ClassVar[Mapping[str, str]] = {"layers_per_turn": "scan_unroll"}
+    may_change: ClassVar[tuple[str, ...]] = ("scan_unroll",)
     scan_unroll: int | None = pydantic.Field(default=None, ge=1)
     """Layers that one turn of a loop over layers computes; all of them is no loop. None takes all on a GPU, where a
     loop copies parameters and gradients, and one on CPUs, of more than 64, and with remat `block` or `offload`."""
