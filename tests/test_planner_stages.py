@@ -25,6 +25,7 @@ from jaxdl.performance.planner.search import choices, make_candidate, search
 from jaxdl.performance.planner.steptime import Efficiency, Profile, Split, own_time
 from jaxdl.performance.planner.tensor_cost import tensor_profile
 from jaxdl.performance.planner.trials import Trials
+from jaxdl.training.step.turns import idle_share, kept_inputs, num_turns
 from jaxdl.training.tasks import LanguageModelling
 
 DECODER = Decoder(
@@ -76,9 +77,9 @@ def test_turns_are_counted_as_a_schedule_plays_them(stages, microbatches):
             if 0 <= number < microbatches:
                 ends[what, stage, number] = turn
     waiting = max(ends["backward", 0, n] - ends["forward", 0, n] + 1 for n in range(microbatches))
-    assert pipeline.kept_inputs(stages) in (waiting, 0)
-    assert max(ends.values()) + 1 == pipeline.num_turns(stages, microbatches)
-    share = pipeline.idle_share(stages, microbatches)
+    assert kept_inputs(stages) in (waiting, 0)
+    assert max(ends.values()) + 1 == num_turns(stages, microbatches)
+    share = idle_share(stages, microbatches)
     assert share == pytest.approx((stages - 1) / (microbatches + stages - 1))
     even = pipeline.turns(1.0, 0.0, stages, microbatches)
     again = 4 / 3 if stages > 1 else 1.0
@@ -87,7 +88,7 @@ def test_turns_are_counted_as_a_schedule_plays_them(stages, microbatches):
     # Where devices split texts each stage computes everything in each turn.
     whole = pipeline.turns(1.0, 0.5, stages, microbatches, splits_length=True)
     turn = 1.0 if stages == 1 else 0.5 / stages * 4 / 3 + 0.5
-    assert whole.total_sec == pytest.approx(pipeline.num_turns(stages, microbatches) * turn)
+    assert whole.total_sec == pytest.approx(num_turns(stages, microbatches) * turn)
     # The last stage has the output layer, but computes no forward pass again.
     heavy = pipeline.turns(1.0, 0.5, stages, microbatches)
     assert heavy.turn_sec == pytest.approx(1.0 if stages == 1 else 0.5 / stages + 0.5)
@@ -320,7 +321,7 @@ def test_the_bytes_of_stages_are_those_of_the_compiled_step():
     for one in overlap.play(module, dict(step.parts.layout.mesh.shape), overlap.Links(math.inf)).messages:
         sent[one.kind, one.axes] = sent.get((one.kind, one.axes), 0) + one.times * one.sent_bytes
     turn = pipeline.activation_bytes(decoder.tokens(16 / 2 / 4), decoder.width, decoder.itemsize)
-    assert sent["collective-permute", ("stage",)] == pipeline.num_turns(4, 4) * turn
+    assert sent["collective-permute", ("stage",)] == num_turns(4, 4) * turn
     # Each parameter is gathered once, however many micro-batches there are.
     layers = Parameters(step.parts.network.axes, step.parts.network.param_shapes)
     gathered = sum(size for (kind, axes), size in sent.items() if kind == "all-gather" and axes == ("fsdp",))

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxdl.parallel.collectives.packed_attention import Packed, packed_attention
-from jaxdl.parallel.collectives.undivided import undivided
+from jaxdl.parallel.collectives.undivided import on_devices
 
 Implementation = Literal["cudnn", "xla"]
 Rows = jax.Array | tuple[jax.Array, jax.Array] | None
@@ -138,14 +138,8 @@ class _Region:
 
     def run(self, function: Callable[..., Any], in_specs: Any, out_specs: Any, *operands: Any) -> Any:
         """`function(*operands)` on each device."""
-        region = jax.shard_map(
-            functools.partial(undivided, function),
-            mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=set(self.axes),
-        )
-        return region(*operands)
+        how = {"axes": self.axes, "mesh": self.mesh, "in_specs": in_specs, "out_specs": out_specs}
+        return on_devices(function, *operands, **how)
 
 
 @jax.tree_util.register_dataclass

@@ -19,7 +19,7 @@ from jaxdl.parallel.collectives.attention import ATTENTION
 from jaxdl.parallel.collectives.attention_blocks import Kernel, Part
 from jaxdl.parallel.collectives.gathered_attention import Gathered
 from jaxdl.parallel.collectives.ring_attention import Ring
-from jaxdl.parallel.collectives.undivided import undivided
+from jaxdl.parallel.collectives.undivided import on_devices
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,8 @@ class Region:
 
     def run(self, function: Callable[..., Any], in_specs: Any, out_specs: Any, *operands: Any) -> Any:
         """`function(*operands)` on each device."""
-        region = jax.shard_map(
-            functools.partial(undivided, function),
-            mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=set(self.axes),
-        )
-        return region(*operands)
+        how = {"axes": self.axes, "mesh": self.mesh, "in_specs": in_specs, "out_specs": out_specs}
+        return on_devices(function, *operands, **how)
 
 
 def method(

@@ -7,12 +7,14 @@ axes are manual already JAX (0.10) cannot lower that half: these operands are sh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
+from jax.sharding import Mesh
 
 _undivided_p = Primitive("undivided")
 _undivided_p.multiple_results = True
@@ -27,6 +29,28 @@ def undivided(function: Callable[..., Any], *operands: Any) -> Any:
 
     program, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
     return jax.tree.unflatten(jax.tree.structure(shapes), _undivided_p.bind(*leaves, program=program))
+
+
+def on_devices(
+    function: Callable[..., Any],
+    *operands: Any,
+    axes: Iterable[str],
+    mesh: Mesh | None,
+    in_specs: Any,
+    out_specs: Any,
+) -> Any:
+    """`function(*operands)` on each device, `undivided`, in a region that is manual over `axes`.
+
+    `mesh` is None inside of a `shard_map`, whose mesh it then is.
+    """
+    region = jax.shard_map(
+        functools.partial(undivided, function),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(axes),
+    )
+    return region(*operands)
 
 
 def _computed(*operands: jax.Array, program: Any) -> Any:

@@ -20,9 +20,9 @@ from jaxdl.exchange.base import Exchange, GradientLayout, by_name, leaf_names
 from jaxdl.exchange.cost import Gradients
 from jaxdl.parallel.mesh import GATHER_AXES, LENGTH_AXES, STAGE_AXES, Axis, inner_sizes, ways
 from jaxdl.parallel.sharding import STACKED, Layout, LogicalAxes, Params, ShardingConfig, is_names, spec_axes
-from jaxdl.performance.planner import pipeline
 from jaxdl.performance.planner.decoder import Decoder
 from jaxdl.performance.planner.tables import Costs
+from jaxdl.training.step.turns import kept_inputs
 
 FLOAT_BYTES = 4
 MOST_OF_DEVICE = 0.9
@@ -246,7 +246,7 @@ def _temporary(temporary: Fit, step: Step) -> float:
     kept = decoder.params_share(stages)
     part = decoder.head_share + (1 - decoder.head_share) / stages
     stage = Fit(kept * temporary.fixed, kept * temporary.divided, part * temporary.of_example)
-    inputs = pipeline.kept_inputs(stages) * decoder.tokens(examples) * decoder.width * decoder.itemsize
+    inputs = kept_inputs(stages) * decoder.tokens(examples) * decoder.width * decoder.itemsize
     return stage.at(gathered, examples) + inputs
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jaxdl.parallel.mesh import RARE_AXES
 from jaxdl.performance.planner import pipeline
 from jaxdl.performance.planner.search import Candidate, Choice, SearchResult
+from jaxdl.training.step.turns import idle_share
 
 
 def why_slower(candidate: Candidate, best: Candidate) -> str:
@@ -90,7 +91,7 @@ def why_it_wins(layouts: SearchResult) -> str:
     other = fitting[0]
     pipe, plain = (best, other) if staged else (other, best)
     split = pipe.choice.context > 1
-    idle = pipeline.idle_share(pipe.choice.stage, pipe.choice.microbatches, splits_length=split)
+    idle = idle_share(pipe.choice.stage, pipe.choice.microbatches, splits_length=split)
     waits = f"{pipe.choice.stage} stages wait for each other for {100 * idle:.0f} % of their time"
     lead = 1e3 * (other.time.total_sec - best.time.total_sec)
     says = f"{mesh_of(best.choice)} wins over {mesh_of(other.choice)} by {lead:.3g} ms a step"

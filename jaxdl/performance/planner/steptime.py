@@ -19,6 +19,7 @@ from jaxdl.performance.planner import context_cost, pipeline
 from jaxdl.performance.planner.decoder import Decoder
 from jaxdl.performance.planner.memory import Fit
 from jaxdl.performance.planner.tables import Costs
+from jaxdl.training.step.turns import num_turns
 
 _BACKWARD = 2 / 3
 """The share of the backward pass in both: it has two products for each of the forward pass."""
@@ -141,7 +142,7 @@ def own_time(
         inner += microbatches * _seconds(machine, MODEL_AXES[0], messages, 2 * (tensor - 1), num_bytes)
     if parts > 1 and split is not None:
         # Stages send keys in each turn, whether they need them or not.
-        passes_each = pipeline.num_turns(stages, microbatches)
+        passes_each = num_turns(stages, microbatches)
         inner += passes_each * _ring_sec(split, machine, parts, stages, examples)
     hidden = efficiency.overlap * compute if machine.overlaps else 0.0
     exposed, slow = max(0.0, inner - hidden), 0.0
@@ -173,7 +174,7 @@ def _with_stages(
 
     `tokens` are those of a device in all micro-batches; messages of turns hide behind `hidden` seconds of kernels.
     """
-    decoder, count = split.decoder, pipeline.num_turns(stages, microbatches)
+    decoder, count = split.decoder, num_turns(stages, microbatches)
     of_turn = pipeline.activation_bytes(tokens / microbatches, decoder.width, decoder.itemsize)
     sent, of_turns = count * of_turn, count * sum(split.stage_link.seconds(2, of_turn))
     tables = pipeline.table_bytes(stages, split.common_bytes)

@@ -34,6 +34,7 @@ from jaxdl.parallel.sharding import STACKED, Grads, Layout, LogicalAxes, Params,
 from jaxdl.training.state import ModelState
 from jaxdl.training.step.network import gathered_params, run_network, with_gathered
 from jaxdl.training.step.parts import Batch, Parts, Sums
+from jaxdl.training.step.turns import kept_inputs, num_turns
 
 (STAGE,) = STAGE_AXES
 Leaves = list[Any]
@@ -141,11 +142,13 @@ class Pipeline:
     def gradients(self, model_state: ModelState, factor: jax.Array) -> tuple[Grads, Sums, ModelState]:
         """`(gradients, sums, state)` of all micro-batches, the loss multiplied by `factor`."""
         x, sums = self._blank(model_state)
-        kept = jax.tree.map(lambda leaf: jnp.zeros((2 * self._last + 1, *leaf.shape), leaf.dtype), (x, model_state))
+        kept = jax.tree.map(
+            lambda leaf: jnp.zeros((kept_inputs(self._last + 1), *leaf.shape), leaf.dtype), (x, model_state)
+        )
         trained = self._trained
         grads = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), trained)
         start = _Carry(x, x, kept, self._sharded(self._varying(grads)), sums, model_state)
-        turns = jnp.arange(self._num_microbatches + 2 * self._last)
+        turns = jnp.arange(num_turns(self._last + 1, self._num_microbatches))
         end = lax.scan(functools.partial(self._turn, trained, factor), self._varying(start), turns)[0]
         rest = [lax.psum(leaf, STAGE) for leaf in end.grads.rest]
         return self._joined(self._sharded(Divided(end.grads.stacked, rest))), lax.psum(end.sums, STAGE), end.state
@@ -352,7 +355,6 @@ class Pipeline:
 
     def _varying(self, tree: Any) -> Any:
         """The same arrays, typed as different on all devices of the manual axes."""
-
         return jax.tree.map(lambda x: alike(sorted(self.layout.manual), x)[0], tree)
 
     @property

@@ -19,6 +19,7 @@ from jaxdl.report.better_direction import mode_of
 from jaxdl.training.run.plan.network import with_vectors
 from jaxdl.training.run.plan.validate import task_inputs
 from jaxdl.training.step import Parts, num_stages
+from jaxdl.training.step.turns import idle_share
 from jaxdl.training.tasks import Task
 
 _NAMED = 3
@@ -47,9 +48,7 @@ def idle_stages(parts: Parts) -> tuple[str, ...]:
     stages, parts_of_batch = num_stages(parts.layout), parts.config.microbatches
     if stages == 1:
         return ()
-    idle = (stages - 1) / (parts_of_batch + stages - 1)
-    if ways(parts.layout.mesh.shape, LENGTH_AXES) > 1:  # Then all turns take as long: `Pipeline._either`.
-        idle = 2 * (stages - 1) / (parts_of_batch + 2 * (stages - 1))
+    idle = idle_share(stages, parts_of_batch, splits_length=ways(parts.layout.mesh.shape, LENGTH_AXES) > 1)
     advice = "" if idle < _MOST_IDLE else f"; --step.microbatches {4 * stages} or more makes it less"
     return (
         f"pipeline: {stages} stages and {parts_of_batch} micro-batches, so a stage waits {idle:.0%} of a step{advice}",
