@@ -66,6 +66,6 @@ def test_both_compress_on_a_slow_network():
     assert first == second
     config, lines = first
     assert config["kind"] == "topk"
-    # Two devices share 20 Mbit/s; headers and stalls cost a part of it.
+    # Two devices share 20 Mbit/s; headers and stalls cost a part of it, and after a pause a burst passes at full speed.
     [gbps] = re.findall(r"a device sends ([\d.e-]+) Gb/s", "\n".join(lines))
-    assert 0.003 < float(gbps) < 0.0105
+    assert 0.003 < float(gbps) < 0.0125
