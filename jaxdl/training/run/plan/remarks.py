@@ -50,8 +50,15 @@ def idle_stages(parts: Parts) -> tuple[str, ...]:
         return ()
     idle = idle_share(stages, parts_of_batch)
     advice = "" if idle < _MOST_IDLE else f"; --step.microbatches {4 * stages} or more makes it less"
+    network, room = parts.network, parts.layout.stage_layers
+    each = (
+        f" of {room} layers"
+        if not network.empty_layers
+        else f" of {room} layers, the last of {(room or 0) - network.empty_layers},"
+    )
     return (
-        f"pipeline: {stages} stages and {parts_of_batch} micro-batches, so a stage waits {idle:.0%} of a step{advice}",
+        f"pipeline: {stages} stages{each} and {parts_of_batch} micro-batches, so a stage waits {idle:.0%} of a step"
+        f"{advice}",
     )
 
 
