@@ -26,7 +26,7 @@ from jaxdl.performance.planner.search import choices, make_candidate, search
 from jaxdl.performance.planner.steptime import Efficiency, Profile, Split, own_time
 from jaxdl.performance.planner.tensor_cost import tensor_profile
 from jaxdl.performance.planner.trials import Trials
-from jaxdl.training.step.turns import idle_share, kept_inputs, num_turns
+from jaxdl.training.step.turns import idle_share, kept_inputs, num_turns, room_for_layers
 from jaxdl.training.tasks import LanguageModelling
 
 DECODER = Decoder(
@@ -96,6 +96,39 @@ def test_turns_are_counted_as_a_schedule_plays_them(stages, microbatches):
     # The last stage has the output layer, but computes no forward pass again.
     heavy = pipeline.turns(1.0, 0.5, stages, microbatches)
     assert heavy.turn_sec == pytest.approx(1.0 if stages == 1 else 0.5 / stages + 0.5)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "output_layers", "sizes"),
+    [
+        (16, 4, 1.0, [4, 4, 4, 4]),
+        (12, 4, 5.5, [4, 4, 4, 0]),  # GPT-2 124M.
+        (26, 4, 0.0, [7, 7, 7, 5]),
+        (24, 4, 4.0, [7, 7, 7, 3]),
+        (5, 4, 0.0, None),
+        (4, 1, 2.0, [4]),
+    ],
+)
+def test_the_last_stage_has_fewer_layers_where_that_is_faster(layers, stages, output_layers, sizes):
+    room = room_for_layers(layers, stages, output_layers)
+    if sizes is None:
+        assert room is None
+        return
+    assert [room] * (stages - 1) + [layers - (stages - 1) * room] == sizes
+
+    def slowest(last: int) -> float:
+        """Three passes of what the last stage has, and four of what the others have: one forward pass is done twice."""
+        return max(3 * (last + output_layers), 4 * (layers - last) / max(stages - 1, 1))
+
+    possible = [last for last in range(sizes[0] + 1) if (layers - last) % max(stages - 1, 1) == 0]
+    assert stages == 1 or slowest(sizes[-1]) == min(slowest(last) for last in possible if (layers - last) >= last)
+    # The planner divides time and memory alike.
+    decoder = dataclasses.replace(DECODER, num_layers=layers, output_layers=output_layers)
+    assert decoder.shares(stages) == pytest.approx((sizes[0] / layers, sizes[-1] / layers))
+    head = 0.2
+    found = pipeline.turns(1.0, head, stages, 8, shares=decoder.shares(stages))
+    turn = max(0.8 * sizes[0] / layers * 4 / 3, 0.8 * sizes[-1] / layers + head) if stages > 1 else 1.0
+    assert found.turn_sec == pytest.approx(turn)
 
 
 def test_a_ring_sends_what_a_gather_would():
