@@ -17,6 +17,7 @@ from jaxdl.exchange import Quantized, TopK, by_name
 from jaxdl.exchange.agreement import Periodic
 from jaxdl.models.moe import MixtureOfExperts
 from jaxdl.optim import SGD
+from jaxdl.parallel.compiler import hlo
 from jaxdl.parallel.compiler.groups import differing_axes
 from jaxdl.parallel.compiler.wire_bytes import collectives
 from jaxdl.parallel.mesh import MeshConfig, batch_sharding
@@ -156,6 +157,30 @@ def test_a_step_sends_what_its_shards_have():
     assert metric < 0.05 * 4 * 2.5 * stage
 
 
+def permutes_in_branches(text):
+    """Messages from device to device, in branches that not all devices may take: some would wait for ever."""
+    module = hlo.parse(text)
+
+    def inside(name):
+        there = module.computations[name].values()
+        return [x for x in there if x.kind.startswith("collective-permute")] + [
+            permute for x in there for other in hlo.inner_computations(x) for permute in inside(other)
+        ]
+
+    branches = [x for there in module.computations.values() for x in there.values() if x.kind == "conditional"]
+    assert branches
+    return [permute for branch in branches for name in hlo.inner_computations(branch) for permute in inside(name)]
+
+
+@pytest.mark.parametrize("kind", ["decoder", "mixture"])
+def test_stages_that_split_texts_send_no_permutes_in_a_slot(kind):
+    experiment = KINDS[kind].replaced({"model.num_layers": 2, "step.microbatches": 2})
+    plan = plan_of(experiment, stage=2, fsdp=2, context=2)
+    batch = plan.batch_shapes(plan.timeline.segments[0], evaluating=False)
+    compiled = make_train_step(plan.parts).lower(plan.parts.state_spec.abstract(), batch).compile()
+    assert permutes_in_branches(compiled.as_text()) == []
+
+
 def test_a_run_resumes_with_its_bits_and_on_another_mesh(tmp_path):
     exchange, steps = TopK(density=0.05, min_elements=64), {"steps": 4, "checkpoint.every_steps": 2}
     experiment = DECODER.replaced({"model.num_layers": 3, "exchange": exchange, **steps})  # Of stages 2 and 1.
@@ -183,8 +208,7 @@ def test_a_run_resumes_with_its_bits_and_on_another_mesh(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sizes", "message"),
     [
-        ({"model.num_layers": 5}, {"stage": 4}, r"5 layers cannot be divided among 4 stages. Choose one of 1, 2, 3, 5"),
-        ({}, {"stage": 3, "context": 2}, "4 layers cannot be divided evenly, as texts over several devices need it, "),
+        ({"model.num_layers": 5}, {"stage": 4}, r"5 layers cannot be divided among 4 stages, .* one of 1, 2, 3, 5"),
         ({"model.scan_layers": False}, {"stage": 2}, "stages need stacked layers"),
         ({"precision": FP8(emulated=True)}, {"stage": 2}, "precision fp8 has no stages"),
         ({"agreement": Periodic()}, {"replica": 2, "stage": 2}, "has no stages"),

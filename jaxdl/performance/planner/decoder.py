@@ -50,19 +50,21 @@ class Decoder:
         head = self.vocab_size * self.width
         return head / (self.layer_weights + head)
 
-    def room(self, stages: int, parts: int = 1) -> int:
-        """For how many layers each stage has room, of texts in so many parts; see `in_stages` of a run's network."""
-        room = None if parts > 1 else room_for_layers(self.num_layers, stages, self.output_layers)
-        return self.num_layers // stages if room is None else room
+    def room(self, stages: int) -> int:
+        """For how many layers each stage has room. Raises ValueError where they cannot be divided so."""
+        room = room_for_layers(self.num_layers, stages, self.output_layers)
+        if room is None:
+            raise ValueError(f"{self.num_layers} layers cannot be divided among {stages} stages")
+        return room
 
-    def shares(self, stages: int, parts: int = 1) -> tuple[float, float]:
+    def shares(self, stages: int) -> tuple[float, float]:
         """The part of the layers that each stage but the last has, and the last."""
-        each = self.room(stages, parts) / self.num_layers
+        each = self.room(stages) / self.num_layers
         return each, 1 - (stages - 1) * each
 
-    def params_share(self, stages: int, parts: int = 1) -> float:
+    def params_share(self, stages: int) -> float:
         """The part of the parameters for which a stage has room: of the layers its own, and all others."""
-        return 1 - self.stacked_share * (1 - self.shares(stages, parts)[0])
+        return 1 - self.stacked_share * (1 - self.shares(stages)[0])
 
     def tokens(self, examples: float) -> float:
         """Tokens of so many examples."""

@@ -258,8 +258,7 @@ def _temporary(temporary: Fit, step: Step) -> float:
     if stages == 1 or step.decoder is None:
         return temporary.at(gathered, examples)
     decoder = step.decoder
-    parts = ways(step.sizes, LENGTH_AXES)
-    kept, (each, last) = decoder.params_share(stages, parts), decoder.shares(stages, parts)
+    kept, (each, last) = decoder.params_share(stages), decoder.shares(stages)
     part = max((1 - decoder.head_share) * each, decoder.head_share + (1 - decoder.head_share) * last)
     stage = Fit(kept * temporary.fixed, kept * temporary.divided, part * temporary.of_example)
     inputs = kept_inputs(stages) * decoder.tokens(examples) * decoder.width * decoder.itemsize

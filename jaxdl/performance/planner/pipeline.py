@@ -34,21 +34,18 @@ def turns(
     forward: float = FORWARD_SHARE,
     *,
     shares: tuple[float, float] | None = None,
-    splits_length: bool = False,
 ) -> Turns:
     """The passes of a pipeline, if those of a micro-batch through the whole network take `passes_sec`.
 
     A stage computes its part of the layers, and the forward pass, the share `forward` of it, once more; the last
     computes no pass again, but the output layer, `head_share` of the whole work. `shares` are the parts of the layers
-    of each stage but the last, and of the last; equal ones by default. All wait for the slowest. With `splits_length`
-    each stage computes all of that, whether it needs it or not.
+    of each stage but the last, and of the last; equal ones by default. All wait for the slowest.
     """
     if stages == 1:
         return Turns(passes_sec, microbatches * passes_sec, 0.0)
     layers, head, count = passes_sec * (1 - head_share), passes_sec * head_share, num_turns(stages, microbatches)
     each, last = shares or (1 / stages, 1 / stages)
-    again = layers * each * (1 + forward)
-    turn = again + head if splits_length else max(again, layers * last + head)
+    turn = max(layers * each * (1 + forward), layers * last + head)
     return Turns(turn, count * turn, (count - microbatches) * turn)
 
 

@@ -315,7 +315,7 @@ def _candidate(workload: RunWorkload, cluster: Cluster, choice: Choice, tables: 
     step_time = own_time(profile, sizes, examples, choice.microbatches, machine, efficiency, costs, split)
     parameters, decoder = workload.parameters, workload.decoder
     if decoder is not None and choice.stage > 1:
-        parameters = parameters.with_layers(choice.stage * decoder.room(choice.stage, choice.context))
+        parameters = parameters.with_layers(choice.stage * decoder.room(choice.stage))
     gradients = parameters.gradients(layout)
     exchange, reasons = _exchange(workload, gradients, machine, step_time)
     cost = predict(exchange, gradients, machine)

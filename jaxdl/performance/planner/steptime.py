@@ -124,11 +124,11 @@ def own_time(
     stages, parts = ways(sizes, STAGE_AXES), ways(sizes, LENGTH_AXES)
     local = examples / parts
     passes = profile.passes_sec.at(gathered, local) / efficiency.compute
-    kept = 1.0 if split is None else split.decoder.params_share(stages, parts)
+    kept = 1.0 if split is None else split.decoder.params_share(stages)
     update = kept * profile.other_sec.at(gathered, 0) / efficiency.compute
     head_share, forward = (0.0, 0.0) if split is None else (split.decoder.head_share, split.forward)
-    shares = None if split is None else split.decoder.shares(stages, parts)
-    turns = pipeline.turns(passes, head_share, stages, microbatches, forward, shares=shares, splits_length=parts > 1)
+    shares = None if split is None else split.decoder.shares(stages)
+    turns = pipeline.turns(passes, head_share, stages, microbatches, forward, shares=shares)
     compute = turns.total_sec + update
     again = kept * (1 + forward) if stages > 1 else 1.0
     inner = 0.0
@@ -142,9 +142,8 @@ def own_time(
         num_bytes, messages = again * profile.tensor_bytes.at(gathered, local), again * profile.tensor_messages
         inner += microbatches * _seconds(machine, MODEL_AXES[0], messages, 2 * (tensor - 1), num_bytes)
     if parts > 1 and split is not None:
-        # Stages send keys also in turns in which they have no micro-batch.
-        passes_each = num_turns(stages, microbatches)
-        inner += passes_each * _ring_sec(split, machine, parts, stages, examples)
+        # Stages wait for each other's keys in turns in which they have no micro-batch.
+        inner += num_turns(stages, microbatches) * _ring_sec(split, machine, parts, stages, examples)
     hidden = efficiency.overlap * compute if machine.overlaps else 0.0
     exposed, slow = max(0.0, inner - hidden), 0.0
     if tables is not None:

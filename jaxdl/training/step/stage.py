@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from jaxdl.models.logits import add_remarks
 from jaxdl.models.network import Call
 from jaxdl.parallel.collectives.primitive import alike
-from jaxdl.parallel.mesh import LENGTH_AXES, STAGE_AXES, ways
+from jaxdl.parallel.mesh import STAGE_AXES
 from jaxdl.parallel.sharding import STACKED, Layout, LogicalAxes, Params, is_names, is_spec, without_axes
 from jaxdl.training.state import ModelState
 from jaxdl.training.step.network import gathered_params, run_network, with_gathered
@@ -199,7 +199,11 @@ class Stage:
         )
 
     def _either(self, condition: bool | jax.Array, work: Any, otherwise: Any) -> Any:
-        """The results of one of two functions without arguments, (activations, gradients by kind, small arrays)."""
+        """The results of one of two functions without arguments, (activations, gradients by kind, small arrays).
+
+        Only one is computed. No function may send permutes: unlike other messages these may wait for all devices of the
+        mesh. So attention gathers keys (`jaxdl.parallel.collectives.ring_attention.Ring.gathers`).
+        """
         if isinstance(condition, bool):
             return work() if condition else otherwise()
 
@@ -212,12 +216,7 @@ class Stage:
 
             return results
 
-        if ways(self.layout.mesh.shape, LENGTH_AXES) == 1:
-            return lax.cond(condition, alike_of(work), alike_of(otherwise))
-        # Devices that split texts send permutes, which, unlike other messages, may wait for all devices of the mesh. So
-        # here stages compute what they do not need.
-        pairs = alike_of(work)(), alike_of(otherwise)()
-        return jax.tree.map(lambda mine, other: jnp.where(condition, mine, other), *pairs)
+        return lax.cond(condition, alike_of(work), alike_of(otherwise))
 
     def _varying(self, tree: Any) -> Any:
         """The same arrays, typed as different on all devices of the manual axes."""

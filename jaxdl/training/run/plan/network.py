@@ -22,7 +22,7 @@ from jaxdl.models.stacks import Dims, as_recorded, named_stacks
 from jaxdl.optim import Trainable, make_trainable
 from jaxdl.parallel.embedding import EmbeddingConfig, Table
 from jaxdl.parallel.embedding.table import check_tables
-from jaxdl.parallel.mesh import LENGTH_AXES, STAGE_AXES, Axis, inner_sizes, ways
+from jaxdl.parallel.mesh import STAGE_AXES, Axis, inner_sizes, ways
 from jaxdl.parallel.sharding import STACKED, Layout, LogicalAxes, Params, grad_specs, is_names
 from jaxdl.training.run.plan.validate import task_inputs
 from jaxdl.training.step.turns import room_for_layers
@@ -141,9 +141,7 @@ def in_stages(fitted: TaskNetwork, model: Model, mesh: Mesh | AbstractMesh) -> t
     stages, layers = ways(mesh.shape, STAGE_AXES), model.num_stacked_layers
     if stages == 1 or layers is None:
         return None, fitted
-    # Where all stages compute all that one has to, a last stage of another length would be computed besides.
-    even = ways(mesh.shape, LENGTH_AXES) > 1
-    room = layers // stages if even else room_for_layers(layers, stages, model.output_layers(**fitted.spec.sizes()))
+    room = room_for_layers(layers, stages, model.output_layers(**fitted.spec.sizes()))
     assert room is not None, "validated before"
     if empty := room * stages - layers:
         fitted = replace(fitted, network=fitted.network.with_empty_layers(empty))

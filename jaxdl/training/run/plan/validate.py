@@ -19,7 +19,7 @@ from jaxdl.models import Network
 from jaxdl.models.mode_check import check_evaluation
 from jaxdl.parallel.embedding import EmbeddingConfig
 from jaxdl.parallel.embedding.jagged import is_jagged
-from jaxdl.parallel.mesh import BATCH_AXES, LENGTH_AXES, MODEL_AXES, RARE_AXES, Axis, ways
+from jaxdl.parallel.mesh import BATCH_AXES, LENGTH_AXES, MODEL_AXES, RARE_AXES, Axis
 from jaxdl.parallel.sharding import STACKED, UNNAMED, UNNAMED_STACK, ShardingConfig, has_names, is_names
 from jaxdl.parallel.zigzag import length_unit
 from jaxdl.training.experiment import Experiment
@@ -142,24 +142,21 @@ def check_axes(experiment: Experiment, sizes: Mapping[str, int]) -> None:
                 f"--mesh.{axis} 1, or set {name} = True in the class, if {_CAN[name][1]}."
             )
         if axis.splits_layers:
-            _check_stages(experiment, f"--mesh.{axis} {sizes[axis]}", sizes[axis], ways(sizes, LENGTH_AXES))
+            _check_stages(experiment, f"--mesh.{axis} {sizes[axis]}", sizes[axis])
 
 
-def _check_stages(experiment: Experiment, option: str, num_stages: int, parts_of_text: int) -> None:
-    """Raises ConfigError for what does not go with a pipeline of so many stages, texts over so many devices."""
+def _check_stages(experiment: Experiment, option: str, num_stages: int) -> None:
+    """Raises ConfigError for what does not go with a pipeline of this many stages."""
     model, agreement = experiment.model, experiment.agreement
     layers = model.num_stacked_layers
     if layers is None:
         advice = "Take --model.scan-layers, or" if "scan_layers" in type(model).model_fields else "Choose"
         raise ConfigError(f"{option}: stages need stacked layers. {advice} {option.split()[0]} 1.")
-    evenly = parts_of_text > 1
-    if layers % num_stages if evenly else room_for_layers(layers, num_stages) is None:
-        every = range(1, layers + 1)
-        fits = [size for size in every if (layers % size == 0 if evenly else room_for_layers(layers, size))]
-        how = " evenly, as texts over several devices need it," if evenly else ""
+    if room_for_layers(layers, num_stages) is None:
+        fits = ", ".join(str(size) for size in range(1, layers + 1) if room_for_layers(layers, size))
         raise ConfigError(
-            f"{option}: {layers} layers cannot be divided{how} among {num_stages} stages. Choose one of "
-            f"{', '.join(map(str, fits))}."
+            f"{option}: {layers} layers cannot be divided among {num_stages} stages, of which all but the last have "
+            f"equally many. Choose one of {fits}."
         )
     if experiment.task.takes_arrays or experiment.task.users_name:
         raise ConfigError(f"{option}: task {experiment.task.kind} reads the network's outputs whole. Choose 1.")
