@@ -26,7 +26,7 @@ from jaxdl.performance.planner.search import choices, make_candidate, search
 from jaxdl.performance.planner.steptime import Efficiency, Profile, Split, own_time
 from jaxdl.performance.planner.tensor_cost import tensor_profile
 from jaxdl.performance.planner.trials import Trials
-from jaxdl.training.step.turns import idle_share, kept_inputs, num_turns, room_for_layers
+from jaxdl.training.step.turns import idle_share, kept_inputs, num_messages, num_turns, room_for_layers
 from jaxdl.training.tasks import LanguageModelling
 
 DECODER = Decoder(
@@ -80,9 +80,9 @@ def test_turns_are_counted_as_a_schedule_plays_them(stages, microbatches):
     waiting = max(ends["backward", 0, n] - ends["forward", 0, n] + 1 for n in range(microbatches))
     assert kept_inputs(stages) in (waiting, 0)
     assert max(ends.values()) + 1 == num_turns(stages, microbatches) + stages - 1
-    for what in ("forward", "backward"):  # Each pass, and its messages, in as many turns of the program.
-        of_pass = [turn for (name, *_), turn in ends.items() if name == what]
-        assert max(of_pass) - min(of_pass) + 1 == num_turns(stages, microbatches)
+    ahead = [turn for (name, *_), turn in ends.items() if name == "forward"]
+    messages = max(ahead) + 1 + max(ends.values()) + 1
+    assert messages == num_messages(stages, microbatches)
     share = idle_share(stages, microbatches)
     assert share == pytest.approx((stages - 1) / (microbatches + stages - 1))
     even = pipeline.turns(1.0, 0.0, stages, microbatches)
@@ -149,7 +149,7 @@ def test_the_time_of_stages_has_idle_turns_and_messages():
     turn = max(2e-3 * (1 - head) / 4 * 4 / 3, 2e-3 * (1 - head) / 4 + 2e-3 * head)
     assert found.compute_sec == pytest.approx(11 * turn + (1 - 0.75 * 3 / 4) * 2e-3)
     assert found.idle_sec == pytest.approx(3 * turn)
-    turns = 8 + 3
+    turns = 8 + 3 * 3 / 2
     activations, tables = turns * 2 * 2 * 2048 * 1024 * 2, 2 * 3 / 4 * 4e6
     assert found.node_bytes == pytest.approx(activations + tables)
     messages = turns * 2e-4 + activations / 1e9 + 6e-4 + tables / 1e9
@@ -276,7 +276,7 @@ def test_a_slow_network_and_few_tokens_make_stages_win():
         [even] = re.findall(rf"a step has {tokens:,} tokens, fewer than the Q\* = ([\d,]+) below", said)
         # A step of Q* tokens would send as much as the exchange: of each token d numbers of 2 bytes there and back.
         more = (int(even.replace(",", "")) - tokens) * 2 * 1024 * 2
-        more *= 1 + (pipe.choice.stage - 1) / pipe.choice.microbatches
+        more *= 1 + 3 / 2 * (pipe.choice.stage - 1) / pipe.choice.microbatches
         assert 2 * pipe.time.node_bytes + more == pytest.approx(2 * plain.time.node_bytes, rel=1e-4)
         assert said.startswith(f"{mesh_of(layouts.best.choice)} wins over ")
         assert "stages wait for each other for" in said
@@ -358,7 +358,7 @@ def test_the_bytes_of_stages_are_those_of_the_compiled_step():
     for one in overlap.play(module, dict(step.parts.layout.mesh.shape), overlap.Links(math.inf)).messages:
         sent[one.kind, one.axes] = sent.get((one.kind, one.axes), 0) + one.times * one.sent_bytes
     turn = pipeline.activation_bytes(decoder.tokens(16 / 2 / 4), decoder.width, decoder.itemsize)
-    assert sent["collective-permute", ("stage",)] == num_turns(4, 4) * turn
+    assert sent["collective-permute", ("stage",)] == num_messages(4, 4) * turn / 2
     # Each parameter is gathered once, however many micro-batches there are.
     layers = Parameters(step.parts.network.axes, step.parts.network.param_shapes)
     gathered = sum(size for (kind, axes), size in sent.items() if kind == "all-gather" and axes == ("fsdp",))

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxdl.performance.planner import pipeline
 from jaxdl.report import style
-from jaxdl.training.step.turns import num_turns
+from jaxdl.training.step.turns import num_messages
 
 PIPELINE, _COLOR, _MARK = "pipeline", "#009e73", "^"
 _BACKWARD, _POINTS = 2 / 3, 25
@@ -28,7 +28,7 @@ def step_sec(data: Mapping[str, Any], name: str, tokens: float) -> float:
     if name == PIPELINE:
         microbatches, head = data["microbatches"], data["head_share"]
         kernels = pipeline.turns(compute * nodes / microbatches, head, nodes, microbatches).total_sec
-        turns = num_turns(nodes, microbatches) / microbatches
+        turns = num_messages(nodes, microbatches) / (2 * microbatches)
         sent = turns * pipeline.activation_bytes(tokens, data["width"], data["activation_itemsize"])
         return kernels + max(0.0, sent / rate - data["overlap"] * kernels)
     return compute + max(0.0, _bytes(data, name) / rate - data["overlap"] * _BACKWARD * compute)

@@ -29,10 +29,15 @@ from jaxdl.parallel.sharding import (
 )
 
 
+def _whole(x: jax.Array, layout: Layout, spec: PartitionSpec, axes: tuple[str, ...]) -> jax.Array:
+    """A parameter on each device, in the dtype in which it is sent."""
+    narrow = x if layout.wire_dtype is None else x.astype(layout.wire_dtype)
+    return layout.constrain(narrow, without_axes(spec, *axes))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gather(x: jax.Array, layout: Layout, spec: PartitionSpec, axes: tuple[str, ...]) -> jax.Array:
-    narrow = x if layout.wire_dtype is None else x.astype(layout.wire_dtype)
-    return layout.constrain(narrow, without_axes(spec, *axes)).astype(x.dtype)
+    return _whole(x, layout, spec, axes).astype(x.dtype)
 
 
 def _gather_forward(x: jax.Array, layout: Layout, spec: PartitionSpec, axes: tuple[str, ...]) -> tuple[jax.Array, None]:
@@ -78,16 +83,8 @@ class Gathered:
 def whole_numbers(x: jax.Array, axes: tuple[str, ...]) -> jax.Array | None:
     """A parameter, perhaps stacked over layers, all-gathered in the layout's `wire_dtype`; None where `gather` sends
     nothing. It has no gradient."""
-    layout = current_layout()
-    if layout is None:
-        return None
-    spec, over = layout.param_spec(axes, x.shape), _gathered_over(layout, axes, x.shape)
-    if set(over).isdisjoint(spec_axes(spec)):
-        return None
-    narrow = lax.stop_gradient(x)
-    if layout.wire_dtype is not None and ROUTER not in axes:
-        narrow = narrow.astype(layout.wire_dtype)
-    return layout.constrain(narrow, without_axes(spec, *over))
+    how = _how(axes, x.shape)
+    return None if how is None else _whole(lax.stop_gradient(x), *how)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -113,21 +110,25 @@ def gather(x: jax.Array | Gathered, axes: tuple[str, ...]) -> jax.Array:
     A float32 parameter that is gathered in the layout's smaller `wire_dtype` comes out as float32 numbers rounded to
     it. Without a layout, or if it is not split, it is unchanged.
     """
-    layout = current_layout()
     if isinstance(x, Gathered):
+        layout = current_layout()
         assert layout is not None
         return _in_use(x.whole, x.shard, layout, layout.param_spec(axes, x.shape))
+    how = _how(axes, x.shape)
+    return x if how is None else _gather(x, *how)
+
+
+def _how(axes: tuple[str, ...], shape: tuple[int, ...]) -> tuple[Layout, PartitionSpec, tuple[str, ...]] | None:
+    """How a parameter is gathered: the layout, its spec there, and over which mesh axes; None if nothing is sent."""
+    layout = current_layout()
     if layout is None:
-        return x
-    spec, over = layout.param_spec(axes, x.shape), _gathered_over(layout, axes, x.shape)
+        return None
+    spec = layout.param_spec(axes, shape)
+    # Not over that of experts, to which tokens go.
+    over = tuple(axis for axis in GATHER_AXES if axis != experts_axis(layout, axes, shape))
     if set(over).isdisjoint(spec_axes(spec)):
-        return x
-    return _gather(x, dataclasses.replace(layout, wire_dtype=None) if ROUTER in axes else layout, spec, over)
-
-
-def _gathered_over(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...]) -> tuple[str, ...]:
-    """The mesh axes over which a parameter is gathered where they split it; not that of experts, to which tokens go."""
-    return tuple(axis for axis in GATHER_AXES if axis != experts_axis(layout, axes, shape))
+        return None
+    return dataclasses.replace(layout, wire_dtype=None) if ROUTER in axes else layout, spec, over
 
 
 def experts_axis(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...]) -> str | None:

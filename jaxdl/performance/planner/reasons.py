@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jaxdl.parallel.mesh import RARE_AXES
 from jaxdl.performance.planner import pipeline
 from jaxdl.performance.planner.search import Candidate, Choice, SearchResult
-from jaxdl.training.step.turns import idle_share
+from jaxdl.training.step.turns import idle_share, num_messages
 
 
 def why_slower(candidate: Candidate, best: Candidate) -> str:
@@ -98,7 +98,8 @@ def why_it_wins(layouts: SearchResult) -> str:
         return f"{says}: {waits}, and they save no message on a slow network"
     tokens = decoder.tokens(layouts.batch_size)
     node_bytes, of_pipe = (one.time.node_bytes * cluster.gpus_per_node for one in (plain, pipe))
-    nothing = (pipe.choice.stage - 1) / pipe.choice.microbatches
+    microbatches = pipe.choice.microbatches
+    nothing = num_messages(pipe.choice.stage, microbatches) / (2 * microbatches) - 1
     others = of_pipe - tokens * pipeline.activation_bytes(1, decoder.width, decoder.itemsize) * (1 + nothing)
     even = pipeline.break_even_tokens(
         node_bytes, decoder.width, decoder.itemsize, others=others, sent_for_nothing=nothing

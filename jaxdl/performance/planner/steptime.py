@@ -19,7 +19,7 @@ from jaxdl.performance.planner import context_cost, pipeline
 from jaxdl.performance.planner.decoder import Decoder
 from jaxdl.performance.planner.memory import Fit
 from jaxdl.performance.planner.tables import Costs
-from jaxdl.training.step.turns import num_turns
+from jaxdl.training.step.turns import num_messages, num_turns
 
 _BACKWARD = 2 / 3
 """The share of the backward pass in both: it has two products for each of the forward pass."""
@@ -174,7 +174,7 @@ def _with_stages(
 
     `tokens` are those of a device in all micro-batches; messages of turns hide behind `hidden` seconds of kernels.
     """
-    decoder, count = split.decoder, num_turns(stages, microbatches)
+    decoder, count = split.decoder, num_messages(stages, microbatches) / 2
     of_turn = pipeline.activation_bytes(tokens / microbatches, decoder.width, decoder.itemsize)
     sent, of_turns = count * of_turn, count * sum(split.stage_link.of(TURN).seconds(2, of_turn))
     tables = pipeline.table_bytes(stages, split.common_bytes)

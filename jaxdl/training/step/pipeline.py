@@ -88,20 +88,19 @@ class Pipeline(Stage):
         grads = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), trained)
         carry = self._varying(_Carry(x, x, kept, self._sharded(self._varying(grads)), sums, model_state))
 
-        def ahead(carry: _Carry, turn: jax.Array) -> tuple[_Carry, None]:
-            return self._forward(trained, carry, turn), None
-
         def both(carry: _Carry, turn: jax.Array) -> tuple[_Carry, None]:
             # Sent first, so that it travels beside the forward pass; it is needed after it.
             dy = self._sent(carry.dx, -1)
-            return self._backward(trained, factor, dy, self._forward(trained, carry, turn), turn), None
+            carry = self._forward(trained, carry._replace(x=self._in_order(carry.x, dy)), turn)
+            return self._backward(trained, factor, self._in_order(dy, carry.x), carry, turn), None
 
         def behind(carry: _Carry, turn: jax.Array) -> tuple[_Carry, None]:
             return self._backward(trained, factor, self._sent(carry.dx, -1), carry, turn), None
 
-        # In the first turns no stage has a backward pass to compute, and in the last no forward pass.
-        begin, end = last, last + self._num_microbatches
-        for turn, first, after in ((ahead, 0, begin), (both, begin, end), (behind, end, end + last)):
+        # In the last turns no stage has a forward pass to compute. In the first none has a backward pass, but a loop
+        # without that would not need all that is gathered before: on CPUs its messages could wait for these for ever.
+        end = last + self._num_microbatches
+        for turn, first, after in ((both, 0, end), (behind, end, end + last)):
             carry = lax.scan(turn, carry, jnp.arange(first, after))[0]
         rest = [lax.psum(leaf, STAGE) for leaf in carry.grads.rest]
         grads = self._joined(self._sharded(Divided(carry.grads.stacked, rest)))

@@ -17,11 +17,16 @@ def kept_inputs(stages: int) -> int:
 
 
 def num_turns(stages: int, microbatches: int) -> int:
-    """The time of a step in turns of a forward and a backward pass, M + S - 1; each sends a message in each direction.
+    """The time of a step in turns of a forward and a backward pass, M + S - 1.
 
-    The program has S - 1 turns more: the first and the last S - 1 have one of the passes, and one of the messages.
+    The program has S - 1 turns more: in the first and the last S - 1 only one of the passes is computed.
     """
     return microbatches + stages - 1
+
+
+def num_messages(stages: int, microbatches: int) -> int:
+    """Messages between two neighbours in both directions, 2 M + 3 (S - 1); in the last S - 1 turns one is left out."""
+    return 2 * microbatches + 3 * (stages - 1)
 
 
 def room_for_layers(layers: int, stages: int, output_layers: float = 0.0) -> int | None:

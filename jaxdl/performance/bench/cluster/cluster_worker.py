@@ -44,7 +44,7 @@ from jaxdl.training.run.plan.exchange import exchanged_gradients
 from jaxdl.training.run.plan.validate import check_agreement
 from jaxdl.training.state import Own, TrainState, init_agreement
 from jaxdl.training.step import Parts
-from jaxdl.training.step.turns import num_turns
+from jaxdl.training.step.turns import num_messages
 
 _REPLICA = Axis.REPLICA.value
 (_STAGE,) = STAGE_AXES
@@ -260,7 +260,7 @@ def _pipeline_cost(plan: Plan, link: Link) -> dict[str, float]:
     stages, microbatches = sizes[_STAGE], plan.experiment.step.microbatches
     examples = plan.experiment.batch_size / (microbatches * ways(sizes, INNER_BATCH_AXES))
     turn = pipeline.activation_bytes(decoder.tokens(examples), decoder.width, decoder.itemsize)
-    turns = num_turns(stages, microbatches)
+    turns = num_messages(stages, microbatches) / 2
     tables = pipeline.table_bytes(stages, parameters_of(plan).common_bytes(layout))
     seconds = turns * sum(link.of(TURN).seconds(2, turn)) + sum(link.seconds(2 * (stages - 1), tables))
     # The first stage sends nothing to the left, and the last nothing to the right.
