@@ -17,7 +17,7 @@ from jaxdl.exchange import Dense, Quantized, TopK, by_name
 from jaxdl.exchange.agreement import Periodic
 from jaxdl.models.lora import LoRA
 from jaxdl.models.moe import MixtureOfExperts
-from jaxdl.optim import LAMB, SGD, Muon
+from jaxdl.optim import LAMB, SGD, AdamW, Muon
 from jaxdl.parallel.compiler.groups import differing_axes
 from jaxdl.parallel.compiler.wire_bytes import collectives
 from jaxdl.parallel.mesh import MeshConfig, batch_sharding
@@ -197,6 +197,49 @@ def test_a_run_resumes_with_its_bits_and_on_another_mesh(tmp_path):
         np.testing.assert_allclose(np.asarray(spread[name]).sum(axis=0), x.sum(axis=0), rtol=1e-5, atol=1e-7)
     run = jaxdl.train(experiment.replaced({"mesh": MeshConfig(replica=4, fsdp=2)}), moved, quiet=True)
     assert run.summary["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"stage": 2, "fsdp": 2}, pytest.param({"context": 2, "fsdp": 2}, marks=pytest.mark.slow)]
+)
+def test_a_run_rolls_back_as_on_one_device(sizes, tmp_path, monkeypatch):
+    """Tokens of two batches have other successors than all others: their losses leap, and the batches are skipped."""
+    following, bad = TrainLoader.__next__, {6, 7}
+
+    def next_batch(self):
+        batch, self.number = following(self), getattr(self, "number", self.first) + 1
+        return batch | {"tokens": batch["tokens"] * 5 % 32} if self.number in bad else batch
+
+    begin = TrainLoader.__init__
+
+    def noted(self, *args, start, batch_size, **options):
+        begin(self, *args, start=start, batch_size=batch_size, **options)
+        self.first = start // batch_size
+
+    monkeypatch.setattr(TrainLoader, "__init__", noted)
+    monkeypatch.setattr(TrainLoader, "__next__", next_batch)
+    experiment = DECODER.replaced(
+        {
+            "optimizer": AdamW(learning_rate=0.03),
+            "steps": 9,
+            "checkpoint.every_steps": 2,
+            "guard": {"spike_deviations": 3.0, "spike_window_steps": 3, "rollback_after": 2},
+            "step.ema_decay": 0.9,
+            "report": {"every_steps": 1, "curves": False, "tensorboard": False},
+        }
+    )
+    runs = [
+        jaxdl.train(experiment.replaced({"mesh": MeshConfig(**mesh)}), tmp_path / name, quiet=True, devices=devices)
+        for name, mesh, devices in (
+            ("one", {"fsdp": 1}, jax.devices()[:1]),
+            ("many", {"fsdp": 1} | sizes, jax.devices()[:4]),
+        )
+    ]
+    assert [run.summary["num_rollbacks"] for run in runs] == [1, 1]
+    losses = [np.array(run.history["train/loss"], float) for run in runs]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    assert int(runs[1].state.guard["bad_steps"]) == int(runs[0].state.guard["bad_steps"]) > 0
+    assert runs[1].metrics["loss"] == pytest.approx(runs[0].metrics["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
