@@ -16,6 +16,7 @@ import jax
 from jax.sharding import Mesh
 from jax.stages import Lowered
 
+from jaxdl.exchange import ExchangeConfig
 from jaxdl.exchange.cost import Link, Machine, predict
 from jaxdl.models import MixtureOfExperts
 from jaxdl.parallel.collectives import experts
@@ -39,7 +40,7 @@ def in_program(program: Lowered, mesh: Mesh) -> dict[str, float]:
 
 
 def by_formulas(plan: Plan, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Axis -> the same bytes, predicted. Without the sums of metrics, a few hundred bytes.
+    """Axis -> the same bytes, predicted. Without the sums of metrics and of the load of experts, a few hundred bytes.
 
     What the exchange gathers inside a replica are the `metrics` of a step, which are closed forms too.
     """
@@ -50,24 +51,24 @@ def by_formulas(plan: Plan, metrics: Mapping[str, Any]) -> dict[str, float]:
     sent[Axis.REPLICA.value] = exchanged_bytes(plan)
     sent[_STAGE] += _between_stages(plan, decoder)
     texts = plan.experiment.batch_size / plan.experiment.step.microbatches / ways_of(sizes, BATCH_AXES)
-    again = sizes[_STAGE] > 1
+    tokens, again = int(texts * decoder.length) // sizes[_CONTEXT], sizes[_STAGE] > 1
     if sizes[_CONTEXT] > 1:
         keys = decoder.key_width / sizes[_TENSOR]
         sent[_CONTEXT] += texts * pass_bytes(decoder.length, sizes[_CONTEXT], keys, decoder.itemsize, again=again)
         # The loss is computed by each device for its own tokens: see `jaxdl.parallel.collectives.cross_entropy`.
-        tokens = texts * decoder.length / sizes[_CONTEXT]
         sent[_TENSOR] += _all_reduce(tokens * (4 + decoder.width) * _FLOAT_BYTES, sizes[_TENSOR])
-    for axis, num_bytes in _of_experts(plan, texts, again=again).items():
+    for axis, num_bytes in _of_experts(plan, tokens, again=again).items():
         sent[axis] += num_bytes
     return {axis: sent[axis] for axis in AXES if sent[axis]}
 
 
 def exchanged_bytes(plan: Plan) -> float:
     """Those over `replica`, by the cost model of the exchange."""
-    sizes = plan.parts.layout.mesh.shape
+    sizes, exchange = plan.parts.layout.mesh.shape, plan.experiment.exchange
+    assert isinstance(exchange, ExchangeConfig), "it has been chosen"
     gradients = exchanged_gradients(plan.experiment, plan.parts.data_spec, plan.parts.layout.mesh)
     machine = Machine({axis: Link(0.0, 1.0) for axis in AXES})
-    return predict(plan.experiment.exchange, gradients, machine).sent_bytes if sizes[Axis.REPLICA] > 1 else 0.0
+    return predict(exchange, gradients, machine).sent_bytes if sizes[Axis.REPLICA] > 1 else 0.0
 
 
 def _between_stages(plan: Plan, decoder: Decoder) -> float:
@@ -84,18 +85,17 @@ def _between_stages(plan: Plan, decoder: Decoder) -> float:
     )
 
 
-def _of_experts(plan: Plan, texts: float, *, again: bool) -> dict[str, float]:
-    """Axis -> bytes of the experts of one layer, forward (twice with `again`) and backward."""
+def _of_experts(plan: Plan, tokens: int, *, again: bool) -> dict[str, float]:
+    """Axis -> bytes of the experts of a layer, for so many tokens of a device: forward (twice if `again`), backward."""
     model, sizes = plan.experiment.model, plan.parts.layout.mesh.shape
     if not isinstance(model, MixtureOfExperts):
         return {}
     size = sizes[_FSDP]
-    tokens = int(texts * plan.parts.data_spec.length) // sizes[_CONTEXT]
     # All devices that split a text compute with all kernels of a device, whose gradients are summed over them.
     kernels = 3 * model.num_experts // size * model.embed_dim * model.mlp_dim * _FLOAT_BYTES
     sent = {_CONTEXT: _all_reduce(kernels, sizes[_CONTEXT])}
     choices, width = tokens * model.experts_per_token, model.embed_dim * _FLOAT_BYTES
-    options = {
+    options: dict[experts.Dispatch, int] = {
         "gather": choices,
         "all_to_all": experts.rows_of_pair(size, choices, model.row_buffer),
     }
