@@ -164,7 +164,7 @@ BUDGETS = {
     "test_moe.py": 120,
     "test_moe_dispatch.py": 60,
     "test_moe_tuned.py": 40,
-    "test_stages.py": 100,
+    "test_stages.py": 125,
     "test_fp8.py": 60,
     "test_gpu_rules.py": 40,
     "test_data.py": 8,
