@@ -11,7 +11,8 @@ virtual CPU devices: `2 x 4` and `4 x 2` of each two axes. The largest relative 
   random, and of 10,000 entries a few, whose last bit differs, are rounded to the other side. "changed" is the same of
   how a step changes the parameters, if the gradients and what was kept before are all exchanged or kept. "in a row" are
   the losses if NumPy begins as the mesh does once, and goes on by itself: an entry that 8 bits round otherwise, or that
-  top-k takes in place of one as large, is not lost, but comes at another time, and the losses part a little.
+  top-k takes in place of one as large, is not lost, but comes at another time, and the losses part a little. A mixture
+  may also send a token to the other of two experts with as high a score; all columns then show it.
 
 Beside them are the bytes that a device sends over each axis in the StableHLO of the step, each loop's body once, and by
 the formulas of the planner and the exchange: see `benchmarks.axes_bytes`. The rows that are there are written to
