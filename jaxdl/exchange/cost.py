@@ -32,6 +32,10 @@ PERMUTE = "permute"
 KeyT = TypeVar("KeyT", str, int)
 
 
+TURN = "turn"
+"""Two of these: each device but the last sends a message to the next one, and then each but the first one back."""
+
+
 def joined(axes: Iterable[str]) -> str:
     """The key in `Machine.links` of collectives over several mesh axes at once."""
     return "+".join(axes)

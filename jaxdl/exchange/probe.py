@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdl.exchange.cost import PERMUTE, Link, Machine, Speeds, joined
+from jaxdl.exchange.cost import PERMUTE, TURN, Link, Machine, Speeds, joined
 from jaxdl.parallel.collectives import packing
 from jaxdl.parallel.collectives.halves import all_reduce_sent_bytes, half_all_reduce
 from jaxdl.parallel.collectives.quantized import quantized_all_reduce
@@ -27,7 +27,8 @@ from jaxdl.parallel.collectives.select import Method, select_top_k
 from jaxdl.parallel.mesh import platform
 
 COLLECTIVES = ("all_reduce/float32", "all_reduce/bfloat16", "all_reduce/float16", "all_gather", "all_to_all")
-"""What is measured on each axis, by the names of `Link.collectives`; of those that exist all but `PERMUTE`."""
+"""What is measured on each axis, by the names of `Link.collectives`; of those that exist all but messages
+to single devices, `PERMUTE` and `TURN`."""
 
 _RANK, _NUM_MESSAGES, _NUM_OPERATIONS = 4, 16, 64
 _SMALLEST_BYTES, _GROWTH, _LONG_SEC = 2**12, 4, 0.25
@@ -109,8 +110,8 @@ def probe_link(
 
 def num_messages(kind: str, num_devices: int) -> int:
     """How many messages, one after the other, a collective of this name has in a ring of `num_devices`."""
-    if kind == PERMUTE:
-        return 1
+    if kind in (PERMUTE, TURN):
+        return 1 if kind == PERMUTE else 2
     return (2 if kind.startswith("all_reduce") else 1) * (num_devices - 1)
 
 
@@ -165,6 +166,10 @@ def _collective(kind: str, axis: str | tuple[str, ...], num_devices: int, size: 
         )
     if kind == PERMUTE:
         return lambda x: lax.ppermute(x, axis, [(i, (i + 1) % num_devices) for i in range(num_devices)]), size
+    if kind == TURN:
+        ahead = [(i, i + 1) for i in range(num_devices - 1)]
+        back = [(i + 1, i) for i in range(num_devices - 1)]
+        return lambda x: lax.ppermute(lax.ppermute(x, axis, ahead), axis, back), 2 * size
     dtype = jnp.dtype(kind.partition("/")[2])
     sent = all_reduce_sent_bytes(size // 4, num_devices, dtype)
     return lambda x: lax.psum(x, axis) if dtype == jnp.float32 else half_all_reduce(x, axis, dtype), sent

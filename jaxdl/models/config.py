@@ -93,6 +93,11 @@ class Model(Choice):
         """The number of layers whose parameters are stacked in one array each; None where they are not."""
         return None
 
+    def output_layers(self, **sizes: Any) -> float:
+        """The work of the output layer on an example, in that of one stacked layer; `sizes` are those of `network`."""
+        del sizes
+        return 0.0
+
     @property
     def adds_to_loss(self) -> bool:
         """Whether the network has a loss of its own, which a task has to add (`jaxdl.models.logits.PENALTY`)."""

@@ -102,6 +102,12 @@ class MixtureOfExperts(Transformer, kind="moe"):
         return usual[self.balance] if self.balance_rate is None else self.balance_rate
 
     @property
+    def mlp_weights(self) -> int:
+        """Weights of the router, the chosen experts and the shared one."""
+        hidden = self.experts_per_token * self.hidden_dim + (self.shared_dim or 0)
+        return self.embed_dim * (self.num_experts + 3 * hidden)
+
+    @property
     def adds_to_loss(self) -> bool:
         """With a loss for balance, or for the router's logits."""
         return self.balance == "loss" or self.router_z_loss > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class Network:
       is_random: whether the network draws random numbers in training, as dropout does.
       norms: the paths of the running statistics of `nnx.BatchNorm` in `state_shapes`.
       what: for a network of a user's code, its name in messages; else None.
+      empty_layers: how many layers at the end of each stack are empty: room for stages of equal size.
       restacked: by parameter, where `axes` has the stacked dimensions that the run began with: these, and those of the
         module, which are others.
       unclear_stacks: the names of parameters whose shapes do not tell which of their dimensions counts layers, with the
@@ -75,6 +77,8 @@ class Network:
     state_axes: LogicalAxes
     is_random: bool
     norms: frozenset[tuple[str, ...]] = frozenset()
+    empty_layers: int = 0
+    _filled: Network | None = None
     restacked: Mapping[str, tuple[Dims, Dims]] = types.MappingProxyType({})
     unclear_stacks: tuple[str, ...] = ()
     key_argument: str = ""
@@ -123,7 +127,33 @@ class Network:
         """Fresh `(params, model_state)` from a random key; equal on every mesh."""
         with user_code(self.what):
             _, params, _, rest = nnx.split(self._made(_rngs(key)), nnx.Param, nnx.RngState, ...)
-        return self._param_names.named(nnx.to_pure_dict(params)), self._state_names.named(nnx.to_pure_dict(rest))
+        named = self._param_names.named(nnx.to_pure_dict(params)), self._state_names.named(nnx.to_pure_dict(rest))
+        return self._extended(*named) if self.empty_layers else named
+
+    def with_empty_layers(self, number: int) -> Network:
+        """The same network with so many more layers at the end of each stack, whose parameters are zeros.
+
+        It can only be called in parts that do not read them: `jaxdl.training.step.stage`.
+        """
+        network = copy.copy(self)
+        network.empty_layers, network._filled = number, self
+        shapes = jax.eval_shape(network._extended, self.param_shapes, self.state_shapes)
+        network.param_shapes, network.state_shapes = shapes
+        return network
+
+    @property
+    def filled(self) -> Network:
+        """The network without empty layers."""
+        return self._filled or self
+
+    def _extended(self, params: Params, state: ModelState) -> tuple[Params, ModelState]:
+        def one(names: tuple[str, ...], x: Any) -> jax.Array:
+            rows = self.empty_layers if STACKED in names else 0
+            return jnp.concatenate([x, jnp.zeros((rows, *x.shape[1:]), x.dtype)]) if rows else x
+
+        trees = zip((params, state), (self.axes, self.state_axes), strict=True)
+        extended, of_state = (jax.tree.map(one, axes, tree, is_leaf=is_names) for tree, axes in trees)
+        return extended, of_state
 
     def apply(
         self, params: Params, model_state: ModelState, *inputs: Any, train: bool, key: jax.Array | None = None

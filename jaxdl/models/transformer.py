@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import pydantic
@@ -163,6 +163,17 @@ class Transformer(Model, kind="transformer"):
     def num_stacked_layers(self) -> int | None:
         """Those of `scan_layers`."""
         return self.num_layers if self.scan_layers else None
+
+    @property
+    def mlp_weights(self) -> int:
+        """Weights of an MLP by which a token is multiplied."""
+        return (3 if self.mlp == "swiglu" else 2) * self.embed_dim * self.hidden_dim
+
+    def output_layers(self, *, vocab_size: int, **sizes: Any) -> float:
+        """By the weights of both."""
+        del sizes
+        attention = 2 * self.embed_dim * self.head_dim * (self.num_heads + self.kv_heads)
+        return (self.vocab_size or vocab_size) * self.embed_dim / (attention + self.mlp_weights)
 
     @property
     def has_fp8(self) -> bool:

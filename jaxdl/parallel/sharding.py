@@ -101,7 +101,8 @@ class Layout:
     `wire_dtype` is the dtype in which parameters are gathered for use; None takes their own. `sum_dtype` is the dtype
     in which the backward pass of a loop over layers sums their gradients over `replica`; with None it does not.
     `fp8_size` is the least size of a product of a block that is computed in FP8; with None none is. With `apart` each
-    replica has parameters of its own, and nothing may be communicated over `replica`.
+    replica has parameters of its own, and nothing may be communicated over `replica`. `stage_layers` is for how many
+    layers each stage has room; the last one may have fewer.
     """
 
     config: ShardingConfig
@@ -111,6 +112,7 @@ class Layout:
     sum_dtype: DTypeLike | None = None
     fp8_size: int | None = None
     apart: bool = False
+    stage_layers: int | None = None
 
     def param_spec(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
         """The PartitionSpec of a parameter with these logical axes and this shape."""
@@ -263,7 +265,9 @@ def first_layer(num_layers: int) -> jax.Array:
     """The number in the whole network of the first of the `num_layers` that this stage has; 0 where it has all."""
     layout = _layout.get()
     stages = () if layout is None else tuple(axis for axis in STAGE_AXES if axis in layout.manual)
-    return num_layers * lax.axis_index(stages) if stages else jnp.int32(0)
+    if layout is None or not stages:
+        return jnp.int32(0)
+    return (layout.stage_layers or num_layers) * lax.axis_index(stages)
 
 
 def param_specs(layout: Layout, axes: LogicalAxes, shapes: Params) -> Specs:

@@ -67,12 +67,13 @@ def data_fact(config: Config, splits: Any) -> str:
 def plan_facts(plan: Any, end: int) -> Iterator[tuple[str, str]]:
     """(name, value) of the facts of a `jaxdl.training.run.plan.build.Plan`; the run ends after `end` steps."""
     experiment, parts = plan.experiment, plan.parts
-    sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(parts.network.param_shapes)]
+    shapes = parts.network.filled.param_shapes
+    sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)]
     yield (
         "model",
         f"{describe_config(experiment.model)}: {sum(sizes):,} parameters ({readable_bytes(4 * sum(sizes))} in float32)",
     )
-    left = [math.prod(leaf.shape) for leaf in jax.tree.leaves(parts.trainable.of(parts.network.param_shapes))]
+    left = [math.prod(leaf.shape) for leaf in jax.tree.leaves(parts.trainable.of(shapes))]
     if len(left) < len(sizes):
         state = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(parts.state_spec.opt_shapes))
         yield (

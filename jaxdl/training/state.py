@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +118,9 @@ class StateSpec:
     """The state's PartitionSpecs."""
     shardings: TrainState
     """The state's shardings."""
+    filled_shapes: Mapping[str, tuple[int, ...]]
+    """For stages of which the last has fewer layers: the shapes, by path in the state, of those arrays that have empty
+    layers, without these. So they are in checkpoints."""
 
     def make(self, seed: int) -> TrainState:
         """The fresh state, allocated already sharded; equal on every mesh."""
@@ -138,6 +141,19 @@ class StateSpec:
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), self.shapes, self.shardings
         )
+
+    def filled(self) -> TrainState:
+        """The state as shape structs without shardings and empty layers, as checkpoints have it."""
+
+        def one(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(self.filled_shapes.get(_path(path), x.shape), x.dtype)
+
+        return TrainState(**jax.tree_util.tree_map_with_path(one, vars(self.shapes)))
+
+
+def _path(path: Any) -> str:
+    """The path of an array in a train state, as checkpoints name it."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def make_state_spec(
@@ -167,7 +183,7 @@ def make_state_spec(
     exchanged = _exchange_shapes(fragments, trained, gradient_specs)
     init_exchange = functools.partial(init_on_mesh, exchange, *exchanged, layout.mesh)
 
-    def init(key: jax.Array) -> TrainState:
+    def init(key: jax.Array, network: Network = network) -> TrainState:
         init_key, run_key = jax.random.split(key)
         params, model_state = network.init(init_key)
         mine = trainable.of(params)
@@ -197,8 +213,33 @@ def make_state_spec(
         agreement_state=_agreement_specs(shapes.agreement_state, trainable.of(specs), opt_specs),
         tables={} if tables is None else tables.specs,
     )
-    names = specs, gradient_specs, split_specs
-    return StateSpec(init, init_exchange, *names, opt_shapes, shapes, whole_specs, named(layout.mesh, whole_specs))
+    names, shardings = (specs, gradient_specs, split_specs), named(layout.mesh, whole_specs)
+    filled = {}
+    if network.empty_layers:
+        without = jax.eval_shape(lambda: init(jax.random.key(0), network.filled))
+        gradients = by_name(trainable.of(network.filled.param_shapes))
+        filled = _filled_shapes(shapes, without, gradients)
+    return StateSpec(init, init_exchange, *names, opt_shapes, shapes, whole_specs, shardings, filled)
+
+
+def _filled_shapes(shapes: TrainState, without: TrainState, gradients: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """`StateSpec.filled_shapes` of a state and its shapes `without` empty layers, but for the exchange's.
+
+    Of that state's arrays those of replicas are `[replica, ...]` like `gradients`, which have no empty layers.
+    """
+
+    def without_them(path: Any, x: Any) -> Any:
+        if path[0].key != PER_REPLICA:
+            return x
+        return jax.ShapeDtypeStruct((*x.shape[:1], *gradients[path[-1].key].shape), x.dtype)
+
+    exchange = jax.tree_util.tree_map_with_path(without_them, shapes.exchange_state)
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(vars(shapes)),
+        jax.tree.leaves(vars(without.replace(exchange_state=exchange))),
+        strict=True,
+    )
+    return {_path(path): filled.shape for (path, x), filled in pairs if filled.shape != x.shape}
 
 
 def _exchange_shapes(fragments: Fragments | None, shapes: Params, specs: Specs) -> tuple[Any, Any]:

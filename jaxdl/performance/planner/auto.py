@@ -21,7 +21,7 @@ from jaxdl.core.config import ConfigError
 from jaxdl.data import TabularSpec
 from jaxdl.exchange import Auto, ExchangeConfig
 from jaxdl.exchange.auto import INNER_LINKS
-from jaxdl.exchange.cost import ALWAYS_MEASURED, NOMINAL_SPEEDS, Figures, Link, Machine
+from jaxdl.exchange.cost import ALWAYS_MEASURED, NOMINAL_SPEEDS, TURN, Figures, Link, Machine
 from jaxdl.exchange.probe import probe
 from jaxdl.parallel.cluster import host_memory_bytes, wait_for_all
 from jaxdl.parallel.mesh import AXES, FILLING_AXIS, INNER_AXES, Axis, Device, MeshConfig, make_mesh, platform, ways
@@ -186,7 +186,9 @@ def machine_of(experiment: Experiment, asked: PlanAuto, mesh: Any) -> Machine:
     replicas = mesh.shape[Axis.REPLICA.value]
     configs = exchange.configs(replicas) if isinstance(exchange, Auto) else [exchange]
     needed = Figures.of([config for config in configs if isinstance(config, ExchangeConfig)])
-    needed |= Figures(collectives=(*ALWAYS_MEASURED, "all_to_all"))
+    needed |= Figures(
+        collectives=(*ALWAYS_MEASURED, "all_to_all", *((TURN,) if experiment.model.splits_layers else ()))
+    )
     wait_for_all()  # Gloo gives up when a process measures 30 s after another.
     machine = probe(
         mesh,

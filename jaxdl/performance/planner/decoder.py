@@ -16,6 +16,7 @@ from jaxdl.parallel.sharding import EXPERT, STACKED, is_names
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.run.plan.build import Plan
 from jaxdl.training.run.plan.validate import check_axes
+from jaxdl.training.step.turns import room_for_layers
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Decoder:
     """Weights of all layers that a token passes: of experts those that it is sent to."""
     stacked_share: float
     """The part of all trained parameters that is in layers; the rest, such as tables, is in every stage."""
+    output_layers: float = 0.0
+    """The work of the output layer, in that of a layer."""
     stages: tuple[int, ...] = ()
     """Into how many stages its layers can be divided, besides 1."""
     splits_length: bool = False
@@ -47,9 +50,21 @@ class Decoder:
         head = self.vocab_size * self.width
         return head / (self.layer_weights + head)
 
+    def room(self, stages: int) -> int:
+        """For how many layers each stage has room. Raises ValueError where they cannot be divided so."""
+        room = room_for_layers(self.num_layers, stages, self.output_layers)
+        if room is None:
+            raise ValueError(f"{self.num_layers} layers cannot be divided among {stages} stages")
+        return room
+
+    def shares(self, stages: int) -> tuple[float, float]:
+        """The part of the layers that each stage but the last has, and the last."""
+        each = self.room(stages) / self.num_layers
+        return each, 1 - (stages - 1) * each
+
     def params_share(self, stages: int) -> float:
-        """The part of the parameters that a stage has: of the layers its own, and all others."""
-        return 1 - self.stacked_share * (1 - 1 / stages)
+        """The part of the parameters for which a stage has room: of the layers its own, and all others."""
+        return 1 - self.stacked_share * (1 - self.shares(stages)[0])
 
     def tokens(self, examples: float) -> float:
         """Tokens of so many examples."""
@@ -79,7 +94,7 @@ def decoder_of(plan: Plan) -> Decoder | None:
     model = cast(Any, plan.experiment.model)  # Those that can be split have the sizes of decoders.
     if not (model.splits_layers or model.splits_length) or not all(hasattr(model, name) for name in _SIZES):
         return None
-    axes, shapes = parts.trainable.of(parts.network.axes), parts.trainable.of(parts.network.param_shapes)
+    axes, shapes = parts.trainable.of(parts.network.axes), parts.trainable.of(parts.network.filled.param_shapes)
     stacked = used = total = 0.0
     for names, x in zip(jax.tree.leaves(axes, is_leaf=is_names), jax.tree.leaves(shapes), strict=True):
         size = math.prod(x.shape)
@@ -98,6 +113,7 @@ def decoder_of(plan: Plan) -> Decoder | None:
         itemsize=jnp.dtype(parts.precision.dtype).itemsize,
         layer_weights=used or total,
         stacked_share=stacked / max(total, 1.0),
+        output_layers=model.output_layers(vocab_size=spec.vocab_size),
         stages=tuple(size for size in range(2, num_layers + 1) if _can_have(plan.experiment, STAGE_AXES, size)),
         splits_length=_can_have(plan.experiment, LENGTH_AXES, 2),
     )

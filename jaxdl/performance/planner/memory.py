@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -46,6 +46,21 @@ class Parameters:
     """Logical axes and shape of each parameter that is not trained; it is kept as trained ones are."""
     order: tuple[str, ...] = ()
     """Their names in the order in which the backward pass finishes their gradients."""
+
+    def with_layers(self, number: int) -> Parameters:
+        """The same with stacks of so many layers: for as many all stages together have room."""
+
+        def one(names: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+            return (number, *shape[1:]) if STACKED in names else tuple(shape)
+
+        shapes = jax.tree.map(
+            lambda names, x: jax.ShapeDtypeStruct(one(names, x.shape), x.dtype),
+            self.axes,
+            self.shapes,
+            is_leaf=is_names,
+        )
+        frozen = tuple((names, one(names, shape)) for names, shape in self.frozen)
+        return replace(self, shapes=shapes, frozen=frozen)
 
     def gradients(self, layout: Layout) -> Gradients:
         """What one device sees of the gradients while they are exchanged over `replica`."""
@@ -243,8 +258,8 @@ def _temporary(temporary: Fit, step: Step) -> float:
     if stages == 1 or step.decoder is None:
         return temporary.at(gathered, examples)
     decoder = step.decoder
-    kept = decoder.params_share(stages)
-    part = decoder.head_share + (1 - decoder.head_share) / stages
+    kept, (each, last) = decoder.params_share(stages), decoder.shares(stages)
+    part = max((1 - decoder.head_share) * each, decoder.head_share + (1 - decoder.head_share) * last)
     stage = Fit(kept * temporary.fixed, kept * temporary.divided, part * temporary.of_example)
     inputs = kept_inputs(stages) * decoder.tokens(examples) * decoder.width * decoder.itemsize
     return stage.at(gathered, examples) + inputs

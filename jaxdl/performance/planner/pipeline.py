@@ -33,21 +33,19 @@ def turns(
     microbatches: int,
     forward: float = FORWARD_SHARE,
     *,
-    splits_length: bool = False,
+    shares: tuple[float, float] | None = None,
 ) -> Turns:
     """The passes of a pipeline, if those of a micro-batch through the whole network take `passes_sec`.
 
     A stage computes its part of the layers, and the forward pass, the share `forward` of it, once more; the last
-    computes no pass again, but the output layer, `head_share` of the whole work. All wait for the slowest. With
-    `splits_length` each stage computes all of that in each turn, whether it needs it or not.
+    computes no pass again, but the output layer, `head_share` of the whole work. `shares` are the parts of the layers
+    of each stage but the last, and of the last; equal ones by default. All wait for the slowest.
     """
-    layers, head = passes_sec * (1 - head_share) / stages, passes_sec * head_share
     if stages == 1:
         return Turns(passes_sec, microbatches * passes_sec, 0.0)
-    if splits_length:
-        turn, count = layers * (1 + forward) + head, num_turns(stages, microbatches)
-    else:
-        turn, count = max(layers * (1 + forward), layers + head), microbatches + stages - 1
+    layers, head, count = passes_sec * (1 - head_share), passes_sec * head_share, num_turns(stages, microbatches)
+    each, last = shares or (1 / stages, 1 / stages)
+    turn = max(layers * each * (1 + forward), layers * last + head)
     return Turns(turn, count * turn, (count - microbatches) * turn)
 
 
@@ -76,12 +74,15 @@ def exchange_bytes(params: float, nodes: int, itemsize: float, compression: floa
     return compression * 2 * (nodes - 1) / nodes * params * itemsize
 
 
-def break_even_tokens(node_bytes: float, width: int, itemsize: int) -> float:
+def break_even_tokens(
+    node_bytes: float, width: int, itemsize: int, *, others: float = 0.0, sent_for_nothing: float = 0.0
+) -> float:
     """Q*: the tokens of a step below which a pipeline over the nodes sends less than an exchange of `node_bytes`.
 
-    With `exchange_bytes` that is c (N - 1) / N (P / d) (b_g / b_a).
+    With `exchange_bytes` that is c (N - 1) / N (P / d) (b_g / b_a). `others` are bytes that the pipeline sends besides
+    activations and their gradients; of these `sent_for_nothing` are of no micro-batch, for each that is of one.
     """
-    return node_bytes / (2 * width * itemsize)
+    return max(0.0, node_bytes - others) / (activation_bytes(1, width, itemsize) * (1 + sent_for_nothing))
 
 
 def rate_that_hides(params: float, width: int, itemsize: int, stages: int, flops_per_sec: float) -> float:

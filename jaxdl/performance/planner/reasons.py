@@ -90,16 +90,19 @@ def why_it_wins(layouts: SearchResult) -> str:
         return f"{mesh_of(best.choice)} wins: no layout {what} fits into memory" if others else ""
     other = fitting[0]
     pipe, plain = (best, other) if staged else (other, best)
-    split = pipe.choice.context > 1
-    idle = idle_share(pipe.choice.stage, pipe.choice.microbatches, splits_length=split)
+    idle = idle_share(pipe.choice.stage, pipe.choice.microbatches)
     waits = f"{pipe.choice.stage} stages wait for each other for {100 * idle:.0f} % of their time"
     lead = 1e3 * (other.time.total_sec - best.time.total_sec)
     says = f"{mesh_of(best.choice)} wins over {mesh_of(other.choice)} by {lead:.3g} ms a step"
     if not several or not plain.time.node_bytes:
         return f"{says}: {waits}, and they save no message on a slow network"
     tokens = decoder.tokens(layouts.batch_size)
-    node_bytes = plain.time.node_bytes * cluster.gpus_per_node
-    even = pipeline.break_even_tokens(node_bytes, decoder.width, decoder.itemsize)
+    node_bytes, of_pipe = (one.time.node_bytes * cluster.gpus_per_node for one in (plain, pipe))
+    nothing = (pipe.choice.stage - 1) / pipe.choice.microbatches
+    others = of_pipe - tokens * pipeline.activation_bytes(1, decoder.width, decoder.itemsize) * (1 + nothing)
+    even = pipeline.break_even_tokens(
+        node_bytes, decoder.width, decoder.itemsize, others=others, sent_for_nothing=nothing
+    )
     side = "fewer" if tokens < even else "more"
     return (
         f"{says}: a step has {tokens:,.0f} tokens, {side} than the Q* = {even:,.0f} below which stages on "

@@ -313,7 +313,10 @@ def _candidate(workload: RunWorkload, cluster: Cluster, choice: Choice, tables: 
         links = {**machine.links, **dict.fromkeys(STAGE_AXES, split.stage_link)}
         machine = dataclasses.replace(machine, links=links)
     step_time = own_time(profile, sizes, examples, choice.microbatches, machine, efficiency, costs, split)
-    gradients = workload.parameters.gradients(layout)
+    parameters, decoder = workload.parameters, workload.decoder
+    if decoder is not None and choice.stage > 1:
+        parameters = parameters.with_layers(choice.stage * decoder.room(choice.stage))
+    gradients = parameters.gradients(layout)
     exchange, reasons = _exchange(workload, gradients, machine, step_time)
     cost = predict(exchange, gradients, machine)
     time = with_exchange(step_time, cost, machine, efficiency, delayed=bool(exchange.delay_steps))
@@ -322,7 +325,7 @@ def _candidate(workload: RunWorkload, cluster: Cluster, choice: Choice, tables: 
     measured = None
     if choice.replica > 1 and exchange == workload.measured_exchange:
         measured = workload.exchange_bytes(choice.tensor, choice.remat)
-    need = memory(workload.parameters, profile.temporary, step, workload.example_bytes, costs, measured)
+    need = memory(parameters, profile.temporary, step, workload.example_bytes, costs, measured)
     fits = need.total <= MOST_OF_DEVICE * cluster.device_bytes
     return Candidate(choice, exchange, time, need, fits, reasons, tables)
 
@@ -335,7 +338,8 @@ def _split(workload: RunWorkload, cluster: Cluster, choice: Choice, layout: Layo
     between = choice.stage * inside > cluster.gpus_per_node
     link = cluster.machine.slow if between else cluster.machine.link(FILLING_AXIS)
     if between and inside < cluster.gpus_per_node:  # A node with several stages sends less to others at a time.
-        link = dataclasses.replace(link, bytes_per_sec=link.bytes_per_sec * cluster.gpus_per_node / inside, curve=())
+        rate = link.bytes_per_sec * cluster.gpus_per_node / inside
+        link = dataclasses.replace(link, bytes_per_sec=rate, curve=(), collectives={})
     common = workload.parameters.common_bytes(layout) if choice.stage > 1 else 0.0
     # With remat `block` the profile has a forward pass more already.
     forward = FORWARD_SHARE if choice.remat in ("", "none", "dots") else FORWARD_SHARE / (1 + FORWARD_SHARE)

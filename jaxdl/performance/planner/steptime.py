@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jaxdl.exchange.cost import Cost, Link, Machine
+from jaxdl.exchange.cost import TURN, Cost, Link, Machine
 from jaxdl.parallel.mesh import GATHER_AXES, LENGTH_AXES, MODEL_AXES, STAGE_AXES, ways
 from jaxdl.performance.planner import context_cost, pipeline
 from jaxdl.performance.planner.decoder import Decoder
@@ -127,7 +127,8 @@ def own_time(
     kept = 1.0 if split is None else split.decoder.params_share(stages)
     update = kept * profile.other_sec.at(gathered, 0) / efficiency.compute
     head_share, forward = (0.0, 0.0) if split is None else (split.decoder.head_share, split.forward)
-    turns = pipeline.turns(passes, head_share, stages, microbatches, forward, splits_length=parts > 1)
+    shares = None if split is None else split.decoder.shares(stages)
+    turns = pipeline.turns(passes, head_share, stages, microbatches, forward, shares=shares)
     compute = turns.total_sec + update
     again = kept * (1 + forward) if stages > 1 else 1.0
     inner = 0.0
@@ -141,9 +142,8 @@ def own_time(
         num_bytes, messages = again * profile.tensor_bytes.at(gathered, local), again * profile.tensor_messages
         inner += microbatches * _seconds(machine, MODEL_AXES[0], messages, 2 * (tensor - 1), num_bytes)
     if parts > 1 and split is not None:
-        # Stages send keys in each turn, whether they need them or not.
-        passes_each = num_turns(stages, microbatches)
-        inner += passes_each * _ring_sec(split, machine, parts, stages, examples)
+        # Stages wait for each other's keys in turns in which they have no micro-batch.
+        inner += num_turns(stages, microbatches) * _ring_sec(split, machine, parts, stages, examples)
     hidden = efficiency.overlap * compute if machine.overlaps else 0.0
     exposed, slow = max(0.0, inner - hidden), 0.0
     if tables is not None:
@@ -176,7 +176,7 @@ def _with_stages(
     """
     decoder, count = split.decoder, num_turns(stages, microbatches)
     of_turn = pipeline.activation_bytes(tokens / microbatches, decoder.width, decoder.itemsize)
-    sent, of_turns = count * of_turn, count * sum(split.stage_link.seconds(2, of_turn))
+    sent, of_turns = count * of_turn, count * sum(split.stage_link.of(TURN).seconds(2, of_turn))
     tables = pipeline.table_bytes(stages, split.common_bytes)
     summing = sum(split.stage_link.seconds(2 * (stages - 1), tables))
     exposed, seconds = max(0.0, of_turns - hidden) + summing, of_turns + summing

@@ -11,10 +11,11 @@ checkpoint that is proven to be damaged is quarantined in `checkpoints/damaged`;
 """
 
 from jaxdl.training.checkpoint.averaging import restore_mean
+from jaxdl.training.checkpoint.config import CheckpointConfig
 from jaxdl.training.checkpoint.earlier_runs import Earlier
 from jaxdl.training.checkpoint.errors import Damaged, NoneLeft, Unreadable, Unusable
 from jaxdl.training.checkpoint.fingerprint import fingerprints
-from jaxdl.training.checkpoint.manager import CheckpointConfig, Checkpoints, Restored
+from jaxdl.training.checkpoint.manager import Checkpoints, Restored
 from jaxdl.training.checkpoint.reading import read_model, stored_model
 
 __all__ = [

@@ -112,8 +112,10 @@ def on_cpus(x: Any) -> bool:
     return isinstance(x, jax.Array) and all(device.platform == "cpu" for device in x.sharding.device_set)
 
 
-def host_fingerprints(arrays: Sequence[jax.Array]) -> np.ndarray:
+def host_fingerprints(arrays: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]] | None = None) -> np.ndarray:
     """`fingerprints` of arrays in the memory of hosts or on CPUs, uint32 `[array, 2]`; all processes call it.
+
+    Of arrays that are larger than their `shapes` the parts of these sizes, at their beginnings.
 
     Each process sums the parts of its own host, of equal copies the first, and sends two numbers for each array. So the
     CPUs need no collectives between each other, which are Gloo's, also where the run is on GPUs. NumPy sums those that
@@ -124,14 +126,20 @@ def host_fingerprints(arrays: Sequence[jax.Array]) -> np.ndarray:
     for number, given in enumerate(arrays):
         is_key = jnp.issubdtype(given.dtype, jax.dtypes.prng_key)
         x = jax.random.key_data(given) if is_key else given
+        shape = x.shape if shapes is None or is_key else shapes[number]
         for shard in x.addressable_shards:
             if shard.replica_id == 0:
                 starts = [extent.indices(size)[0] for extent, size in zip(shard.index, x.shape, strict=True)]
-                if small:
-                    sums[number] += _numpy_fingerprint(np.asarray(shard.data), x.shape, starts)
+                data = shard.data
+                if shape != x.shape:
+                    data = data[tuple(slice(max(0, size - at)) for size, at in zip(shape, starts, strict=True))]
+                if not data.size:
                     continue
-                for first, rows in in_pieces(shard.data):
-                    sums[number] += part_fingerprint(rows, x.shape, [starts[0] + first, *starts[1:]])
+                if small:
+                    sums[number] += _numpy_fingerprint(np.asarray(data), shape, starts)
+                    continue
+                for first, rows in in_pieces(data):
+                    sums[number] += part_fingerprint(rows, shape, [starts[0] + first, *starts[1:]])
     every = [np.frombuffer(content, np.uint32) for content in from_each_process(sums.tobytes())]
     return np.asarray(np.sum(every, axis=0, dtype=np.uint32)).reshape(sums.shape)
 

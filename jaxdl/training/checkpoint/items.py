@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -101,14 +102,16 @@ def save_arguments(items: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def read_items(folder: Path, wanted: dict[str, Any], *, partial: bool = False) -> dict[str, Any]:
     """The wanted items (name -> shape structs with shardings) of a checkpoint. Processes do not wait for each other.
 
-    `partial`: the structs are of some of the stored arrays.
+    `partial`: the structs are of some of the stored arrays. Arrays that are longer in it are cut, and those that are
+    shorter end with zeros: which shapes may differ is for the caller to know.
     """
     folder = literal(folder)
     if partial:
         with _reader(ocp.PyTreeCheckpointHandler) as reader:
             return {name: reader.restore(folder / name, args=_some_of(x)) for name, x in wanted.items()}
     with _reader() as reader:
-        return {name: reader.restore(folder / name, args=ocp.args.StandardRestore(x)) for name, x in wanted.items()}
+        arguments = {name: ocp.args.StandardRestore(x, strict=False) for name, x in wanted.items()}
+        return {name: reader.restore(folder / name, args=args) for name, args in arguments.items()}
 
 
 def stored_arrays(folder: Path, item: str) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -121,6 +124,7 @@ def stored_arrays(folder: Path, item: str) -> dict[str, tuple[tuple[int, ...], s
 
 def _some_of(wanted: dict[str, Any]) -> ocp.args.PyTreeRestore:
     arguments = ocp.checkpoint_utils.construct_restore_args(wanted)
+    arguments = jax.tree.map(lambda each: dataclasses.replace(each, strict=False), arguments)
     return ocp.args.PyTreeRestore(wanted, restore_args=arguments, partial_restore=True)
 
 

@@ -15,15 +15,14 @@ from typing import Any, Literal
 
 import jax
 import orbax.checkpoint as ocp
-import pydantic
 
-from jaxdl.core.config import Periodic
 from jaxdl.core.errors import ConfigError
 from jaxdl.core.files import CHECKPOINTS_FOLDER, DAMAGED_FOLDER, LEFT_FOLDER, step_folder
 from jaxdl.exchange import resplit
 from jaxdl.parallel.cluster.agree import all_processes, of_first_process
 from jaxdl.parallel.embedding.places import Layout, to_json
 from jaxdl.training.checkpoint.complete import check_complete
+from jaxdl.training.checkpoint.config import CheckpointConfig
 from jaxdl.training.checkpoint.differential import CHANGED, Differences, SaveChanged, WrittenTables, whole_bytes
 from jaxdl.training.checkpoint.disk import check_folder, check_room, disk_reason
 from jaxdl.training.checkpoint.errors import Damaged, NoneLeft, Unreadable
@@ -32,7 +31,7 @@ from jaxdl.training.checkpoint.literal import literal
 from jaxdl.training.checkpoint.manifest import write_manifest
 from jaxdl.training.checkpoint.meta import Meta, Stored
 from jaxdl.training.checkpoint.orbax_logs import hush_orbax
-from jaxdl.training.checkpoint.reading import fingerprint_texts, read_checkpoint
+from jaxdl.training.checkpoint.reading import EMPTY, Shapes, fingerprint_texts, read_checkpoint, with_shapes
 from jaxdl.training.checkpoint.retention import Best, WithBases
 from jaxdl.training.checkpoint.stored_tables import in_memory
 from jaxdl.training.state import TABLES, TrainState
@@ -41,22 +40,6 @@ HALF = ".orbax-checkpoint-tmp"
 """Part of the name of a folder that is being written; older versions of Orbax append a number."""
 _VANISH_SEC = 1.0
 _CLEAR_SEC, _SETTLE_SEC = 5.0, 0.3
-
-
-class CheckpointConfig(Periodic):
-    """When checkpoints are written, and which are kept. The end of a run always writes one."""
-
-    keep: int = pydantic.Field(default=2, ge=1)
-    """Number of newest checkpoints to keep. More allow a rollback further back, but need more disk space."""
-    keep_best: int = pydantic.Field(default=1, ge=0)
-    """Number of checkpoints with the best evaluation to keep as well; 0 keeps the newest only."""
-    differential_tables: int | None = pydantic.Field(default=None, ge=2)
-    """Write the embedding tables whole in one of this many checkpoints, and in the others only the rows that changed
-    since. Whole tables are kept for as long as a kept checkpoint needs them."""
-    start_over: bool = False
-    """Start again at step 0 if the workdir had checkpoints and none is usable any more. They and the history are moved
-    to a folder `earlier-N`; nothing is deleted. With `init_from` it starts with the parameters of that run. Has no
-    effect if a checkpoint is usable: the run resumes from it."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +69,14 @@ class Checkpoints:
         read_only: bool = False,
         table_layout: Layout = (),
         form: Form | None = None,
+        filled_shapes: Shapes = EMPTY,
     ) -> None:
         """`table_layout` is that of the embedding tables in checkpoints, for which `form` changes states, if given.
+        `filled_shapes` are those of `jaxdl.training.state.StateSpec`.
 
         Raises ConfigError if the folder cannot be used, Unreadable if it cannot be read."""
         self.read_only, self._table_layout, self._form = read_only, table_layout, form
+        self._filled_shapes = filled_shapes
         self.folder = workdir.absolute() / CHECKPOINTS_FOLDER
         policies = ocp.checkpoint_managers
         self._metric, self._best = best_metric, Best(self.folder, config.keep_best, best_mode)
@@ -136,10 +122,14 @@ class Checkpoints:
         score = None if metrics is None else metrics[self._metric]
         self._best.add(step, score)
         prints: dict[str, dict[str, str]] = {}
-        if not self._succeeded(step, lambda: prints.update(fingerprint_texts(items, step))):
+        filled = self._filled_shapes
+        if not self._succeeded(step, lambda: prints.update(fingerprint_texts(items, step, filled))):
             return
         arrays = {
-            item: {name: Stored(prints[item][name], tuple(x.shape), str(x.dtype)) for name, x in leaves.items()}
+            item: {
+                name: Stored(prints[item][name], filled.get(name, tuple(x.shape)), str(x.dtype))
+                for name, x in leaves.items()
+            }
             for item, leaves in items.items()
         }
         arguments = save_arguments(items)
@@ -314,9 +304,8 @@ class Checkpoints:
                 damaged[step] = self._quarantine(step, error)
                 continue
             state = self._form.live(state) if self._form else state
-            note = (
-                resplit.changed(to_items(abstract)["exchange"], meta.exchange_shapes) if "exchange" in items else None
-            )
+            wanted = with_shapes(to_items(abstract)["exchange"], self._filled_shapes)
+            note = resplit.changed(wanted, meta.exchange_shapes) if "exchange" in items else None
             return Restored(state, step, meta.evaluated_step, tuple(damaged.values()), (note,) if note else ())
         if damaged:
             raise NoneLeft("\n".join(damaged.values()) + f"\nThere is no intact checkpoint in {self.folder}.")
@@ -356,6 +345,7 @@ class Checkpoints:
             self.folder / step_folder(step),
             wanted,
             table_layout=self._table_layout,
+            filled_shapes=self._filled_shapes,
             allocate=in_memory if self._form is None else self._form.allocate,
         )
         if "exchange" in wanted:

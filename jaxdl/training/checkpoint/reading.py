@@ -8,7 +8,9 @@ quarantines a checkpoint.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import types
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -53,16 +55,19 @@ from jaxdl.training.checkpoint.stored_tables import (
 from jaxdl.training.state import TABLES
 
 Items = dict[str, dict[str, Any]]
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of arrays by their paths in the train state."""
 _GROUP_BYTES = 2**29
 """Of the arrays whose fingerprints are one program: on CPUs it has two copies of all its arrays."""
-_fingerprints = jax.jit(tag_fingerprints)
+EMPTY: Shapes = types.MappingProxyType({})
 _first_sums = jax.jit(first_sums)
 
 
-def fingerprint_texts(items: Items, tag: int) -> dict[str, dict[str, str]]:
+def fingerprint_texts(items: Items, tag: int, shapes: Shapes = EMPTY) -> dict[str, dict[str, str]]:
     """The fingerprint of each array; all processes call it, with a `tag` that is another for each checkpoint.
 
-    Raises Stale on the processes that get those of another call from their devices.
+    Of arrays of these names the parts of these `shapes`, at their beginnings. Raises Stale on the processes
+    that get those of another call from their devices.
     """
     tag %= 2**32
     stale: Stale | None = None
@@ -80,7 +85,8 @@ def fingerprint_texts(items: Items, tag: int) -> dict[str, dict[str, str]]:
     arrays: dict[str, dict[str, str]] = {item: {} for item in items}
     for group in groups.values():
         try:
-            texts_of = tagged_texts(_fingerprints(group, np.uint32(tag)), tag)
+            parts = tuple((name, shapes[name]) for leaves in group.values() for name in leaves if name in shapes)
+            texts_of = tagged_texts(_fingerprints(group, np.uint32(tag), parts), tag)
         except Stale as error:  # The others go on, and wait for this process below.
             stale = error
             continue
@@ -88,11 +94,31 @@ def fingerprint_texts(items: Items, tag: int) -> dict[str, dict[str, str]]:
             arrays[item] |= texts
     if hosted:
         wait_for_all()  # One host may have been slower than Gloo waits.
-        for (item, name), words in zip(hosted, host_fingerprints(list(hosted.values())), strict=True):
+        parts = [shapes.get(name, tuple(x.shape)) for (_, name), x in hosted.items()]
+        for (item, name), words in zip(hosted, host_fingerprints(list(hosted.values()), parts), strict=True):
             arrays[item][name] = text(words)
     if stale is not None:
         raise stale
     return arrays
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _fingerprints(group: Items, tag: jax.Array, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Any:
+    parts = dict(shapes)
+
+    def one(name: str, x: jax.Array) -> jax.Array:
+        return x[tuple(slice(size) for size in parts[name])] if name in parts else x
+
+    group = {item: {name: one(name, x) for name, x in leaves.items()} for item, leaves in group.items()}
+    return tag_fingerprints(group, tag)
+
+
+def with_shapes(leaves: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    """Shape structs, those of these names with other shapes."""
+    return {
+        name: jax.ShapeDtypeStruct(shapes[name], x.dtype, sharding=x.sharding) if name in shapes else x
+        for name, x in leaves.items()
+    }
 
 
 def stored_model(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -109,12 +135,14 @@ def stored_model(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     return stored_arrays(folder, "model")  # Format 1 does not have them.
 
 
-def read_model(folder: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+def read_model(folder: Path, wanted: Mapping[str, Any], filled_shapes: Shapes = EMPTY) -> dict[str, Any]:
     """Some arrays of the network in the checkpoint in `folder`: name -> shape struct with a sharding, or array.
 
-    Raises what `read_checkpoint` raises.
+    `filled_shapes` as of `read_checkpoint`. Raises what `read_checkpoint` raises.
     """
-    return read_checkpoint(folder, {"model": dict(wanted)}, partial=True)[0].get("model", {})
+    return read_checkpoint(folder, {"model": dict(wanted)}, partial=True, filled_shapes=filled_shapes)[0].get(
+        "model", {}
+    )
 
 
 def read_checkpoint(
@@ -124,21 +152,23 @@ def read_checkpoint(
     partial: bool = False,
     table_layout: places.Layout = (),
     allocate: Allocate = in_memory,
+    filled_shapes: Shapes = EMPTY,
 ) -> tuple[Items, Meta]:
     """(the arrays, the description) of the checkpoint in `folder`; it succeeds on all processes or on none.
 
     A differential checkpoint is put together with the one that has the whole embedding tables.
     `wanted` are shape structs with shardings, with `partial` of some of the stored arrays. Of the exchange's state all
     stored arrays are read, sharded as `resplit.readable` says. Embedding tables that are stored in another layout than
-    `table_layout` are moved; `allocate` makes the memory of those that hosts hold. Raises the same error on all
-    processes: Damaged, Unreadable, or Unusable for a checkpoint with other arrays or of another version.
+    `table_layout` are moved; `allocate` makes the memory of those that hosts hold. `filled_shapes` are the shapes of
+    wanted arrays without empty layers, if they have some; those in the checkpoint may have others. Raises the same
+    error on all processes: Damaged, Unreadable, or Unusable for a checkpoint with other arrays or of another version.
     """
     for last in (False, True):
         error, read = None, None
         try:
             if jax.process_index() == 0:
                 check_files(folder)
-            read = _read(folder, wanted, table_layout, allocate, partial=partial)
+            read = _read(folder, wanted, table_layout, allocate, partial=partial, filled=filled_shapes)
         except Exception as raised:  # Kept until the others know: all processes must take the same path.
             error = raised
         if not _problem(folder, error, last):
@@ -162,16 +192,18 @@ class _Read(NamedTuple):
     """Tables from another layout, already checked and complete."""
 
 
-def _read(folder: Path, wanted: Items, layout: places.Layout, allocate: Allocate, *, partial: bool) -> _Read:
+def _read(
+    folder: Path, wanted: Items, layout: places.Layout, allocate: Allocate, *, partial: bool, filled: Shapes
+) -> _Read:
     """Reads a checkpoint; nothing in here waits for other processes."""
     meta = read_meta(folder)
     base = open_base(folder, meta) if TABLES in wanted else None
     if TABLES in wanted and list(meta.table_layout) != places.to_json(layout):
         _check_tables(folder, meta, wanted[TABLES], layout)
         others = {name: x for name, x in wanted.items() if name != TABLES}
-        arrays = read_items(folder, _to_read(folder, meta, others, partial=partial), partial=partial)
+        arrays = read_items(folder, _to_read(folder, meta, others, filled, partial=partial), partial=partial)
         return _Read(arrays, meta, None, None, read_moved(folder, meta, base, wanted[TABLES], layout, allocate))
-    to_read = _to_read(folder, meta, wanted, partial=partial)
+    to_read = _to_read(folder, meta, wanted, filled, partial=partial)
     tables = to_read.pop(TABLES, {})
     on_host = {name: x for name, x in tables.items() if on_hosts(x)}
     on_devices = {name: x for name, x in tables.items() if name not in on_host}
@@ -240,7 +272,7 @@ def _diagnose(folder: Path, error: Exception, last: bool) -> Exception:
     return Damaged(reason)
 
 
-def _to_read(folder: Path, meta: Meta, wanted: Items, *, partial: bool = False) -> Items:
+def _to_read(folder: Path, meta: Meta, wanted: Items, filled: Shapes, *, partial: bool = False) -> Items:
     """Shape structs of the stored arrays to read. Raises Unusable if others are wanted, or fewer but for `partial`."""
     for item, leaves in wanted.items():
         stored = meta.arrays.get(item, {})
@@ -249,9 +281,9 @@ def _to_read(folder: Path, meta: Meta, wanted: Items, *, partial: bool = False) 
             what = "is not in it" if other[0] in leaves else "is not in this network"
             raise _of_another(folder, f"{other[0]} {what}")
         if item != "exchange":
-            _check_shapes(folder, item, leaves, stored)
+            _check_shapes(folder, item, with_shapes(leaves, filled), stored)
     if "exchange" in wanted:
-        wanted = wanted | {"exchange": _exchange_to_read(folder, meta, wanted["exchange"])}
+        wanted = wanted | {"exchange": _exchange_to_read(folder, meta, wanted["exchange"], filled)}
     return {name: item for name, item in wanted.items() if item}
 
 
@@ -297,14 +329,16 @@ def _check_shapes(folder: Path, item: str, leaves: Mapping[str, Any], stored: Ma
             raise _of_another(folder, f"{name} is {then} in it, but {now[1]} {list(now[0])} here")
 
 
-def _exchange_to_read(folder: Path, meta: Meta, wanted: Mapping[str, Any]) -> dict[str, Any]:
+def _exchange_to_read(folder: Path, meta: Meta, wanted: Mapping[str, Any], filled: Shapes) -> dict[str, Any]:
     """Shape structs of the exchange's arrays, in their stored dtypes where known."""
     arrays = {}
-    for name, x in resplit.readable(dict(wanted), meta.exchange_shapes).items():
+    for name, x in resplit.readable(with_shapes(wanted, filled), meta.exchange_shapes).items():
         dtype = meta.arrays["exchange"][name].dtype or str(x.dtype)
         if name in wanted and dtype != str(wanted[name].dtype):
             raise _of_another(folder, f"{name} is {dtype} in it, but {wanted[name].dtype} here")
-        arrays[name] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+        # Of replicas as many as are stored, each with the empty layers that are wanted.
+        shape = (x.shape[0], *wanted[name].shape[1:]) if name in filled and x.shape[1:] == filled[name][1:] else x.shape
+        arrays[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=x.sharding)
     return arrays
 
 
@@ -321,7 +355,13 @@ def _find_changes(items: Items, meta: Meta) -> list[str]:
         now = jax.tree.map(lambda x: str(int(x)), jax.device_get(_first_sums(items)))
     else:
         stored = json.dumps([{name: array.fingerprint for name, array in meta.arrays[item].items()} for item in items])
-        now = fingerprint_texts(items, zlib.crc32(stored.encode()))
+        others = {  # Here, or there, with empty layers at the end.
+            name: shape
+            for item, leaves in items.items()
+            for name, x in leaves.items()
+            if (shape := meta.arrays[item][name].shape) is not None and shape != tuple(x.shape)
+        }
+        now = fingerprint_texts(items, zlib.crc32(stored.encode()), others)
     return [
         f"{item}.{name}"
         for item, leaves in now.items()

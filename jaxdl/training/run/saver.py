@@ -93,6 +93,7 @@ class Saver:
             best_mode=task.resolved_mode,
             table_layout=layout if caches is None else caches.store.layout,
             form=caches,
+            filled_shapes=self._plan.parts.state_spec.filled_shapes,
         )
 
     def restore(self, *, from_start: bool = False) -> Restored | None:

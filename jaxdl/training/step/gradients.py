@@ -18,7 +18,8 @@ from jaxdl.parallel.sharding import Grads, Layout, Params, is_spec
 from jaxdl.training.state import ModelState
 from jaxdl.training.step.network import apply_network
 from jaxdl.training.step.parts import VECTORS, Batch, Parts, Sums
-from jaxdl.training.step.pipeline import STAGE, Pipeline, num_stages, split, stage_specs
+from jaxdl.training.step.pipeline import Pipeline, split, stage_specs
+from jaxdl.training.step.stage import STAGE, num_stages
 from jaxdl.training.step.update import nonzero
 
 LocalGradients = tuple[Grads, Sums, ModelState, jax.Array | None]

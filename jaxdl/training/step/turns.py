@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+_FORWARD, _BACKWARD = 1, 2
+"""The work of the passes of a layer: the backward pass has two products for each of the forward pass."""
 
-def idle_share(stages: int, microbatches: int, *, splits_length: bool = False) -> float:
-    """The part of the time in which a stage has nothing to do, (S - 1) / (M + S - 1).
 
-    Stages whose devices split texts compute in all turns, for nothing in 2 (S - 1) of M + 2 (S - 1).
-    """
-    if splits_length:
-        return 2 * (stages - 1) / num_turns(stages, microbatches)
-    return (stages - 1) / (microbatches + stages - 1)
+def idle_share(stages: int, microbatches: int) -> float:
+    """The part of the time in which a stage has nothing to do, (S - 1) / (M + S - 1)."""
+    return (stages - 1) / num_turns(stages, microbatches)
 
 
 def kept_inputs(stages: int) -> int:
@@ -19,5 +17,25 @@ def kept_inputs(stages: int) -> int:
 
 
 def num_turns(stages: int, microbatches: int) -> int:
-    """Turns of the program, each with two messages; in the first and the last S - 1 a stage has one pass, or none."""
-    return microbatches + 2 * (stages - 1)
+    """The time of a step in turns of a forward and a backward pass, M + S - 1; each sends a message in each direction.
+
+    The program has S - 1 turns more: the first and the last S - 1 have one of the passes, and one of the messages.
+    """
+    return microbatches + stages - 1
+
+
+def room_for_layers(layers: int, stages: int, output_layers: float = 0.0) -> int | None:
+    """Layers of each stage but the last, which has those that are left, perhaps none; None where there are too few.
+
+    The last stage also has the output layer, with the work of `output_layers` layers. But it computes the forward pass
+    once, and the others twice: first to send what they yield, and again for the backward pass. The slowest stage is as
+    fast as it can be.
+    """
+    if stages == 1:
+        return layers
+
+    def slowest(room: int) -> float:
+        rest = layers - (stages - 1) * room
+        return max((2 * _FORWARD + _BACKWARD) * room, (_FORWARD + _BACKWARD) * (rest + output_layers))
+
+    return min(range(-(-layers // stages), layers // (stages - 1) + 1), key=slowest, default=None)

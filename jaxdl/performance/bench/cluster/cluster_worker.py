@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from jaxdl.exchange import Dense
-from jaxdl.exchange.cost import PERMUTE, Figures, Gradients, Link, Machine, Speeds
+from jaxdl.exchange.cost import PERMUTE, TURN, Figures, Gradients, Link, Machine, Speeds
 from jaxdl.exchange.probe import probe_link, probe_speeds, start_together
 from jaxdl.optim import keeps_average
 from jaxdl.parallel.compiler import compiled
@@ -225,7 +225,7 @@ class Worker:
             links[_REPLICA] = probe_link(
                 self._plans[mesh].parts.layout.mesh,
                 _REPLICA,
-                (*_COLLECTIVES[mesh], *([PERMUTE] if self._has_messages and mesh == _HOSTS else [])),
+                (*_COLLECTIVES[mesh], *(self._messages if mesh == _HOSTS else ())),
                 num_repeats=num_repeats,
                 compiled=self._compiled[mesh],
             )
@@ -242,9 +242,11 @@ class Worker:
         return {"costs": costs, "links": {name: asdict(link[_REPLICA]) for name, link in links.items() if link}}
 
     @property
-    def _has_messages(self) -> bool:
-        """Whether replicas of a variant send to single other ones."""
-        return not all(self.known[name].agreement.uses_exchange for name in self._variants)
+    def _messages(self) -> tuple[str, ...]:
+        """How hosts of some variants send to single other ones."""
+        every = [self.known[name] for name in self._variants]
+        permutes = () if all(variant.agreement.uses_exchange for variant in every) else (PERMUTE,)
+        return permutes + ((TURN,) if any(variant.has_stages for variant in every) else ())
 
     def _gradients(self, name: str) -> Gradients:
         plan = self._variants[name]
@@ -260,8 +262,7 @@ def _pipeline_cost(plan: Plan, link: Link) -> dict[str, float]:
     turn = pipeline.activation_bytes(decoder.tokens(examples), decoder.width, decoder.itemsize)
     turns = num_turns(stages, microbatches)
     tables = pipeline.table_bytes(stages, parameters_of(plan).common_bytes(layout))
-    messages = [(2 * turns, turns * turn), (2 * (stages - 1), tables)]
-    seconds = sum(sum(link.seconds(*message)) for message in messages)
+    seconds = turns * sum(link.of(TURN).seconds(2, turn)) + sum(link.seconds(2 * (stages - 1), tables))
     # The first stage sends nothing to the left, and the last nothing to the right.
     return {"sent_bytes": (stages - 1) / stages * turns * turn + tables, "total_sec": seconds}
 

@@ -34,7 +34,7 @@ from jaxdl.training.run.plan.init_from import InitFrom, beginning
 from jaxdl.training.run.plan.layout import ChosenLayout, choose_layout
 from jaxdl.training.run.plan.length import timeline_of
 from jaxdl.training.run.plan.memory import check_memory
-from jaxdl.training.run.plan.network import TaskNetwork, make_network
+from jaxdl.training.run.plan.network import TaskNetwork, in_stages, make_network
 from jaxdl.training.run.plan.plan import Plan
 from jaxdl.training.run.plan.remarks import settings_remarks
 from jaxdl.training.run.plan.tables import make_tables
@@ -177,7 +177,7 @@ def add_initial(plan: Plan, init: InitFrom | None, workdir: Workdir) -> Plan:
 
     Raises ConfigError for what cannot be taken, on all processes.
     """
-    abstract, start_over = plan.parts.state_spec.abstract(), plan.experiment.checkpoint.start_over
+    abstract, start_over = plan.parts.state_spec.filled(), plan.experiment.checkpoint.start_over
     initial, note = beginning(workdir.path, init, start_over, abstract, model=plan.experiment.model)
     return dataclasses.replace(plan, initial=initial, reasons=plan.reasons + ((note,) if note else ()))
 
@@ -208,9 +208,10 @@ def make_parts(
     num_replicas, agreement, step = mesh.shape[Axis.REPLICA], experiment.agreement, experiment.step
     precision, guard = experiment.precision, experiment.guard
     fitted = fit_network(experiment, spec, num_replicas, stacks)
+    room, fitted = in_stages(fitted, experiment.model, mesh)
     network = fitted.network
     optimizer = make_optimizer(experiment.optimizer, *fitted.trained)
-    layout = Layout(experiment.sharding, mesh)
+    layout = Layout(experiment.sharding, mesh, stage_layers=room)
     gradients = fitted.gradient_layout(layout, agreement)
     fragments = fitted.fragments(agreement, gradients)  # What is merged in turn; None if replicas agree in every step.
     assert isinstance(experiment.exchange, ExchangeConfig), "it has been chosen"
@@ -345,7 +346,7 @@ def make_initial_state(plan: Plan, make: Callable[[int], TrainState] | None = No
     state = (make or spec.make)(plan.experiment.seed)
     if plan.initial is None:
         return state
-    state = plan.initial.apply(state, spec.abstract())
+    state = plan.initial.apply(state, spec.abstract(), spec.filled_shapes)
     if plan.parts.agreement.keeps_replicas:
         restart = jax.jit(
             functools.partial(_with_equal_replicas, plan.parts), donate_argnums=0, out_shardings=spec.shardings

@@ -92,16 +92,19 @@ class Initial:
         step = asked.step if isinstance(asked.step, int) else self.step
         return (self.workdir, self.names, self.step) == (Path(asked.workdir).absolute(), tuple(asked.names), step)
 
-    def apply(self, state: TrainState, abstract: TrainState) -> TrainState:
+    def apply(
+        self, state: TrainState, abstract: TrainState, filled_shapes: Mapping[str, tuple[int, ...]]
+    ) -> TrainState:
         """The fresh state with the arrays that are taken; all processes call it.
 
-        Raises ConfigError, on all of them, when the arrays cannot be read any more.
+        `filled_shapes` are those of `jaxdl.training.state.StateSpec`. Raises ConfigError, on all processes, when the
+        arrays cannot be read any more.
         """
         folder, every = step_dir(self.workdir, self.step), _arrays(abstract)
         wanted = {self._stored(every[name][0]): every[name][1] for name in self.taken}
         _check_seen(self.workdir, self.step)
         try:
-            arrays = read_model(folder, wanted)
+            arrays = read_model(folder, wanted, {self._stored(path): shape for path, shape in filled_shapes.items()})
         except Damaged as error:
             raise ConfigError(f"{folder} is damaged ({error}). Choose another --init-step.") from None
         values = {every[name][0]: arrays[self._stored(every[name][0])] for name in self.taken}

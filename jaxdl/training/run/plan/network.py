@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from jaxdl.core.config import ConfigError
@@ -21,9 +22,10 @@ from jaxdl.models.stacks import Dims, as_recorded, named_stacks
 from jaxdl.optim import Trainable, make_trainable
 from jaxdl.parallel.embedding import EmbeddingConfig, Table
 from jaxdl.parallel.embedding.table import check_tables
-from jaxdl.parallel.mesh import Axis, inner_sizes
+from jaxdl.parallel.mesh import STAGE_AXES, Axis, inner_sizes, ways
 from jaxdl.parallel.sharding import STACKED, Layout, LogicalAxes, Params, grad_specs, is_names
 from jaxdl.training.run.plan.validate import task_inputs
+from jaxdl.training.step.turns import room_for_layers
 from jaxdl.training.tasks import Task
 
 
@@ -58,9 +60,10 @@ class TaskNetwork:
 
         def forward(params: Any, model_state: Any, batch: Any) -> Any:
             call = Call(train=train, materialize_logits=self.task.takes_arrays)
-            return self.network.call(call, params, model_state, *self.inputs(batch))[0]
+            return network.call(call, params, model_state, *self.inputs(batch))[0]
 
-        return jax.eval_shape(forward, *jax.eval_shape(self.network.init, jax.random.key(0)), batch)
+        network = self.network.filled
+        return jax.eval_shape(forward, *jax.eval_shape(network.init, jax.random.key(0)), batch)
 
     def sum_names(self) -> tuple[str, ...]:
         """The names of the task's sums in training that are scalars."""
@@ -74,16 +77,17 @@ class TaskNetwork:
         """What the exchange may know of the gradients: how they are sharded, stacked, and in which order they come."""
 
         def loss(params: Any, batch: Any) -> jax.Array:
-            blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.network.state_shapes)
-            outputs = self.network.apply(params, blank, *self.inputs(batch), train=True)[0]
+            blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), network.state_shapes)
+            outputs = network.apply(params, blank, *self.inputs(batch), train=True)[0]
             return functools.reduce(jnp.add, [jnp.sum(x) for x in jax.tree.leaves(outputs)])
 
         # One replica sends nothing, in whatever order; merges come when no backward pass runs.
+        network = self.network.filled
         ordered = layout.mesh.shape[Axis.REPLICA] > 1 and not agreement.keeps_replicas
         trained_axes, trained = self.trained
         names = leaf_names(trained)
         axes = jax.tree.leaves(trained_axes, is_leaf=is_names)
-        order = backward_order(loss, self.network.param_shapes, self.spec.blank()) if ordered else ()
+        order = backward_order(loss, network.param_shapes, self.spec.blank()) if ordered else ()
         return GradientLayout(
             specs=by_name(grad_specs(layout, trained_axes, trained)),
             inner=inner_sizes(layout.mesh.shape),
@@ -130,6 +134,18 @@ def make_network(
         )
     trainable = make_trainable(freeze, network.param_shapes, model.trained)
     return TaskNetwork(network, task, spec, trainable, tables_of(model, embedding, spec))
+
+
+def in_stages(fitted: TaskNetwork, model: Model, mesh: Mesh | AbstractMesh) -> tuple[int | None, TaskNetwork]:
+    """(for how many layers each stage of the mesh has room, the network with so many); None for one stage."""
+    stages, layers = ways(mesh.shape, STAGE_AXES), model.num_stacked_layers
+    if stages == 1 or layers is None:
+        return None, fitted
+    room = room_for_layers(layers, stages, model.output_layers(**fitted.spec.sizes()))
+    assert room is not None, "validated before"
+    if empty := room * stages - layers:
+        fitted = replace(fitted, network=fitted.network.with_empty_layers(empty))
+    return room, fitted
 
 
 def tables_of(model: Model, embedding: EmbeddingConfig, spec: DataSpec) -> tuple[Table, ...]:

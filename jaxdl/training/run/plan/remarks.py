@@ -13,7 +13,7 @@ from jaxdl.models import Network
 from jaxdl.models.mode_check import idle_dropout
 from jaxdl.models.norm_rows import row_norms
 from jaxdl.optim import Optimizer, decay_mask
-from jaxdl.parallel.mesh import FILLING_AXIS, LENGTH_AXES, Axis, ways
+from jaxdl.parallel.mesh import FILLING_AXIS, Axis
 from jaxdl.parallel.sharding import LogicalAxes
 from jaxdl.report.better_direction import mode_of
 from jaxdl.training.run.plan.network import with_vectors
@@ -48,10 +48,17 @@ def idle_stages(parts: Parts) -> tuple[str, ...]:
     stages, parts_of_batch = num_stages(parts.layout), parts.config.microbatches
     if stages == 1:
         return ()
-    idle = idle_share(stages, parts_of_batch, splits_length=ways(parts.layout.mesh.shape, LENGTH_AXES) > 1)
+    idle = idle_share(stages, parts_of_batch)
     advice = "" if idle < _MOST_IDLE else f"; --step.microbatches {4 * stages} or more makes it less"
+    network, room = parts.network, parts.layout.stage_layers
+    each = (
+        f" of {room} layers"
+        if not network.empty_layers
+        else f" of {room} layers, the last of {(room or 0) - network.empty_layers},"
+    )
     return (
-        f"pipeline: {stages} stages and {parts_of_batch} micro-batches, so a stage waits {idle:.0%} of a step{advice}",
+        f"pipeline: {stages} stages{each} and {parts_of_batch} micro-batches, so a stage waits {idle:.0%} of a step"
+        f"{advice}",
     )
 
 

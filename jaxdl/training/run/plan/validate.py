@@ -23,6 +23,7 @@ from jaxdl.parallel.mesh import BATCH_AXES, LENGTH_AXES, MODEL_AXES, RARE_AXES, 
 from jaxdl.parallel.sharding import STACKED, UNNAMED, UNNAMED_STACK, ShardingConfig, has_names, is_names
 from jaxdl.parallel.zigzag import length_unit
 from jaxdl.training.experiment import Experiment
+from jaxdl.training.step.turns import room_for_layers
 from jaxdl.training.tasks import Task, check_task
 
 
@@ -151,10 +152,11 @@ def _check_stages(experiment: Experiment, option: str, num_stages: int) -> None:
     if layers is None:
         advice = "Take --model.scan-layers, or" if "scan_layers" in type(model).model_fields else "Choose"
         raise ConfigError(f"{option}: stages need stacked layers. {advice} {option.split()[0]} 1.")
-    if layers % num_stages:
-        fits = ", ".join(str(size) for size in range(1, layers + 1) if layers % size == 0)
+    if room_for_layers(layers, num_stages) is None:
+        fits = ", ".join(str(size) for size in range(1, layers + 1) if room_for_layers(layers, size))
         raise ConfigError(
-            f"{option}: {layers} layers cannot be divided evenly among {num_stages} stages. Choose one of {fits}."
+            f"{option}: {layers} layers cannot be divided among {num_stages} stages, of which all but the last have "
+            f"equally many. Choose one of {fits}."
         )
     if experiment.task.takes_arrays or experiment.task.users_name:
         raise ConfigError(f"{option}: task {experiment.task.kind} reads the network's outputs whole. Choose 1.")
