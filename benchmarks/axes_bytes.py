@@ -1,9 +1,11 @@
 """The bytes of a training step by mesh axis: those in its StableHLO, and those of the formulas that predict them.
 
-The StableHLO has each loop's body once: one layer, one micro-batch, one turn of a pipeline. It has the collectives that
-jaxdl writes itself. Those that XLA's partitioner adds, to gather parameters over `fsdp` and to sum activations over
-`tensor`, are only in the compiled program. What is sent between stages is not yet split inside a stage, so its bytes
-are those of all devices of a stage together; all other ones are those of one device.
+The StableHLO has each loop's body once: one layer, one micro-batch. A pipeline has three loops, so there is a turn of its
+beginning, with a forward pass, one of its middle, with both, and one of its end, with a backward pass: each pass, and
+its message, twice. It has the collectives that jaxdl writes itself. Those that XLA's partitioner adds, to gather
+parameters over `fsdp` and to sum activations over `tensor`, are only in the compiled program. What is sent between
+stages is not yet split inside a stage, so its bytes are those of all devices of a stage together; all other ones are
+those of one device.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from jaxdl.training.run.plan.exchange import exchanged_gradients
 from jaxdl.training.run.plan.plan import Plan
 
 _FLOAT_BYTES = 4
+_PASSES = 2
+"""Loops of a pipeline that have a forward pass, and that have a backward pass."""
 (_STAGE,), (_CONTEXT,), (_TENSOR,), _FSDP = STAGE_AXES, LENGTH_AXES, MODEL_AXES, GATHER_AXES[0]
 
 
@@ -52,13 +56,15 @@ def by_formulas(plan: Plan, metrics: Mapping[str, Any]) -> dict[str, float]:
     sent[_STAGE] += _between_stages(plan, decoder)
     texts = plan.experiment.batch_size / plan.experiment.step.microbatches / ways_of(sizes, BATCH_AXES)
     tokens, again = int(texts * decoder.length) // sizes[_CONTEXT], sizes[_STAGE] > 1
+    passes = _PASSES if again else 1
     if sizes[_CONTEXT] > 1:
         keys = decoder.key_width / sizes[_TENSOR]
-        sent[_CONTEXT] += texts * pass_bytes(decoder.length, sizes[_CONTEXT], keys, decoder.itemsize, again=again)
+        of_text = pass_bytes(decoder.length, sizes[_CONTEXT], keys, decoder.itemsize, again=again)
+        sent[_CONTEXT] += passes * texts * of_text
         # The loss is computed by each device for its own tokens: see `jaxdl.parallel.collectives.cross_entropy`.
         sent[_TENSOR] += _all_reduce(tokens * (4 + decoder.width) * _FLOAT_BYTES, sizes[_TENSOR])
     for axis, num_bytes in _of_experts(plan, tokens, again=again).items():
-        sent[axis] += num_bytes
+        sent[axis] += passes * num_bytes
     return {axis: sent[axis] for axis in AXES if sent[axis]}
 
 
@@ -80,9 +86,8 @@ def _between_stages(plan: Plan, decoder: Decoder) -> float:
     axes = jax.tree.leaves(trainable.of(network.axes), is_leaf=is_names)
     shapes = [x.shape for x in jax.tree.leaves(trainable.of(network.param_shapes))]
     rest = sum(math.prod(shape) for names, shape in zip(axes, shapes, strict=True) if STACKED not in names)
-    return activation_bytes(decoder.tokens(rows), decoder.width, decoder.itemsize) + table_bytes(
-        sizes[_STAGE], rest * _FLOAT_BYTES
-    )
+    activations = activation_bytes(decoder.tokens(rows), decoder.width, decoder.itemsize)
+    return _PASSES * activations + table_bytes(sizes[_STAGE], rest * _FLOAT_BYTES)
 
 
 def _of_experts(plan: Plan, tokens: int, *, again: bool) -> dict[str, float]:
