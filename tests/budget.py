@@ -136,7 +136,7 @@ BUDGETS = {
     "test_length.py": 11,
     "test_own_loss.py": 11,
     "test_prepare.py": 11,
-    "test_axes_read.py": 13,
+    "test_axes_read.py": 16,
     "test_score.py": 11,
     "test_tasks.py": 11,
     "test_auto.py": 10,
