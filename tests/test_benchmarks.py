@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from benchmarks import __main__ as listing
-from benchmarks import first_step
+from benchmarks import axes, first_step
 from benchmarks.plain import plain_step
 from jaxdl.core.errors import OptionError
 from jaxdl.data import TextSpec
@@ -72,6 +72,16 @@ def test_the_first_step_beside_a_plain_one(capsys, tmp_path):
     assert all(
         min(figures[name][0][stage] for stage in ("trace_sec", "lower_sec", "compile_sec")) > 0 for name in figures
     )
+
+
+def test_a_pair_of_axes_beside_numpy(tmp_path):
+    """Top-k of the shards of stages: losses, what is kept, and what is sent, but for the sums of metrics."""
+    options = ["--families", "decoder", "--axes", "replica", "stage", "--sizes", "2", "--exchanges", "topk"]
+    axes.main([*options, "--steps", "2", "--json", str(tmp_path / "rows.json")])
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert max(row["difference"], row["in_a_row"], row["kept"], row["changed"]) < 1e-5
+    assert row["sent"]["replica"] == row["formula"]["replica"]
+    assert 0 < row["sent"]["stage"] - row["formula"]["stage"] < 100
 
 
 def test_another_framework_is_in_a_checkout():

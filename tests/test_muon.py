@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -240,7 +241,23 @@ def test_in_a_transformer():
 
 def test_named_parameters_have_adamw():
     dims = Muon(adam_names=("stack.up",)).matrices(AXES)["stack"]
-    assert (dims["up"], dims["query"]) == (None, MuonDimensionNumbers((1,), (2, 3)))
+    assert (dims["up"], dims["query"]) == (optax.MaskedNode(), MuonDimensionNumbers((1,), (2, 3)))
+
+
+def test_beside_frozen_parameters_the_others_have_their_updates():
+    axes = {"stack": {"up": None, "down": ("layers", "mlp", "embed")}, "table": None, "norm": ("norm",)}
+    random = np.random.default_rng(0)
+    params = {"stack": {"up": None, "down": random.normal(size=(2, 6, 4))}, "table": None, "norm": np.ones(4)}
+    params = jax.tree.map(jnp.float32, params)
+    alone = {"stack": {"down": params["stack"]["down"]}, "norm": params["norm"]}
+    found = []
+    for tree, names in ((params, axes), (alone, {"stack": {"down": axes["stack"]["down"]}, "norm": axes["norm"]})):
+        optimizer = Muon().build(names)
+        rates = Rates(jnp.float32(0.1), None)
+        found.append(optimizer.update(tree, optimizer.init(tree), tree, rates=rates)[0])
+    assert jax.tree.structure(found[0]) == jax.tree.structure(params)
+    for ours, expected in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(ours, expected)
 
 
 @pytest.mark.parametrize(

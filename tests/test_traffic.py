@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import traffic
 from jaxdl.exchange import DeMo, PowerSGD, Quantized, TopK
+from jaxdl.exchange.cost import Gradients, Link, Machine, predict
 from jaxdl.performance.bench.shared import run_module
 
 NUM_ELEMENTS = 6 * 1_024_000
@@ -55,6 +56,14 @@ def test_the_metric_says_what_the_program_sends(config):
     else:
         expected = config.sent_bytes(4 * 512_000, 4)
     assert sent == expected
+
+
+def test_the_cost_counts_the_zeros_that_fill_up_blocks():
+    config, command = Quantized(block_size=24_000), traffic.TrafficBench(num_elements=4 * 1_024_000, replica=4, fsdp=2)
+    gradients = Gradients({f"layer{number}": (1024, 500) for number in range(4)}, num_replicas=4)
+    predicted = predict(config, gradients, Machine({"replica": Link(0.0, 1.0)})).sent_bytes
+    assert predicted == traffic.exchange_bytes(config, command)["replica"]
+    assert predicted > config.sent_bytes(4 * 512_000, 4)
 
 
 @pytest.mark.parametrize("args", [["--num-elements", "5000000"], ["--fsdp", "3"], ["--replica", "1"]])

@@ -37,7 +37,7 @@ class _FewBits(Compressed, kind=None):
     def bucket_cost(self, bucket: Bucket, gradients: Gradients, machine: Machine) -> Cost:
         """The cost of one compressed bucket. Raises ValueError for a speed that is not known."""
         m, n = gradients.num_replicas, bucket.num_own
-        sent = self.sent_bytes(n, m)
+        sent = self.sent_bytes(n + -n % self._multiple(n, m), m)
         latency, wire = machine.two_shots_sec(sent, m)
         accesses = JOIN + SPLIT + NORM + (ADD_RESIDUAL + SPLIT + NORM if self.error_feedback else 0)
         speed = known_speed(machine.speeds.quantized_elements_per_sec, self.num_bits, "quantization")
@@ -49,12 +49,18 @@ class _FewBits(Compressed, kind=None):
             sent_bytes=sent,
         )
 
+    def _multiple(self, num_elements: int, num_replicas: int) -> int:
+        """Of what a bucket is filled up with zeros to a multiple: ranges of whole blocks, where it is much longer.
+
+        Padding by the collective would cost copies of everything.
+        """
+        whole = num_replicas * self.block_size
+        return whole if num_elements >= 16 * whole else 1
+
     def send(self, message: Message, context: Context) -> Sent:
         """The mean of the quantized buckets of all replicas."""
         bucket, axis, key = message.bucket, context.axis, context.device_key(message)
-        # Ranges of whole blocks: padding by the collective would cost copies of everything.
-        whole = context.num_replicas * self.block_size
-        summand = bucket.join(message.summand, multiple=whole if bucket.num_own >= 16 * whole else 1)
+        summand = bucket.join(message.summand, multiple=self._multiple(bucket.num_own, context.num_replicas))
         summand, bits, block = held_back(summand, message.last), self.num_bits, self.block_size
         total, error = quantized_all_reduce(summand, axis, key, bits=bits, block_size=block, return_error=True)
         inner = bucket.split_bytes(context.layout, 1 + self.error_feedback)

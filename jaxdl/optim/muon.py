@@ -70,21 +70,20 @@ class Muon(AdamOptimizer, kind="muon"):
     def build(self, axes: LogicalAxes) -> optax.GradientTransformationExtraArgs:
         """The chain of transformations. Raises ConfigError if no parameter is a matrix, or a name selects none."""
         matrices = self.matrices(axes)
-        inside = jax.tree.map(lambda dims: dims is not None, matrices, is_leaf=_is_dims)
+        inside = jax.tree.map(_is_matrix, matrices, is_leaf=_is_param)
         if not any(jax.tree.leaves(inside)):
             raise ConfigError(
                 "--optimizer muon: no parameter is a matrix inside the network, so AdamW would update all of them. "
                 "Choose --optimizer adamw" + (", or fewer --optimizer.adam-names." if self.adam_names else ".")
             )
-        dims: Any = jax.tree.map(lambda dim: dim or optax.MaskedNode(), matrices, is_leaf=_is_dims)
         orthogonal = optax.chain(
             optax.contrib.scale_by_muon(
                 ns_steps=self.num_iterations,
                 beta=self.momentum,
                 nesterov=self.nesterov,
-                weight_dimension_numbers=dims,
+                weight_dimension_numbers=matrices,
             ),
-            _scale(dims, rms=self.scaling == "rms"),
+            _scale(matrices, rms=self.scaling == "rms"),
         )
         # The schedule's rate is that of the matrices: the others' is this share of it.
         share = self.adam_learning_rate / self.learning_rate
@@ -101,7 +100,8 @@ class Muon(AdamOptimizer, kind="muon"):
         )
 
     def matrices(self, axes: LogicalAxes) -> Any:
-        """For each parameter which of its dimensions are rows and columns; None where AdamW updates it.
+        """For each parameter which of its dimensions are rows and columns; a `MaskedNode` where AdamW updates it, and
+        None, as in `axes`, where it is frozen.
 
         Raises ConfigError for a pattern of `adam_names` that selects no parameter.
         """
@@ -110,7 +110,7 @@ class Muon(AdamOptimizer, kind="muon"):
         check_patterns(self.adam_names, names, "--optimizer.adam-names")
         excluded = [any(matches(name, pattern) for pattern in self.adam_names) for name in names]
         dims = [
-            None if is_excluded else matrix_dims(logical)
+            optax.MaskedNode() if is_excluded else matrix_dims(logical) or optax.MaskedNode()
             for (_, logical), is_excluded in zip(flat, excluded, strict=True)
         ]
         return jax.tree.unflatten(treedef, dims)
@@ -138,8 +138,12 @@ def _scale(dims: Any, *, rms: bool) -> optax.GradientTransformation:
             _RMS * math.sqrt(max(num_inputs, num_outputs)) if rms else math.sqrt(max(1, num_outputs / num_inputs))
         )
 
-    return optax.stateless(lambda updates, _: jax.tree.map(scaled, dims, updates, is_leaf=_is_dims))
+    return optax.stateless(lambda updates, _: jax.tree.map(scaled, dims, updates, is_leaf=_is_matrix))
 
 
-def _is_dims(node: Any) -> bool:
-    return node is None or isinstance(node, MuonDimensionNumbers)
+def _is_matrix(node: Any) -> bool:
+    return isinstance(node, MuonDimensionNumbers)
+
+
+def _is_param(node: Any) -> bool:
+    return _is_matrix(node) or isinstance(node, optax.MaskedNode)
