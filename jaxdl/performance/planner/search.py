@@ -35,6 +35,10 @@ from jaxdl.performance.planner.steptime import Profile, Split, StepTime, own_tim
 from jaxdl.performance.planner.tensor_cost import tensor_profile
 
 
+_ESTIMATED = 0.02
+"""By this part an estimate has to be faster than what was compiled."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One layout, with what it is predicted to need."""
@@ -49,6 +53,8 @@ class Candidate:
     tables: TablesOnMesh | None = None
     way: str = ""
     """How tokens come to experts on other devices, if any do."""
+    estimated: bool = False
+    """Whether no step was compiled for its size of `tensor`."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,10 @@ def _made(workload: RunWorkload, cluster: Cluster, every: Sequence[Choice], *, p
 
 
 def _with_tensor(workload: RunWorkload, cluster: Cluster, every: Sequence[Choice], *, pruned: bool) -> list[Candidate]:
-    """The candidates with all sizes of `tensor`; the best is costed by steps that are compiled for its size."""
+    """The candidates with all sizes of `tensor`; the best is costed by steps that are compiled for its size.
+
+    That takes longer than all other steps, so that an estimate has to be better by more than `_ESTIMATED`.
+    """
     derived = frozenset({choice.tensor for choice in every} - {1})
     made: dict[int, list[Candidate]] = {}
     while True:
@@ -137,11 +146,9 @@ def _profile(workload: RunWorkload, choice: Choice) -> Profile:
 
 
 def _rank(candidate: Candidate) -> tuple[Any, ...]:
-    return (
-        not candidate.fits,
-        candidate.time.total_sec if candidate.fits else candidate.memory.total,
-        candidate.choice,
-    )
+    margin = 1 + _ESTIMATED * candidate.estimated
+    value = margin * candidate.time.total_sec if candidate.fits else candidate.memory.total
+    return not candidate.fits, value, candidate.choice
 
 
 def make_candidate(workload: RunWorkload, cluster: Cluster, choice: Choice) -> Candidate:
@@ -193,11 +200,13 @@ def _candidate(workload: RunWorkload, cluster: Cluster, choice: Choice, tables: 
         buffers = buffer_bytes(decoder.mixture, split.way, choice.fsdp, tokens, choice.tensor, kept)
     step = Step(sizes, sharding, choice.microbatches, examples, built, decoder, buffers)
     measured = None
-    if choice.replica > 1 and exchange == workload.measured_exchange:
+    estimated = choice.tensor in workload.derived
+    if choice.replica > 1 and exchange == workload.measured_exchange and not estimated:
         measured = workload.exchange_bytes(choice.tensor, choice.remat)
     need = memory(workload.parameters, profile.temporary, step, workload.example_bytes, costs, measured)
     fits = need.total <= MOST_OF_DEVICE * cluster.device_bytes
-    return Candidate(choice, exchange, time, need, fits, reasons, tables, (split and split.way) or "")
+    way = (split and split.way) or ""
+    return Candidate(choice, exchange, time, need, fits, reasons, tables, way, estimated)
 
 
 def _machine(cluster: Cluster, choice: Choice, split: Split | None) -> Machine:
