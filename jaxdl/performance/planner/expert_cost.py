@@ -27,8 +27,9 @@ _MESSAGES = {"gather": (4, 3, 3), "all_to_all": (3, 2, 3)}
 """Collectives of a layer: in its forward pass, in its backward pass, and when the forward pass is computed again."""
 _COLLECTIVE = {"gather": "all_gather", "all_to_all": "all_to_all"}
 _WORKING_ROWS = 2
-"""Rows of the width of the network that a layer has while it works, besides those that are kept; sent and received ones
-of an all-to-all are as many again."""
+"""Rows of the width of the network that a layer has while it works, besides those that are kept."""
+_SENT_ROWS = 3
+"""So many more it has in an all-to-all: rows that are sent, and that were received (of steps compiled for H100)."""
 _WORKING_TOKENS = 2
 """Gathered tokens, of which a layer has these and their results, or the gradients of both."""
 
@@ -75,7 +76,8 @@ def layer_messages(mixture: Mixture, way: Way, size: int, tokens: float, *, agai
     """Of one layer in a forward and a backward pass, with so many `tokens` of each of `size` devices.
 
     With `again` the forward pass is computed twice, as far as the backward pass needs it: the results of gathered
-    tokens are not summed again; those that come back in an all-to-all are needed for the gradients of their weights.
+    tokens are not summed again (XLA leaves that out); those that come back in an all-to-all are needed for the
+    gradients of their weights.
     """
     tokens, width = round(tokens), mixture.width * mixture.itemsize
     forward = sent_bytes(way, size, tokens, mixture.per_token, width, mixture.row_buffer)
@@ -156,7 +158,7 @@ def buffer_bytes(
         besides = _WORKING_TOKENS * (size - 1) * tokens * width
     else:
         rows = size * rows_of_pair(size, choices, mixture.row_buffer)
-        besides = _WORKING_ROWS * rows * width
+        besides = _SENT_ROWS * rows * width
     kept, working = 2 * width + 2 * hidden, 4 * hidden + _WORKING_ROWS * width
     return mixture.itemsize * ((rows - choices) * (kept_layers * kept + working) + besides)
 
