@@ -125,7 +125,8 @@ class Spread:
         if self.dispatch != "auto":
             return self.dispatch == "all_to_all"
         size, width = lax.axis_size(self.axis), x.shape[1] * x.dtype.itemsize
-        return way_of_fewer_bytes(size, *chosen.shape, width, self.row_buffer) == "all_to_all"
+        tokens, per_token = chosen.shape
+        return way_of_fewer_bytes(size, tokens, per_token, width, self.row_buffer) == "all_to_all"
 
     def _by_gather(
         self, x: jax.Array, weights: jax.Array, chosen: jax.Array, kernels: Sequence[jax.Array]
