@@ -93,7 +93,7 @@ def why_this_way(layouts: SearchResult) -> str:
     elif other.time.total_sec > best.time.total_sec:
         reason = f"that takes {1e3 * (other.time.total_sec - best.time.total_sec):.3g} ms more"
     else:
-        reason = "both take as long" if other.time.total_sec == best.time.total_sec else "that is no faster when timed"
+        reason = "kernels hide both" if other.time.total_sec == best.time.total_sec else "that is no faster when timed"
     return f"{says}; by {_way(other)}: {reason}"
 
 
