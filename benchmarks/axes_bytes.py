@@ -1,8 +1,7 @@
 """The bytes of a training step by mesh axis: those in its StableHLO, and those of the formulas that predict them.
 
-The StableHLO has each loop's body once: one layer, one micro-batch. A pipeline has three loops: there is a turn of its
-beginning, with a forward pass, one of its middle, with both, and one of its end, with a backward pass; so each pass and
-its message twice. It has the collectives that jaxdl writes itself. Those that XLA's partitioner adds, to gather
+The StableHLO has each loop's body once: one layer, one micro-batch. A pipeline has two loops: a turn with both
+passes, and one of its end with a backward pass, which computes the forward pass again. It has the collectives that jaxdl writes itself. Those that XLA's partitioner adds, to gather
 parameters over `fsdp` and to sum activations over `tensor`, are only in the compiled program. What is sent between
 stages is not yet split inside a stage, so its bytes are those of all devices of a stage together; all other ones are
 those of one device.
@@ -33,7 +32,7 @@ from jaxdl.training.run.plan.exchange import exchanged_gradients
 from jaxdl.training.run.plan.plan import Plan
 
 _FLOAT_BYTES = 4
-_PASSES = 2
+_AHEAD, _BACK = 1, 2
 """Loops of a pipeline that have a forward pass, and that have a backward pass."""
 (_STAGE,), (_CONTEXT,), (_TENSOR,), _FSDP = STAGE_AXES, LENGTH_AXES, MODEL_AXES, GATHER_AXES[0]
 
@@ -55,16 +54,18 @@ def by_formulas(plan: Plan, metrics: Mapping[str, Any]) -> dict[str, float]:
     sent[Axis.REPLICA.value] = exchanged_bytes(plan)
     sent[_STAGE] += _between_stages(plan, decoder)
     texts = plan.experiment.batch_size / plan.experiment.step.microbatches / ways_of(sizes, BATCH_AXES)
-    tokens, again = int(texts * decoder.length) // sizes[_CONTEXT], sizes[_STAGE] > 1
-    passes = _PASSES if again else 1
+    tokens = int(texts * decoder.length) // sizes[_CONTEXT]
+    ahead, back = (_AHEAD, _BACK) if sizes[_STAGE] > 1 else (0, 1)
     if sizes[_CONTEXT] > 1:
         keys = decoder.key_width / sizes[_TENSOR]
-        of_text = pass_bytes(decoder.length, sizes[_CONTEXT], keys, decoder.itemsize, again=again)
-        sent[_CONTEXT] += passes * texts * of_text
+        both, more = (
+            pass_bytes(decoder.length, sizes[_CONTEXT], keys, decoder.itemsize, again=again) for again in (False, True)
+        )
+        sent[_CONTEXT] += texts * (ahead * (more - both) + back * both)
         # The loss is computed by each device for its own tokens: see `jaxdl.parallel.collectives.cross_entropy`.
-        sent[_TENSOR] += _all_reduce(tokens * (4 + decoder.width) * _FLOAT_BYTES, sizes[_TENSOR])
-    for axis, num_bytes in _of_experts(plan, tokens, again=again).items():
-        sent[axis] += passes * num_bytes
+        sent[_TENSOR] += back * _all_reduce(tokens * (4 + decoder.width) * _FLOAT_BYTES, sizes[_TENSOR])
+    for axis, num_bytes in _of_experts(plan, tokens, ahead, back).items():
+        sent[axis] += num_bytes
     return {axis: sent[axis] for axis in AXES if sent[axis]}
 
 
@@ -87,18 +88,18 @@ def _between_stages(plan: Plan, decoder: Decoder) -> float:
     shapes = [x.shape for x in jax.tree.leaves(trainable.of(network.param_shapes))]
     rest = sum(math.prod(shape) for names, shape in zip(axes, shapes, strict=True) if STACKED not in names)
     activations = activation_bytes(decoder.tokens(rows), decoder.width, decoder.itemsize)
-    return _PASSES * activations + table_bytes(sizes[_STAGE], rest * _FLOAT_BYTES)
+    return (_AHEAD + _BACK) / 2 * activations + table_bytes(sizes[_STAGE], rest * _FLOAT_BYTES)
 
 
-def _of_experts(plan: Plan, tokens: int, *, again: bool) -> dict[str, float]:
-    """Axis -> bytes of the experts of a layer, for so many tokens of a device: forward (twice if `again`), backward."""
+def _of_experts(plan: Plan, tokens: int, ahead: int, back: int) -> dict[str, float]:
+    """Axis -> bytes of the experts of a layer, for so many tokens of a device, of so many passes, see `_AHEAD`."""
     model, sizes = plan.experiment.model, plan.parts.layout.mesh.shape
     if not isinstance(model, MixtureOfExperts):
         return {}
     size = sizes[_FSDP]
     # All devices that split a text compute with all kernels of a device, whose gradients are summed over them.
     kernels = 3 * model.num_experts // size * model.embed_dim * model.mlp_dim * _FLOAT_BYTES
-    sent = {_CONTEXT: _all_reduce(kernels, sizes[_CONTEXT])}
+    sent = {_CONTEXT: back * _all_reduce(kernels, sizes[_CONTEXT])}
     choices, width = tokens * model.experts_per_token, model.embed_dim * _FLOAT_BYTES
     options: dict[experts.Dispatch, int] = {
         "gather": choices,
@@ -108,7 +109,7 @@ def _of_experts(plan: Plan, tokens: int, *, again: bool) -> dict[str, float]:
         (experts.sent_bytes(way, size, tokens, model.experts_per_token, width, model.row_buffer), 4 * (size - 1) * rows)
         for way, rows in options.items()
     )
-    return sent | {_FSDP: float((3 if again else 2) * forward - numbers)}
+    return sent | {_FSDP: float((ahead + 2 * back) * forward - back * numbers)}
 
 
 def _all_reduce(num_bytes: float, size: int) -> float:

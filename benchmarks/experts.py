@@ -1,7 +1,9 @@
 """A mixture of experts compiled for 8 x H100: its memory and messages, by how tokens are brought and rows multiplied.
 
 Each row compiles the training step once more: tokens gathered, or in an all-to-all; and, to compare with, gathered
-tokens whose rows `lax.ragged_dot` multiplies, or all tokens multiplied with all experts of a device. Nothing runs.
+tokens whose rows `lax.ragged_dot` multiplies, or all tokens multiplied with all experts of a device; and what there is
+without any of that: experts that are sharded as other parameters are, gathered in each layer, and multiplied with all
+tokens of a device. Nothing runs.
 
     python -m benchmarks.experts --config configs/moe_olmoe.py:eight_of_1b
     python -m benchmarks.experts --config configs/moe_olmoe.py --ways gather all_to_all
@@ -10,7 +12,7 @@ tokens whose rows `lax.ragged_dot` multiplies, or all tokens multiplied with all
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +26,9 @@ from rich.console import Console
 from jaxdl.core.config import ConfigError
 from jaxdl.data import SyntheticText
 from jaxdl.models import MixtureOfExperts
+from jaxdl.models.elementwise import swiglu
+from jaxdl.models.experts import Experts
+from jaxdl.parallel import gathering
 from jaxdl.parallel.collectives import experts
 from jaxdl.parallel.compiler import Links, hlo
 from jaxdl.parallel.compiler.overlap import play
@@ -33,7 +38,7 @@ from jaxdl.performance.planner.trial import planned_bytes, resident
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.run.plan.build import make_plan
 
-Way = Literal["gather", "all_to_all", "ragged_dot", "dense"]
+Way = Literal["gather", "all_to_all", "ragged_dot", "dense", "gathered_experts"]
 _COLUMNS = (
     "tokens and products", "GB of a device", "of it temporary", "grouped kernels", "GB sent in all-to-all",
     "beside kernels", "GB sent otherwise",
@@ -44,8 +49,9 @@ _COLUMNS = (
 class ExpertsBench(ExperimentBench):
     """Compiles the training step of a mixture of experts for 8 x H100, fsdp 8, and shows its memory and messages."""
 
-    ways: tuple[Way, ...] = ("gather", "all_to_all", "ragged_dot", "dense")
-    """Which rows: values of --model.dispatch; gathered tokens by `lax.ragged_dot`; or by all experts of a device."""
+    ways: tuple[Way, ...] = ("gather", "all_to_all", "ragged_dot", "dense", "gathered_experts")
+    """Which rows: values of --model.dispatch; gathered tokens by `lax.ragged_dot`, or by all experts of a device; or
+    tokens that stay, by all experts, which are gathered."""
     length: int = 2048
     """Tokens of an example, of made-up text."""
     json: Path | None = None
@@ -128,7 +134,30 @@ def _dense_products() -> Any:
     return mock.patch.object(experts.Spread, "_by_gather", by_all)
 
 
-_OTHERS: Mapping[str, Callable[[], Any]] = {"ragged_dot": _ragged_products, "dense": _dense_products}
+@contextlib.contextmanager
+def _gathered_experts() -> Iterator[None]:
+    """Context in which experts are gathered as all parameters are, and multiplied with all tokens of a device."""
+
+    def by_all(
+        self: Experts, x: jax.Array, weights: jax.Array, chosen: jax.Array, *, train: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        del train
+        gate, up, down = (getattr(self, name)[...].astype(x.dtype) for name in ("gate", "up", "down"))
+        of_expert = (jax.nn.one_hot(chosen, len(gate)) * weights[..., None]).sum(axis=2)
+        hidden = swiglu(*(jnp.einsum("bld,edf->blef", x, kernel) for kernel in (gate, up)))
+        hidden = (hidden * of_expert[..., None]).astype(x.dtype)
+        return jnp.einsum("blef,efd->bld", hidden, down), jnp.zeros((), jnp.float32)
+
+    gathered = mock.patch.object(gathering, "experts_axis", return_value=None)
+    with gathered, mock.patch.object(Experts, "_computed", by_all):
+        yield
+
+
+_OTHERS: Mapping[str, Callable[[], Any]] = {
+    "ragged_dot": _ragged_products,
+    "dense": _dense_products,
+    "gathered_experts": _gathered_experts,
+}
 
 
 if __name__ == "__main__":

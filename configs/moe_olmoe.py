@@ -15,7 +15,7 @@ allenai/OLMoE-1B-7B-0924 in data/olmoe.
 Expected: no figure of a run as short as 25,000 steps is known here.
 
 On 8 x H100 each device has 8 experts of each layer, and all tokens of a micro-batch are gathered there. Compiled for
-them a device needs 27.6 GB, 17.2 of it temporary (`python -m benchmarks.experts --config configs/moe_olmoe.py --length
+them a device needs 26.6 GB, 16.2 of it temporary (`python -m benchmarks.experts --config configs/moe_olmoe.py --length
 4096`). Several nodes: --mesh.replica NODES.
 
 `eight_of_1b` is a mixture of 8 experts of 1 billion parameters each, 2 a token, to compare ways of computing it.

@@ -67,6 +67,8 @@ BUDGETS = {
     "test_attention.py": 31,
     "test_extending.py": 31,
     "test_plan_auto.py": 31,
+    "test_planner_experts.py": 15,
+    "test_moe_runs.py": 40,
     "test_table_kernels.py": 31,
     "test_imagenet_configs.py": 30,
     "test_resume.py": 30,

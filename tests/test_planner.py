@@ -15,17 +15,12 @@ from jaxdl.parallel.embedding import EmbeddingConfig
 from jaxdl.parallel.mesh import Axis
 from jaxdl.parallel.sharding import ShardingConfig
 from jaxdl.performance.planner import placement
-from jaxdl.performance.planner.auto import search_layouts, worth_timing
+from jaxdl.performance.planner.auto import worth_timing
+from jaxdl.performance.planner.choices import Cluster, RunWorkload, TablesOnMesh, choices
+from jaxdl.performance.planner.few import search_layouts
 from jaxdl.performance.planner.memory import Fit, Parameters, Step, described_layout, fit_memory, memory, sharding_of
 from jaxdl.performance.planner.reasons import binding
-from jaxdl.performance.planner.search import (
-    Cluster,
-    RunWorkload,
-    TablesOnMesh,
-    choices,
-    make_candidate,
-    search,
-)
+from jaxdl.performance.planner.search import make_candidate, search
 from jaxdl.performance.planner.steptime import (
     Efficiency,
     Profile,

@@ -9,10 +9,11 @@ from runs import tiny_experiment
 from jaxdl.core.errors import OptionError
 from jaxdl.exchange import Auto, Dense, TopK
 from jaxdl.parallel.mesh import Axis
+from jaxdl.performance.planner.choices import Choice
 from jaxdl.performance.planner.command import PlanCommand, cluster_of, remarks, table
 from jaxdl.performance.planner.machine import NVLINK
 from jaxdl.performance.planner.memory import Memory
-from jaxdl.performance.planner.search import Candidate, Choice, SearchResult
+from jaxdl.performance.planner.search import Candidate, SearchResult
 from jaxdl.performance.planner.steptime import StepTime
 
 PARAM_BYTES = 1e8

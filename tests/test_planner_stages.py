@@ -18,11 +18,12 @@ from jaxdl.parallel.compiler import hlo, overlap
 from jaxdl.parallel.mesh import AXES, MeshConfig
 from jaxdl.parallel.sharding import ShardingConfig
 from jaxdl.performance.planner import context_cost, pipeline
+from jaxdl.performance.planner.choices import choices
 from jaxdl.performance.planner.decoder import Decoder, decoder_of
 from jaxdl.performance.planner.h100 import compile_step
 from jaxdl.performance.planner.memory import Fit, Parameters, Step, memory, sharding_of
 from jaxdl.performance.planner.reasons import best_of_each_mesh, mesh_of, why_it_wins
-from jaxdl.performance.planner.search import choices, make_candidate, search
+from jaxdl.performance.planner.search import make_candidate, search
 from jaxdl.performance.planner.steptime import Efficiency, Profile, Split, own_time
 from jaxdl.performance.planner.tensor_cost import tensor_profile
 from jaxdl.performance.planner.trials import Trials

@@ -14,11 +14,12 @@ from jaxdl.core.config import ConfigError
 from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.performance.bench.shared import make_table, write_json
 from jaxdl.performance.planner.auto import table_settings
+from jaxdl.performance.planner.choices import Choice, Cluster, RunWorkload, divisors
 from jaxdl.performance.planner.h100 import DEVICE, NUM_DEVICES, compile_step, h100_devices
 from jaxdl.performance.planner.machine import nominal_machine
 from jaxdl.performance.planner.memory import sharding_of
 from jaxdl.performance.planner.mesh_tables import tables_on_meshes
-from jaxdl.performance.planner.search import Candidate, Choice, Cluster, RunWorkload, divisors, make_candidate
+from jaxdl.performance.planner.search import Candidate, make_candidate
 from jaxdl.performance.planner.trial import planned_bytes
 from jaxdl.performance.planner.trials import Trials
 from jaxdl.performance.planner.workload import workload_of

@@ -10,7 +10,9 @@ import pydantic
 from jaxdl.core.kinds import Choice
 from jaxdl.parallel.mesh import AXES
 
-LAYOUT = (*(f"mesh.{axis}" for axis in AXES), "step.microbatches", "model.remat", "sharding.param_sharding")
+LAYOUT = (
+    *(f"mesh.{axis}" for axis in AXES), "step.microbatches", "model.remat", "sharding.param_sharding", "model.dispatch",
+)  # fmt: skip
 """The fields that a plan decides, besides the exchange where that is `auto`."""
 TABLES = "embedding.scheme"
 """It decides the scheme of each embedding table as well, unless this is fixed."""

@@ -18,13 +18,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxdl.parallel.collectives.grouped import Gate, gated_products, give_rows, places, slots, take_rows
+from jaxdl.parallel.collectives.grouped import Gate, gated_products, give_rows, places, slots, sum_rows, take_rows
 from jaxdl.parallel.collectives.primitive import in_one, region_axes
 from jaxdl.parallel.mesh import platform
 from jaxdl.parallel.sharding import Layout
 
 _USUAL_BUFFER = 2
 """The usual `row_buffer` of training."""
+Way = Literal["gather", "all_to_all"]
+"""How tokens are brought to experts on other devices."""
+WAYS: tuple[Way, ...] = ("gather", "all_to_all")
 Dispatch = Literal["auto", "gather", "all_to_all"]
 
 
@@ -33,7 +36,12 @@ def rows_of_pair(size: int, choices: int, row_buffer: float) -> int:
     return min(choices, math.ceil(row_buffer * choices / size))
 
 
-def sent_bytes(dispatch: Dispatch, size: int, tokens: int, per_token: int, width: int, row_buffer: float) -> int:
+def rows_of_device(choices: int, local: int, num_experts: int, row_buffer: float) -> int:
+    """Rows for which a device with `local` of the experts has room, of the `choices` of all gathered tokens."""
+    return min(choices, math.ceil(row_buffer * choices * local / num_experts))
+
+
+def sent_bytes(dispatch: Way, size: int, tokens: int, per_token: int, width: int, row_buffer: float) -> int:
     """Bytes that each of `size` devices sends to compute the experts of a layer, without the backward pass.
 
     It has so many `tokens`, of `width` bytes, each with `per_token` experts. The backward pass sends as much, except
@@ -43,6 +51,12 @@ def sent_bytes(dispatch: Dispatch, size: int, tokens: int, per_token: int, width
     if dispatch == "gather":
         return (size - 1) * (2 * tokens * width + 8 * choices)
     return (size - 1) * rows_of_pair(size, choices, row_buffer) * (2 * width + 4)
+
+
+def way_of_fewer_bytes(size: int, tokens: int, per_token: int, width: int, row_buffer: float) -> Way:
+    """What `auto` takes: the way in which devices send fewer bytes; the arguments are those of `sent_bytes`."""
+    sent = {way: sent_bytes(way, size, tokens, per_token, width, row_buffer) for way in WAYS}
+    return "all_to_all" if sent["all_to_all"] < sent["gather"] else "gather"
 
 
 @dataclass(frozen=True)
@@ -111,9 +125,8 @@ class Spread:
         if self.dispatch != "auto":
             return self.dispatch == "all_to_all"
         size, width = lax.axis_size(self.axis), x.shape[1] * x.dtype.itemsize
-        (tokens, per_token), room = chosen.shape, self.row_buffer
-        gather = sent_bytes("gather", size, tokens, per_token, width, room)
-        return sent_bytes("all_to_all", size, tokens, per_token, width, room) < gather
+        tokens, per_token = chosen.shape
+        return way_of_fewer_bytes(size, tokens, per_token, width, self.row_buffer) == "all_to_all"
 
     def _by_gather(
         self, x: jax.Array, weights: jax.Array, chosen: jax.Array, kernels: Sequence[jax.Array]
@@ -130,10 +143,9 @@ class Spread:
         group, num = self._groups(chosen.reshape(-1), kernels)
         most = chosen.size
         if num < self.num_experts and self.row_buffer is not None:
-            most = min(most, math.ceil(self.row_buffer * most * num / self.num_experts))
+            most = rows_of_device(most, num, self.num_experts, self.row_buffer)
         choice, row, sizes, lost = places(group, num, most)
-        results = give_rows(self._products(take_rows(x, choice, row), kernels, sizes), choice, row)
-        result = _weighted(results, weights).astype(dtype)
+        result = sum_rows(self._products(take_rows(x, choice, row), kernels, sizes), weights, choice, row)
         if self.axis is not None:
             result = result.astype(wire)
             result = lax.psum_scatter(result, self.axis, tiled=True) if gathered else lax.psum(result, self.axis)
@@ -168,7 +180,7 @@ class Spread:
         place, row, sizes, _ = places(group, num, group.size)
         results = give_rows(self._products(take_rows(rows, place, row), kernels, sizes), place, row)
         results = lax.all_to_all(results, self.axis, 0, 0, tiled=True)
-        return _weighted(give_rows(results, choice, slot), weights).astype(x.dtype), lost.astype(jnp.float32)
+        return sum_rows(results, weights, choice, slot), lost.astype(jnp.float32)
 
     def _groups(self, wanted: jax.Array, kernels: Sequence[jax.Array]) -> tuple[jax.Array, int]:
         """`(the number of the expert among those of this device, as many as it has for all others; how many)`."""
@@ -186,12 +198,6 @@ class Spread:
             return False
         device = self.layout.mesh.devices.flat[0]
         return device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
-
-
-def _weighted(results: jax.Array, weights: jax.Array) -> jax.Array:
-    """The sums of each token's results [choice, embed], times its `weights` [token, choices], in float32."""
-    each = results.reshape(*weights.shape, -1).astype(jnp.float32)
-    return jnp.sum(each * weights[..., None], axis=1)
 
 
 @jax.tree_util.register_static

@@ -226,5 +226,33 @@ def _give_backward(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, Non
 give_rows.defvjp(lambda rows, choice, row: (give_rows(rows, choice, row), (choice, row)), _give_backward)
 
 
+@jax.custom_vjp
+def sum_rows(rows: jax.Array, weights: jax.Array, choice: jax.Array, row: jax.Array) -> jax.Array:
+    """For each token the sum of its choices' rows times their `weights` [token, choice], [token, d] like the rows.
+
+    `choice` and `row` are those of `take_rows`; what has no row adds nothing. Sums are float32. For the backward pass
+    the rows are kept, not a row for each choice, of which there may be many more.
+    """
+    del choice
+    each = _read(rows, row).reshape(*weights.shape, -1).astype(jnp.float32)
+    return jnp.sum(each * weights[..., None], axis=1).astype(rows.dtype)
+
+
+def _sum_forward(rows: jax.Array, weights: jax.Array, choice: jax.Array, row: jax.Array) -> tuple[jax.Array, Any]:
+    return sum_rows(rows, weights, choice, row), (rows, weights, choice, row)
+
+
+def _sum_backward(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
+    rows, weights, choice, row = residuals
+    of_rows = cotangent[choice // weights.shape[1]].astype(jnp.float32)
+    used = row[choice] == jnp.arange(choice.size)
+    weighted = jnp.where(used[:, None], of_rows * weights.reshape(-1)[choice][:, None], 0).astype(rows.dtype)
+    products = jnp.sum(rows.astype(jnp.float32) * of_rows, axis=1)
+    return weighted, _read(products, row).reshape(weights.shape).astype(weights.dtype), None, None
+
+
+sum_rows.defvjp(_sum_forward, _sum_backward)
+
+
 def _read(rows: jax.Array, row: jax.Array) -> jax.Array:
     return rows.at[row].get(mode="fill", fill_value=0)

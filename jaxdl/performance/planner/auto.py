@@ -25,19 +25,12 @@ from jaxdl.exchange.cost import ALWAYS_MEASURED, NOMINAL_SPEEDS, TURN, Figures, 
 from jaxdl.exchange.probe import probe
 from jaxdl.parallel.cluster import host_memory_bytes, wait_for_all
 from jaxdl.parallel.mesh import AXES, FILLING_AXIS, INNER_AXES, Axis, Device, MeshConfig, make_mesh, platform, ways
-from jaxdl.performance.planner.few import all_fit, fastest_of, few_layouts, least_memory_aside
+from jaxdl.performance.planner.choices import Choice, Cluster, RunWorkload
+from jaxdl.performance.planner.few import all_fit, fastest_of, few_layouts, search_layouts
 from jaxdl.performance.planner.machine import network_rate
 from jaxdl.performance.planner.mesh_tables import tables_on_meshes
-from jaxdl.performance.planner.reasons import binding, describe, why_it_wins
-from jaxdl.performance.planner.search import (
-    Candidate,
-    Choice,
-    Cluster,
-    RunWorkload,
-    SearchResult,
-    search,
-    with_other_tables,
-)
+from jaxdl.performance.planner.reasons import binding, describe, why_it_wins, why_this_way
+from jaxdl.performance.planner.search import Candidate, SearchResult, search, with_other_tables
 from jaxdl.performance.planner.steptime import Efficiency
 from jaxdl.performance.planner.tables import describe_schemes
 from jaxdl.performance.planner.timed import ROUNDS, LocalSteps, Name, agree, memory_of, quickest, time_layouts
@@ -51,8 +44,6 @@ from jaxdl.training.run.plan.build import Plan
 from jaxdl.training.run.plan.layout import Planned, check_equal
 
 _LATENCY_US = 20.0
-_SMALL = 0.4
-"""Of a device's memory: where no layout needs more, an estimate of what the exchange adds will do."""
 _NO_CHANCE = 1.4
 _PROBED = {"cpu": 2**18, "gpu": 2**23}
 """The numbers on which a device works while it is measured."""
@@ -209,24 +200,6 @@ def _of_host() -> float:
     return host_memory_bytes() / jax.local_device_count()
 
 
-def search_layouts(work: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any]) -> SearchResult:
-    """The layouts; those that need less memory and more time are searched only where memory is what binds without them.
-
-    They keep fewer activations, or have more micro-batches, which each take all that is done once for each. Nor is the
-    memory of the exchange compiled where all layouts need a small part of what there is.
-    """
-    least = least_memory_aside(work, fixed)
-    layouts = search(dataclasses.replace(least, measured_exchange=None), cluster, fixed)
-    most = max((candidate.memory.total for candidate in layouts.candidates), default=0.0)
-    if most > _SMALL * cluster.device_bytes:
-        layouts = search(least, cluster, fixed)
-    best = layouts.best
-    binds = best is None or any(
-        not candidate.fits and candidate.time.total_sec < best.time.total_sec for candidate in layouts.candidates
-    )
-    return search(work, cluster, fixed) if binds and least != work else layouts
-
-
 def worth_timing(candidates: Sequence[Candidate], number: int) -> list[list[Candidate]]:
     """The candidates that fit and can be the fastest, the best predicted first, in groups of this number.
 
@@ -274,8 +247,7 @@ def to_planned(
         f"messages {1e3 * t.exposed_sec:.3g}), {best.memory.total / 1e9:.3g} GB of {size / 1e9:.3g}",
         f"what binds: {binding(layouts)}",
     ]
-    if why := why_it_wins(layouts):
-        lines.append(why)
+    lines += [why for why in (why_it_wins(layouts), why_this_way(layouts)) if why]
     if medians:
         timed = [
             (describe(candidate), medians[candidate.choice])

@@ -25,12 +25,22 @@ from jaxdl.data import TabularSpec
 from jaxdl.exchange import Auto
 from jaxdl.exchange.cost import NOMINAL_SPEEDS, Link, Machine
 from jaxdl.parallel.mesh import AXES, FILLING_AXIS, Axis
+from jaxdl.performance.planner.choices import Cluster
+from jaxdl.performance.planner.few import search_layouts
 from jaxdl.performance.planner.h100 import DEVICE, h100_devices
 from jaxdl.performance.planner.machine import NVLINK, network_rate
 from jaxdl.performance.planner.memory import MOST_OF_DEVICE
 from jaxdl.performance.planner.mesh_tables import given_schemes, tables_on_meshes, with_slots
-from jaxdl.performance.planner.reasons import best_of_each_mesh, binding, describe, mesh_of, why_it_wins, why_slower
-from jaxdl.performance.planner.search import Candidate, Cluster, SearchResult, search
+from jaxdl.performance.planner.reasons import (
+    best_of_each_mesh,
+    binding,
+    describe,
+    mesh_of,
+    why_it_wins,
+    why_slower,
+    why_this_way,
+)
+from jaxdl.performance.planner.search import Candidate, SearchResult
 from jaxdl.performance.planner.steptime import Efficiency, nodes_that_pay, parameter_servers
 from jaxdl.performance.planner.table_report import config_lines, measured_workload, table_of
 from jaxdl.performance.planner.table_report import remarks as remarks_of_tables
@@ -121,7 +131,7 @@ def run(args: list[str], prog: str) -> None:
     tables = tables_on_meshes(command.experiment, sizes, lambda: cluster.machine, keep, trials.splits)
     devices = h100_devices(1, cluster.gpus_per_node)
     work = workload_of(command.experiment, trials, devices, replica, tables)
-    layouts = search(dataclasses.replace(work, compares_tensor=True), cluster, fixed)
+    layouts = search_layouts(dataclasses.replace(work, compares_tensor=True), cluster, fixed)
     if not layouts.candidates:
         raise no_layout(command.experiment, fixed, f"{command.nodes} nodes of {command.gpus_per_node} GPUs")
     if layouts.best is not None and tables is not None and math.prod(layouts.best.choice.sizes.values()) > 1:
@@ -225,7 +235,7 @@ def _texts(candidate: Candidate, best: Candidate) -> tuple[str, ...]:
         mesh_of(c),
         str(c.microbatches),
         c.remat,
-        c.param_sharding,
+        f"{c.param_sharding}{', ' if candidate.way else ''}{candidate.way}",
         candidate.exchange.label,
         *(f"{1e3 * value:.2f}" for value in times),
         f"{100 * t.idle_sec / t.total_sec:.0f}",
@@ -244,8 +254,7 @@ def remarks(layouts: SearchResult, command: PlanCommand) -> list[str]:
     if best is None:
         return lines
     lines.append(f"what binds: {binding(layouts)}")
-    if why := why_it_wins(layouts):
-        lines.append(why)
+    lines += [why for why in (why_it_wins(layouts), why_this_way(layouts)) if why]
     lines += best.reasons
     norm_span = getattr(command.experiment.model, "norm_span", None)
     if norm_span == Axis.REPLICA.value and getattr(command.experiment.model, "norm", "batch") == "batch":

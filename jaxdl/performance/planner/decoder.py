@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxdl.core.config import ConfigError
 from jaxdl.parallel.mesh import AXES, LENGTH_AXES, STAGE_AXES
 from jaxdl.parallel.sharding import EXPERT, STACKED, is_names
+from jaxdl.performance.planner.expert_cost import Mixture
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.run.plan.build import Plan
 from jaxdl.training.run.plan.validate import check_axes
@@ -43,6 +44,8 @@ class Decoder:
     """Into how many stages its layers can be divided, besides 1."""
     splits_length: bool = False
     """Whether its texts can be split over devices."""
+    mixture: Mixture | None = None
+    """Its experts, if it has any."""
 
     @property
     def head_share(self) -> float:
@@ -103,17 +106,39 @@ def decoder_of(plan: Plan) -> Decoder | None:
             stacked += size
             chosen = model.experts_per_token / model.num_experts if EXPERT in names else 1.0
             used += size * chosen
-    num_layers = model.num_layers
+    num_layers, itemsize = model.num_layers, jnp.dtype(parts.precision.dtype).itemsize
     return Decoder(
         num_layers=num_layers,
         width=model.embed_dim,
         key_width=model.kv_heads * model.head_dim,
         vocab_size=model.vocab_size or spec.vocab_size,
         length=spec.length,
-        itemsize=jnp.dtype(parts.precision.dtype).itemsize,
+        itemsize=itemsize,
         layer_weights=used or total,
         stacked_share=stacked / max(total, 1.0),
         output_layers=model.output_layers(vocab_size=spec.vocab_size),
         stages=tuple(size for size in range(2, num_layers + 1) if _can_have(plan.experiment, STAGE_AXES, size)),
         splits_length=_can_have(plan.experiment, LENGTH_AXES, 2),
+        mixture=_mixture(plan, itemsize),
+    )
+
+
+def _mixture(plan: Plan, itemsize: int) -> Mixture | None:
+    """The experts of the model of a plan, if it has any, trained or not."""
+    network, model = plan.parts.network, cast(Any, plan.experiment.model)
+    axes = jax.tree.leaves(network.axes, is_leaf=is_names)
+    shapes = [x.shape for x in jax.tree.leaves(network.param_shapes)]
+    weights = sum(math.prod(shape) for names, shape in zip(axes, shapes, strict=True) if EXPERT in names)
+    if not weights or not hasattr(model, "dispatch"):
+        return None
+    return Mixture(
+        num_layers=model.num_layers,
+        num_experts=model.num_experts,
+        per_token=model.experts_per_token,
+        width=model.embed_dim,
+        hidden=model.hidden_dim,
+        itemsize=itemsize,
+        row_buffer=model.row_buffer,
+        dispatch=model.dispatch,
+        weights=weights,
     )

@@ -1,4 +1,4 @@
-"""Layouts that are so few that all of them are timed at once: to predict their times would take longer than that."""
+"""Searches that compile less: of layouts that are so few that all are timed at once, and where memory does not bind."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdl.exchange import ExchangeConfig
+from jaxdl.performance.planner.choices import Cluster, RunWorkload, choices
 from jaxdl.performance.planner.memory import Memory
 from jaxdl.performance.planner.reasons import describe
-from jaxdl.performance.planner.search import Candidate, Cluster, RunWorkload, choices
+from jaxdl.performance.planner.search import Candidate, SearchResult, search
 from jaxdl.performance.planner.steptime import StepTime
 from jaxdl.performance.planner.timed import quickest
+
+_SMALL = 0.4
+"""Of a device's memory: where no layout needs more, an estimate of what the exchange adds will do."""
 
 
 def few_layouts(work: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any], most: int) -> list[Candidate]:
@@ -30,7 +34,8 @@ def few_layouts(work: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any], m
     least = least_memory_aside(work, fixed)
     if work.decoder is not None and work.decoder.splits_length and not _fsdp_suffices(least, cluster, fixed):
         return []
-    every = sorted(choices(dataclasses.replace(least, decoder=None), cluster, fixed))
+    inside = work.decoder and dataclasses.replace(work.decoder, stages=(), splits_length=False)
+    every = sorted(choices(dataclasses.replace(least, decoder=inside), cluster, fixed))
     every = [choice for choice in every if choice.tensor == min(other.tensor for other in every)]
     if len(every) > most:
         return []
@@ -48,6 +53,24 @@ def least_memory_aside(work: RunWorkload, fixed: Mapping[str, Any]) -> RunWorklo
     kept = work.remats[:1] if "model.remat" not in fixed else work.remats
     counts = work.microbatches or (int(fixed.get("step.microbatches", 1)),)
     return dataclasses.replace(work, remats=kept, microbatches=counts)
+
+
+def search_layouts(work: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any]) -> SearchResult:
+    """The layouts; those that need less memory and more time are searched only where memory is what binds without them.
+
+    They keep fewer activations, or have more micro-batches, which each take all that is done once for each. Nor is the
+    memory of the exchange compiled where all layouts need a small part of what there is.
+    """
+    least = least_memory_aside(work, fixed)
+    layouts = search(dataclasses.replace(least, measured_exchange=None), cluster, fixed)
+    most = max((candidate.memory.total for candidate in layouts.candidates), default=0.0)
+    if most > _SMALL * cluster.device_bytes:
+        layouts = search(least, cluster, fixed)
+    best = layouts.best
+    binds = best is None or any(
+        not candidate.fits and candidate.time.total_sec < best.time.total_sec for candidate in layouts.candidates
+    )
+    return search(work, cluster, fixed, pruned=True) if binds and least != work else layouts
 
 
 def fastest_of(layouts: Sequence[Candidate], times: Sequence[Sequence[float]]) -> tuple[Candidate, tuple[str, ...]]:

@@ -202,6 +202,8 @@ class Step:
     """None sends nothing and keeps nothing."""
     decoder: Decoder | None = None
     """Needed for stages."""
+    buffers: float = 0.0
+    """Temporary bytes that a device needs since experts are spread over devices."""
     layout: Layout = field(init=False)
 
     def __post_init__(self) -> None:
@@ -227,7 +229,7 @@ def memory(
     state += parameters.other_bytes + parameters.frozen_bytes(step.layout)
     if step.exchange is not None:
         state += exchange_bytes(step.exchange, parameters.gradients(step.layout))
-    running = _temporary(temporary, step)
+    running = _temporary(temporary, step) + step.buffers
     if ways(step.sizes, STAGE_AXES) > 1 and step.decoder is not None and ways(step.sizes, GATHER_AXES) > 1:
         # A stage gathers its parameters once a step.
         running += sizes["parameters"] * ways(step.sizes, GATHER_AXES) * step.decoder.itemsize / FLOAT_BYTES

@@ -12,7 +12,7 @@ from jaxdl.exchange.cost import Machine
 from jaxdl.parallel.embedding import EmbeddingConfig, Scheme
 from jaxdl.parallel.embedding.cache import CacheConfig
 from jaxdl.parallel.embedding.table import selects
-from jaxdl.performance.planner.search import PlanTables, TablesOnMesh
+from jaxdl.performance.planner.choices import PlanTables, TablesOnMesh
 from jaxdl.performance.planner.table_report import measured_workload
 from jaxdl.performance.planner.table_search import TableSearch
 from jaxdl.performance.planner.tables import Workload, costs_of

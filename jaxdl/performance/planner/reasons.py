@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from jaxdl.parallel.mesh import RARE_AXES
 from jaxdl.performance.planner import pipeline
-from jaxdl.performance.planner.search import Candidate, Choice, SearchResult
+from jaxdl.performance.planner.choices import Choice
+from jaxdl.performance.planner.search import Candidate, SearchResult
 from jaxdl.training.step.turns import idle_share, num_messages
 
 
@@ -51,7 +52,7 @@ def binding(layouts: SearchResult) -> str:
 def describe(candidate: Candidate) -> str:
     """A candidate in a few words."""
     c = candidate.choice
-    parts = [mesh_of(c), f"{c.microbatches} micro-batches", c.remat, c.param_sharding]
+    parts = [mesh_of(c), f"{c.microbatches} micro-batches", c.remat, c.param_sharding, c.dispatch]
     return ", ".join(part for part in parts if part)
 
 
@@ -69,6 +70,40 @@ def best_of_each_mesh(candidates: Sequence[Candidate]) -> list[Candidate]:
     return list(first.values())
 
 
+def why_this_way(layouts: SearchResult) -> str:
+    """How tokens come to the experts of the plan, and why so, in a sentence; empty where they are on every device."""
+    best, nodes = layouts.best, layouts.cluster.nodes
+    if best is None or not best.way:
+        return ""
+    choice = best.choice
+    wide = f" over {nodes // choice.replica} nodes" if choice.replica * choice.stage < nodes else ""
+    says = f"tokens come to experts on {choice.fsdp} devices{wide} by {_way(best)}"
+    other = next(
+        (
+            candidate
+            for candidate in layouts.candidates
+            if candidate.way != best.way and candidate.choice._replace(dispatch=choice.dispatch) == choice
+        ),
+        None,
+    )
+    if other is None:
+        return f"{says}, which is given"
+    if not other.fits:
+        reason = "that does not fit"
+    elif other.time.total_sec > best.time.total_sec:
+        reason = f"that takes {1e3 * (other.time.total_sec - best.time.total_sec):.3g} ms more"
+    else:
+        reason = "kernels hide both" if other.time.total_sec == best.time.total_sec else "that is no faster when timed"
+    return f"{says}; by {_way(other)}: {reason}"
+
+
+def _way(candidate: Candidate) -> str:
+    """The way of a candidate's tokens, with its bytes, its seconds and the memory of the layout."""
+    time = candidate.time
+    sent = f"{time.token_bytes / 1e9:.3g} GB a device and step, {1e3 * time.token_sec:.3g} ms"
+    return f"{candidate.way} ({sent}, {candidate.memory.total / 1e9:.3g} GB of memory)"
+
+
 def why_it_wins(layouts: SearchResult) -> str:
     """Why the plan has stages, or has none, in a sentence; empty where there is no choice, or nothing fits.
 
@@ -77,10 +112,12 @@ def why_it_wins(layouts: SearchResult) -> str:
     best, decoder, cluster = layouts.best, layouts.decoder, layouts.cluster
     if best is None or decoder is None:
         return ""
-    several = any(candidate.choice.replica < cluster.nodes for candidate in layouts.candidates)
+    several = any(
+        candidate.choice.replica < cluster.nodes for candidate in layouts.candidates if candidate.choice.stage > 1
+    )
 
     def has_stages(candidate: Candidate) -> bool:
-        return candidate.choice.replica < cluster.nodes if several else candidate.choice.stage > 1
+        return candidate.choice.stage > 1 and (candidate.choice.replica < cluster.nodes or not several)
 
     staged = has_stages(best)
     others = [candidate for candidate in layouts.candidates if has_stages(candidate) != staged]

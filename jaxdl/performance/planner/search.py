@@ -7,129 +7,35 @@ that the same input always gives the same plan. The global batch, the order of t
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from jaxdl.core.config import ConfigError
-from jaxdl.exchange import Auto, Dense, ExchangeConfig
+from jaxdl.exchange import Dense, ExchangeConfig
 from jaxdl.exchange.auto import recommend
 from jaxdl.exchange.cost import Gradients, Machine, predict
-from jaxdl.parallel.embedding import EmbeddingConfig, Scheme
-from jaxdl.parallel.mesh import AXES, FILLING_AXIS, RARE_AXES, STAGE_AXES
-from jaxdl.parallel.sharding import Layout, ShardingConfig
+from jaxdl.parallel.collectives.experts import WAYS
+from jaxdl.parallel.mesh import AXES, FILLING_AXIS, STAGE_AXES
+from jaxdl.parallel.sharding import Layout
+from jaxdl.performance.planner.choices import Choice, Cluster, RunWorkload, TablesOnMesh, brings_tokens, choices
 from jaxdl.performance.planner.decoder import Decoder
+from jaxdl.performance.planner.expert_cost import Path, buffer_bytes, computes_again, kept_layers
 from jaxdl.performance.planner.memory import (
     MOST_OF_DEVICE,
     Memory,
-    Parameters,
     Step,
     described_layout,
     memory,
     sharding_of,
 )
 from jaxdl.performance.planner.pipeline import FORWARD_SHARE
-from jaxdl.performance.planner.steptime import Efficiency, Profile, Split, StepTime, own_time, with_exchange
-from jaxdl.performance.planner.tables import Costs
+from jaxdl.performance.planner.steptime import Profile, Split, StepTime, own_time, with_exchange
 from jaxdl.performance.planner.tensor_cost import tensor_profile
-from jaxdl.training.plans import LAYOUT
 
-
-class Choice(NamedTuple):
-    """One layout; the order of its fields breaks ties: the simplest one first."""
-
-    microbatches: int
-    tensor: int
-    remat: str
-    """Empty for a model without the setting."""
-    param_sharding: str
-    replica: int
-    fsdp: int
-    stage: int = 1
-    context: int = 1
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Mesh axis -> size."""
-        return {axis: getattr(self, axis, 1) for axis in AXES}
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The fields of an experiment that it sets."""
-        values = (*self.sizes.values(), self.microbatches, self.remat, self.param_sharding)
-        fields: dict[str, Any] = dict(zip(LAYOUT, values, strict=True))
-        unspoken = {f"mesh.{axis}": 1 for axis in RARE_AXES}
-        return {name: value for name, value in fields.items() if value not in ("", unspoken.get(name))}
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """The devices, and what connects them."""
-
-    nodes: int
-    gpus_per_node: int
-    machine: Machine
-    device_bytes: float
-    efficiency: Efficiency = field(default_factory=Efficiency)
-
-
-@dataclass(frozen=True)
-class TablesOnMesh:
-    """The embedding tables on one mesh."""
-
-    embedding: EmbeddingConfig
-    """With the scheme of each."""
-    schemes: Mapping[str, Scheme]
-    """Table -> its scheme."""
-    costs: Costs
-    """Of a step, with the global batch."""
-    others: Callable[[int], Sequence[TablesOnMesh]] = lambda _: ()
-    """Up to so many, and half as many more, other choices of schemes that are worth timing beside this one, the best by
-    prediction first."""
-
-
-PlanTables = Callable[[Mapping[str, int], float], TablesOnMesh]
-"""(sizes of the mesh axes, bytes of a device that tables may have) -> the tables; ConfigError if they need more."""
-
-
-@dataclass(frozen=True)
-class RunWorkload:
-    """What is planned: a model, its batch, and what a compiled step says of both."""
-
-    batch_size: int
-    parameters: Parameters
-    profiles: Callable[[int, str, str], Profile]
-    """(size of `tensor`, remat, param_sharding) -> what a step needs; compiled when it is first asked for."""
-    remats: Sequence[str] = ("",)
-    shardings: Sequence[str] = ("sharded", "replicated")
-    sharding: ShardingConfig = field(default_factory=ShardingConfig)
-    exchange: ExchangeConfig | Auto = field(default_factory=Dense)
-    measured_exchange: ExchangeConfig | None = None
-    """That for which `exchange_bytes` says how much memory it adds."""
-    exchange_bytes: Callable[[int, str], float | None] = lambda tensor, remat: None
-    """(size of `tensor`, remat) -> temporary bytes that `measured_exchange` adds on one device of `fsdp`; they are less
-    than none where XLA finds a better order. Compiled when it is first asked for; None if that is not known."""
-    microbatches: Sequence[int] = ()
-    """The numbers that are tried; none: all that divide the batch."""
-    example_bytes: float = 0.0
-    tables: PlanTables | None = None
-    """Plans the embedding tables for a mesh; None without any."""
-    batch_sizes: Sequence[int] = ()
-    """Of phases of the run with another one: each is divided as `batch_size` is."""
-    eval_batch_size: int | None = None
-    """Of the evaluation, which is spread as `batch_size` is; None: that."""
-    norm_span: int | None = None
-    """Examples over which batch norm takes its statistics, if that is given as a number."""
-    decoder: Decoder | None = None
-    """What decides how its layers and its texts are split; None where they cannot be."""
-    derived: frozenset[int] = frozenset()
-    """Sizes of `tensor` whose profiles follow by formula (`jaxdl.performance.planner.tensor_cost`)."""
-    compares_tensor: bool = False
-    """Whether `tensor` is compared where it is not needed: by formula, and by compiled steps where it seems best."""
-    tensor_fits: Callable[[int], bool] = lambda size: size == 1
-    """Whether the model can be split over a number of devices of `tensor`."""
+_ESTIMATED = 0.02
+"""By this part an estimate has to be faster than what was compiled."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +50,10 @@ class Candidate:
     reasons: tuple[str, ...] = ()
     """Why this exchange."""
     tables: TablesOnMesh | None = None
+    way: str = ""
+    """How tokens come to experts on other devices, if any do."""
+    estimated: bool = False
+    """Whether no step was compiled for its size of `tensor`."""
 
 
 @dataclass(frozen=True)
@@ -163,20 +73,22 @@ class SearchResult:
         return self.candidates[0] if self.candidates and self.candidates[0].fits else None
 
 
-def search(workload: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any]) -> SearchResult:
+def search(workload: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any], *, pruned: bool = False) -> SearchResult:
     """All layouts, costed and ordered; `fixed` are fields of the experiment, as in `LAYOUT`, that keep their values.
 
     Splitting layers over `tensor` is tried where no layout without it fits, where it is given, and with
-    `RunWorkload.compares_tensor`.
+    `RunWorkload.compares_tensor`. With `pruned` those that keep fewer activations are left out where they cannot be the
+    fastest: see `_made`.
     """
     every = list(choices(workload, cluster, fixed))
     sizes = sorted({choice.tensor for choice in every})
     if workload.compares_tensor and workload.decoder is not None and len(sizes) > 1:
-        candidates = _with_tensor(workload, cluster, every)
+        candidates = _with_tensor(workload, cluster, every, pruned=pruned)
     else:
         candidates = []
         for tensor in sizes:
-            candidates += [make_candidate(workload, cluster, choice) for choice in every if choice.tensor == tensor]
+            of_size = [choice for choice in every if choice.tensor == tensor]
+            candidates += _made(workload, cluster, of_size, pruned=pruned)
             if any(candidate.fits for candidate in candidates):
                 break
     whole = described_layout(workload.sharding, dict.fromkeys(AXES, 1))
@@ -185,14 +97,38 @@ def search(workload: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any]) ->
     return SearchResult(ranked, cluster, size, workload.decoder, workload.batch_size)
 
 
-def _with_tensor(workload: RunWorkload, cluster: Cluster, every: Sequence[Choice]) -> list[Candidate]:
-    """The candidates with all sizes of `tensor`; the best is costed by steps that are compiled for its size."""
+def _made(workload: RunWorkload, cluster: Cluster, every: Sequence[Choice], *, pruned: bool) -> list[Candidate]:
+    """The candidates of these choices.
+
+    To compute activations again only adds time. So with `pruned` a layout that keeps fewer is left out if it fits with
+    more, or would be no faster with more than the best that fits. Steps that none needs are not compiled.
+    """
+    if not pruned:
+        return [make_candidate(workload, cluster, choice) for choice in every]
+    made: dict[Choice, Candidate] = {}
+    for number, remat in enumerate(workload.remats):
+        best = min((candidate.time.total_sec for candidate in made.values() if candidate.fits), default=math.inf)
+        for choice in every:
+            if choice.remat != remat:
+                continue
+            twins = (choice._replace(remat=more) for more in workload.remats[:number])
+            keeping = [made[twin] for twin in twins if twin in made]
+            if not any(candidate.fits or candidate.time.total_sec >= best for candidate in keeping):
+                made[choice] = make_candidate(workload, cluster, choice)
+    return list(made.values())
+
+
+def _with_tensor(workload: RunWorkload, cluster: Cluster, every: Sequence[Choice], *, pruned: bool) -> list[Candidate]:
+    """The candidates with all sizes of `tensor`; the best is costed by steps that are compiled for its size.
+
+    That takes longer than all other steps, so that an estimate has to be better by more than `_ESTIMATED`.
+    """
     derived = frozenset({choice.tensor for choice in every} - {1})
     made: dict[int, list[Candidate]] = {}
     while True:
         work = dataclasses.replace(workload, derived=derived)
         for tensor in {choice.tensor for choice in every} - made.keys():
-            made[tensor] = [make_candidate(work, cluster, choice) for choice in every if choice.tensor == tensor]
+            made[tensor] = _made(work, cluster, [c for c in every if c.tensor == tensor], pruned=pruned)
         candidates = [candidate for of_size in made.values() for candidate in of_size]
         best = min(candidates, key=_rank).choice.tensor
         if best not in derived:
@@ -209,70 +145,10 @@ def _profile(workload: RunWorkload, choice: Choice) -> Profile:
 
 
 def _rank(candidate: Candidate) -> tuple[Any, ...]:
-    return (
-        not candidate.fits,
-        candidate.time.total_sec if candidate.fits else candidate.memory.total,
-        candidate.choice,
-    )
-
-
-def choices(workload: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any]) -> Iterator[Choice]:
-    """Every layout of the devices that divides the batch, with what is given kept; `replica` is the nodes by default.
-
-    What is inside a stage, or a replica without stages, stays inside a node; stages may take the place of replicas on
-    several nodes. A pipeline has as many micro-batches as stages, or more. With tables, every batch is spread over all
-    devices, `tensor` too.
-    """
-    for mesh in _meshes(workload, cluster, fixed):
-        ways = mesh.replica * mesh.fsdp
-        for microbatches in divisors(workload.batch_size // ways):
-            if mesh.stage > 1:
-                if microbatches < mesh.stage:
-                    continue
-            elif workload.microbatches and microbatches not in workload.microbatches:
-                continue
-            if any(size % (ways * microbatches) for size in workload.batch_sizes):
-                continue
-            if workload.batch_size // (mesh.replica * microbatches) % (workload.norm_span or 1):
-                continue
-            for remat in workload.remats:
-                gathered = mesh.fsdp * mesh.context > 1
-                for param_sharding in workload.shardings if gathered else workload.shardings[:1]:
-                    choice = mesh._replace(microbatches=microbatches, remat=remat, param_sharding=param_sharding)
-                    if all(_kept(fixed, name, value) for name, value in choice.settings.items()):
-                        yield choice
-
-
-def _meshes(workload: RunWorkload, cluster: Cluster, fixed: Mapping[str, Any]) -> Iterator[Choice]:
-    """Every mesh that divides the batch, as a choice of which nothing else is decided."""
-    devices, decoder = cluster.nodes * cluster.gpus_per_node, workload.decoder
-    asked = int(fixed.get("mesh.replica", -1))
-    batch_sizes = (workload.batch_size, workload.eval_batch_size or 0, *workload.batch_sizes)
-    for stage in (1, *(decoder.stages if decoder else ())):
-        usual = divisors(cluster.nodes) if stage > 1 else [cluster.nodes]
-        for replica in usual if asked == -1 else [asked]:
-            inner = devices // (replica * stage) if replica > 0 and devices % (replica * stage) == 0 else 0
-            if not inner or cluster.gpus_per_node % inner:
-                continue
-            for context, tensor in itertools.product(divisors(inner), repeat=2):
-                if inner % (context * tensor) or not (context == 1 or (decoder and decoder.can_split(context))):
-                    continue
-                fsdp = inner // (context * tensor)
-                ways = devices if workload.tables else replica * fsdp
-                if not workload.tensor_fits(tensor) or any(size % ways for size in batch_sizes):
-                    continue
-                mesh = Choice(1, tensor, "", "", replica, fsdp, stage, context)
-                if all(_kept(fixed, f"mesh.{axis}", size) for axis, size in mesh.sizes.items()):
-                    yield mesh
-
-
-def _kept(fixed: Mapping[str, Any], name: str, value: Any) -> bool:
-    return fixed.get(name, value) in (value, -1)
-
-
-def divisors(number: int) -> list[int]:
-    """Of a positive number, in their order."""
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    margin = 1 + _ESTIMATED * candidate.estimated
+    value = margin * candidate.time.total_sec if candidate.fits else candidate.memory.total
+    # Of ways that are hidden alike by kernels that with the shorter messages comes first.
+    return not candidate.fits, value, candidate.time.token_sec, candidate.choice
 
 
 def make_candidate(workload: RunWorkload, cluster: Cluster, choice: Choice) -> Candidate:
@@ -301,17 +177,14 @@ def with_other_tables(workload: RunWorkload, cluster: Cluster, candidate: Candid
 
 
 def _candidate(workload: RunWorkload, cluster: Cluster, choice: Choice, tables: TablesOnMesh | None) -> Candidate:
-    efficiency, sizes = cluster.efficiency, choice.sizes
+    efficiency, sizes, decoder = cluster.efficiency, choice.sizes, workload.decoder
     examples = workload.batch_size // (choice.replica * choice.fsdp * choice.microbatches)
     profile = _profile(workload, choice)
     sharding = sharding_of(workload.sharding, choice.param_sharding)
     layout = described_layout(sharding, sizes)
     costs = tables and tables.costs
-    split = _split(workload, cluster, choice, layout)
-    machine = cluster.machine
-    if split is not None and choice.stage > 1:
-        links = {**machine.links, **dict.fromkeys(STAGE_AXES, split.stage_link)}
-        machine = dataclasses.replace(machine, links=links)
+    split = _split(workload, cluster, choice, layout, examples)
+    machine = _machine(cluster, choice, split)
     step_time = own_time(profile, sizes, examples, choice.microbatches, machine, efficiency, costs, split)
     parameters, decoder = workload.parameters, workload.decoder
     if decoder is not None and choice.stage > 1:
@@ -321,17 +194,45 @@ def _candidate(workload: RunWorkload, cluster: Cluster, choice: Choice, tables: 
     cost = predict(exchange, gradients, machine)
     time = with_exchange(step_time, cost, machine, efficiency, delayed=bool(exchange.delay_steps))
     built = exchange.build(gradients.layout) if choice.replica > 1 else None
-    step = Step(sizes, sharding, choice.microbatches, examples, built, workload.decoder)
+    buffers = 0.0
+    if decoder is not None and decoder.mixture is not None and split is not None and split.way is not None:
+        kept, tokens = (
+            kept_layers(decoder.mixture, choice.remat, choice.stage),
+            decoder.tokens(examples / choice.context),
+        )
+        buffers = buffer_bytes(decoder.mixture, split.way, choice.fsdp, tokens, choice.tensor, kept)
+    step = Step(sizes, sharding, choice.microbatches, examples, built, decoder, buffers)
     measured = None
-    if choice.replica > 1 and exchange == workload.measured_exchange:
+    estimated = choice.tensor in workload.derived
+    if choice.replica > 1 and exchange == workload.measured_exchange and not estimated:
         measured = workload.exchange_bytes(choice.tensor, choice.remat)
     need = memory(parameters, profile.temporary, step, workload.example_bytes, costs, measured)
     fits = need.total <= MOST_OF_DEVICE * cluster.device_bytes
-    return Candidate(choice, exchange, time, need, fits, reasons, tables)
+    way = (split and split.way) or ""
+    return Candidate(choice, exchange, time, need, fits, reasons, tables, way, estimated)
 
 
-def _split(workload: RunWorkload, cluster: Cluster, choice: Choice, layout: Layout) -> Split | None:
-    """How layers and texts are split; stages are joined by the network where not all are on one node."""
+def _machine(cluster: Cluster, choice: Choice, split: Split | None) -> Machine:
+    """The links of a layout: those of stages, and of `fsdp` where it spans nodes."""
+    if split is None:
+        return cluster.machine
+    links = dict(cluster.machine.links)
+    if choice.stage > 1:
+        links |= dict.fromkeys(STAGE_AXES, split.stage_link)
+    if split.path is not None and split.path.of_node:
+        links[FILLING_AXIS] = split.path.ring
+    return dataclasses.replace(cluster.machine, links=links)
+
+
+def _path(cluster: Cluster, choice: Choice) -> Path:
+    """What messages over `fsdp` pass."""
+    of_node = cluster.gpus_per_node // (choice.context * choice.tensor)
+    machine = cluster.machine
+    return Path(choice.fsdp, machine.link(FILLING_AXIS), machine.slow, of_node if choice.fsdp > of_node else 0)
+
+
+def _split(workload: RunWorkload, cluster: Cluster, choice: Choice, layout: Layout, examples: int) -> Split | None:
+    """How layers, texts and experts are split; stages are joined by the network where not all are on one node."""
     if workload.decoder is None:
         return None
     inside = choice.fsdp * choice.context * choice.tensor
@@ -343,7 +244,17 @@ def _split(workload: RunWorkload, cluster: Cluster, choice: Choice, layout: Layo
     common = workload.parameters.common_bytes(layout) if choice.stage > 1 else 0.0
     # With remat `block` the profile has a forward pass more already.
     forward = FORWARD_SHARE if choice.remat in ("", "none", "dots") else FORWARD_SHARE / (1 + FORWARD_SHARE)
-    return Split(workload.decoder, link, between, common, forward)
+    split = Split(workload.decoder, link, between, common, forward, _path(cluster, choice))
+    mixture, spread = workload.decoder.mixture, brings_tokens(workload, choice)
+    if mixture is None or choice.param_sharding == "replicated" or choice.fsdp == 1:
+        return split
+    if not spread:
+        return dataclasses.replace(split, gathers_experts=True)
+    way = next((way for way in WAYS if way == choice.dispatch), None)
+    tokens = workload.decoder.tokens(examples / choice.context)
+    return dataclasses.replace(
+        split, way=way or mixture.way(choice.fsdp, tokens), computes_again=computes_again(choice.remat)
+    )
 
 
 def _exchange(

@@ -14,9 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jaxdl.exchange.cost import TURN, Cost, Link, Machine
+from jaxdl.parallel.collectives.experts import Way
 from jaxdl.parallel.mesh import GATHER_AXES, LENGTH_AXES, MODEL_AXES, STAGE_AXES, ways
 from jaxdl.performance.planner import context_cost, pipeline
 from jaxdl.performance.planner.decoder import Decoder
+from jaxdl.performance.planner.expert_cost import Brought, Path, brought, gathered_bytes
 from jaxdl.performance.planner.memory import Fit
 from jaxdl.performance.planner.tables import Costs
 from jaxdl.training.step.turns import num_messages, num_turns
@@ -78,6 +80,10 @@ class StepTime:
     """The part of `compute_sec` in which a stage of a pipeline waits for others."""
     node_bytes: float = 0.0
     """Bytes that a device sends to other nodes."""
+    token_sec: float = 0.0
+    """Messages of tokens to experts and back, in `inner_sec`, or in `slow_sec` where they cross the network."""
+    token_bytes: float = 0.0
+    """Bytes of these that a device sends."""
 
     @property
     def total_sec(self) -> float:
@@ -103,6 +109,14 @@ class Split:
     """Of a device's gradients of parameters that all stages have, such as tables."""
     forward: float = pipeline.FORWARD_SHARE
     """The part of the passes that is the forward pass, which a stage computes again."""
+    path: Path | None = None
+    """What messages over `fsdp` pass; None: its link."""
+    way: Way | None = None
+    """How tokens are brought to experts on other devices of `fsdp`; None: all experts are on each, or gathered."""
+    computes_again: bool = False
+    """Whether the backward pass computes experts again."""
+    gathers_experts: bool = False
+    """Whether experts are sharded over `fsdp` as all else is, and gathered."""
 
 
 def own_time(
@@ -131,13 +145,10 @@ def own_time(
     turns = pipeline.turns(passes, head_share, stages, microbatches, forward, shares=shares)
     compute = turns.total_sec + update
     again = kept * (1 + forward) if stages > 1 else 1.0
-    inner = 0.0
-    if gathered > 1:
-        uses = (
-            kept * pipeline.gather_uses(split.decoder.itemsize, microbatches) if stages > 1 and split else microbatches
-        )
-        num_bytes = uses * profile.fsdp_bytes * (gathered - 1) / gathered
-        inner += _seconds(machine, GATHER_AXES[0], uses * profile.fsdp_messages, gathered - 1, num_bytes)
+    inner, crossing = _gathers(profile, machine, split, sizes, microbatches, kept)
+    tokens = _tokens(split, stages, local, microbatches)
+    if tokens is not None:
+        inner, crossing = inner + tokens.seconds, crossing + tokens.node_bytes
     if tensor > 1:
         num_bytes, messages = again * profile.tensor_bytes.at(gathered, local), again * profile.tensor_messages
         inner += microbatches * _seconds(machine, MODEL_AXES[0], messages, 2 * (tensor - 1), num_bytes)
@@ -146,25 +157,62 @@ def own_time(
         inner += num_turns(stages, microbatches) * _ring_sec(split, machine, parts, stages, examples)
     hidden = efficiency.overlap * compute if machine.overlaps else 0.0
     exposed, slow = max(0.0, inner - hidden), 0.0
+    if crossing:  # Nearly all that is sent inside such a replica is.
+        inner, slow = 0.0, inner
+    exposed_slow = exposed if slow else 0.0
     if tables is not None:
         # Vectors are needed before the forward pass, and their gradients come after the backward pass.
         compute, inner, slow = compute + tables.memory_sec, inner + tables.inner_sec, tables.slow_sec
-        exposed += tables.inner_sec + tables.slow_sec
+        exposed, exposed_slow = exposed + tables.inner_sec + tables.slow_sec, slow
     backward = (_BACKWARD * passes) if stages == 1 else (1 - forward / (1 + forward)) * turns.turn_sec
-    node_bytes = 0.0 if tables is None else tables.slow_bytes
-    time = StepTime(compute, inner, slow, exposed, slow, backward, turns.idle_sec, node_bytes)
+    node_bytes = crossing if tables is None else tables.slow_bytes
+    of_tokens = (0.0, 0.0) if tokens is None else (tokens.seconds, tokens.num_bytes)
+    time = StepTime(compute, inner, slow, exposed, exposed_slow, backward, turns.idle_sec, node_bytes, *of_tokens)
     if stages == 1 or split is None:
         return time
-    tokens = split.decoder.tokens(local) * microbatches
-    return _with_stages(time, split, stages, tokens, microbatches, max(0.0, hidden - inner))
+    sent = split.decoder.tokens(local) * microbatches
+    return _with_stages(time, split, stages, sent, microbatches, max(0.0, hidden - inner))
+
+
+def _gathers(
+    profile: Profile,
+    machine: Machine,
+    split: Split | None,
+    sizes: Mapping[str, int],
+    microbatches: int,
+    kept: float,
+) -> tuple[float, float]:
+    """(seconds, bytes of a device to other nodes) of gathered parameters, and of the sums of their gradients.
+
+    A device has the share `kept` of all parameters.
+    """
+    gathered, stages = ways(sizes, GATHER_AXES), ways(sizes, STAGE_AXES)
+    if gathered == 1:
+        return 0.0, 0.0
+    uses = kept * pipeline.gather_uses(split.decoder.itemsize, microbatches) if stages > 1 and split else microbatches
+    num_bytes = profile.fsdp_bytes
+    if split is not None and split.decoder.mixture is not None and split.gathers_experts:
+        num_bytes += gathered_bytes(split.decoder.mixture)
+    sent = uses * num_bytes * (gathered - 1) / gathered
+    seconds = _seconds(machine, GATHER_AXES[0], uses * profile.fsdp_messages, gathered - 1, sent)
+    return seconds, 0.0 if split is None or split.path is None else split.path.node_bytes("gather", sent)
+
+
+def _tokens(split: Split | None, stages: int, examples: float, microbatches: int) -> Brought | None:
+    """What a step costs to bring tokens to experts on other devices; None if none are brought."""
+    if split is None or split.decoder.mixture is None or split.way is None or split.path is None:
+        return None
+    mixture, uses = split.decoder.mixture, microbatches * split.decoder.room(stages)
+    again = split.computes_again or stages > 1
+    return brought(mixture, split.way, split.path, split.decoder.tokens(examples), uses, again=again)
 
 
 def _ring_sec(split: Split, machine: Machine, parts: int, stages: int, examples: int) -> float:
     """The seconds of the messages of keys and values in one micro-batch."""
     decoder, again = split.decoder, stages > 1 or split.forward < pipeline.FORWARD_SHARE
     num_bytes = context_cost.pass_bytes(decoder.length, parts, decoder.key_width, decoder.itemsize, again=again)
-    messages = decoder.num_layers / stages * context_cost.pass_messages(parts, again=again)
-    return _seconds(machine, LENGTH_AXES[0], messages, 1, decoder.num_layers / stages * examples * num_bytes)
+    messages = decoder.room(stages) * context_cost.pass_messages(parts, again=again)
+    return _seconds(machine, LENGTH_AXES[0], messages, 1, decoder.room(stages) * examples * num_bytes)
 
 
 def _with_stages(
@@ -197,15 +245,12 @@ def with_exchange(
     """The time of a step that also exchanges gradients at this cost; `delayed` ones are sent beside all kernels."""
     beside = step_time.compute_sec if delayed else step_time.backward_sec
     left = cost.beside(efficiency.overlap * beside) if machine.overlaps else cost
-    return StepTime(
-        step_time.compute_sec,
-        step_time.inner_sec,
-        step_time.slow_sec + cost.total_sec,
-        step_time.exposed_sec + left.total_sec,
-        step_time.exposed_slow_sec + left.total_sec,
-        step_time.backward_sec,
-        step_time.idle_sec,
-        step_time.node_bytes + cost.sent_bytes,
+    return dataclasses.replace(
+        step_time,
+        slow_sec=step_time.slow_sec + cost.total_sec,
+        exposed_sec=step_time.exposed_sec + left.total_sec,
+        exposed_slow_sec=step_time.exposed_slow_sec + left.total_sec,
+        node_bytes=step_time.node_bytes + cost.sent_bytes,
     )
 
 

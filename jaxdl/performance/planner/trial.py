@@ -18,7 +18,15 @@ from jaxdl.parallel.compiler import hlo, overlap, roofline
 from jaxdl.parallel.compiler.groups import sent_bytes
 from jaxdl.parallel.embedding import Buffer, Tables
 from jaxdl.parallel.embedding.traffic import Message, messages
-from jaxdl.parallel.mesh import GATHER_AXES, MODEL_AXES, Axis
+from jaxdl.parallel.mesh import GATHER_AXES, MODEL_AXES, Axis, ways
+from jaxdl.performance.planner.decoder import decoder_of
+from jaxdl.performance.planner.expert_cost import (
+    buffer_bytes,
+    computes_again,
+    gathered_bytes,
+    kept_layers,
+    layer_messages,
+)
 from jaxdl.performance.planner.h100 import compile_step
 from jaxdl.performance.planner.memory import Fit, fit_memory
 from jaxdl.performance.planner.steptime import Profile
@@ -169,7 +177,31 @@ def figures(plan: Plan, compiled: jax.stages.Compiled) -> Measured:
                 alone[key] -= 1
                 num_messages[message.axes[0]] -= 1
     temporary = float(analysis.temp_size_in_bytes) if analysis else 0.0
-    return Measured(temporary, seconds[False], seconds[True], dict(sent), dict(num_messages))
+    return without_experts(plan, Measured(temporary, seconds[False], seconds[True], dict(sent), dict(num_messages)))
+
+
+def without_experts(plan: Plan, measured: Measured) -> Measured:
+    """The figures without what is only there since experts are spread over `fsdp`, or are gathered over it, by formula.
+
+    How a plan brings tokens to experts, and of how many devices, differs from that of the step.
+    """
+    decoder, layout, axis = decoder_of(plan), plan.parts.layout, GATHER_AXES[0]
+    mixture, size = decoder and decoder.mixture, layout.mesh.shape[axis]
+    if mixture is None or size == 1 or layout.config.param_sharding == "replicated" or decoder is None:
+        return measured
+    sent, messages, temporary = dict(measured.sent), dict(measured.messages), measured.temporary
+    if mixture.is_spread(size):
+        remat, tensor = plan.experiment.model.remat, ways(layout.mesh.shape, MODEL_AXES)  # pyright: ignore
+        tokens = decoder.tokens(plan.experiment.batch_size / size)
+        way = mixture.way(size, tokens)
+        num_bytes, count = layer_messages(mixture, way, size, tokens, again=computes_again(remat))
+        num_bytes, count = mixture.num_layers * num_bytes, mixture.num_layers * count
+        temporary -= buffer_bytes(mixture, way, size, tokens, tensor, kept_layers(mixture, remat))
+    else:
+        num_bytes, count = gathered_bytes(mixture) * (size - 1) / size, 0
+    sent[axis] = max(0.0, sent.get(axis, 0.0) - num_bytes)
+    messages[axis] = max(0.0, messages.get(axis, 0.0) - count)
+    return measured._replace(temporary=max(0.0, temporary), sent=sent, messages=messages)
 
 
 def profile(

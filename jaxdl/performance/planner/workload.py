@@ -16,9 +16,9 @@ from jaxdl.exchange import Auto, ExchangeConfig
 from jaxdl.exchange.base import by_name, leaf_names
 from jaxdl.parallel.mesh import BATCH_AXES
 from jaxdl.parallel.sharding import has_names, is_names
+from jaxdl.performance.planner.choices import PlanTables, RunWorkload
 from jaxdl.performance.planner.decoder import decoder_of
 from jaxdl.performance.planner.memory import Fit, Parameters
-from jaxdl.performance.planner.search import PlanTables, RunWorkload
 from jaxdl.performance.planner.steptime import Profile
 from jaxdl.performance.planner.timed import LocalSteps, StepParts
 from jaxdl.performance.planner.trial import (
