@@ -1,10 +1,10 @@
 """The bytes of a training step by mesh axis: those in its StableHLO, and those of the formulas that predict them.
 
-The StableHLO has each loop's body once: one layer, one micro-batch. A pipeline has two loops: a turn with both
-passes, and one of its end with a backward pass, which computes the forward pass again. It has the collectives that jaxdl writes itself. Those that XLA's partitioner adds, to gather
-parameters over `fsdp` and to sum activations over `tensor`, are only in the compiled program. What is sent between
-stages is not yet split inside a stage, so its bytes are those of all devices of a stage together; all other ones are
-those of one device.
+The StableHLO has each loop's body once: one layer, one micro-batch. A pipeline has two loops: a turn with both passes,
+and one of its end with a backward pass, which computes the forward pass again. It has the collectives that jaxdl writes
+itself. Those that XLA's partitioner adds, to gather parameters over `fsdp` and to sum activations over `tensor`, are
+only in the compiled program. What is sent between stages is not yet split inside a stage, so its bytes are those of all
+devices of a stage together; all other ones are those of one device.
 """
 
 from __future__ import annotations

@@ -213,20 +213,20 @@ def make_state_spec(
         agreement_state=_agreement_specs(shapes.agreement_state, trainable.of(specs), opt_specs),
         tables={} if tables is None else tables.specs,
     )
-    names, shardings = (specs, gradient_specs, split_specs), named(layout.mesh, whole_specs)
-    filled = {}
-    if network.empty_layers:
-        without = jax.eval_shape(lambda: init(jax.random.key(0), network.filled))
-        gradients = by_name(trainable.of(network.filled.param_shapes))
-        filled = _filled_shapes(shapes, without, gradients)
-    return StateSpec(init, init_exchange, *names, opt_shapes, shapes, whole_specs, shardings, filled)
+    filled = _filled_shapes(shapes, init, network, trainable) if network.empty_layers else {}
+    names = specs, gradient_specs, split_specs, opt_shapes
+    return StateSpec(init, init_exchange, *names, shapes, whole_specs, named(layout.mesh, whole_specs), filled)
 
 
-def _filled_shapes(shapes: TrainState, without: TrainState, gradients: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """`StateSpec.filled_shapes` of a state and its shapes `without` empty layers, but for the exchange's.
+def _filled_shapes(
+    shapes: TrainState, init: Callable[..., TrainState], network: Network, trainable: Trainable
+) -> dict[str, tuple[int, ...]]:
+    """`StateSpec.filled_shapes` of a state; `init` makes one of a key and a network, but for the exchange's state.
 
-    Of that state's arrays those of replicas are `[replica, ...]` like `gradients`, which have no empty layers.
+    In that, arrays of replicas are `[replica, ...]` like the gradients.
     """
+    without = jax.eval_shape(lambda: init(jax.random.key(0), network.filled))
+    gradients = by_name(trainable.of(network.filled.param_shapes))
 
     def without_them(path: Any, x: Any) -> Any:
         if path[0].key != PER_REPLICA:
