@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +33,8 @@ to single devices, `PERMUTE` and `TURN`."""
 
 _RANK, _NUM_MESSAGES, _NUM_OPERATIONS = 4, 16, 64
 _SMALLEST_BYTES, _GROWTH, _LONG_SEC = 2**12, 4, 0.25
+_TURNS = 4
+"""Turns that are timed together: a message is slower, or faster, after another one in the other direction."""
 _NEAR = 0.3
 _WARM_UPS = 2
 """The first messages of a size on a connection take much longer than those that follow."""
@@ -80,11 +83,13 @@ def probe_link(
     num_repeats: int = 5,
     compiled: dict[Any, Run] | None = None,
     long_sec: float = _LONG_SEC,
+    sizes: Mapping[str, int] = types.MappingProxyType({}),
 ) -> Link:
     """How a device of the mesh sends over an axis, or several at once, by these collectives, while all devices do.
 
     Each is timed for longer and longer messages, until one takes `long_sec` or is as long as any bucket; times of
-    longer ones are extrapolated. `compiled` keeps the functions for another call, after the network has changed.
+    longer ones are extrapolated. Of collectives in `sizes` only messages of so many bytes are timed. `compiled` keeps
+    the functions for another call, after the network has changed.
     """
     compiled = {} if compiled is None else compiled
     if "idle" not in compiled:
@@ -93,14 +98,15 @@ def probe_link(
     largest = 2**22 if platform(mesh) == "cpu" else 2**26
     links = {}
     for kind in collectives:
-        size, sent, times = _SMALLEST_BYTES, [], []
+        size, sent, times = sizes.get(kind, _SMALLEST_BYTES), [], []
         while True:
             work, num_bytes = _collective(kind, axis, num_devices, size)
             if (kind, axis, size) not in compiled:
                 compiled[kind, axis, size] = _compiled(mesh, work, _normal(mesh, size // 4))
             sent.append(num_bytes)
-            times += _timed(mesh, [compiled[kind, axis, size]], compiled["idle"], num_repeats)
-            if size >= largest or times[-1] > long_sec:
+            [seconds] = _timed(mesh, [compiled[kind, axis, size]], compiled["idle"], num_repeats)
+            times.append(seconds / _TURNS if kind == TURN else seconds)
+            if kind in sizes or size >= largest or times[-1] > long_sec:
                 break
             size *= _GROWTH
         links[kind] = fit_link(num_messages(kind, num_devices), sent, times)
@@ -169,7 +175,11 @@ def _collective(kind: str, axis: str | tuple[str, ...], num_devices: int, size: 
     if kind == TURN:
         ahead = [(i, i + 1) for i in range(num_devices - 1)]
         back = [(i + 1, i) for i in range(num_devices - 1)]
-        return lambda x: lax.ppermute(lax.ppermute(x, axis, ahead), axis, back), 2 * size
+
+        def turn(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return lax.ppermute(lax.ppermute(x, axis, ahead), axis, back), None
+
+        return lambda x: lax.scan(turn, x, length=_TURNS)[0], 2 * size
     dtype = jnp.dtype(kind.partition("/")[2])
     sent = all_reduce_sent_bytes(size // 4, num_devices, dtype)
     return lambda x: lax.psum(x, axis) if dtype == jnp.float32 else half_all_reduce(x, axis, dtype), sent

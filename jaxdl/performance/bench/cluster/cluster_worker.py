@@ -228,6 +228,7 @@ class Worker:
                 (*_COLLECTIVES[mesh], *(self._messages if mesh == _HOSTS else ())),
                 num_repeats=num_repeats,
                 compiled=self._compiled[mesh],
+                sizes=self._message_bytes,
             )
         costs = {}
         for name in self._variants:
@@ -242,6 +243,12 @@ class Worker:
         return {"costs": costs, "links": {name: asdict(link[_REPLICA]) for name, link in links.items() if link}}
 
     @property
+    def _message_bytes(self) -> dict[str, int]:
+        """Collective -> bytes of a message, where they are known: of one between stages."""
+        staged = [plan for name, plan in self._variants.items() if self.known[name].has_stages]
+        return {TURN: round(_turn_bytes(plan) / 2) for plan in staged[:1]}
+
+    @property
     def _messages(self) -> tuple[str, ...]:
         """How hosts of some variants send to single other ones."""
         every = [self.known[name] for name in self._variants]
@@ -253,14 +260,18 @@ class Worker:
         return exchanged_gradients(plan.experiment, plan.splits.train.spec, plan.parts.layout.mesh)
 
 
+def _turn_bytes(plan: Plan) -> float:
+    """Bytes that a device of a stage sends in a turn in both directions."""
+    decoder, sizes = decoder_of(plan), plan.parts.layout.mesh.shape
+    assert decoder is not None
+    examples = plan.experiment.batch_size / (plan.experiment.step.microbatches * ways(sizes, INNER_BATCH_AXES))
+    return pipeline.activation_bytes(decoder.tokens(examples), decoder.width, decoder.itemsize)
+
+
 def _pipeline_cost(plan: Plan, link: Link) -> dict[str, float]:
     """What stages send, the mean of them, and its seconds; hosts that share cores lose no time in idle turns."""
-    decoder, layout, sizes = decoder_of(plan), plan.parts.layout, plan.parts.layout.mesh.shape
-    assert decoder is not None
-    stages, microbatches = sizes[_STAGE], plan.experiment.step.microbatches
-    examples = plan.experiment.batch_size / (microbatches * ways(sizes, INNER_BATCH_AXES))
-    turn = pipeline.activation_bytes(decoder.tokens(examples), decoder.width, decoder.itemsize)
-    turns = num_messages(stages, microbatches) / 2
+    layout, stages, turn = plan.parts.layout, plan.parts.layout.mesh.shape[_STAGE], _turn_bytes(plan)
+    turns = num_messages(stages, plan.experiment.step.microbatches) / 2
     tables = pipeline.table_bytes(stages, parameters_of(plan).common_bytes(layout))
     seconds = turns * sum(link.of(TURN).seconds(2, turn)) + sum(link.seconds(2 * (stages - 1), tables))
     # The first stage sends nothing to the left, and the last nothing to the right.
