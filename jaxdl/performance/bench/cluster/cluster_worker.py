@@ -246,7 +246,7 @@ class Worker:
     def _message_bytes(self) -> dict[str, int]:
         """Collective -> bytes of a message, where they are known: of one between stages."""
         staged = [plan for name, plan in self._variants.items() if self.known[name].has_stages]
-        return {TURN: round(_turn_bytes(plan) / 2) for plan in staged[:1]}
+        return {TURN: round(_turn_bytes(staged[0]) / 2)} if staged else {}
 
     @property
     def _messages(self) -> tuple[str, ...]:
