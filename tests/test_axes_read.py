@@ -23,7 +23,7 @@ from jaxdl.training.tasks import LanguageModelling
 LENGTH = 16
 TOKENS = (np.arange(2 * LENGTH).reshape(2, LENGTH) * 7 % 256).astype(np.int32)
 EXPERIMENT = Experiment(
-    model=Transformer(num_layers=2, embed_dim=32, num_heads=2, mlp_dim=48, tied_embeddings=False),
+    model=Transformer(num_layers=3, embed_dim=32, num_heads=2, mlp_dim=48, tied_embeddings=False),
     task=LanguageModelling(),
     optimizer=AdamW(learning_rate=0.02),
     batch_size=8,
@@ -51,7 +51,9 @@ def trained(request, tmp_path_factory):
 
 def test_the_parameters_are_those_of_the_run(trained):
     run, one, _ = trained
-    assert_bit_equal(*(jax.tree.map(np.asarray, params) for params in (one.params, run.state.ema_params)))
+    # The last of two stages has a layer fewer than there is room for.
+    averaged = jax.tree.map(lambda x, like: np.asarray(x)[: len(like)], run.state.ema_params, one.params)
+    assert_bit_equal(jax.tree.map(np.asarray, one.params), averaged)
     assert len(jax.tree.leaves(one.params)[0].devices()) == 1
     several = jaxdl.restore(run.workdir, mesh=run.plan.experiment.mesh)
     assert len(jax.tree.leaves(several.params)[0].devices()) == 8

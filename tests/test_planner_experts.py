@@ -149,8 +149,8 @@ def test_the_memory_of_room_for_rows():
     assert expert_cost.buffer_bytes(MIXTURE, "gather", 8, t, kept_layers=LAYERS) == gather
     sent = (rows - t * k) * (kept + working) + 3 * rows * 2 * WIDTH
     assert expert_cost.buffer_bytes(MIXTURE, "all_to_all", 8, t) == sent
-    assert expert_cost.kept_layers(MIXTURE, "none", 2) == LAYERS / 2
-    assert expert_cost.kept_layers(MIXTURE, "block") == 1
+    assert expert_cost.kept_layers("none", LAYERS) == LAYERS
+    assert expert_cost.kept_layers("block", LAYERS) == 1
     half = (rows - t * k) * 2 * (2 * WIDTH + HIDDEN + 2 * HIDDEN + 2 * WIDTH) + 2 * 7 * t * 2 * WIDTH
     assert expert_cost.buffer_bytes(MIXTURE, "gather", 8, t, tensor=2) == half
     [need] = [one for one in plan(cluster(1, 8)).candidates if one.way == "gather"]

@@ -27,7 +27,7 @@ from jaxdl.performance.planner.search import make_candidate, search
 from jaxdl.performance.planner.steptime import Efficiency, Profile, Split, own_time
 from jaxdl.performance.planner.tensor_cost import tensor_profile
 from jaxdl.performance.planner.trials import Trials
-from jaxdl.training.step.turns import idle_share, kept_inputs, num_messages, num_turns, room_for_layers
+from jaxdl.training.step.turns import idle_share, kept_inputs, num_messages, room_for_layers, time_in_turns
 from jaxdl.training.tasks import LanguageModelling
 
 DECODER = Decoder(
@@ -80,7 +80,7 @@ def test_turns_are_counted_as_a_schedule_plays_them(stages, microbatches):
                 ends[what, stage, number] = turn
     waiting = max(ends["backward", 0, n] - ends["forward", 0, n] + 1 for n in range(microbatches))
     assert kept_inputs(stages) in (waiting, 0)
-    assert max(ends.values()) + 1 == num_turns(stages, microbatches) + stages - 1
+    assert max(ends.values()) + 1 == time_in_turns(stages, microbatches) + stages - 1
     ahead = [turn for (name, *_), turn in ends.items() if name == "forward"]
     messages = max(ahead) + 1 + max(ends.values()) + 1
     assert messages == num_messages(stages, microbatches)

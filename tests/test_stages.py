@@ -1,5 +1,6 @@
 """Pipelines: the losses of one device, gradients that the exchange compresses stage by stage, and what is sent."""
 
+import contextlib
 import functools
 import importlib.util
 import shutil
@@ -17,7 +18,7 @@ from jaxdl.exchange import Dense, Quantized, TopK, by_name
 from jaxdl.exchange.agreement import Periodic
 from jaxdl.models.lora import LoRA
 from jaxdl.models.moe import MixtureOfExperts
-from jaxdl.optim import LAMB, SGD, AdamW, Muon
+from jaxdl.optim import LAMB, SGD, AdamW, Muon, Optax
 from jaxdl.parallel.compiler import hlo
 from jaxdl.parallel.compiler.groups import differing_axes
 from jaxdl.parallel.compiler.wire_bytes import collectives
@@ -25,10 +26,12 @@ from jaxdl.parallel.mesh import MeshConfig, batch_sharding
 from jaxdl.parallel.precision import FP8
 from jaxdl.parallel.sharding import is_spec, spec_axes
 from jaxdl.performance.planner.h100 import h100_devices
-from jaxdl.training.checkpoint import Checkpoints
+from jaxdl.training.checkpoint import Checkpoints, Unusable
 from jaxdl.training.evaluation import make_eval_step
 from jaxdl.training.run.compile import compile_train_step
-from jaxdl.training.run.plan.build import make_exchange_state, make_initial_state, make_plan
+from jaxdl.training.run.plan.build import add_initial, make_exchange_state, make_initial_state, make_plan
+from jaxdl.training.run.plan.init_from import as_init
+from jaxdl.training.run.workdir.records import Workdir
 from jaxdl.training.step import make_train_step
 
 NUM_STEPS = 10
@@ -51,12 +54,13 @@ TUNED = {
     "step.clip_norm": 0.02,
 }
 FROZEN = {"optimizer": Muon(learning_rate=0.01), "step.freeze": ("embedding", "layers.mlp.*")}
+THREE = {"model.num_layers": 3}  # On two stages 2 and 1.
 KINDS = {
     "decoder": DECODER,
     "mixture": MIXTURE,
-    "tuned": DECODER.replaced(TUNED),
-    "frozen": DECODER.replaced(FROZEN),
-    "lamb": DECODER.replaced({"optimizer": LAMB(learning_rate=0.02)}),
+    "tuned": DECODER.replaced(TUNED | THREE),
+    "frozen": DECODER.replaced(FROZEN | THREE),
+    "lamb": DECODER.replaced({"optimizer": LAMB(learning_rate=0.02)} | THREE),
 }
 
 
@@ -100,12 +104,12 @@ def on_one_device(kind):
         ("tuned", {"replica": 2, "stage": 2, "fsdp": 2}),
         pytest.param("tuned", {"replica": 2, "fsdp": 2, "context": 2}, marks=pytest.mark.slow),
         ("frozen", {"stage": 2, "fsdp": 2, "tensor": 2}),
-        pytest.param("lamb", {"replica": 2, "stage": 4}, marks=pytest.mark.slow),
+        pytest.param("lamb", {"replica": 2, "stage": 2, "fsdp": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_losses_are_those_of_one_device(kind, sizes):
     losses, sums = on_one_device(kind)
-    assert losses[-1] < 0.985 * losses[0], "ten steps should have learnt something, or equality proves nothing"
+    assert losses[-1] < 0.98 * losses[0], "ten steps should have learnt something, or equality proves nothing"
     staged, staged_sums = trained(plan_of(KINDS[kind], **sizes))
     np.testing.assert_allclose(staged, losses, rtol=1e-5)
     for part in (sums, staged_sums):
@@ -205,7 +209,7 @@ def test_stages_that_split_texts_send_no_permutes_in_a_slot(kind):
 
 def test_a_run_resumes_with_its_bits_and_on_another_mesh(tmp_path):
     exchange, steps = TopK(density=0.05, min_elements=64), {"steps": 4, "checkpoint.every_steps": 2}
-    experiment = DECODER.replaced({"model.num_layers": 3, "exchange": exchange, **steps})  # Of stages 2 and 1.
+    experiment = DECODER.replaced(THREE | {"exchange": exchange, **steps})
     staged = experiment.replaced({"mesh": MeshConfig(replica=2, stage=2, fsdp=2)})
     whole, resumed, moved = (tmp_path / name for name in ("whole", "resumed", "moved"))
     jaxdl.train(staged, whole, quiet=True)
@@ -225,6 +229,17 @@ def test_a_run_resumes_with_its_bits_and_on_another_mesh(tmp_path):
         np.testing.assert_allclose(np.asarray(spread[name]).sum(axis=0), x.sum(axis=0), rtol=1e-5, atol=1e-7)
     run = jaxdl.train(experiment.replaced({"mesh": MeshConfig(replica=4, fsdp=2)}), moved, quiet=True)
     assert run.summary["steps"] == 4
+    # A new run begins with its layers, whatever room there is for them, here in one stage and in another number.
+    for source, sizes in ((whole, {"stage": 2}), (moved, {"stage": 2}), (whole, {"fsdp": 2})):
+        plan = add_initial(plan_of(experiment, **sizes), as_init(source, None), Workdir())
+        begun = jax.tree.map(lambda x, like: np.asarray(x)[: len(like)], make_initial_state(plan).params, before.params)
+        assert_bit_equal(begun, saved_state(source, experiment).params)
+    # Four layers have as much room on two stages, and are another network.
+    four = plan_of(DECODER.replaced({"exchange": exchange, **steps}), stage=2)
+    for one in (four, plan_of(four.experiment.replaced({"mesh": MeshConfig()}))):
+        with contextlib.closing(Checkpoints(whole, experiment.checkpoint, best_metric="a", best_mode="max")) as there:
+            with pytest.raises(Unusable, match="of another network"):
+                there.restore(one.parts.state_spec.abstract(), items=("model",))
 
 
 @pytest.mark.parametrize(
@@ -275,6 +290,11 @@ def test_a_run_rolls_back_as_on_one_device(sizes, tmp_path, monkeypatch):
     [
         ({"model.num_layers": 5}, {"stage": 4}, r"5 layers cannot be divided among 4 stages, .* one of 1, 2, 3, 5"),
         ({"model.scan_layers": False}, {"stage": 2}, "stages need stacked layers"),
+        (
+            THREE | {"optimizer": Optax("adafactor", learning_rate=1e-3)},
+            {"stage": 2},
+            "all have equally many, as --optimizer optax",
+        ),
         ({"precision": FP8(emulated=True)}, {"stage": 2}, "precision fp8 has no stages"),
         ({"agreement": Periodic()}, {"replica": 2, "stage": 2}, "has no stages"),
     ],

@@ -310,6 +310,7 @@ def restore(
         best_mode=parts.task.resolved_mode,
         read_only=True,
         table_layout=() if parts.tables is None else parts.tables.layout,
+        filled_shapes=parts.state_spec.filled_shapes,
     )
     with contextlib.closing(checkpoints):
         abstract = parts.state_spec.abstract()

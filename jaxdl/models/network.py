@@ -146,6 +146,12 @@ class Network:
         """The network without empty layers."""
         return self._filled or self
 
+    def without_empty(self, params: Params, state: ModelState) -> tuple[Params, ModelState]:
+        """Parameters and state of this network as `filled` takes them."""
+        return without_layers(self.empty_layers, params, self.axes), without_layers(
+            self.empty_layers, state, self.state_axes
+        )
+
     def _extended(self, params: Params, state: ModelState) -> tuple[Params, ModelState]:
         def one(names: tuple[str, ...], x: Any) -> jax.Array:
             rows = self.empty_layers if STACKED in names else 0
@@ -252,6 +258,13 @@ class Network:
         if ndim - len(axes) not in (0, 1):
             raise ConfigError(f"{self.what}: a parameter of shape {variable.shape} has the logical axes {axes}.")
         return (STACKED, *axes) if ndim > len(axes) else tuple(axes)
+
+
+def without_layers(number: int, tree: Any, axes: LogicalAxes) -> Any:
+    """A tree with these logical axes without the last layers of its stacks; None in it stays as it is."""
+    return jax.tree.map(
+        lambda names, x: x if x is None or STACKED not in names else x[: len(x) - number], axes, tree, is_leaf=is_names
+    )
 
 
 class _Keys(nnx.RngStream):

@@ -75,7 +75,9 @@ def plan_facts(plan: Any, end: int) -> Iterator[tuple[str, str]]:
     )
     left = [math.prod(leaf.shape) for leaf in jax.tree.leaves(parts.trainable.of(shapes))]
     if len(left) < len(sizes):
-        state = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(parts.state_spec.opt_shapes))
+        spec = parts.state_spec
+        kept = jax.tree.leaves(spec.filled().opt_state if spec.filled_shapes else spec.opt_shapes)
+        state = sum(math.prod(x.shape) * x.dtype.itemsize for x in kept)
         yield (
             "trained",
             f"{len(left):,} of {len(sizes):,} arrays, {sum(left):,} of {sum(sizes):,} parameters (the others are "

@@ -120,7 +120,7 @@ class StateSpec:
     """The state's shardings."""
     filled_shapes: Mapping[str, tuple[int, ...]]
     """For stages of which the last has fewer layers: the shapes, by path in the state, of those arrays that have empty
-    layers, without these. So they are in checkpoints."""
+    layers, without these. So checkpoints describe them, and other meshes read them."""
 
     def make(self, seed: int) -> TrainState:
         """The fresh state, allocated already sharded; equal on every mesh."""
@@ -143,7 +143,7 @@ class StateSpec:
         )
 
     def filled(self) -> TrainState:
-        """The state as shape structs without shardings and empty layers, as checkpoints have it."""
+        """The state as shape structs without shardings and empty layers, as checkpoints describe it."""
 
         def one(path: Any, x: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(self.filled_shapes.get(_path(path), x.shape), x.dtype)
@@ -239,7 +239,11 @@ def _filled_shapes(
         jax.tree.leaves(vars(without.replace(exchange_state=exchange))),
         strict=True,
     )
-    return {_path(path): filled.shape for (path, x), filled in pairs if filled.shape != x.shape}
+    differing = {_path(path): (filled.shape, x.shape) for (path, x), filled in pairs if filled.shape != x.shape}
+    for path, (filled, whole) in differing.items():
+        others = sum(size != other for size, other in zip(filled, whole, strict=False))
+        assert (len(filled), others) == (len(whole), 1), f"{path}: only the layers may differ"
+    return {path: filled for path, (filled, _) in differing.items()}
 
 
 def _exchange_shapes(fragments: Fragments | None, shapes: Params, specs: Specs) -> tuple[Any, Any]:

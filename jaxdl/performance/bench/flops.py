@@ -44,10 +44,10 @@ def step_flops(plan: Plan) -> float:
     parts = plan.parts
     spec = parts.data_spec
     example = parts.task.inputs(jax.tree.map(jnp.asarray, spec.blank()), spec)
-    state = parts.state_spec.shapes
+    state, network = parts.state_spec.filled(), parts.network.filled
 
     def forward(params: Any, model_state: Any, *inputs: jax.Array) -> jax.Array:
-        return parts.network.apply(params, model_state, *inputs, train=False)[0]
+        return network.apply(params, model_state, *inputs, train=False)[0]
 
     jaxpr = jax.make_jaxpr(forward)(state.params, state.model_state, *example)
     return _PASSES * count(jaxpr.jaxpr) * plan.experiment.batch_size

@@ -14,9 +14,7 @@ from jaxdl.parallel.embedding import EmbeddingConfig, Scheme
 from jaxdl.parallel.mesh import AXES, RARE_AXES
 from jaxdl.parallel.sharding import ShardingConfig
 from jaxdl.performance.planner.decoder import Decoder
-from jaxdl.performance.planner.memory import (
-    Parameters,
-)
+from jaxdl.performance.planner.memory import Parameters
 from jaxdl.performance.planner.steptime import Efficiency, Profile
 from jaxdl.performance.planner.tables import Costs
 from jaxdl.training.plans import LAYOUT

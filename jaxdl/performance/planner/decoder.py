@@ -116,7 +116,7 @@ def decoder_of(plan: Plan) -> Decoder | None:
         itemsize=itemsize,
         layer_weights=used or total,
         stacked_share=stacked / max(total, 1.0),
-        output_layers=model.output_layers(vocab_size=spec.vocab_size),
+        output_layers=0.0 if plan.experiment.optimizer.checked else model.output_layers(vocab_size=spec.vocab_size),
         stages=tuple(size for size in range(2, num_layers + 1) if _can_have(plan.experiment, STAGE_AXES, size)),
         splits_length=_can_have(plan.experiment, LENGTH_AXES, 2),
         mixture=_mixture(plan, itemsize),
@@ -127,7 +127,7 @@ def _mixture(plan: Plan, itemsize: int) -> Mixture | None:
     """The experts of the model of a plan, if it has any, trained or not."""
     network, model = plan.parts.network, cast(Any, plan.experiment.model)
     axes = jax.tree.leaves(network.axes, is_leaf=is_names)
-    shapes = [x.shape for x in jax.tree.leaves(network.param_shapes)]
+    shapes = [x.shape for x in jax.tree.leaves(network.filled.param_shapes)]
     weights = sum(math.prod(shape) for names, shape in zip(axes, shapes, strict=True) if EXPERT in names)
     if not weights or not hasattr(model, "dispatch"):
         return None

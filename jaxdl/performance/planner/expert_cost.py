@@ -168,9 +168,9 @@ def computes_again(remat: str) -> bool:
     return remat not in ("", "none")
 
 
-def kept_layers(mixture: Mixture, remat: str, stages: int = 1) -> float:
-    """Of how many layers the rows of tokens are kept for the backward pass."""
-    return 1 if computes_again(remat) else mixture.num_layers / stages
+def kept_layers(remat: str, num_layers: int) -> int:
+    """Of how many of a device's layers the rows of tokens are kept for the backward pass."""
+    return 1 if computes_again(remat) else num_layers
 
 
 def gathered_bytes(mixture: Mixture) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxdl.training.step.turns import num_turns
+from jaxdl.training.step.turns import time_in_turns
 
 FORWARD_SHARE = 1 / 3
 """The part of the passes that is the forward pass: the backward pass has two products for each of its."""
@@ -43,7 +43,7 @@ def turns(
     """
     if stages == 1:
         return Turns(passes_sec, microbatches * passes_sec, 0.0)
-    layers, head, count = passes_sec * (1 - head_share), passes_sec * head_share, num_turns(stages, microbatches)
+    layers, head, count = passes_sec * (1 - head_share), passes_sec * head_share, time_in_turns(stages, microbatches)
     each, last = shares or (1 / stages, 1 / stages)
     turn = max(layers * each * (1 + forward), layers * last + head)
     return Turns(turn, count * turn, (count - microbatches) * turn)

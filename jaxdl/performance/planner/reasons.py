@@ -137,8 +137,9 @@ def why_it_wins(layouts: SearchResult) -> str:
     node_bytes, of_pipe = (one.time.node_bytes * cluster.gpus_per_node for one in (plain, pipe))
     microbatches = pipe.choice.microbatches
     nothing = num_messages(pipe.choice.stage, microbatches) / (2 * microbatches) - 1
-    others = of_pipe - tokens * pipeline.activation_bytes(1, decoder.width, decoder.itemsize) * (1 + nothing)
-    even = pipeline.break_even_tokens(
+    own = tokens / pipe.choice.replica  # Tokens that a node sends on: those of its replica.
+    others = of_pipe - own * pipeline.activation_bytes(1, decoder.width, decoder.itemsize) * (1 + nothing)
+    even = pipe.choice.replica * pipeline.break_even_tokens(
         node_bytes, decoder.width, decoder.itemsize, others=others, sent_for_nothing=nothing
     )
     side = "fewer" if tokens < even else "more"

@@ -186,7 +186,7 @@ def _candidate(workload: RunWorkload, cluster: Cluster, choice: Choice, tables: 
     split = _split(workload, cluster, choice, layout, examples)
     machine = _machine(cluster, choice, split)
     step_time = own_time(profile, sizes, examples, choice.microbatches, machine, efficiency, costs, split)
-    parameters, decoder = workload.parameters, workload.decoder
+    parameters = workload.parameters
     if decoder is not None and choice.stage > 1:
         parameters = parameters.with_layers(choice.stage * decoder.room(choice.stage))
     gradients = parameters.gradients(layout)
@@ -197,7 +197,7 @@ def _candidate(workload: RunWorkload, cluster: Cluster, choice: Choice, tables: 
     buffers = 0.0
     if decoder is not None and decoder.mixture is not None and split is not None and split.way is not None:
         kept, tokens = (
-            kept_layers(decoder.mixture, choice.remat, choice.stage),
+            kept_layers(choice.remat, decoder.room(choice.stage)),
             decoder.tokens(examples / choice.context),
         )
         buffers = buffer_bytes(decoder.mixture, split.way, choice.fsdp, tokens, choice.tensor, kept)

@@ -21,7 +21,7 @@ from jaxdl.performance.planner.decoder import Decoder
 from jaxdl.performance.planner.expert_cost import Brought, Path, brought, gathered_bytes
 from jaxdl.performance.planner.memory import Fit
 from jaxdl.performance.planner.tables import Costs
-from jaxdl.training.step.turns import num_messages, num_turns
+from jaxdl.training.step.turns import num_messages, time_in_turns
 
 _BACKWARD = 2 / 3
 """The share of the backward pass in both: it has two products for each of the forward pass."""
@@ -145,16 +145,16 @@ def own_time(
     turns = pipeline.turns(passes, head_share, stages, microbatches, forward, shares=shares)
     compute = turns.total_sec + update
     again = kept * (1 + forward) if stages > 1 else 1.0
+    elapsed = time_in_turns(stages, microbatches)  # A stage waits also while the others send inside theirs.
     inner, crossing = _gathers(profile, machine, split, sizes, microbatches, kept)
     tokens = _tokens(split, stages, local, microbatches)
     if tokens is not None:
-        inner, crossing = inner + tokens.seconds, crossing + tokens.node_bytes
+        inner, crossing = inner + tokens.seconds * elapsed / microbatches, crossing + tokens.node_bytes
     if tensor > 1:
         num_bytes, messages = again * profile.tensor_bytes.at(gathered, local), again * profile.tensor_messages
-        inner += microbatches * _seconds(machine, MODEL_AXES[0], messages, 2 * (tensor - 1), num_bytes)
+        inner += elapsed * _seconds(machine, MODEL_AXES[0], messages, 2 * (tensor - 1), num_bytes)
     if parts > 1 and split is not None:
-        # Stages wait for each other's keys in turns in which they have no micro-batch.
-        inner += num_turns(stages, microbatches) * _ring_sec(split, machine, parts, stages, examples)
+        inner += elapsed * _ring_sec(split, machine, parts, stages, examples)
     hidden = efficiency.overlap * compute if machine.overlaps else 0.0
     exposed, slow = max(0.0, inner - hidden), 0.0
     if crossing:  # Nearly all that is sent inside such a replica is.

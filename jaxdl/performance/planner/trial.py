@@ -196,7 +196,7 @@ def without_experts(plan: Plan, measured: Measured) -> Measured:
         way = mixture.way(size, tokens)
         num_bytes, count = layer_messages(mixture, way, size, tokens, again=computes_again(remat))
         num_bytes, count = mixture.num_layers * num_bytes, mixture.num_layers * count
-        temporary -= buffer_bytes(mixture, way, size, tokens, tensor, kept_layers(mixture, remat))
+        temporary -= buffer_bytes(mixture, way, size, tokens, tensor, kept_layers(remat, mixture.num_layers))
     else:
         num_bytes, count = gathered_bytes(mixture) * (size - 1) / size, 0
     sent[axis] = max(0.0, sent.get(axis, 0.0) - num_bytes)

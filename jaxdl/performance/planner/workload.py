@@ -121,7 +121,7 @@ def workload_of(
 def parameters_of(plan: Plan) -> Parameters:
     """What the state of a plan has, from its shapes."""
     parts = plan.parts
-    axes, trained = parts.trainable.of(parts.network.axes), parts.trainable.of(parts.network.param_shapes)
+    axes, trained = parts.trainable.of(parts.network.axes), parts.trainable.of(parts.network.filled.param_shapes)
     size = _bytes(trained)
     shapes = parts.state_spec.shapes
     names = set(leaf_names(trained))
@@ -157,7 +157,7 @@ def tensor_fits(parts: Parts, dims: Sequence[str], size: int) -> bool:
     if not has_names(network.axes):
         return False
     axes = jax.tree.leaves(network.axes, is_leaf=is_names)
-    shapes = jax.tree.leaves(network.param_shapes)
+    shapes = jax.tree.leaves(network.filled.param_shapes)
     dim_sizes = [
         number
         for names, x in zip(axes, shapes, strict=True)

@@ -53,7 +53,13 @@ def tag_fingerprints(tree: Any, tag: jax.Array) -> Any:
     Once in some 700 checkpoints on two CPU devices the words that were fetched were those of the checkpoint before, as
     if their memory had been read before it was written. `tagged_texts` notices that.
     """
-    return jax.tree.map(lambda x: jnp.concatenate([_fingerprint(x) ^ tag_words(tag), tag[None]]), tree)
+    return jax.tree.map(lambda x: tag_fingerprint(x, tag), tree)
+
+
+def tag_fingerprint(x: jax.Array, tag: jax.Array, shape: tuple[int, ...] | None = None) -> jax.Array:
+    """The words of one array, or of its part of this shape at its beginning, of types up to 4 bytes."""
+    starts = None if shape is None else np.zeros(len(shape), np.uint32)
+    return jnp.concatenate([_fingerprint(x, shape, starts) ^ tag_words(tag), tag[None]])
 
 
 def tag_words(tag: Any) -> Any:
@@ -91,19 +97,29 @@ def text(words: np.ndarray) -> str:
 
 @functools.partial(jax.jit, static_argnums=1)  # Traced once for all arrays of one shape and dtype: a state has many.
 def _fingerprint(x: jax.Array, shape: tuple[int, ...] | None = None, starts: Any = None) -> jax.Array:
-    """Of an array, or of its part that begins at `starts` of an array of this `shape`, of types up to 4 bytes."""
+    """Of an array, or of its part that begins at `starts` of an array of this `shape`, of types up to 4 bytes.
+
+    What of the part lies outside of that array is not counted.
+    """
     bits = _bits(x)
-    return jnp.stack(_sums(bits, _places(bits.shape) if shape is None else _places(bits.shape, shape, starts)))
+    if shape is None:
+        return jnp.stack(_sums(bits, _places(bits.shape)))
+    counted = None  # Taken out as rows, an array that is split over devices would be split anew.
+    for dim in (dim for dim, size in enumerate(shape) if size < bits.shape[dim]):
+        inside = lax.broadcasted_iota(np.uint32, bits.shape, dim) + starts[dim] < shape[dim]
+        counted = inside if counted is None else counted & inside
+    return jnp.stack(_sums(bits, _places(bits.shape, shape, starts), counted))
 
 
-def _sums(bits: Any, places: Sequence[Any]) -> list[Any]:
-    """The two words of elements with these bits, at these places; of JAX's arrays or of NumPy's."""
+def _sums(bits: Any, places: Sequence[Any], counted: Any = None) -> list[Any]:
+    """The two words of elements with these bits, at these places, of JAX's arrays or NumPy's; of the `counted` ones."""
     sums = []
     for seed, rounds in _WORDS:
         mixed = np.uint32(seed)
         for place in places:
             mixed = _mix(place ^ mixed, rounds)
-        sums.append(_mix(bits ^ mixed, rounds).sum(dtype=np.uint32))
+        words = _mix(bits ^ mixed, rounds)
+        sums.append((words if counted is None else jnp.where(counted, words, 0)).sum(dtype=np.uint32))
     return sums
 
 

@@ -99,18 +99,18 @@ def save_arguments(items: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return arguments
 
 
-def read_items(folder: Path, wanted: dict[str, Any], *, partial: bool = False) -> dict[str, Any]:
+def read_items(folder: Path, wanted: dict[str, Any], *, partial: bool = False, strict: bool = True) -> dict[str, Any]:
     """The wanted items (name -> shape structs with shardings) of a checkpoint. Processes do not wait for each other.
 
-    `partial`: the structs are of some of the stored arrays. Arrays that are longer in it are cut, and those that are
-    shorter end with zeros: which shapes may differ is for the caller to know.
+    `partial`: the structs are of some of the stored arrays. Unless it is `strict`, arrays that are longer there are
+    cut, and those that are shorter end with zeros: which shapes may differ is for the caller to know.
     """
     folder = literal(folder)
     if partial:
         with _reader(ocp.PyTreeCheckpointHandler) as reader:
-            return {name: reader.restore(folder / name, args=_some_of(x)) for name, x in wanted.items()}
+            return {name: reader.restore(folder / name, args=_some_of(x, strict)) for name, x in wanted.items()}
     with _reader() as reader:
-        arguments = {name: ocp.args.StandardRestore(x, strict=False) for name, x in wanted.items()}
+        arguments = {name: ocp.args.StandardRestore(x, strict=strict) for name, x in wanted.items()}
         return {name: reader.restore(folder / name, args=args) for name, args in arguments.items()}
 
 
@@ -122,9 +122,9 @@ def stored_arrays(folder: Path, item: str) -> dict[str, tuple[tuple[int, ...], s
     return {name: (tuple(array.shape), str(array.dtype)) for name, array in dict(getattr(flat, "tree", flat)).items()}
 
 
-def _some_of(wanted: dict[str, Any]) -> ocp.args.PyTreeRestore:
+def _some_of(wanted: dict[str, Any], strict: bool) -> ocp.args.PyTreeRestore:
     arguments = ocp.checkpoint_utils.construct_restore_args(wanted)
-    arguments = jax.tree.map(lambda each: dataclasses.replace(each, strict=False), arguments)
+    arguments = jax.tree.map(lambda each: dataclasses.replace(each, strict=strict), arguments)
     return ocp.args.PyTreeRestore(wanted, restore_args=arguments, partial_restore=True)
 
 

@@ -141,7 +141,8 @@ class Checkpoints:
             arguments[CHANGED] = SaveChanged(changed.rows)
             num_bytes += changed.num_bytes - whole_bytes(items[TABLES])
         self._kept.add(step, base)
-        meta = Meta(evaluated_step, score, arrays, table_layout=to_json(self._table_layout), base=base)
+        layout = to_json(self._table_layout)
+        meta = Meta(evaluated_step, score, arrays, table_layout=layout, base=base, empty_layers=bool(filled))
         arguments["meta"] = ocp.args.JsonSave(meta.to_json())
 
         def start() -> None:

@@ -2,6 +2,8 @@
 
 Format 2 has the shape, dtype and fingerprint of each array. Format 3 also names the checkpoint with the whole embedding
 tables, of which this one has the rows that changed since; the fingerprints are those of the whole tables with these.
+Format 4 is format 2 of a pipeline whose last stage has fewer layers than others: stacked arrays on the disk are longer,
+as there is room for as many layers in it; shapes and fingerprints are those of the layers that there are.
 Format 1, of earlier versions of jaxdl, has no version, no checksum, fingerprints of another kind
 (`fingerprint.first_sums`), and only the shapes of the exchange's arrays.
 """
@@ -20,6 +22,8 @@ from jaxdl.training.checkpoint.errors import Damaged, Unusable, read_refused, un
 FORMAT = 2
 DIFFERENTIAL_FORMAT = 3
 """Of checkpoints that have some rows of the embedding tables, and need the whole ones of an earlier checkpoint."""
+LONGER_FORMAT = 4
+"""Of checkpoints whose stacked arrays are longer on the disk than their shapes."""
 META_FILE = "meta/metadata"
 _KEYS = {"format", "evaluated_step", "score", "fingerprints", "shapes", "dtypes", "checksum"}
 
@@ -48,6 +52,8 @@ class Meta:
     """Where the rows of embedding tables are, `jaxdl.parallel.embedding.places.to_json`."""
     base: int | None = None
     """The step of the checkpoint with the whole embedding tables, if this one has the rows that changed since."""
+    empty_layers: bool = False
+    """Whether stacked arrays on the disk have empty layers at the end, which `arrays` leave out."""
 
     @property
     def exchange_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -68,6 +74,8 @@ class Meta:
             content["table_layout"] = list(self.table_layout)
         if self.base is not None:
             content |= {"format": DIFFERENTIAL_FORMAT, "base": self.base}
+        if self.empty_layers:
+            content["format"] = LONGER_FORMAT
         return content | {"checksum": checksum(content)}
 
     def _each(self, value: Callable[[Stored], Any]) -> dict[str, dict[str, Any]]:
@@ -121,10 +129,10 @@ def read_meta(folder: Path) -> Meta:
     except Damaged as damage:
         raise Damaged(f"{META_FILE}: {damage}") from None
     version = values.get("format", 1)
-    if version not in (1, FORMAT, DIFFERENTIAL_FORMAT):
+    if version not in (1, FORMAT, DIFFERENTIAL_FORMAT, LONGER_FORMAT):
         raise Unusable(
             f"{folder}: this checkpoint has format {version}, but this version of jaxdl reads formats 1 to "
-            f"{DIFFERENTIAL_FORMAT}. "
+            f"{LONGER_FORMAT}. "
             "Use the version of jaxdl that wrote it."
         )
     try:
@@ -151,7 +159,8 @@ def _second_format(values: Mapping[str, Any]) -> Meta:
     }
     base = int(values["base"]) if values["format"] == DIFFERENTIAL_FORMAT else None
     layout = values.get("table_layout", ())
-    return Meta(int(values["evaluated_step"]), values["score"], arrays, table_layout=layout, base=base)
+    longer = values["format"] == LONGER_FORMAT
+    return Meta(int(values["evaluated_step"]), values["score"], arrays, FORMAT, layout, base, longer)
 
 
 def _first_format(values: Mapping[str, Any]) -> Meta:

@@ -34,7 +34,7 @@ from jaxdl.training.checkpoint.fingerprint import (
     first_sums,
     host_fingerprints,
     on_cpus,
-    tag_fingerprints,
+    tag_fingerprint,
     tagged_texts,
     text,
 )
@@ -85,8 +85,8 @@ def fingerprint_texts(items: Items, tag: int, shapes: Shapes = EMPTY) -> dict[st
     arrays: dict[str, dict[str, str]] = {item: {} for item in items}
     for group in groups.values():
         try:
-            parts = tuple((name, shapes[name]) for leaves in group.values() for name in leaves if name in shapes)
-            texts_of = tagged_texts(_fingerprints(group, np.uint32(tag), parts), tag)
+            counted = tuple((name, shapes[name]) for leaves in group.values() for name in leaves if name in shapes)
+            texts_of = tagged_texts(_fingerprints(group, np.uint32(tag), counted), tag)
         except Stale as error:  # The others go on, and wait for this process below.
             stale = error
             continue
@@ -94,8 +94,8 @@ def fingerprint_texts(items: Items, tag: int, shapes: Shapes = EMPTY) -> dict[st
             arrays[item] |= texts
     if hosted:
         wait_for_all()  # One host may have been slower than Gloo waits.
-        parts = [shapes.get(name, tuple(x.shape)) for (_, name), x in hosted.items()]
-        for (item, name), words in zip(hosted, host_fingerprints(list(hosted.values()), parts), strict=True):
+        sizes = [shapes.get(name, tuple(x.shape)) for (_, name), x in hosted.items()]
+        for (item, name), words in zip(hosted, host_fingerprints(list(hosted.values()), sizes), strict=True):
             arrays[item][name] = text(words)
     if stale is not None:
         raise stale
@@ -104,13 +104,11 @@ def fingerprint_texts(items: Items, tag: int, shapes: Shapes = EMPTY) -> dict[st
 
 @functools.partial(jax.jit, static_argnums=2)
 def _fingerprints(group: Items, tag: jax.Array, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Any:
-    parts = dict(shapes)
-
-    def one(name: str, x: jax.Array) -> jax.Array:
-        return x[tuple(slice(size) for size in parts[name])] if name in parts else x
-
-    group = {item: {name: one(name, x) for name, x in leaves.items()} for item, leaves in group.items()}
-    return tag_fingerprints(group, tag)
+    counted = dict(shapes)
+    return {
+        item: {name: tag_fingerprint(x, tag, counted.get(name)) for name, x in leaves.items()}
+        for item, leaves in group.items()
+    }
 
 
 def with_shapes(leaves: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
@@ -197,18 +195,20 @@ def _read(
 ) -> _Read:
     """Reads a checkpoint; nothing in here waits for other processes."""
     meta = read_meta(folder)
+    # Stacks may be longer in it, or here, than their layers; `_to_read` compares the layers that there are.
+    how = {"partial": partial, "strict": not (filled or meta.empty_layers)}
     base = open_base(folder, meta) if TABLES in wanted else None
     if TABLES in wanted and list(meta.table_layout) != places.to_json(layout):
         _check_tables(folder, meta, wanted[TABLES], layout)
         others = {name: x for name, x in wanted.items() if name != TABLES}
-        arrays = read_items(folder, _to_read(folder, meta, others, filled, partial=partial), partial=partial)
+        arrays = read_items(folder, _to_read(folder, meta, others, filled, partial=partial), **how)
         return _Read(arrays, meta, None, None, read_moved(folder, meta, base, wanted[TABLES], layout, allocate))
     to_read = _to_read(folder, meta, wanted, filled, partial=partial)
     tables = to_read.pop(TABLES, {})
     on_host = {name: x for name, x in tables.items() if on_hosts(x)}
     on_devices = {name: x for name, x in tables.items() if name not in on_host}
     whole, hosted = folder if base is None else base.folder, Hosted(on_host, allocate) if on_host else None
-    arrays = read_items(folder, to_read, partial=partial)
+    arrays = read_items(folder, to_read, **how)
     if on_devices:
         arrays |= read_items(whole, {TABLES: on_devices}, partial=partial or bool(on_host))
     if hosted is not None:
@@ -355,7 +355,7 @@ def _find_changes(items: Items, meta: Meta) -> list[str]:
         now = jax.tree.map(lambda x: str(int(x)), jax.device_get(_first_sums(items)))
     else:
         stored = json.dumps([{name: array.fingerprint for name, array in meta.arrays[item].items()} for item in items])
-        others = {  # Here, or there, with empty layers at the end.
+        others = {  # Those that have empty layers here.
             name: shape
             for item, leaves in items.items()
             for name, x in leaves.items()

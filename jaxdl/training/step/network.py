@@ -11,6 +11,7 @@ import jax
 
 from jaxdl.models.network import Call
 from jaxdl.parallel.gathering import Gathered, gather_params, whole_numbers
+from jaxdl.parallel.mesh import STAGE_AXES
 from jaxdl.parallel.precision import cast_weights
 from jaxdl.parallel.sharding import Layout, Params, is_names, use_layout
 from jaxdl.training.state import TABLES, ModelState
@@ -48,10 +49,13 @@ def run_network(
     """`apply_network` on the network's own inputs."""
     # What is evaluated, or served, is in 16 bits.
     layout = dataclasses.replace(layout, fp8_size=parts.precision.fp8_size if call.train else None)
+    network = parts.network
+    if network.empty_layers and layout.manual.isdisjoint(STAGE_AXES):  # Outside of a pipeline, as text is written.
+        (params, model_state), network = network.without_empty(params, model_state), network.filled
     with _precise(parts, layout):
-        used = cast_weights(params, parts.network.axes, parts.precision.weight_dtype)
-        used = gather_params(used, parts.network.axes)
-        return parts.network.call(call, used, model_state, *inputs)
+        used = cast_weights(params, network.axes, parts.precision.weight_dtype)
+        used = gather_params(used, network.axes)
+        return network.call(call, used, model_state, *inputs)
 
 
 def gathered_params(parts: Parts, layout: Layout, params: Params) -> Params:

@@ -3,7 +3,7 @@
 It is inside a `shard_map` that is manual over the stages. The network has the methods `enter`, `inside` and `leave` of
 `jaxdl.models.decoder.TransformerModule`. A stage's parameters are those stacked over layers; the others, such as
 tables, are on all stages. The last stage may have fewer layers than there is room for, see
-`jaxdl.training.step.turns.layers_of_stage`; what is behind them in its stacks is not read.
+`jaxdl.training.step.turns.room_for_layers`; what is behind them in its stacks is not read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxdl.models.logits import add_remarks
-from jaxdl.models.network import Call
+from jaxdl.models.network import Call, without_layers
 from jaxdl.parallel.collectives.primitive import alike
 from jaxdl.parallel.mesh import STAGE_AXES, platform
 from jaxdl.parallel.sharding import STACKED, Layout, LogicalAxes, Params, is_names, is_spec, without_axes
@@ -97,8 +97,8 @@ class Stage:
         network, given = self.parts.network, state
         used, gathered = self.parts.trainable.merged(self._joined(trained), self.params), self.gathered
         if empty:
-            used, gathered = (_without(empty, tree, network.axes) for tree in (used, gathered))
-            state = _without(empty, state, network.state_axes)
+            used, gathered = (without_layers(empty, tree, network.axes) for tree in (used, gathered))
+            state = without_layers(empty, state, network.state_axes)
         outputs, after = run_network(self.parts, self.layout, with_gathered(used, gathered), state, call, *inputs)
         return outputs, _with_rest(empty, after, given, network.state_axes) if empty else after
 
@@ -263,13 +263,6 @@ class Stage:
             return [self.layout.constrain(x, without_axes(spec, STAGE)) for x, spec in pairs]
 
         return Divided(constrained(grads.stacked, specs.stacked), constrained(grads.rest, specs.rest))
-
-
-def _without(empty: int, tree: Any, axes: LogicalAxes) -> Any:
-    """A tree without the last `empty` layers of its stacks; None stays as it is."""
-    return jax.tree.map(
-        lambda names, x: x if x is None or STACKED not in names else x[: len(x) - empty], axes, tree, is_leaf=is_names
-    )
 
 
 def _with_rest(empty: int, tree: Any, whole: Any, axes: LogicalAxes) -> Any:

@@ -8,7 +8,7 @@ _FORWARD, _BACKWARD = 1, 2
 
 def idle_share(stages: int, microbatches: int) -> float:
     """The part of the time in which a stage has nothing to do, (S - 1) / (M + S - 1)."""
-    return (stages - 1) / num_turns(stages, microbatches)
+    return (stages - 1) / time_in_turns(stages, microbatches)
 
 
 def kept_inputs(stages: int) -> int:
@@ -16,7 +16,7 @@ def kept_inputs(stages: int) -> int:
     return 2 * stages - 1 if stages > 1 else 0
 
 
-def num_turns(stages: int, microbatches: int) -> int:
+def time_in_turns(stages: int, microbatches: int) -> int:
     """The time of a step in turns of a forward and a backward pass, M + S - 1.
 
     The program has S - 1 turns more: in the first and the last S - 1 only one of the passes is computed.

@@ -87,7 +87,7 @@ class Worker:
             self._plans[mesh] = make_plan(base.replaced({"exchange": Dense(), **changes[mesh]}))
         for name in names:
             self._variants[name] = self._planned(name)
-        shapes = jax.tree.leaves(self._plans[_HOSTS].parts.network.param_shapes)
+        shapes = jax.tree.leaves(self._plans[_HOSTS].parts.network.filled.param_shapes)
         return {"num_parameters": sum(x.size for x in shapes), "devices": f"{jax.device_count()} virtual CPU devices"}
 
     def _planned(self, name: str) -> Plan:

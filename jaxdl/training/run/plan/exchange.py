@@ -20,7 +20,7 @@ from jaxdl.parallel.mesh import STAGE_AXES, Axis, platform, ways
 from jaxdl.parallel.sharding import STACKED, Layout, grad_specs, is_names, named
 from jaxdl.report.explanation import readable_bytes
 from jaxdl.training.experiment import Experiment
-from jaxdl.training.run.plan.network import make_network
+from jaxdl.training.run.plan.network import in_stages, make_network
 from jaxdl.training.run.plan.validate import check_candidates, idle_exchange
 
 
@@ -63,7 +63,8 @@ def exchanged_gradients(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> G
         freeze=experiment.step.freeze,
         embedding=experiment.embedding,
     )
-    layout = Layout(experiment.sharding, mesh)
+    room, network = in_stages(network, experiment.model, mesh, experiment.optimizer)
+    layout = Layout(experiment.sharding, mesh, stage_layers=room)
     shardings = by_name(named(mesh, grad_specs(layout, *network.trained)))
     shapes = {name: shardings[name].shard_shape(x.shape) for name, x in network.trained_shapes.items()}
     return Gradients(shapes, mesh.shape[Axis.REPLICA], network.gradient_layout(layout, experiment.agreement))

@@ -67,7 +67,7 @@ def dropout_off(parts: Parts, rows_of_replica: int) -> tuple[str, ...]:
     if parts.network.what is None:
         return ()
     rows = max(1, rows_of_replica // parts.config.microbatches)
-    names, advice = idle_dropout(parts.network, _input_shapes(parts, rows))
+    names, advice = idle_dropout(parts.network.filled, _input_shapes(parts, rows))
     if not names and advice:
         called, key = parts.network.called.__qualname__, parts.network.key_argument
         return (

@@ -152,11 +152,13 @@ def _check_stages(experiment: Experiment, option: str, num_stages: int) -> None:
     if layers is None:
         advice = "Take --model.scan-layers, or" if "scan_layers" in type(model).model_fields else "Choose"
         raise ConfigError(f"{option}: stages need stacked layers. {advice} {option.split()[0]} 1.")
-    if room_for_layers(layers, num_stages) is None:
-        fits = ", ".join(str(size) for size in range(1, layers + 1) if room_for_layers(layers, size))
+    every = experiment.optimizer.checked  # It may take means over stacks, in which no layer may be empty.
+    fits = [size for size in range(1, layers + 1) if (layers % size == 0 if every else room_for_layers(layers, size))]
+    if num_stages not in fits:
+        why = f", as --optimizer {experiment.optimizer.kind} needs it" if every else ""
         raise ConfigError(
-            f"{option}: {layers} layers cannot be divided among {num_stages} stages, of which all but the last have "
-            f"equally many. Choose one of {fits}."
+            f"{option}: {layers} layers cannot be divided among {num_stages} stages, of which all"
+            f"{'' if every else ' but the last'} have equally many{why}. Choose one of {', '.join(map(str, fits))}."
         )
     if experiment.task.takes_arrays or experiment.task.users_name:
         raise ConfigError(f"{option}: task {experiment.task.kind} reads the network's outputs whole. Choose 1.")
