@@ -276,7 +276,7 @@ def test_a_slow_network_and_few_tokens_make_stages_win():
         pipe = next(one for one in layouts.candidates if one.choice.replica < 4)
         [even] = re.findall(rf"a step has {tokens:,} tokens, fewer than the Q\* = ([\d,]+) below", said)
         # A step of Q* tokens would send as much as the exchange: of each token d numbers of 2 bytes there and back.
-        more = (int(even.replace(",", "")) - tokens) * 2 * 1024 * 2
+        more = (int(even.replace(",", "")) - tokens) / pipe.choice.replica * 2 * 1024 * 2
         more *= 1 + 3 / 2 * (pipe.choice.stage - 1) / pipe.choice.microbatches
         assert 2 * pipe.time.node_bytes + more == pytest.approx(2 * plain.time.node_bytes, rel=1e-4)
         assert said.startswith(f"{mesh_of(layouts.best.choice)} wins over ")

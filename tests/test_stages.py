@@ -47,11 +47,11 @@ MIXTURE = DECODER.replaced(
 # What else may be in a step. The gradients are clipped in each.
 TUNED = {
     "model.lora": LoRA(rank=4, random_base=True),
-    "optimizer": SGD(learning_rate=40.0, momentum=0.9),
+    "optimizer": SGD(learning_rate=60.0, momentum=0.9),
     "exchange": Dense(delay_steps=1),
     "guard.spike_deviations": 9.0,
     "step.ema_decay": 0.9,
-    "step.clip_norm": 0.02,
+    "step.clip_norm": 0.03,
 }
 FROZEN = {"optimizer": Muon(learning_rate=0.01), "step.freeze": ("embedding", "layers.mlp.*")}
 THREE = {"model.num_layers": 3}  # On two stages 2 and 1.
@@ -236,10 +236,9 @@ def test_a_run_resumes_with_its_bits_and_on_another_mesh(tmp_path):
         assert_bit_equal(begun, saved_state(source, experiment).params)
     # Four layers have as much room on two stages, and are another network.
     four = plan_of(DECODER.replaced({"exchange": exchange, **steps}), stage=2)
-    for one in (four, plan_of(four.experiment.replaced({"mesh": MeshConfig()}))):
-        with contextlib.closing(Checkpoints(whole, experiment.checkpoint, best_metric="a", best_mode="max")) as there:
-            with pytest.raises(Unusable, match="of another network"):
-                there.restore(one.parts.state_spec.abstract(), items=("model",))
+    there = Checkpoints(whole, experiment.checkpoint, best_metric="accuracy", best_mode="max")
+    with contextlib.closing(there), pytest.raises(Unusable, match=r"float32 \[3, .*\] in it, but float32 \[4, "):
+        there.restore(four.parts.state_spec.abstract(), items=("model",))
 
 
 @pytest.mark.parametrize(
@@ -293,7 +292,7 @@ def test_a_run_rolls_back_as_on_one_device(sizes, tmp_path, monkeypatch):
         (
             THREE | {"optimizer": Optax("adafactor", learning_rate=1e-3)},
             {"stage": 2},
-            "all have equally many, as --optimizer optax",
+            "equally many, as optimizer optax needs it",
         ),
         ({"precision": FP8(emulated=True)}, {"stage": 2}, "precision fp8 has no stages"),
         ({"agreement": Periodic()}, {"replica": 2, "stage": 2}, "has no stages"),

@@ -188,7 +188,6 @@ def make_state_spec(
         params, model_state = network.init(init_key)
         mine = trainable.of(params)
         start = Own(mine, model_state, optimizer.init(mine), precision.init_loss_scale(), guard.init_guard())
-        of_agreement = init_agreement(agreement, start, layout.mesh.shape[Axis.REPLICA], sums)
         return TrainState(
             step=jnp.int32(0),
             params=params,
@@ -199,7 +198,7 @@ def make_state_spec(
             loss_scale={} if agreement.keeps_replicas else start.loss_scale,
             guard={} if agreement.keeps_replicas else start.guard,
             key=jax.random.key_data(run_key),
-            agreement_state=of_agreement,
+            agreement_state=init_agreement(agreement, start, layout.mesh.shape[Axis.REPLICA], sums),
             tables={} if tables is None else tables.init(key),
         )
 
@@ -214,8 +213,8 @@ def make_state_spec(
         tables={} if tables is None else tables.specs,
     )
     filled = _filled_shapes(shapes, init, network, trainable) if network.empty_layers else {}
-    names = specs, gradient_specs, split_specs, opt_shapes
-    return StateSpec(init, init_exchange, *names, shapes, whole_specs, named(layout.mesh, whole_specs), filled)
+    names, places = (specs, gradient_specs, split_specs), (whole_specs, named(layout.mesh, whole_specs))
+    return StateSpec(init, init_exchange, *names, opt_shapes, shapes, *places, filled)
 
 
 def _filled_shapes(

@@ -207,9 +207,7 @@ def make_parts(
     """
     num_replicas, agreement, step = mesh.shape[Axis.REPLICA], experiment.agreement, experiment.step
     precision, guard = experiment.precision, experiment.guard
-    room, fitted = in_stages(
-        fit_network(experiment, spec, num_replicas, stacks), experiment.model, mesh, experiment.optimizer
-    )
+    room, fitted = in_stages(fit_network(experiment, spec, num_replicas, stacks), experiment, mesh)
     network = fitted.network
     optimizer = make_optimizer(experiment.optimizer, *fitted.trained)
     layout = Layout(experiment.sharding, mesh, stage_layers=room)

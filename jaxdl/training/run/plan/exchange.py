@@ -63,7 +63,7 @@ def exchanged_gradients(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> G
         freeze=experiment.step.freeze,
         embedding=experiment.embedding,
     )
-    room, network = in_stages(network, experiment.model, mesh, experiment.optimizer)
+    room, network = in_stages(network, experiment, mesh)
     layout = Layout(experiment.sharding, mesh, stage_layers=room)
     shardings = by_name(named(mesh, grad_specs(layout, *network.trained)))
     shapes = {name: shardings[name].shard_shape(x.shape) for name, x in network.trained_shapes.items()}

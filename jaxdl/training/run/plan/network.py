@@ -19,11 +19,12 @@ from jaxdl.exchange.agreement import Agreement, Fragments, make_fragments
 from jaxdl.models import Model, Network
 from jaxdl.models.network import Call
 from jaxdl.models.stacks import Dims, as_recorded, named_stacks
-from jaxdl.optim import Optimizer, Trainable, make_trainable
+from jaxdl.optim import Trainable, make_trainable
 from jaxdl.parallel.embedding import EmbeddingConfig, Table
 from jaxdl.parallel.embedding.table import check_tables
 from jaxdl.parallel.mesh import STAGE_AXES, Axis, inner_sizes, ways
 from jaxdl.parallel.sharding import STACKED, Layout, LogicalAxes, Params, grad_specs, is_names
+from jaxdl.training.experiment import Experiment
 from jaxdl.training.run.plan.validate import task_inputs
 from jaxdl.training.step.turns import room_for_layers
 from jaxdl.training.tasks import Task
@@ -136,19 +137,18 @@ def make_network(
     return TaskNetwork(network, task, spec, trainable, tables_of(model, embedding, spec))
 
 
-def in_stages(
-    fitted: TaskNetwork, model: Model, mesh: Mesh | AbstractMesh, optimizer: Optimizer
-) -> tuple[int | None, TaskNetwork]:
+def in_stages(fitted: TaskNetwork, experiment: Experiment, mesh: Mesh | AbstractMesh) -> tuple[int | None, TaskNetwork]:
     """(for how many layers each stage of the mesh has room, the network with so many); None for one stage.
 
     An optimizer that jaxdl does not know may take means over whole stacks, in which empty layers would count: for it
     there are none.
     """
-    stages, layers = ways(mesh.shape, STAGE_AXES), model.num_stacked_layers
+    model, stages = experiment.model, ways(mesh.shape, STAGE_AXES)
+    layers = model.num_stacked_layers
     if stages == 1 or layers is None:
         return None, fitted
     room = room_for_layers(layers, stages, model.output_layers(**fitted.spec.sizes()))
-    room = layers // stages if optimizer.checked else room
+    room = layers // stages if experiment.optimizer.checked else room
     assert room is not None, "validated before"
     if empty := room * stages - layers:
         fitted = replace(fitted, network=fitted.network.with_empty_layers(empty))
