@@ -101,7 +101,7 @@ def _of_experts(plan: Plan, tokens: int, ahead: int, back: int) -> dict[str, flo
     kernels = 3 * model.num_experts // size * model.embed_dim * model.mlp_dim * _FLOAT_BYTES
     sent = {_CONTEXT: back * _all_reduce(kernels, sizes[_CONTEXT])}
     choices, width = tokens * model.experts_per_token, model.embed_dim * _FLOAT_BYTES
-    options: dict[experts.Dispatch, int] = {
+    options: dict[experts.Way, int] = {
         "gather": choices,
         "all_to_all": experts.rows_of_pair(size, choices, model.row_buffer),
     }

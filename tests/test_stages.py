@@ -47,11 +47,11 @@ MIXTURE = DECODER.replaced(
 # What else may be in a step. The gradients are clipped in each.
 TUNED = {
     "model.lora": LoRA(rank=4, random_base=True),
-    "optimizer": SGD(learning_rate=60.0, momentum=0.9),
+    "optimizer": SGD(learning_rate=40.0, momentum=0.9),
     "exchange": Dense(delay_steps=1),
     "guard.spike_deviations": 9.0,
     "step.ema_decay": 0.9,
-    "step.clip_norm": 0.03,
+    "step.clip_norm": 0.02,
 }
 FROZEN = {"optimizer": Muon(learning_rate=0.01), "step.freeze": ("embedding", "layers.mlp.*")}
 THREE = {"model.num_layers": 3}  # On two stages 2 and 1.
@@ -109,7 +109,7 @@ def on_one_device(kind):
 )
 def test_losses_are_those_of_one_device(kind, sizes):
     losses, sums = on_one_device(kind)
-    assert losses[-1] < 0.98 * losses[0], "ten steps should have learnt something, or equality proves nothing"
+    assert losses[-1] < 0.985 * losses[0], "ten steps should have learnt something, or equality proves nothing"
     staged, staged_sums = trained(plan_of(KINDS[kind], **sizes))
     np.testing.assert_allclose(staged, losses, rtol=1e-5)
     for part in (sums, staged_sums):

@@ -10,12 +10,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.figures.draw_idea import png, texts
-from jaxdl.parallel.collectives.experts import Dispatch, sent_bytes
+from jaxdl.parallel.collectives.experts import Way, sent_bytes
 from jaxdl.report import style
 
 SIZES = (2, 4, 8, 16, 32, 64, 128)
 TOKENS, EMBED = 8192, 2048
-WAYS: dict[Dispatch, str] = {"gather": "all tokens gathered", "all_to_all": "all-to-all"}
+WAYS: dict[Way, str] = {"gather": "all tokens gathered", "all_to_all": "all-to-all"}
 
 
 def experts_bytes() -> bytes:
