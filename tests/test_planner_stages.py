@@ -275,6 +275,8 @@ def test_a_slow_network_and_few_tokens_make_stages_win():
         plain = next(one for one in layouts.candidates if one.choice.replica == 4)
         pipe = next(one for one in layouts.candidates if one.choice.replica < 4)
         [even] = re.findall(rf"a step has {tokens:,} tokens, fewer than the Q\* = ([\d,]+) below", said)
+        [by_time] = re.findall(r"send for a shorter time below ([\d,]+)\)", said)
+        assert int(by_time.replace(",", "")) == pytest.approx(int(even.replace(",", "")), rel=0.25)  # But for latency.
         # A step of Q* tokens would send as much as the exchange: of each token d numbers of 2 bytes there and back.
         more = (int(even.replace(",", "")) - tokens) / pipe.choice.replica * 2 * 1024 * 2
         more *= 1 + 3 / 2 * (pipe.choice.stage - 1) / pipe.choice.microbatches

@@ -177,9 +177,8 @@ def machine_of(experiment: Experiment, asked: PlanAuto, mesh: Any) -> Machine:
     replicas = mesh.shape[Axis.REPLICA.value]
     configs = exchange.configs(replicas) if isinstance(exchange, Auto) else [exchange]
     needed = Figures.of([config for config in configs if isinstance(config, ExchangeConfig)])
-    needed |= Figures(
-        collectives=(*ALWAYS_MEASURED, "all_to_all", *((TURN,) if experiment.model.splits_layers else ()))
-    )
+    staged = (TURN,) if experiment.model.splits_layers and replicas > 1 else ()
+    needed |= Figures(collectives=(*ALWAYS_MEASURED, "all_to_all", *staged))
     wait_for_all()  # Gloo gives up when a process measures 30 s after another.
     machine = probe(
         mesh,

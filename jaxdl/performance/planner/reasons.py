@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from jaxdl.parallel.mesh import RARE_AXES
 from jaxdl.performance.planner import pipeline
 from jaxdl.performance.planner.choices import Choice
-from jaxdl.performance.planner.search import Candidate, SearchResult
+from jaxdl.performance.planner.decoder import Decoder
+from jaxdl.performance.planner.search import Candidate, Cluster, SearchResult
 from jaxdl.training.step.turns import idle_share, num_messages
 
 
@@ -134,16 +135,30 @@ def why_it_wins(layouts: SearchResult) -> str:
     if not several or not plain.time.node_bytes:
         return f"{says}: {waits}, and they save no message on a slow network"
     tokens = decoder.tokens(layouts.batch_size)
-    node_bytes, of_pipe = (one.time.node_bytes * cluster.gpus_per_node for one in (plain, pipe))
-    microbatches = pipe.choice.microbatches
-    nothing = num_messages(pipe.choice.stage, microbatches) / (2 * microbatches) - 1
-    own = tokens / pipe.choice.replica  # Tokens that a node sends on: those of its replica.
-    others = of_pipe - own * pipeline.activation_bytes(1, decoder.width, decoder.itemsize) * (1 + nothing)
-    even = pipe.choice.replica * pipeline.break_even_tokens(
-        node_bytes, decoder.width, decoder.itemsize, others=others, sent_for_nothing=nothing
-    )
+    even, by_time = _break_even(pipe, plain, decoder, tokens, cluster)
     side = "fewer" if tokens < even else "more"
     return (
         f"{says}: a step has {tokens:,.0f} tokens, {side} than the Q* = {even:,.0f} below which stages on "
-        f"{cluster.nodes} nodes send less than {plain.exchange.label}; {waits}"
+        f"{cluster.nodes} nodes send less than {plain.exchange.label} (and send for a shorter time below "
+        f"{by_time:,.0f}); {waits}"
     )
+
+
+def _break_even(
+    pipe: Candidate, plain: Candidate, decoder: Decoder, tokens: float, cluster: Cluster
+) -> tuple[float, float]:
+    """The tokens of a step at which nodes send as many bytes as stages as they exchange, and those of equal times.
+
+    Bytes of short messages to and fro may take longer than those of an exchange.
+    """
+    node_bytes, of_pipe = (layout.time.node_bytes * cluster.gpus_per_node for layout in (plain, pipe))
+    microbatches, replicas = pipe.choice.microbatches, pipe.choice.replica
+    nothing = num_messages(pipe.choice.stage, microbatches) / (2 * microbatches) - 1
+    # A node sends on the tokens of its replica.
+    sent_on = tokens / replicas * pipeline.activation_bytes(1, decoder.width, decoder.itemsize) * (1 + nothing)
+    even = pipeline.break_even_tokens(
+        node_bytes, decoder.width, decoder.itemsize, others=of_pipe - sent_on, sent_for_nothing=nothing
+    )
+    share = sent_on / of_pipe
+    messages_sec = share * pipe.time.slow_sec
+    return replicas * even, tokens * max(0.0, plain.time.slow_sec - (1 - share) * pipe.time.slow_sec) / messages_sec
