@@ -196,7 +196,7 @@ def rewrite_meta(workdir, change, step=2):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda meta: meta.update(format=4), "has format 4, but this version of jaxdl reads formats 1 to 3"),
+        (lambda meta: meta.update(format=5), "has format 5, but this version of jaxdl reads formats 1 to 4"),
         (lambda meta: meta.pop("evaluated_step"), "it has no evaluated_step"),
         (lambda meta: meta.pop("fingerprints"), "it has no fingerprints"),
         (lambda meta: meta["fingerprints"]["model"].update(more="0"), "another version of jaxdl wrote"),
