@@ -297,8 +297,8 @@ def test_the_cluster_is_measured(tmp_path):
     for name, steps in ((streamed, 32), (AGREEMENTS[-1], 1)):
         assert rows[name]["predicted_mb"] == pytest.approx(num_bytes / 1e6 / steps, rel=0.01)
         assert num_bytes / steps < 1e6 * rows[name]["wire_mb"] < 1.3 * num_bytes / steps + 5000
-    # A message of 16 / 4 examples of 4 tokens in each of 4 + 1 turns from one host, in 4 + 2 from the other; and gradients
-    # of the tables.
+    # A message of 16 / 4 examples of 4 tokens in each of 4 + 1 turns from one host, in 4 + 2 from the other; and
+    # gradients of the tables.
     staged, tables = rows[PIPELINE], 4 * (32 * 96 + 96)
     assert staged["predicted_mb"] == pytest.approx(((5 + 6) / 2 * 4 * 4 * 96 * 4 + tables) / 1e6)
     assert 0.9 * staged["predicted_mb"] < staged["wire_mb"] < 1.3 * staged["predicted_mb"] + 0.01
