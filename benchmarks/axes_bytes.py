@@ -100,15 +100,11 @@ def _of_experts(plan: Plan, tokens: int, ahead: int, back: int) -> dict[str, flo
     # All devices that split a text compute with all kernels of a device, whose gradients are summed over them.
     kernels = 3 * model.num_experts // size * model.embed_dim * model.mlp_dim * _FLOAT_BYTES
     sent = {_CONTEXT: back * _all_reduce(kernels, sizes[_CONTEXT])}
-    choices, width = tokens * model.experts_per_token, model.embed_dim * _FLOAT_BYTES
-    options: dict[experts.Way, int] = {
-        "gather": choices,
-        "all_to_all": experts.rows_of_pair(size, choices, model.row_buffer),
-    }
-    forward, numbers = min(
-        (experts.sent_bytes(way, size, tokens, model.experts_per_token, width, model.row_buffer), 4 * (size - 1) * rows)
-        for way, rows in options.items()
-    )
+    per_token, width = model.experts_per_token, model.embed_dim * _FLOAT_BYTES
+    how = (size, tokens, per_token, width, model.row_buffer)
+    way, choices = experts.way_of_fewer_bytes(*how), tokens * per_token
+    rows = choices if way == "gather" else experts.rows_of_pair(size, choices, model.row_buffer)
+    forward, numbers = experts.sent_bytes(way, *how), 4 * (size - 1) * rows
     return sent | {_FSDP: float((ahead + 2 * back) * forward - back * numbers)}
 
 

@@ -109,7 +109,8 @@ def on_one_device(kind):
 )
 def test_losses_are_those_of_one_device(kind, sizes):
     losses, sums = on_one_device(kind)
-    assert losses[-1] < 0.985 * losses[0], "ten steps should have learnt something, or equality proves nothing"
+    least = 0.985 if kind == "tuned" else 0.98  # Adapters learn slowly where each gradient is clipped.
+    assert losses[-1] < least * losses[0], "ten steps should have learnt something, or equality proves nothing"
     staged, staged_sums = trained(plan_of(KINDS[kind], **sizes))
     np.testing.assert_allclose(staged, losses, rtol=1e-5)
     for part in (sums, staged_sums):
