@@ -75,6 +75,24 @@ def test_four_learners_one_slow_one_killed_and_started_again(tmp_path, bits):
     assert newest_state(tmp_path)[0].fields["standing"]["version"] == result.version
 
 
+def test_no_named_time_passes_between_two_readings_of_a_clock(tmp_path, monkeypatch):
+    """On a slow machine, much time lies between two readings: ticks that are due come before what arrived later."""
+    now_us = Syncer._now_us
+
+    def slow(syncer):
+        time.sleep(0.002)
+        return now_us(syncer)
+
+    monkeypatch.setattr(Syncer, "_now_us", slow)
+    policy = Policy(learners=4, every_steps=1, total_steps=400, quorum=2, grace_sec=0.01)
+    with Running(tmp_path, policy, OUTER) as running:
+        for number in range(4):
+            running.learner(number, Softmax(number, delay_sec=0.004 * number))
+        running.wait()
+    records = read_tape(tmp_path / TAPE_FILE)
+    assert simulated(records) == decided(records)
+
+
 def test_a_replay_names_the_first_difference(tmp_path):
     policy = Policy(learners=2, every_steps=2, total_steps=20)
     with Running(tmp_path, policy, OUTER) as running:

@@ -122,8 +122,10 @@ def test_two_processes_under_a_launcher(tmp_path):
     os.kill(json.loads(pids.read_text())["hosts"]["host1"], signal.SIGKILL)
     wait_for(launcher, (workdir / "failures" / "1" / "stderr-host1.txt").exists)
     kept = json.loads((workdir / "failures" / "1" / "failure.json").read_text())
-    assert kept["exit_code"] == 75
-    assert "jaxdl.train" in kept["command"] or "train.py" in kept["command"], "the process itself has written it"
+    if kept["exit_code"] == 75:
+        assert "jaxdl.train" in kept["command"] or "train.py" in kept["command"], "the process itself has written it"
+    else:  # It waits a few seconds for the disk, not longer: then the launcher writes it, with the first one's code.
+        assert (kept["exit_code"], "command" in kept) == (137, False)
     assert "host1 (process 1) exited" in (workdir / "failures" / "1" / "stderr-host0.txt").read_text()
     wait_for(launcher, lambda: read_row(workdir).restart == 1 and read_record(workdir).state == State.PROCESSING)
     assert "SIGKILL" in read_record(workdir).reason.text

@@ -142,13 +142,16 @@ class Syncer:
         wake_us = self._centre.wake_us
         return _POLL_SEC if wake_us is None else min(_POLL_SEC, max(0.0, (wake_us - self._now_us()) / SECOND_US))
 
-    def _tick(self) -> None:
-        """Tells the policy that time has passed: the very time that it named, however late this is noticed."""
-        while (wake_us := self._centre.wake_us) is not None and wake_us <= self._now_us():
+    def _tick(self) -> int:
+        """The time of the next event, after the policy was told that time has passed: each time that it named until
+        then, however late this is noticed. The clock is read once: no named time may lie between two readings."""
+        now_us = self._now_us()
+        while (wake_us := self._centre.wake_us) is not None and wake_us <= now_us:
             self._tell(Tick(wake_us))
+            now_us = max(now_us, self._last_us + 1)
+        return now_us
 
     def _hear(self, news: News) -> None:
-        self._tick()
         guest = news.guest
         match news.what:
             case "hello":
@@ -160,7 +163,7 @@ class Syncer:
                 delta = news.delta
                 assert delta is not None
                 arrive = Arrive(
-                    self._now_us(),
+                    self._tick(),
                     guest.learner,
                     delta.round,
                     delta.version,
@@ -230,13 +233,13 @@ class Syncer:
             self._save(wait=True)
         self._guests.add(guest)
         self._say(f"learner {hello.process} joined from {hello.host}{' again' if hello.round else ''}")
-        self._tell(Join(self._now_us(), hello.process, hello.life, hello.round, hello.working, hello.resumes))
+        self._tell(Join(self._tick(), hello.process, hello.life, hello.round, hello.working, hello.resumes))
 
     def _leave(self, guest: Guest, why: str, *, finished: bool) -> None:
         self._guests.forget(guest)
         guest.close()
         self._say(f"learner {guest.learner} {'has finished' if finished else f'is lost: {why}'}")
-        self._tell(Leave(self._now_us(), guest.learner, finished, why))
+        self._tell(Leave(self._tick(), guest.learner, finished, why))
 
     def _tell(self, event: Event, delta: Vector | None = None) -> None:
         """Lets the centre handle an event, and sends what follows once that is on the tape."""

@@ -24,6 +24,8 @@ DELIBERATE = (MISTAKE, DIVERGED)
 """Exit codes that all processes reach alike: a user error, a diverged run."""
 FAREWELL_SEC = 2.0
 """How long an exiting process waits until its reason is sent, and until it is printed."""
+ACT_SEC = 5.0
+"""How long an exiting process waits until what it keeps of its failure is on disk."""
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
@@ -48,7 +50,7 @@ _before_end: list[Callable[[str, int], None]] = []
 
 @contextlib.contextmanager
 def called_before_end(act: Callable[[str, int], None]) -> Iterator[None]:
-    """Context in which `end_process` first calls `act(reason, code)`, and waits for it at most `FAREWELL_SEC`."""
+    """Context in which `end_process` first calls `act(reason, code)`, and waits for it at most `ACT_SEC`."""
     _before_end.append(act)
     try:
         yield
@@ -72,13 +74,13 @@ def end_process(reason: str, code: int, *, last: Callable[[], None] = lambda: No
 
     # The thread that holds the lock of a stream may be blocked by a reader that is gone; do not wait for it. Nor for a
     # disk that does not answer.
-    threads = [threading.Thread(target=speak, daemon=True)]
-    threads += [threading.Thread(target=act, args=(reason, code), daemon=True) for act in _before_end]
-    for thread in threads:
+    begin = time.monotonic()
+    threads = [(threading.Thread(target=speak, daemon=True), FAREWELL_SEC)]
+    threads += [(threading.Thread(target=act, args=(reason, code), daemon=True), ACT_SEC) for act in _before_end]
+    for thread, _ in threads:
         thread.start()
-    end = time.monotonic() + FAREWELL_SEC
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
+    for thread, limit_sec in threads:
+        thread.join(max(0.0, begin + limit_sec - time.monotonic()))
     try:
         last()
     finally:
