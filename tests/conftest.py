@@ -18,6 +18,8 @@ if FIRST_PROCESS:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+    # A device may wait in two collectives at a time: with a thread for each device the last one could find none.
+    os.environ["PJRT_NPROC"] = "16"
     # Each program runs a few times on little data: compiling it is what takes time. XLA cuts each in up to 32 parts
     # for as many cores; here the workers use them, and the parts cost a tenth more.
     fast_compile = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]

@@ -19,6 +19,8 @@ DEVICE_COUNT = "xla_force_host_platform_device_count"
 
 _MALLOC_OPTIONS = {-1: 2**31 - 1, -2: 2**26, -4: 0, -8: 1}
 """M_TRIM_THRESHOLD, M_TOP_PAD (64 MiB), M_MMAP_MAX and M_ARENA_MAX of malloc.h."""
+_POOL_SIZE = ("PJRT_NPROC", "NPROC")
+"""The variables from which XLA takes the number of threads of its pool on CPUs; the first one counts."""
 _UNKNOWN_PLATFORM = "is not in the list of known backends"
 """JAX's error text for an unknown platform or a missing plugin: retrying is useless."""
 
@@ -61,6 +63,18 @@ def _names_flag(name: str, library: mmap.mmap) -> bool:
     while there > 0 and re.fullmatch(rb"[A-Za-z0-9_]", library[there - 1 : there]):
         there = library.find(name.encode() + b"\0", there + 1)
     return there > 0
+
+
+def enlarge_thread_pool(num_devices: int) -> None:
+    """Gives XLA's CPU backend two threads for each of `num_devices` virtual devices, before JAX starts.
+
+    The devices share one pool, by default of one thread for each device or core. A device that waits in two collectives
+    that do not depend on each other holds two threads; without spare ones another device never arrives, and XLA ends
+    the process after its timeout. Does nothing where the cores are enough, or the environment has a number of its own.
+    """
+    num_threads = 2 * num_devices
+    if num_devices > 1 and num_threads > (os.cpu_count() or 1) and not any(name in os.environ for name in _POOL_SIZE):
+        os.environ[_POOL_SIZE[0]] = str(num_threads)
 
 
 def keep_freed_memory() -> None:

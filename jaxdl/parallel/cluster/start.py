@@ -16,7 +16,12 @@ from jaxdl.core.startup import check_cpu_devices
 from jaxdl.parallel.cluster.address import ClusterSpec, find_cluster_spec, host_name, several_processes, unused_note
 from jaxdl.parallel.cluster.consistency import describe_process, difference, unequal_counts
 from jaxdl.parallel.cluster.heartbeat import heartbeat
-from jaxdl.parallel.cluster.machine import check_xla_flags, keep_freed_memory, open_devices
+from jaxdl.parallel.cluster.machine import (
+    check_xla_flags,
+    enlarge_thread_pool,
+    keep_freed_memory,
+    open_devices,
+)
 from jaxdl.parallel.cluster.meeting import ClusterError
 from jaxdl.parallel.cluster.membership import current
 from jaxdl.parallel.cluster.rendezvous import meet
@@ -75,6 +80,7 @@ def start_devices(
         check_cpu_devices(count, "--mesh.cpu-devices" if launched is None else "--devices-per-host")
         if launched is None and experiment is not None:
             _note_unused_platforms(count)
+        enlarge_thread_pool(count)
         try:
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", count)
