@@ -17,8 +17,8 @@ from photographs import encoded, folder_of_photographs, photograph
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data import Cache, ImageFolder, ImageTars, Photos, remote
+from jaxdl.data.images.cpus import num_cpus
 from jaxdl.data.images.memfd import read_shared, write_shared
-from jaxdl.data.images.photos import num_cpus
 from jaxdl.data.images.shm import memory_folder, release, shared_folder
 from jaxdl.data.source import TrainRows
 from jaxdl.parallel.cluster import ClusterError

@@ -2,7 +2,7 @@
 
 A data config (`Arrays`, `Digits`, `TFDS`, `ImageFolder`, `ImageTars`, `TextFiles`, `Documents`, `Mixture`,
 `SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `MovieLens`,
-`Clicks`, `Criteo`, `Tabular`, `ParquetImages`, `ParquetPhotos`)
+`Clicks`, `Criteo`, `Tabular`, `ParquetImages`, `ParquetPhotos`, `TextStream`, `ImageStream`)
 builds `Splits`: a training and a held-out `Source`. A source only returns the rows of given examples; `EpochShuffle`
 chooses the examples of a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and place them on the
 mesh.
@@ -25,6 +25,8 @@ from jaxdl.data.pairs import PairData, Pairs, TFDSPairs
 from jaxdl.data.source import Data, ImageArrays, Source, Splits
 from jaxdl.data.spec import ArraySpec, DataSpec, ImageSpec, TextSpec, spec_from_json, spec_to_json
 from jaxdl.data.staging import Stage
+from jaxdl.data.streams.image_stream import ImageStream
+from jaxdl.data.streams.text_stream import TextStream
 from jaxdl.data.synthetic import SyntheticImages, SyntheticText
 from jaxdl.data.synthetic_pairs import SyntheticPairs
 from jaxdl.data.tables.clicks import CRITEO_NUM_IDS, CRITEO_ROWS, Clicks
@@ -58,6 +60,7 @@ __all__ = [
     "ImageArrays",
     "ImageFolder",
     "ImageSpec",
+    "ImageStream",
     "ImageTars",
     "Mixture",
     "MovieLens",
@@ -83,6 +86,7 @@ __all__ = [
     "TabularSpec",
     "TextFiles",
     "TextSpec",
+    "TextStream",
     "TokenWindows",
     "TrainLoader",
     "eval_batches",

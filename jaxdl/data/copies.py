@@ -278,12 +278,13 @@ def change_note(path: Path, changed: Callable[[dict[str, Any]], dict[str, Any]])
         replace_file(path, json.dumps(now | changed(now)).encode())
 
 
-def remove_unused(made: Path) -> None:
+def remove_unused(made: Path, within: str = _OWN) -> None:
     """Removes a copy in this user's own cache, unless somebody has it `Hold`, and on disks without locks.
 
-    Elsewhere it stays: other users may read it, and computers that do not know of each other's locks.
+    Elsewhere it stays, since other users may read it, and computers that do not know of each other's locks; unless it
+    is `within` a folder that was named for copies that come and go.
     """
-    if not made.resolve().is_relative_to(expand_home(_OWN).resolve()):
+    if not made.resolve().is_relative_to(expand_home(within).resolve()):
         return
     # Without the file it is of an earlier version, whose readers may hold nothing.
     with contextlib.suppress(OSError), (made / _USED).open("r+b") as file:

@@ -6,6 +6,9 @@ import abc
 
 import numpy as np
 
+ENDLESS = 2**62
+"""The number of examples of a stream, whose end is not known: more than any run sees."""
+
 
 class Order(abc.ABC):
     """The endless stream of training examples, a pure function of (seed, position)."""

@@ -12,9 +12,12 @@ import numpy as np
 import pydantic
 
 from jaxdl.core.config import Config, ConfigError, Periodic
+from jaxdl.data.order import ENDLESS
 
 _MOST_STEPS = 2**31 - 1
 """The counter of the steps is an int32."""
+_PERIODS = 10
+"""Evaluations and checkpoints of a run on a stream, without another period."""
 
 
 class Phase(Config):
@@ -68,16 +71,27 @@ class Timeline:
         return segment.start + (step - segment.first) * segment.batch_size
 
     def epoch(self, step: int) -> float:
-        """How many epochs have been seen after `step` steps."""
-        return self.position(step) / self.num_examples
+        """How many epochs have been seen after `step` steps; 0 of a stream, whose epochs have no known length."""
+        return 0.0 if self.is_endless else self.position(step) / self.num_examples
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the examples are a stream."""
+        return self.num_examples == ENDLESS
 
     def due(self, step: int, period: Periodic, num_steps: int = 1) -> bool:
-        """Whether the last `num_steps` steps up to `step` cross a multiple of the period, or end the run."""
+        """Whether the last `num_steps` steps up to `step` cross a multiple of the period, or end the run.
+
+        The period is an epoch by default, and of a stream a tenth of the run.
+        """
         if step == 0 or step == self.total_steps:
             return step > 0
         before = max(0, step - num_steps)
-        if period.every_steps:
-            return step // period.every_steps > before // period.every_steps
+        every_steps = period.every_steps
+        if every_steps is None and self.is_endless:
+            every_steps = -(-self.total_steps // _PERIODS)
+        if every_steps:
+            return step // every_steps > before // every_steps
         # In examples: an epoch need not be a whole number of steps.
         examples = (period.every_epochs or 1.0) * self.num_examples
         return self.position(step) // examples > self.position(before) // examples

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from jaxdl.data.order import EpochShuffle, Order
 from jaxdl.data.remote import Outage
 from jaxdl.data.source import Former
 from jaxdl.parallel.cluster import ClusterError
@@ -171,6 +172,14 @@ class Records(abc.ABC):
     @abc.abstractmethod
     def name(self, index: int) -> str:
         """Name of the example in messages."""
+
+    def order(self, seed: int) -> Order:
+        """The order in which training sees the examples."""
+        return EpochShuffle(len(self), seed)
+
+    def after(self, index: int, number: int) -> int:
+        """The example `number` places after one, which replaces it in training when those before are damaged."""
+        return (index + number) % len(self)
 
     def beside(self, index: int) -> Sequence[int]:
         """Other examples that are read from storage together with this one, so that a cache should take them too."""

@@ -78,7 +78,7 @@ def find(address: str, suffixes: tuple[str, ...], others: list[str] | None = Non
             if is_hidden(below) or below.endswith("/"):  # Some stores list a folder as an empty file.
                 continue
             if below.lower().endswith(suffixes):
-                files.append(FileEntry(f"{scheme}://{info['name']}", below, info["size"], _version(info)))
+                files.append(FileEntry(_address(scheme, info["name"]), below, info["size"], _version(info)))
             else:
                 others.append(below)
         return sorted(files, key=lambda file: file.name)
@@ -159,7 +159,7 @@ def expand(pattern: str) -> list[FileEntry]:
             names = sorted(shown)
             rows = [system.info(name) for name in names]
         files = [
-            FileEntry(f"{scheme}://{info['name']}", os.path.basename(info["name"]), info["size"], _version(info))
+            FileEntry(_address(scheme, info["name"]), os.path.basename(info["name"]), info["size"], _version(info))
             for info in rows
         ]
     else:
@@ -286,6 +286,25 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def copy(address: str, path: Path) -> None:
+    """Copies a remote file to a local path. Raises ConfigError for one that cannot be read, Outage as `read` does."""
+    system, place = _filesystem(address)
+    for pause_sec in (*PAUSES_SEC, None):
+        try:
+            system.get_file(place, str(path))
+            return
+        except _FINAL as error:
+            if getattr(error, "filename", None) == str(path):
+                raise
+            raise ConfigError(f"{address}: it cannot be read ({type(error).__name__}: {first_line(error)}).") from None
+        except Exception as error:  # Each cloud library raises its own types.
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            if pause_sec is None:
+                raise Outage(f"{address}: {type(error).__name__}: {first_line(error)}") from None
+            time.sleep(pause_sec)
+
+
 def open_stream(address: str) -> Any:
     """The file, open for reading in binary."""
     if is_remote(address):
@@ -318,6 +337,11 @@ def _listing(address: str) -> Iterator[None]:
             f"{address}: it cannot be listed ({type(error).__name__}: {error}). Check the address, the credentials and "
             "the network."
         ) from None
+
+
+def _address(scheme: str, name: str) -> str:
+    """The address of what a file system lists: that of HTTP lists whole addresses, others leave out the scheme."""
+    return name if is_remote(name) else f"{scheme}://{name}"
 
 
 def _version(info: dict[str, Any]) -> str:

@@ -117,6 +117,8 @@ class Source(abc.ABC):
 
     spec: DataSpec
     """Shapes and statistics; the same for the training and the held-out source."""
+    is_endless: bool = False
+    """Whether the number of examples is not known before they are read, as of streams; it is `ENDLESS` then."""
     reuses_memory: bool = False
     """Whether `train_batches` and `eval_batches` overwrite what they yielded."""
 

@@ -17,8 +17,9 @@ import pydantic
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data.codec import Codec
+from jaxdl.data.images.cpus import num_cpus
 from jaxdl.data.images.photo import upright
-from jaxdl.data.images.photos import Photos, num_cpus
+from jaxdl.data.images.photos import Photos
 from jaxdl.data.lines import Span
 from jaxdl.data.prepared import StoredSplit, Unreadable, find_test_split, open_builder, open_split, staged_folder
 from jaxdl.data.records import BadRecord, Records

@@ -60,7 +60,8 @@ def data_fact(config: Config, splits: Any) -> str:
     name = getattr(config, "name", None)
     kind = f"{getattr(config, 'kind', 'data')}{f' {name}' if name else ''}"
     remark = splits.train.remark()
-    counts = f"{len(splits.train):,} training and {len(splits.test):,} held-out {noun}"
+    num_train = "a stream of" if splits.train.is_endless else f"{len(splits.train):,}"
+    counts = f"{num_train} training and {len(splits.test):,} held-out {noun}"
     return f"{kind}: {counts} of {what}{f'; {remark}' if remark else ''}"
 
 

@@ -137,11 +137,11 @@ class Maker:
 
     def _row(self, work: Work, view: View, index: int, epoch: int, out: np.ndarray, made: Made) -> int | None:
         """Makes one row; returns its label, or None for a damaged example in evaluation."""
-        count = len(self._plan.splits[work.split].records)
-        for tried in range(count if view.train else 1):
+        records = self._plan.splits[work.split].records
+        for tried in range(len(records) if view.train else 1):
             if self._ends(work.split, made):  # Do not try all the others.
                 return None
-            label = self._image(work, view, (index + tried) % count, epoch, out, made)
+            label = self._image(work, view, records.after(index, tried), epoch, out, made)
             if label is not None:
                 return label
         return None

@@ -7,9 +7,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import math
-import os
-import re
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Container, Generator, Iterator
@@ -23,11 +20,13 @@ import pydantic
 from jaxdl.core.config import Config, ConfigError
 from jaxdl.core.paths import expand_home
 from jaxdl.data.images.colours import Jitter
+from jaxdl.data.images.cpus import num_cpus
 from jaxdl.data.images.damage import Damage
 from jaxdl.data.images.maker import Made, PipelinePlan, SplitPlan, TierPlan, Work
 from jaxdl.data.images.pool import Pool
 from jaxdl.data.images.shm import check_shared, clear_abandoned, release, shared_folder, shared_path
 from jaxdl.data.images.view import Erasing, View
+from jaxdl.data.order import ENDLESS, Order
 from jaxdl.data.records import Records
 from jaxdl.data.source import Activity, Source, Splits, TrainRows, check_classes
 from jaxdl.data.spec import ImageSpec
@@ -298,6 +297,15 @@ class PhotoSource(Source):
         """What `content` may have been of the same images, in earlier versions or when others could be read."""
         return self.pipeline.records[self._split].former_examples
 
+    @property
+    def is_endless(self) -> bool:
+        """Whether they are a stream."""
+        return len(self) == ENDLESS
+
+    def order(self, seed: int) -> Order:
+        """That of the records: a stream has its own."""
+        return self.pipeline.records[self._split].order(seed)
+
     def activity(self) -> Activity:
         """Statistics of the pipeline so far, for all splits."""
         return self.pipeline.so_far()
@@ -370,29 +378,3 @@ class PhotoSource(Source):
             for offset, _, futures in pending:
                 wait(futures)  # Workers write there until then.
                 area.give_back(offset)
-
-
-def num_cpus() -> int:
-    """CPUs that this process may use: at most its share of the host, if several processes of the run are on it."""
-    every = os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
-    return max(1, min(allowed, every // processes_of_host(), _quota()))
-
-
-def _quota() -> int:
-    """CPU limit of the container."""
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
-        return math.ceil(int(limit) / int(period))
-    except (OSError, ValueError):  # No such file, or "max": no limit.
-        return os.cpu_count() or 1
-
-
-def processes_of_host() -> int:
-    """Processes of the run on this host, according to jaxdl's launcher, Open MPI or Slurm; 1 if unknown."""
-    for name in ("JAXDL_PROCESSES_OF_HOST", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"):
-        # Slurm's may be "4(x2)", 4 on each of 2 nodes; "1,8" does not tell which node this is.
-        match = re.fullmatch(r"([1-9]\d*)(\(x\d+\))?", os.environ.get(name, ""))
-        if match is not None:
-            return int(match[1])
-    return 1

@@ -16,6 +16,7 @@ from jaxdl.data.source import Data, Splits, num_held_out
 from jaxdl.data.spec import TextSpec
 from jaxdl.data.staging import Stage
 from jaxdl.data.synthetic import SyntheticText
+from jaxdl.data.text import tar_texts  # noqa: F401  (it registers itself)
 from jaxdl.data.text.documents import EVERY_FILE, PlainDocument, Reading, document_texts, find_documents, without_effect
 from jaxdl.data.text.mixture import MixedRows
 from jaxdl.data.text.packing import PackedRows
@@ -129,7 +130,7 @@ class Documents(Data, kind="documents"):
                     "reduce it."
                 )
             windows = [
-                TokenWindows(_Stream(part), spec, partial=part is test, content=part.content())
+                TokenWindows(TokenStream(part), spec, partial=part is test, content=part.content())
                 for part in (train, test)
             ]
             return Splits(*windows)
@@ -263,7 +264,7 @@ class DocumentSet:
         return int(self.store.num_bytes[self.documents].sum()) + len(self.documents)
 
 
-class _Stream:
+class TokenStream:
     """The tokens of documents, one after the other, as one array that is on disk."""
 
     def __init__(self, part: DocumentSet) -> None:

@@ -60,6 +60,16 @@ def prepare(plan: ShardPlan, console: Console) -> str:
     )
 
 
+def make_tokens(plan: ShardPlan) -> TokenStore:
+    """The shards of a plan; those that are missing are made now, whatever their size, without a word.
+
+    Raises ConfigError for what cannot be read.
+    """
+    if not ready(plan):
+        _tokenize(plan, lambda *numbers: None)
+    return TokenStore(plan.folder)
+
+
 def _contents(plan: ShardPlan, store: TokenStore) -> str:
     """How many documents there are, and how many nulls there were."""
     left_out = f" ({store.nulls:,} that are null were left out)" if store.nulls else ""

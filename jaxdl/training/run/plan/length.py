@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data import DataSpec
+from jaxdl.data.order import ENDLESS
 from jaxdl.data.phases import Phase, Timeline, make_timeline
 from jaxdl.report import Report
 from jaxdl.training.experiment import LENGTH, Experiment
@@ -80,10 +81,36 @@ def checked_report(plan: Plan, report: Report | None, *, kept: bool) -> Report |
 
 def timeline_of(experiment: Experiment, num_examples: int, spec: DataSpec) -> Timeline:
     """The steps of an experiment on `num_examples` examples, by phase. Raises ConfigError for an impossible length."""
+    if num_examples == ENDLESS:
+        check_endless(experiment)
     steps = experiment.steps or steps_of(experiment.tokens, experiment.batch_size, experiment.task, spec)
     return make_timeline(
         num_examples, experiment.batch_size, epochs=experiment.epochs, steps=steps, phases=experiment.phases
     )
+
+
+def check_endless(experiment: Experiment) -> None:
+    """Raises ConfigError for settings in epochs, whose length is not known of a stream."""
+    settings = experiment.model_dump(mode="json", exclude={"data", "model", "task"})
+    if experiment.steps is None and experiment.tokens is None:
+        raise ConfigError(
+            f"--data {experiment.data.kind}: it is read while the run trains, so the length of an epoch is not known. "
+            "Give the length of the run as --steps or, of a language model, --tokens."
+        )
+    for path, value in _in_epochs(settings, ()):
+        raise ConfigError(
+            f"--{'.'.join(path).replace('_', '-')} {value}: data {experiment.data.kind} are read while the run trains, "
+            "so the length of an epoch is not known. Give it in steps."
+        )
+
+
+def _in_epochs(settings: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The settings that are in epochs, with their paths."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _in_epochs(value, (*path, name))
+        elif name.endswith("_epochs") and value:
+            yield (*path, name), value
 
 
 def steps_of(tokens: int | None, batch_size: int, task: Task, spec: DataSpec) -> int | None:
