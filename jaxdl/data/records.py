@@ -173,6 +173,10 @@ class Records(abc.ABC):
     def name(self, index: int) -> str:
         """Name of the example in messages."""
 
+    def close(self) -> None:
+        """Ends the threads that read ahead, if there are some."""
+        return
+
     def order(self, seed: int) -> Order:
         """The order in which training sees the examples."""
         return EpochShuffle(len(self), seed)

@@ -225,6 +225,8 @@ class ImagePipeline:
                 if self._held is not None:
                     release(self._held)
                     self._held = None
+        for records in self.records:
+            records.close()
 
     def start(self, work: Work, offset: int, images: np.ndarray) -> list[Future[Made]]:
         """Submits the rows of a batch to the workers, in pieces."""

@@ -6,12 +6,11 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import queue
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.paths import expand_home
@@ -107,35 +106,40 @@ class Fetched:
 
 
 class Ahead:
-    """Threads that read shards before they are needed. What fails here is tried again by whoever needs it."""
+    """Threads that read shards before they are needed. What fails here is tried again by whoever needs it.
 
-    def __init__(self, read: Any) -> None:
+    They are daemons, so that the end of a run does not wait for a network that hangs.
+    """
+
+    def __init__(self, read: Callable[[int], object]) -> None:
         """`read(shard)` reads one; it may be called by several threads."""
         self._read, self._lock = read, threading.Lock()
-        self._threads: ThreadPoolExecutor | None = None
+        self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._num_threads = 0
         self._begun: set[int] = set()
 
     def soon(self, shards: Sequence[int]) -> None:
         """Begins to read those of the shards that were not among the last ones."""
         with self._lock:
-            fresh = [shard for shard in shards if shard not in self._begun]
+            fresh = [shard for shard in dict.fromkeys(shards) if shard not in self._begun]
             self._begun = set(shards)
-            if fresh and self._threads is None:
-                self._threads = ThreadPoolExecutor(_FETCHED_AT_ONCE, thread_name_prefix="jaxdl-stream")
             for shard in fresh:
-                assert self._threads is not None
-                self._threads.submit(self._quietly, shard)
+                self._wanted.put(shard)
+            while self._num_threads < min(_FETCHED_AT_ONCE, len(fresh)):
+                threading.Thread(target=self._work, args=(self._wanted,), name="jaxdl-stream", daemon=True).start()
+                self._num_threads += 1
 
     def close(self) -> None:
         """Ends the threads, after what they are reading."""
         with self._lock:
-            if self._threads is not None:
-                self._threads.shutdown(wait=False, cancel_futures=True)
-                self._threads, self._begun = None, set()
+            for _ in range(self._num_threads):
+                self._wanted.put(None)
+            self._wanted, self._num_threads, self._begun = queue.SimpleQueue(), 0, set()
 
-    def _quietly(self, shard: int) -> None:
-        with contextlib.suppress(Exception):
-            self._read(shard)
+    def _work(self, wanted: queue.SimpleQueue[int | None]) -> None:
+        while (shard := wanted.get()) is not None:
+            with contextlib.suppress(Exception):
+                self._read(shard)
 
 
 def expand_shards(patterns: Sequence[str], option: str) -> Iterator[remote.FileEntry]:

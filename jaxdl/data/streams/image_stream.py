@@ -108,8 +108,9 @@ class ImageShard(NamedTuple):
     @property
     def unpack(self) -> functools.partial[None] | None:
         """What decompresses its copy."""
-        packed = self.mds is not None and self.mds.compression is not None
-        return functools.partial(unpack, shard=self.mds) if packed else None
+        if self.mds is None or self.mds.compression is None:
+            return None
+        return functools.partial(unpack, shard=self.mds)
 
     def table(self, path: Path) -> tuple[np.ndarray, LeftOut, LeftOut]:
         """(offset, bytes, label) of each image, int64 [image, 3]; lost images; other files. Raises ConfigError."""
@@ -250,6 +251,11 @@ class StreamedImages(Records):
         """The shard and the number of the image in it."""
         shards, rows = place_of(np.array([index]))
         return f"{self._shards[int(shards[0])].file.address}: image {int(rows[0])}"
+
+    def close(self) -> None:
+        """Ends the threads that copy ahead."""
+        if self._ahead is not None:
+            self._ahead.close()
 
     def soon(self, shards: Sequence[int]) -> None:
         """Copies these shards ahead."""

@@ -18,7 +18,7 @@ from rich.console import Console
 from jaxdl.core.config import ConfigError
 from jaxdl.core.files import replace_file
 from jaxdl.core.paths import expand_home
-from jaxdl.data import copies
+from jaxdl.data import copies, remote
 from jaxdl.data.codec import Codec
 from jaxdl.data.order import ENDLESS, Order
 from jaxdl.data.source import Data, Source, Splits
@@ -34,6 +34,7 @@ from jaxdl.data.text.packing import PackedRows
 from jaxdl.data.text.shards import ShardPlan, TokenStore
 from jaxdl.data.text.token_windows import TokenWindows
 from jaxdl.data.text.tokenizing import make_tokens
+from jaxdl.parallel.cluster import ClusterError
 
 STREAMS = "~/.cache/jaxdl/streams"
 """Where copies and tokens of streams are kept by default."""
@@ -179,8 +180,18 @@ class StreamTokens:
         self._changes = threading.Lock()
 
     def store(self, shard: int) -> TokenStore:
-        """The tokens of a shard; they are made if they are not there. Raises ConfigError for what cannot be read."""
+        """The tokens of a shard; they are made if they are not there.
+
+        Raises ConfigError for what cannot be read, and ClusterError while it is out of reach: the run can be resumed
+        once its storage answers again.
+        """
         texts = self.shards[shard]
+        try:
+            return self._made(shard, texts)
+        except remote.Outage as error:
+            raise ClusterError(f"{texts.name} is out of reach: {error}") from None
+
+    def _made(self, shard: int, texts: TextShard) -> TokenStore:
         plan = ShardPlan(texts, self.config.tokenizer, str(expand_home(self.config.keep) / "tokens"))
         with self._locks[shard]:
             for _ in range(copies.TRIES):
