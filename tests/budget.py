@@ -184,6 +184,8 @@ BUDGETS = {
     "test_spark_jobs.py": 7,
     "test_staging.py": 7,
     "test_stand_in.py": 7,
+    "test_streams.py": 12,
+    "test_image_stream.py": 3,
     "test_text_files.py": 7,
     "test_wire.py": 7,
     "test_arrays_run.py": 6,

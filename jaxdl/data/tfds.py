@@ -342,8 +342,7 @@ class _DecodedImages(Source):
     def __init__(self, stored: StoredSplit, config: TFDS, split: str, form: _Format, num_classes: int):
         self._stored, self._config, self._split, self._form = stored, config, split, form
         self._num_classes = num_classes
-        threads = num_cpus()
-        self._threads = ThreadPoolExecutor(threads, "jaxdl-decode") if form.large and threads > 1 else None
+        self._threads = ThreadPoolExecutor(num_cpus(), "jaxdl-decode") if form.large and num_cpus() > 1 else None
 
     def __len__(self) -> int:
         return len(self._stored)
