@@ -43,7 +43,8 @@ PHOTOS = Photos(size=16, workers=0)
 
 def image_rows(splits, start=0, count=150, size=30):
     order = splits.train.order(2)
-    requests = (TrainRows(*order.rows(at, size), 2) for at in range(start, start + count, size))
+    places = range(start, start + count, size)
+    requests = (TrainRows(indices, epochs, 2) for indices, epochs in (order.rows(at, size) for at in places))
     return [(batch["image"].tobytes(), batch["label"].tolist()) for batch in splits.train.train_batches(requests)]
 
 

@@ -73,7 +73,9 @@ class Data(Choice):
         Raises ConfigError for data without files.
         """
         del stage
-        raise ConfigError(f"--stage-data: data {self.kind} reads no files, so it has no effect. Leave it out.")
+        raise ConfigError(
+            f"--stage-data: data {self.kind} reads no files that could be copied first, so it has no effect. Leave it out."
+        )
 
     def codec(self) -> Codec:
         """Between text and this data's tokens. Raises ConfigError for data that are not text."""

@@ -24,7 +24,6 @@ from jaxdl.data.images.tar_members import find_images
 from jaxdl.data.order import ENDLESS, Order
 from jaxdl.data.records import BadRecord, LeftOut, Records, mark_of
 from jaxdl.data.source import Data, Splits
-from jaxdl.data.staging import Stage
 from jaxdl.data.streams.fetch import Ahead, Fetched, expand_shards
 from jaxdl.data.streams.mds import IMAGES, NUMBERS, MdsFile, MdsShard, has_index, read_index, unpack
 from jaxdl.data.streams.shard_order import ShardOrder, index_of, place_of
@@ -73,11 +72,6 @@ class ImageStream(Data, kind="image_stream"):
         train = StreamedImages(self._shards(self.train, "--data.train"), self)
         test = CountedImages(StreamedImages(self._shards(self.test, "--data.test"), self))
         return self.photos.build(train, test, self.num_classes, name=_name(self.train[0]))
-
-    def staged(self, stage: Stage) -> Data:
-        """Raises ConfigError: a stream makes copies itself."""
-        del stage
-        raise ConfigError("--stage-data: a stream keeps what it has read in --data.keep. Leave it out.")
 
     def _shards(self, patterns: Sequence[str], option: str) -> list[ImageShard]:
         shards: list[ImageShard] = []

@@ -23,7 +23,6 @@ from jaxdl.data.codec import Codec
 from jaxdl.data.order import ENDLESS, Order
 from jaxdl.data.source import Data, Source, Splits
 from jaxdl.data.spec import TextSpec
-from jaxdl.data.staging import Stage
 from jaxdl.data.streams.fetch import Ahead, Fetched
 from jaxdl.data.streams.shard_order import ShardOrder, place_of
 from jaxdl.data.streams.text_shards import HubData, JoinedShards, TextShard, commit_of, file_shards, hub_shards
@@ -141,11 +140,6 @@ class TextStream(Data, kind="text_stream"):
         """None: it is read while a run trains."""
         del console
         return None
-
-    def staged(self, stage: Stage) -> Data:
-        """Raises ConfigError: a stream makes copies itself."""
-        del stage
-        raise ConfigError("--stage-data: a stream keeps what it has read in --data.keep. Leave it out.")
 
     def _folder(self, name: str) -> str:
         return str(expand_home(self.keep) / name)
