@@ -32,6 +32,8 @@ class Data(Choice):
     """A data set: its training and its held-out examples."""
 
     noun: ClassVar[str] = "data set"
+    unstaged: ClassVar[str] = "reads no files"
+    """Why data are not copied to a node's disk before a run, of kinds that cannot be."""
 
     @classmethod
     def instead_of(cls, value: Any) -> str:
@@ -73,9 +75,7 @@ class Data(Choice):
         Raises ConfigError for data without files.
         """
         del stage
-        raise ConfigError(
-            f"--stage-data: data {self.kind} reads no files that could be copied first, so it has no effect. Leave it out."
-        )
+        raise ConfigError(f"--stage-data: data {self.kind} {self.unstaged}, so it has no effect. Leave it out.")
 
     def codec(self) -> Codec:
         """Between text and this data's tokens. Raises ConfigError for data that are not text."""

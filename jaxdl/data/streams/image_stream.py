@@ -10,7 +10,7 @@ import sys
 import tarfile
 from collections.abc import Container, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pydantic
@@ -38,6 +38,8 @@ class ImageStream(Data, kind="image_stream"):
     """Photographs in tar files as WebDataset writes them, or in MosaicML's MDS shards, which are read while a run
     trains, from disks, web servers (http://) or clouds (s3://, gs://). Each shard is copied once an epoch, to a folder
     that keeps the last ones. A run needs --steps, since the number of images is not known."""
+
+    unstaged: ClassVar[str] = "keeps copies itself"
 
     train: tuple[str, ...] = ()
     """Shards to train on: names or addresses of tar files, `train-{0000..0146}.tar` or `s3://bucket/train-*.tar`, or

@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pydantic
@@ -45,6 +46,8 @@ class TextStream(Data, kind="text_stream"):
     """Documents that are read while a run trains: of the hub, or in files on disks, web servers (http://) or clouds
     (s3://, gs://). The files are those that `documents` reads, tar files as WebDataset writes them, and folders of
     MosaicML's MDS shards. A run needs --steps or --tokens, since the number of rows is not known."""
+
+    unstaged: ClassVar[str] = "keeps copies itself"
 
     hub: str | None = None
     """A data set of the hub, such as allenai/c4, which the `datasets` library streams."""
