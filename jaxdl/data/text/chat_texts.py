@@ -1,7 +1,7 @@
 """Conversations and completions of files, tokenized with a mark at each token that is learned.
 
-In the shards a learned token has the bit `LEARNED`. Of each text the index has the number of tokens, the bytes of what is
-learned, and how many tokens that is.
+In the shards a learned token has the bit `LEARNED`. Of each text the index has the number of tokens, the bytes of what
+is learned, and how many tokens that is.
 """
 
 from __future__ import annotations
