@@ -10,8 +10,8 @@ from pathlib import Path
 RECORDED = Path(__file__).parent / "chat_masks.json"
 NUM_CONVERSATIONS = 200
 SHAPES = (
-    "plain", "system", "tools", "empty answers", "two turns of one role", "too long", "odd text", "begins with an answer",
-    "ends with a question", "thinking",
+    "plain", "system", "tools", "empty answers", "two turns of one role", "too long", "odd text",
+    "begins with an answer", "ends with a question", "thinking",
 )  # fmt: skip
 SPECIAL = (
     "<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>",
@@ -80,7 +80,8 @@ THINKING = """\
             {{- content }}
         {%- endif %}
         {%- for call in message.tool_calls or [] %}
-            {{- ('\\n' if content or not loop.first else '') + '<tool_call>' + (call.function | tojson) + '</tool_call>' }}
+            {{- '\\n' if content or not loop.first else '' }}
+            {{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>' }}@E@
         {{- '\\n' }}
@@ -128,7 +129,8 @@ LLAMA3 = """\
     {%- elif message.role == 'tool' or message.role == 'ipython' %}
         {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + (message.content | tojson) + '<|eot_id|>' }}
     {%- else %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
@@ -207,7 +209,8 @@ def write_tokenizer(folder, style, marked=False):
     letters = [chr(hidden.get(byte, byte)) for byte in range(256)]
     space, newline = letters[32], letters[10]
     merges = [("t", "h"), ("th", "e"), (space, "the"), (space, "a"), ("a", "n"), ("an", "d"), (newline, newline),
-              ("i", "s"), (space, "is"), ("e", "r"), (":", newline), (space, space), ("<", "t"), ("u", "s")]  # fmt: skip
+              ("i", "s"), (space, "is"), ("e", "r"), (":", newline), (space, space), ("<", "t"),
+              ("u", "s")]  # fmt: skip
     words = [*SPECIAL, *letters, *("".join(pair) for pair in merges)]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -247,10 +250,10 @@ def conversations():
 
     def tool_turns():
         for _ in range(draw.randint(1, 3)):
-            arguments = {"place": text(1, 2)}
+            function = {"name": "weather", "arguments": {"place": text(1, 2)}}
             yield {"role": "user", "content": text()}
-            yield {"role": "assistant", "content": draw.choice(["", text()]),
-                   "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]}  # fmt: skip
+            calls = [{"type": "function", "function": function}]
+            yield {"role": "assistant", "content": draw.choice(["", text()]), "tool_calls": calls}
             yield {"role": "tool", "content": draw.choice(["12", text()])}
             yield {"role": "assistant", "content": text()}
 
@@ -273,7 +276,7 @@ def conversations():
                 around = draw.choice(extra), draw.choice(extra)
                 message["content"] = around[0] + message["content"] + around[1]
         elif shape == "begins with an answer":
-            messages = messages[1:] + [*turns(1)]
+            messages = [*messages[1:], *turns(1)]
         elif shape == "ends with a question":
             messages += [{"role": "user", "content": text()}]
         elif shape == "thinking":
