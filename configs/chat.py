@@ -104,7 +104,7 @@ def example(number: int = 4000, seed: int = 0) -> list[dict[str, Any]]:
 
     rows = []
     for _ in range(number):
-        turns = [turn for _ in range(draw.randint(1, 3)) for turn in ask()]
+        turns = [turn for _ in range(draw.randint(1, 2)) for turn in ask()]
         messages = [{"role": role, "content": text} for turn in turns
                     for role, text in zip(("user", "assistant"), turn, strict=True)]  # fmt: skip
         rows.append({"messages": messages})

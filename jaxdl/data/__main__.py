@@ -5,8 +5,8 @@ also compressed, and folders of them); `tokenizer --help` has its options.
 
 `prepare` tokenizes documents, conversations and pairs of texts (data of the kinds documents, mixture, conversations,
 pairs and tfds_pairs) into shards on disk (`--data.shards`). Of photographs it reads every image once into the disk
-cache (`--data.photos.cache.disk`), so that the first epoch is as fast as the others. What is done already is only checked, so
-a stopped `prepare` resumes where it was. Options after the config change it, as in training.
+cache (`--data.photos.cache.disk`), so that the first epoch is as fast as the others. What is done already is only
+checked, so a stopped `prepare` resumes where it was. Options after the config change it, as in training.
 
 `show --config configs/....py [--rows 3]` prints a few rows of texts as training reads them; the tokens that are learned
 are in colour.
