@@ -1,6 +1,6 @@
 """Conversations: a small network of bytes that learns to answer from nothing, or a network that is fine-tuned.
 
-python configs/chat.py chats.jsonl        (writes an example: 4,000 conversations about days, months, sums and spelling)
+python configs/chat.py chats.jsonl        (writes an example: 4,000 conversations about days, months, sums and opposites)
 python -m jaxdl.train --config configs/chat.py --data.paths chats.jsonl --workdir runs/chat
 python -m jaxdl.generate --workdir runs/chat --chat
 
@@ -44,7 +44,7 @@ MESH = MeshConfig(without_gpus=MeshConfig(cpu_devices=2))
 def config() -> Experiment:
     """The experiment of a small network."""
     return Experiment(
-        data=Conversations(length=192),
+        data=Conversations(length=256),
         model=Transformer(num_layers=3, embed_dim=128, num_heads=4),
         task=LanguageModelling(),
         optimizer=AdamW(learning_rate=3e-3, b2=0.98, weight_decay=0.1),
@@ -82,10 +82,11 @@ def example(number: int = 4000, seed: int = 0) -> list[dict[str, Any]]:
     """Rows of messages: questions that have one answer, and such as ask about the answer before."""
     draw = random.Random(seed)
     circles = {"day": list(calendar.day_name), "month": list(calendar.month_name)[1:]}
-    words = sorted(name for name in sys.stdlib_module_names if name.isalpha() and 2 < len(name) < 9)
+    opposites = {"hot": "cold", "big": "small", "old": "new", "fast": "slow", "open": "closed", "wet": "dry"}
+    opposites |= {opposite: word for word, opposite in opposites.items()}
 
     def ask() -> list[tuple[str, str]]:
-        topic = draw.choice(["day", "month", "sum", "spell", "thanks"])
+        topic = draw.choice(["day", "month", "sum", "opposite", "thanks"])
         if topic in circles:
             names, at = circles[topic], draw.randrange(12)
             step = draw.choice([1, -1])
@@ -95,11 +96,11 @@ def example(number: int = 4000, seed: int = 0) -> list[dict[str, Any]]:
                 turns.append(("And then?", names[(at + 2 * step) % len(names)] + "."))
             return turns
         if topic == "sum":
-            a, b = draw.randrange(20), draw.randrange(20)
+            a, b = draw.randrange(6), draw.randrange(6)
             return [(f"What is {a} + {b}?", f"{a} + {b} = {a + b}.")]
-        if topic == "spell":
-            word = draw.choice(words)
-            return [(f"Please spell {word}.", f"{'-'.join(word.upper())}.")]
+        if topic == "opposite":
+            word = draw.choice(list(opposites))
+            return [(f"What is the opposite of {word}?", f"{word.capitalize()} and {opposites[word]}.")]
         return [draw.choice([("Thank you!", "You are welcome."), ("Hello!", "Hello! How can I help you?")])]
 
     rows = []
