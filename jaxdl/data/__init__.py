@@ -3,6 +3,8 @@
 A data config (`Arrays`, `Digits`, `TFDS`, `ImageFolder`, `ImageTars`, `TextFiles`, `Documents`, `Mixture`,
 `SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `MovieLens`,
 `Clicks`, `Criteo`, `Tabular`, `ParquetImages`, `ParquetPhotos`, `TextStream`, `ImageStream`)
+`Conversations`, `SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `MovieLens`,
+`Clicks`, `Criteo`, `Tabular`, `ParquetImages`, `ParquetPhotos`)
 builds `Splits`: a training and a held-out `Source`. A source only returns the rows of given examples; `EpochShuffle`
 chooses the examples of a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and place them on the
 mesh.
@@ -34,6 +36,7 @@ from jaxdl.data.tables.columns import NumbersSpec, Tabular
 from jaxdl.data.tables.criteo import Criteo
 from jaxdl.data.tables.movielens import MovieLens
 from jaxdl.data.tables.tabular import Feature, TabularArrays, TabularSource, TabularSpec, with_statistics
+from jaxdl.data.text.conversations import Conversations
 from jaxdl.data.text.corpus import Documents, Mixture
 from jaxdl.data.text.pair_rows import PairRows, PairSpec
 from jaxdl.data.text.token_windows import TextFiles, TokenWindows, standard_library_files
@@ -49,6 +52,7 @@ __all__ = [
     "Cache",
     "Clicks",
     "Codec",
+    "Conversations",
     "Converted",
     "Criteo",
     "Data",
