@@ -34,6 +34,7 @@ from jaxdl.data.tables.movielens import MovieLens
 from jaxdl.data.tables.tabular import Feature, TabularArrays, TabularSource, TabularSpec, with_statistics
 from jaxdl.data.text.corpus import Documents, Mixture
 from jaxdl.data.text.pair_rows import PairRows, PairSpec
+from jaxdl.data.text.preference_rows import PreferencePairs, PreferenceRows, PreferenceSpec
 from jaxdl.data.text.token_windows import TextFiles, TokenWindows, standard_library_files
 from jaxdl.data.tfds import TFDS
 
@@ -70,6 +71,9 @@ __all__ = [
     "ParquetPhotos",
     "PhotoSource",
     "Photos",
+    "PreferencePairs",
+    "PreferenceRows",
+    "PreferenceSpec",
     "Source",
     "Splits",
     "Stage",

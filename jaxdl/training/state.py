@@ -32,6 +32,8 @@ PAST = "past"
 """The part of an agreement's state with earlier versions of the parameters."""
 TABLES = "tables"
 """The part of `TrainState.eval_state` with the rows of embedding tables."""
+REFERENCE = "reference"
+"""The part of `TrainState.eval_state` with the trained parameters of the beginning."""
 
 
 @jax.tree_util.register_dataclass
@@ -65,9 +67,15 @@ class TrainState:
     """Embedding tables, and what their optimizers keep of each row; empty for most networks. They are updated in place,
     and have no part in the moving average, the dense exchange and the guard's choice between old and new."""
 
+    reference: Params = dataclasses.field(default_factory=dict)
+    """The trained parameters as they were when the run began, for tasks that need them (`Task.needs_reference`); else
+    empty. They never change, and a workdir has them once, not in each checkpoint."""
+
     @property
     def eval_state(self) -> ModelState:
         """`model_state` to evaluate with: of a network with embedding tables it has their rows."""
+        if self.reference:
+            return self.model_state | {REFERENCE: self.reference}
         if not self.tables:
             return self.model_state
         return self.model_state | {TABLES: {name: table[ROWS] for name, table in self.tables.items()}}
@@ -170,11 +178,13 @@ def make_state_spec(
     fragments: Fragments | None = None,
     sums: Sequence[str] = (),
     tables: Tables | None = None,
+    keeps_reference: bool = False,
 ) -> StateSpec:
     """Infers shapes, then specs, then shardings of the whole state; nothing is allocated.
 
     The optimizer's state is sharded like the parameters in the update. If the `agreement` lets replicas differ, theirs
     is in `agreement_state`, the exchange is of the `fragments`, and merges join the task's `sums` of these names.
+    `keeps_reference`: whether it has the trained parameters of the beginning too.
     Raises ConfigError when the mesh does not suit the model.
     """
     specs, axes = param_specs(layout, network.axes, network.param_shapes), trainable.of(network.axes)
@@ -200,6 +210,7 @@ def make_state_spec(
             key=jax.random.key_data(run_key),
             agreement_state=init_agreement(agreement, start, layout.mesh.shape[Axis.REPLICA], sums),
             tables={} if tables is None else tables.init(key),
+            reference=jax.tree.map(jnp.copy, mine) if keeps_reference else {},
         )
 
     shapes, opt_shapes = jax.eval_shape(lambda: init(jax.random.key(0))), jax.eval_shape(optimizer.init, trained)
@@ -211,6 +222,7 @@ def make_state_spec(
         exchange_state=state_specs(exchange, *exchanged, layout.mesh),
         agreement_state=_agreement_specs(shapes.agreement_state, trainable.of(specs), opt_specs),
         tables={} if tables is None else tables.specs,
+        reference=trainable.of(specs) if keeps_reference else {},
     )
     filled = _filled_shapes(shapes, init, network, trainable) if network.empty_layers else {}
     names, places = (specs, gradient_specs, split_specs), (whole_specs, named(layout.mesh, whole_specs))

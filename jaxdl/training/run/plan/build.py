@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -179,7 +180,10 @@ def add_initial(plan: Plan, init: InitFrom | None, workdir: Workdir) -> Plan:
     """
     abstract, start_over = plan.parts.state_spec.filled(), plan.experiment.checkpoint.start_over
     initial, note = beginning(workdir.path, init, start_over, abstract, model=plan.experiment.model)
-    return dataclasses.replace(plan, initial=initial, reasons=plan.reasons + ((note,) if note else ()))
+    notes = [note] if note else []
+    if plan.parts.task.needs_reference and initial is None:
+        notes.append("the reference is a network of random numbers; give --init-from, the workdir of a trained one")
+    return dataclasses.replace(plan, initial=initial, reasons=(*plan.reasons, *notes))
 
 
 def start_mesh(experiment: Experiment, devices: Sequence[Device] | None = None) -> Mesh:
@@ -230,6 +234,7 @@ def make_parts(
         fragments=fragments,
         sums=() if fragments is None else fitted.sum_names(),
         tables=tables,
+        keeps_reference=fitted.task.needs_reference,
     )
     check_average(state_spec.opt_shapes, experiment.optimizer, step.ema_decay)
     return Parts(
@@ -346,6 +351,8 @@ def make_initial_state(plan: Plan, make: Callable[[int], TrainState] | None = No
     if plan.initial is None:
         return state
     state = plan.initial.apply(state, spec.abstract(), spec.filled_shapes)
+    if state.reference:
+        state = state.replace(reference=jax.tree.map(jnp.copy, plan.parts.trainable.of(state.params)))
     if plan.parts.agreement.keeps_replicas:
         restart = jax.jit(
             functools.partial(_with_equal_replicas, plan.parts), donate_argnums=0, out_shardings=spec.shardings

@@ -160,6 +160,8 @@ def _check_stages(experiment: Experiment, option: str, num_stages: int) -> None:
             f"{option}: {layers} layers cannot be divided among {num_stages} stages, of which all"
             f"{'' if every else ' but the last'} have equally many{why}. Choose one of {', '.join(map(str, fits))}."
         )
+    if experiment.task.network_modality is not None:
+        raise ConfigError(f"{option}: task {experiment.task.kind} has no stages. Choose 1, and --mesh.fsdp instead.")
     if experiment.task.takes_arrays or experiment.task.users_name:
         raise ConfigError(f"{option}: task {experiment.task.kind} reads the network's outputs whole. Choose 1.")
     if experiment.precision.fp8_size is not None:
@@ -242,6 +244,11 @@ def check_agreement(experiment: Experiment, num_replicas: int, total_steps: int,
         )
     if not agreement.keeps_replicas:
         return
+    if experiment.task.needs_reference:
+        raise ConfigError(
+            f"--task {experiment.task.kind}: the parameters that it compares with are common to all replicas, and with "
+            f"{what} each has its own. Take --agreement every_step."
+        )
     if averages:
         raise ConfigError(
             f"--optimizer {experiment.optimizer.kind}: with {what} each replica has an "
