@@ -110,7 +110,7 @@ class Preferences(Task, kind="preferences"):
         return sums
 
     def _losses(self, rewards: jax.Array, mean_ratios: jax.Array, beta: float) -> jax.Array:
-        """The loss of each pair, [batch], from the rewards of both answers and the mean ratios of tokens, [batch, 2]."""
+        """The loss of each pair, [batch], from the rewards of both answers and the ratios of a token, [batch, 2]."""
         if self.loss == "ipo":
             return jnp.square(mean_ratios[:, 0] - mean_ratios[:, 1] - 1 / (2 * beta))
         margin = rewards[:, 0] - rewards[:, 1]
