@@ -1,7 +1,7 @@
 """Data: sources of examples, the order in which they are seen, and the loader that puts batches on the devices.
 
 A data config (`Arrays`, `Digits`, `TFDS`, `ImageFolder`, `ImageTars`, `TextFiles`, `Documents`, `Mixture`,
-`SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `MovieLens`,
+`SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `PreferencePairs`, `MovieLens`,
 `Clicks`, `Criteo`, `Tabular`, `ParquetImages`, `ParquetPhotos`)
 builds `Splits`: a training and a held-out `Source`. A source only returns the rows of given examples; `EpochShuffle`
 chooses the examples of a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and place them on the
@@ -22,6 +22,7 @@ from jaxdl.data.images.tars import ImageTars
 from jaxdl.data.loader import Batches, TrainLoader, eval_batches
 from jaxdl.data.order import EpochShuffle
 from jaxdl.data.pairs import PairData, Pairs, TFDSPairs
+from jaxdl.data.preferences import PreferencePairs
 from jaxdl.data.source import Data, ImageArrays, Source, Splits
 from jaxdl.data.spec import ArraySpec, DataSpec, ImageSpec, TextSpec, spec_from_json, spec_to_json
 from jaxdl.data.staging import Stage
@@ -34,7 +35,7 @@ from jaxdl.data.tables.movielens import MovieLens
 from jaxdl.data.tables.tabular import Feature, TabularArrays, TabularSource, TabularSpec, with_statistics
 from jaxdl.data.text.corpus import Documents, Mixture
 from jaxdl.data.text.pair_rows import PairRows, PairSpec
-from jaxdl.data.text.preference_rows import PreferencePairs, PreferenceRows, PreferenceSpec
+from jaxdl.data.text.preference_rows import PreferenceRows, PreferenceSpec, PreferenceTokens
 from jaxdl.data.text.token_windows import TextFiles, TokenWindows, standard_library_files
 from jaxdl.data.tfds import TFDS
 
@@ -74,6 +75,7 @@ __all__ = [
     "PreferencePairs",
     "PreferenceRows",
     "PreferenceSpec",
+    "PreferenceTokens",
     "Source",
     "Splits",
     "Stage",

@@ -52,7 +52,7 @@ class PreferenceSpec(TextSpec):
         return modality in (None, self.modality)
 
 
-class PreferencePairs(NamedTuple):
+class PreferenceTokens(NamedTuple):
     """Pairs of texts in tokens.
 
     Text n has the tokens `starts[n]` to `starts[n + 1]`; texts 2n and 2n + 1 are the chosen and the rejected one of
@@ -66,6 +66,10 @@ class PreferencePairs(NamedTuple):
     def __len__(self) -> int:
         return len(self.answers) // 2
 
+    def text(self, number: int) -> np.ndarray:
+        """The tokens of a text."""
+        return self.tokens[self.starts[number] : self.starts[number + 1]]
+
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each text, [pair, 2]."""
@@ -77,7 +81,7 @@ class PreferenceRows(Source):
 
     spec: PreferenceSpec
 
-    def __init__(self, pairs: PreferencePairs, numbers: np.ndarray, spec: PreferenceSpec, remark: str = "") -> None:
+    def __init__(self, pairs: PreferenceTokens, numbers: np.ndarray, spec: PreferenceSpec, remark: str = "") -> None:
         """`numbers` are those of the pairs that are used; `remark` is what else to say of them."""
         self._pairs, self._numbers, self.spec, self._remark = pairs, numbers, spec, remark
 
