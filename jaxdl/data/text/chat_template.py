@@ -210,7 +210,7 @@ def plain_template(codec: Codec) -> ChatTemplate:
     end = None if codec.end is None else _text_of(codec, codec.end)
     if end is None:
         raise ConfigError(
-            f"tokenizer {codec.tokenizer}: it has no chat template, and no token for the end of a text such as </s>, so "
+            f"tokenizer {codec.tokenizer}: it has no chat template, and no token for the end of a text such as </s>: "
             "the network could not say where an answer ends. Give --data.template FILE, or another tokenizer."
         )
     start = None if codec.start is None else _text_of(codec, codec.start)
@@ -254,7 +254,7 @@ def _named(given: Any, config: Path) -> dict[str, str]:
 
 
 def _tokens(codec: Codec) -> dict[str, str]:
-    """The texts of the special tokens by name, as the files of a tokenizer say; what they leave open, as it has them."""
+    """The texts of the special tokens by name, as its files say; what they leave open, as it has them."""
     tokens = {"bos_token": codec.start, "eos_token": codec.end, "pad_token": codec.pad}
     texts = {name: _text_of(codec, token) for name, token in tokens.items() if token is not None}
     known: dict[str, Any] = {name: text for name, text in texts.items() if text is not None}
