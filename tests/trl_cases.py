@@ -43,7 +43,7 @@ IMPLICIT = [
 RUNS = {
     "dpo": {"loss": "dpo", "beta": 0.3},
     "dpo_adamw": {"loss": "dpo", "beta": 0.1, "optimizer": "adamw", "learning_rate": 0.003},
-    "ipo": {"loss": "ipo", "beta": 0.2, "learning_rate": 0.01},
+    "ipo": {"loss": "ipo", "beta": 1.0, "learning_rate": 0.01},
     "simpo": {"loss": "simpo", "beta": 2.0, "gamma": 0.6},
     "simpo_smoothed": {"loss": "simpo", "beta": 1.0, "gamma": 0.0, "label_smoothing": 0.1},
 }

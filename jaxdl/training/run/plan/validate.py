@@ -126,7 +126,12 @@ _CAN = {
 
 def check_axes(experiment: Experiment, sizes: Mapping[str, int]) -> None:
     """Raises ConfigError for a mesh axis of several devices over which the model cannot be split, or not here."""
-    model = experiment.model
+    model, agreement = experiment.model, experiment.agreement
+    if experiment.task.needs_reference and agreement.keeps_replicas:
+        raise ConfigError(
+            f"--agreement {agreement.kind}: task {experiment.task.kind} compares the network with what it was, and has "
+            "no replicas with parameters of their own. Take --agreement every_step."
+        )
     for axis in (axis for axis in Axis if axis in RARE_AXES and sizes[axis] > 1):
         if (axis.splits_layers and not model.splits_layers) or (axis.splits_length and not model.splits_length):
             what = "spread its layers" if axis.splits_layers else "split its input"
@@ -244,11 +249,6 @@ def check_agreement(experiment: Experiment, num_replicas: int, total_steps: int,
         )
     if not agreement.keeps_replicas:
         return
-    if experiment.task.needs_reference:
-        raise ConfigError(
-            f"--task {experiment.task.kind}: the parameters that it compares with are common to all replicas, and with "
-            f"{what} each has its own. Take --agreement every_step."
-        )
     if averages:
         raise ConfigError(
             f"--optimizer {experiment.optimizer.kind}: with {what} each replica has an "
