@@ -114,6 +114,8 @@ class _Whole:
             prompt = None
         if prompt is not None and self.text.startswith(prompt):
             return len(prompt)
+        if number and (behind := self._behind(number - 1)) is not None:
+            return behind
         content = self._content(number)
         if content is None:
             raise Unusable("the chat template gives no consistent prefix: an answer has no beginning that can be found")
@@ -149,17 +151,27 @@ class _Whole:
         fits = self.text.startswith(before) and self.text.endswith(after)
         return (len(before), len(self.text) - len(after)) if fits and len(before + after) <= len(self.text) else None
 
+    def _behind(self, number: int) -> int | None:
+        """Where the prompt of the messages up to this one ends in the text: its end, from the message's content on."""
+        around, prompt = self._with_sentinel(number), self._with_sentinel(number, prompt=True)
+        if around is None or prompt is None or not self.text.endswith(around[1]):
+            return None
+        return len(self.text) - len(around[1]) + len(prompt[1]) if around[1].startswith(prompt[1]) else None
+
     def _following(self, number: int) -> int | None:
         """Where the content of a message begins, if what comes before it does not depend on it."""
         around = self._with_sentinel(number)
         return len(around[0]) if around is not None and self.text.startswith(around[0]) else None
 
-    def _with_sentinel(self, number: int) -> tuple[str, str] | None:
-        """What stands before and behind the content of a message when it is the sentinel."""
-        changed = [dict(message) for message in self._messages]
+    def _with_sentinel(self, number: int, *, prompt: bool = False) -> tuple[str, str] | None:
+        """What stands before and behind the content of a message when it is the sentinel, in the text of all messages,
+        or in the prompt of those up to this one.
+        """
+        changed = [dict(message) for message in (self._messages[: number + 1] if prompt else self._messages)]
         changed[number]["content"] = _SENTINEL
         try:
-            before, found, after = self._renderer.text(changed, self._tools).partition(_SENTINEL)
+            text = self._renderer.text(changed, self._tools, prompt=prompt)
+            before, found, after = text.partition(_SENTINEL)
         except TemplateRefusal:
             return None
         return (before, after) if found and _SENTINEL not in after else None

@@ -52,6 +52,7 @@ PLAIN = """\
 """
 """The template where a tokenizer has none: `User:`, a new line, the text, an empty line, `Assistant:`, a new line, the
 answer and the end of text. A text begins with the tokenizer's start, or where it has none its end of text."""
+PLAIN_ORIGIN = "the plain chat template"
 
 Message = Mapping[str, Any]
 
@@ -214,7 +215,7 @@ def plain_template(codec: Codec) -> ChatTemplate:
             "the network could not say where an answer ends. Give --data.template FILE, or another tokenizer."
         )
     start = None if codec.start is None else _text_of(codec, codec.start)
-    return ChatTemplate(PLAIN, {"bos_token": start or end, "eos_token": end}, origin="the plain chat template")
+    return ChatTemplate(PLAIN, {"bos_token": start or end, "eos_token": end}, origin=PLAIN_ORIGIN)
 
 
 def _find(folder: Path, tokens: Mapping[str, str]) -> ChatTemplate | None:

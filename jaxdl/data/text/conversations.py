@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pydantic
@@ -118,6 +118,10 @@ class Conversations(Data, kind="conversations"):
     def chat_template(self) -> ChatTemplate:
         """The template that makes texts of conversations. Raises ConfigError for one that cannot be read."""
         return template_of(Codec(self.tokenizer), self.template)
+
+    def chat(self) -> dict[str, Any]:
+        """The content of a file for `ChatTemplate.from_json`."""
+        return self.chat_template().to_json()
 
     def staged(self, stage: Stage) -> Conversations:
         """The config of copies of the tokens, which have been prepared."""

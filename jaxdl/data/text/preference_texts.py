@@ -45,8 +45,8 @@ class UnusableRow(Exception):
     """A row that cannot be used; the message says why, in the same words for each such row."""
 
 
-def pair_texts(row: Any, columns: Columns, template: ChatTemplate) -> PairTexts:
-    """The texts of a row. Raises UnusableRow."""
+def pair_texts(row: Any, columns: Columns, template: ChatTemplate, now: datetime.datetime | None = None) -> PairTexts:
+    """The texts of a row; `now` is what the template takes for the present. Raises UnusableRow."""
     if not isinstance(row, Mapping):
         raise UnusableRow("no object with columns")
     for column in (columns.chosen, columns.rejected):
@@ -61,7 +61,7 @@ def pair_texts(row: Any, columns: Columns, template: ChatTemplate) -> PairTexts:
     if prompt is None and type(chosen) is not type(rejected):
         raise UnusableRow("one answer is a text and the other a list of messages, without a prompt")
     prompt, chosen, rejected = _split_messages(prompt, _as_messages(chosen), _as_messages(rejected))
-    return _rendered(prompt, chosen, rejected, row, template)
+    return _rendered((prompt, chosen, rejected), row, template, now)
 
 
 def _split_texts(prompt: Any, chosen: Any, rejected: Any) -> tuple[str, str, str]:
@@ -99,8 +99,9 @@ def _split_messages(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tupl
 
 
 def _rendered(
-    prompt: list[Any], chosen: list[Any], rejected: list[Any], row: Mapping[str, Any], template: ChatTemplate
+    messages: tuple[list[Any], list[Any], list[Any]], row: Mapping[str, Any], template: ChatTemplate, now: Any
 ) -> PairTexts:
+    prompt, *answers = messages
     tools, variables = row.get(TOOLS), row.get(VARIABLES) or {}
     try:
         tools = json.loads(tools) if isinstance(tools, str) and tools else tools
