@@ -159,7 +159,7 @@ def test_held_out_pairs(tmp_path):
     [
         ("", {}, "there is no row in it"),
         ("{}\n", {}, "no pair can be used"),
-        (json.dumps({"good": "a", "bad": "b"}), {}, "The columns there are good, bad; a row needs 'chosen'"),
+        (json.dumps({"good": "a", "bad": "b"}), {}, "The columns there are bad, good; a row needs 'chosen'"),
         ("not json\n", {}, "is not JSON"),
         (json.dumps(ROW)[:-5], {}, "is not JSON"),
         (json.dumps(ROW), {}, "one pair can be used, so none can be held out"),

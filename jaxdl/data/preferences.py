@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import datetime
+from typing import Any, Literal
 
 import numpy as np
 import pydantic
@@ -11,11 +12,11 @@ from jaxdl.core.config import ConfigError
 from jaxdl.data.codec import Codec
 from jaxdl.data.draws import example_seeds
 from jaxdl.data.source import Data, Splits, num_held_out
-from jaxdl.data.text.chat_template import template_of
+from jaxdl.data.text.chat_template import ChatTemplate, template_of
 from jaxdl.data.text.documents import EVERY_FILE
 from jaxdl.data.text.preference_rows import PreferenceRows, PreferenceSpec
 from jaxdl.data.text.preference_texts import Columns
-from jaxdl.data.text.preference_tokens import ReadPairs, Unused, read_pairs
+from jaxdl.data.text.preference_tokens import Reader, ReadPairs, Unused, read_pairs
 
 _MOST, _UNIT = 1024, 32
 """Length that is taken at most where none is set, and of which it is a multiple."""
@@ -47,6 +48,8 @@ class PreferencePairs(Data, kind="preferences"):
     template: str | None = None
     """For messages: a file with a chat template, or the folder of a tokenizer that has one. None takes that of the
     tokenizer; without any `User:` and `Assistant:` stand above the messages."""
+    date: str = "2026-01-01"
+    """The day that templates are told it is, so that the same texts come out on every day."""
     length: int | None = pydantic.Field(default=None, ge=2)
     """Tokens that the network reads of each text (it has one more). None takes those of the longest one, at most 1,024,
     rounded up to a multiple of 32."""
@@ -63,6 +66,10 @@ class PreferencePairs(Data, kind="preferences"):
         for name in ("test_fraction", "split_seed") if self.test_paths else ():
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} = {value} has no effect: test_paths are held out. Leave one of them out.")
+        try:
+            datetime.date.fromisoformat(self.date)
+        except ValueError:
+            raise ValueError(f"date = {self.date!r}: write a day as 2026-01-31.") from None
         return self
 
     def build(self) -> Splits:
@@ -97,10 +104,17 @@ class PreferencePairs(Data, kind="preferences"):
         codec = Codec(self.tokenizer)
         return codec.for_documents(codec.opening or (codec.packed_mark,))
 
+    def chat_template(self) -> ChatTemplate:
+        """The template that makes texts of messages. Raises ConfigError for one that cannot be read."""
+        return template_of(Codec(self.tokenizer), self.template)
+
+    def chat(self) -> dict[str, Any]:
+        """The content of a file for `ChatTemplate.from_json`."""
+        return self.chat_template().to_json()
+
     def _read(self, paths: tuple[str, ...], codec: Codec) -> ReadPairs:
-        columns = Columns(self.prompt, self.chosen, self.rejected)
-        template = template_of(Codec(self.tokenizer), self.template)
-        return read_pairs(paths, self.glob, columns, codec, template, codec.opening)
+        columns, now = Columns(self.prompt, self.chosen, self.rejected), datetime.datetime.fromisoformat(self.date)
+        return read_pairs(paths, self.glob, Reader(columns, codec, self.chat_template(), now))
 
 
 def _fitting(read: ReadPairs, length: int, too_long: Literal["cut", "drop"]) -> tuple[np.ndarray, str]:
@@ -129,7 +143,4 @@ def _fitting(read: ReadPairs, length: int, too_long: Literal["cut", "drop"]) -> 
             f"of {read.num_merged:,} pairs the end of the prompt is learned with the answers: its tokens are others "
             "when they follow"
         )
-    if read.other_files:
-        names = ", ".join(read.other_files[:3])
-        remarks.append(f"{len(read.other_files):,} files without rows are left out ({names})")
-    return used, "; ".join(remarks)
+    return used, "; ".join([*remarks, *read.not_used])

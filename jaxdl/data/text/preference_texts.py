@@ -7,6 +7,7 @@ tokenizer makes one text.
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -106,15 +107,16 @@ def _rendered(
     try:
         tools = json.loads(tools) if isinstance(tools, str) and tools else tools
         variables = json.loads(variables) if isinstance(variables, str) else variables
-        before = template.render(prompt, add_generation_prompt=True, tools=tools or None, **variables)
-        texts = [template.render([*prompt, *answer], tools=tools or None, **variables) for answer in (chosen, rejected)]
+        more = {"tools": tools or None, "now": now, **variables}
+        before = template.render(prompt, add_generation_prompt=True, **more)
+        texts = [template.render([*prompt, *answer], **more) for answer in answers]
     except TemplateRefusal as error:
         raise UnusableRow(str(error).rstrip(".")) from None
     except (ValueError, TypeError):
         raise UnusableRow(f"{TOOLS!r} or {VARIABLES!r} cannot be read") from None
     if texts[0] == texts[1]:
         raise UnusableRow("the chat template makes both answers the same")
-    return PairTexts(before, *texts, rendered=True)
+    return PairTexts(before, texts[0], texts[1], rendered=True)
 
 
 def _checked(value: Any, column: str) -> str | list[Any]:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxdl.core.config import ConfigError
+from jaxdl.core.paths import expand_home
 from jaxdl.data.codec import Codec
 from jaxdl.data.text.chat_template import ChatTemplate
+from jaxdl.data.text.documents import EVERY_FILE, is_dataset
 from jaxdl.data.text.preference_rows import PreferenceTokens
 from jaxdl.data.text.preference_texts import Columns, PairTexts, UnusableRow, common_length, pair_texts
 from jaxdl.data.text.row_files import find_rows, read_rows, row_spans
 
 _AT_ONCE = 1024
 """Pairs that are tokenized at a time."""
-_NAMED = 3
+_NAMED, _LISTED = 3, 12
 _WHOLE = 1 << 62
 
 
@@ -64,17 +68,34 @@ class ReadPairs(NamedTuple):
     num_rows: int
     num_merged: int
     """Pairs whose prompt ends within a token of an answer, or is rendered otherwise alone: its end is learned too."""
-    other_files: list[str]
-    """Files in the folders that have no rows by their names."""
+    not_used: list[str]
+    """What else was not used, in words: columns, and files in the folders that have no rows by their names."""
 
 
-def read_pairs(
-    paths: Sequence[str], glob: str, columns: Columns, codec: Codec, template: ChatTemplate, opening: Sequence[int]
-) -> ReadPairs:
-    """The pairs of files in tokens. `opening` begins each text that no template has rendered, and its end follows it.
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """How rows become tokens.
 
-    Raises ConfigError for what cannot be found or read, and where no row can be used.
+    Attributes:
+      columns: their names.
+      codec: the tokenizer; its opening begins each text that no template has rendered, and its end follows it.
+      template: makes texts of messages.
+      now: what it takes for the present.
     """
+
+    columns: Columns
+    codec: Codec
+    template: ChatTemplate
+    now: datetime.datetime
+
+
+def read_pairs(paths: Sequence[str], glob: str, reader: Reader) -> ReadPairs:
+    """The pairs of files in tokens. Raises ConfigError for what cannot be found or read, and where none is usable."""
+    columns, codec = reader.columns, reader.codec
+    if glob != EVERY_FILE and not any(
+        expand_home(path).is_dir() and not is_dataset(expand_home(path)) for path in paths
+    ):
+        raise ConfigError(f"glob = {glob!r}: no path is a folder of files, so it has no effect. Leave it out.")
     files, others = find_rows(paths, glob)
     unused, places, num_rows, num_merged = Unused(), list[str](), 0, 0
     tokens, answers = list[np.ndarray](), list[int]()
@@ -90,12 +111,12 @@ def read_pairs(
                     names.update(list(row) if isinstance(row, dict) else ())
                     place = f"{name}: row {number:,}"
                     try:
-                        yield place, pair_texts(row, columns, template)
+                        yield place, pair_texts(row, columns, reader.template, reader.now)
                     except UnusableRow as error:
                         unused.add(str(error), place)
 
     for group in _groups(usable()):
-        for (place, _), (merged, start, both) in zip(group, _encoded(group, codec, opening), strict=True):
+        for (place, _), (merged, start, both) in zip(group, _encoded(group, codec), strict=True):
             if any(len(text) <= start for text in both) or both[0] == both[1]:
                 unused.add("answers that differ in no token", place)
                 continue
@@ -107,7 +128,30 @@ def read_pairs(
         raise ConfigError(_why_none(paths, columns, unused, num_rows, names))
     starts = np.concatenate([[0], np.cumsum([len(text) for text in tokens])]).astype(np.int64)
     pairs = PreferenceTokens(np.concatenate(tokens), starts, np.array(answers, np.int64))
-    return ReadPairs(pairs, places, unused, num_rows, num_merged, others)
+    return ReadPairs(pairs, places, unused, num_rows, num_merged, _not_used(columns, names, num_rows, others))
+
+
+def _not_used(columns: Columns, names: Counter[str], num_rows: int, files: Sequence[str]) -> list[str]:
+    """What of the files was not used, in words. Raises ConfigError for the name of a prompt that no row has."""
+    told = []
+    if not names[columns.prompt]:
+        if columns.prompt != Columns().prompt:
+            raise ConfigError(f"--data.prompt {columns.prompt}: no row has this column, but {_some(names)}.")
+        told.append("there is no column of prompts, so they are what both answers begin with (--data.prompt)")
+    elif (lacking := num_rows - names[columns.prompt]) > 0:
+        told.append(f"{lacking:,} rows have no {columns.prompt!r}: it is what both answers begin with")
+    if others := {name: count for name, count in names.items() if name not in columns.every}:
+        told.append(f"columns that are not used: {_some(others)}")
+    if files:
+        told.append(f"{len(files):,} files without rows: {_some(files)}")
+    return told
+
+
+def _some(names: Collection[str]) -> str:
+    """The first of these names, and how many more there are."""
+    every = sorted(names)
+    more = f" and {len(every) - _LISTED} more" if len(every) > _LISTED else ""
+    return ", ".join(every[:_LISTED]) + more
 
 
 def _groups(pairs: Iterator[Any]) -> Iterator[list[Any]]:
@@ -121,9 +165,7 @@ def _groups(pairs: Iterator[Any]) -> Iterator[list[Any]]:
         yield group
 
 
-def _encoded(
-    group: Sequence[tuple[str, PairTexts]], codec: Codec, opening: Sequence[int]
-) -> Iterator[tuple[bool, int, list[list[int]]]]:
+def _encoded(group: Sequence[tuple[str, PairTexts]], codec: Codec) -> Iterator[tuple[bool, int, list[list[int]]]]:
     """Of each pair: whether its prompt is cut, the place of the answers' first token, and the tokens of both texts.
 
     The answers begin where the tokens of a text and those of the prompt alone differ, as in TRL.
@@ -133,8 +175,8 @@ def _encoded(
     for _, pair in group:
         prompt, *both = next(encoded), next(encoded), next(encoded)
         if not pair.rendered:
-            prompt = [*opening, *prompt]
-            both = [_ended([*opening, *text], codec.separator) for text in both]
+            prompt = [*codec.opening, *prompt]
+            both = [_ended([*codec.opening, *text], codec.separator) for text in both]
         start = min(common_length(prompt, text) for text in both)
         yield start < len(prompt), start, both
 
@@ -148,9 +190,9 @@ def _why_none(paths: Sequence[str], columns: Columns, unused: Unused, num_rows: 
     where = ", ".join(paths)
     if not num_rows:
         return f"{where}: there is no row in it."
-    known = ", ".join(name for name, _ in names.most_common(12)) or "none"
+    known = f"The columns there are {_some(names)}" if names else "There are no columns"
     return (
-        f"{where}: no pair can be used. {unused.text(num_rows)}. The columns there are {known}; a row needs "
+        f"{where}: no pair can be used. {unused.text(num_rows)}. {known}; a row needs "
         f"{columns.chosen!r} and {columns.rejected!r}, and perhaps {columns.prompt!r}. Name them with "
         "--data.prompt, --data.chosen, --data.rejected."
     )
