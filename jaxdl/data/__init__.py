@@ -2,7 +2,7 @@
 
 A data config (`Arrays`, `Digits`, `TFDS`, `ImageFolder`, `ImageTars`, `TextFiles`, `Documents`, `Mixture`,
 `Conversations`, `SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `PreferencePairs`,
-`MovieLens`, `Clicks`, `Criteo`, `Tabular`, `ParquetImages`, `ParquetPhotos`)
+`SyntheticPreferences`, `MovieLens`, `Clicks`, `Criteo`, `Tabular`, `ParquetImages`, `ParquetPhotos`)
 builds `Splits`: a training and a held-out `Source`. A source only returns the rows of given examples; `EpochShuffle`
 chooses the examples of a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and place them on the
 mesh.
@@ -28,6 +28,7 @@ from jaxdl.data.spec import ArraySpec, DataSpec, ImageSpec, TextSpec, spec_from_
 from jaxdl.data.staging import Stage
 from jaxdl.data.synthetic import SyntheticImages, SyntheticText
 from jaxdl.data.synthetic_pairs import SyntheticPairs
+from jaxdl.data.synthetic_preferences import SyntheticPreferences
 from jaxdl.data.tables.clicks import CRITEO_NUM_IDS, CRITEO_ROWS, Clicks
 from jaxdl.data.tables.columns import NumbersSpec, Tabular
 from jaxdl.data.tables.criteo import Criteo
@@ -83,6 +84,7 @@ __all__ = [
     "Stage",
     "SyntheticImages",
     "SyntheticPairs",
+    "SyntheticPreferences",
     "SyntheticText",
     "TFDSPairs",
     "Tabular",

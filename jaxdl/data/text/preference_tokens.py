@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,32 +91,47 @@ class Reader:
 
 def read_pairs(paths: Sequence[str], glob: str, reader: Reader) -> ReadPairs:
     """The pairs of files in tokens. Raises ConfigError for what cannot be found or read, and where none is usable."""
-    columns, codec = reader.columns, reader.codec
-    if glob != EVERY_FILE and not any(
-        expand_home(path).is_dir() and not is_dataset(expand_home(path)) for path in paths
-    ):
+    if glob != EVERY_FILE and not any(_is_searched(expand_home(path)) for path in paths):
         raise ConfigError(f"glob = {glob!r}: no path is a folder of files, so it has no effect. Leave it out.")
     files, others = find_rows(paths, glob)
+
+    def rows() -> Iterator[tuple[str, Any]]:
+        for name, path in files:
+            spans = row_spans(Path(path), _WHOLE)
+            of_file = (row for span in spans for row in read_rows(span, reader.columns.every))
+            yield from ((f"{name}: row {number + 1:,}", row) for number, row in enumerate(of_file))
+
+    read = tokenized(rows(), reader, ", ".join(paths))
+    if others:
+        read.not_used.append(f"{len(others):,} files without rows: {_some(others)}")
+    return read
+
+
+def _is_searched(path: Path) -> bool:
+    return path.is_dir() and not is_dataset(path)
+
+
+def tokenized(rows: Iterable[tuple[str, Any]], reader: Reader, what: str) -> ReadPairs:
+    """The pairs of rows in tokens; each row with its place, for messages. Raises ConfigError where none is usable.
+
+    `what` are all of them, for messages.
+    """
     unused, places, num_rows, num_merged = Unused(), list[str](), 0, 0
     tokens, answers = list[np.ndarray](), list[int]()
     names: Counter[str] = Counter()
 
     def usable() -> Iterator[tuple[str, PairTexts]]:
         nonlocal num_rows
-        for name, path in files:
-            number = 0
-            for span in row_spans(Path(path), _WHOLE):
-                for row in read_rows(span, columns.every):
-                    number, num_rows = number + 1, num_rows + 1
-                    names.update(list(row) if isinstance(row, dict) else ())
-                    place = f"{name}: row {number:,}"
-                    try:
-                        yield place, pair_texts(row, columns, reader.template, reader.now)
-                    except UnusableRow as error:
-                        unused.add(str(error), place)
+        for place, row in rows:
+            num_rows += 1
+            names.update(list(row) if isinstance(row, dict) else ())
+            try:
+                yield place, pair_texts(row, reader.columns, reader.template, reader.now)
+            except UnusableRow as error:
+                unused.add(str(error), place)
 
     for group in _groups(usable()):
-        for (place, _), (merged, start, both) in zip(group, _encoded(group, codec), strict=True):
+        for (place, _), (merged, start, both) in zip(group, _encoded(group, reader.codec), strict=True):
             if any(len(text) <= start for text in both) or both[0] == both[1]:
                 unused.add("answers that differ in no token", place)
                 continue
@@ -125,13 +140,13 @@ def read_pairs(paths: Sequence[str], glob: str, reader: Reader) -> ReadPairs:
             tokens += [np.array(text, np.int32) for text in both]
             answers += [max(1, start)] * 2
     if not places:
-        raise ConfigError(_why_none(paths, columns, unused, num_rows, names))
+        raise ConfigError(_why_none(what, reader.columns, unused, num_rows, names))
     starts = np.concatenate([[0], np.cumsum([len(text) for text in tokens])]).astype(np.int64)
     pairs = PreferenceTokens(np.concatenate(tokens), starts, np.array(answers, np.int64))
-    return ReadPairs(pairs, places, unused, num_rows, num_merged, _not_used(columns, names, num_rows, others))
+    return ReadPairs(pairs, places, unused, num_rows, num_merged, _not_used(reader.columns, names, num_rows))
 
 
-def _not_used(columns: Columns, names: Counter[str], num_rows: int, files: Sequence[str]) -> list[str]:
+def _not_used(columns: Columns, names: Counter[str], num_rows: int) -> list[str]:
     """What of the files was not used, in words. Raises ConfigError for the name of a prompt that no row has."""
     told = []
     if not names[columns.prompt]:
@@ -142,8 +157,6 @@ def _not_used(columns: Columns, names: Counter[str], num_rows: int, files: Seque
         told.append(f"{lacking:,} rows have no {columns.prompt!r}: it is what both answers begin with")
     if others := {name: count for name, count in names.items() if name not in columns.every}:
         told.append(f"columns that are not used: {_some(others)}")
-    if files:
-        told.append(f"{len(files):,} files without rows: {_some(files)}")
     return told
 
 
@@ -186,8 +199,7 @@ def _ended(tokens: list[int], end: Sequence[int]) -> list[int]:
     return tokens if tokens[-len(end) :] == list(end) else [*tokens, *end]
 
 
-def _why_none(paths: Sequence[str], columns: Columns, unused: Unused, num_rows: int, names: Counter[str]) -> str:
-    where = ", ".join(paths)
+def _why_none(where: str, columns: Columns, unused: Unused, num_rows: int, names: Counter[str]) -> str:
     if not num_rows:
         return f"{where}: there is no row in it."
     known = f"The columns there are {_some(names)}" if names else "There are no columns"
