@@ -110,6 +110,7 @@ def test_training_is_that_of_trl(folder, name):
         np.testing.assert_allclose(run.metrics[metric], value, rtol=1e-5, atol=1e-5, err_msg=metric)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -128,6 +129,7 @@ def test_losses_are_equal_on_every_mesh(folder, changes):
             np.testing.assert_allclose(ours[metric], value, rtol=2e-5, atol=2e-5, err_msg=metric)
 
 
+@pytest.mark.slow
 def test_dropout_is_the_same_on_every_mesh(folder):
     """Each of the two texts of a pair has random numbers of its own."""
     changes = {"model.dropout": 0.3, "steps": 2}
