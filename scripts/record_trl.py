@@ -107,7 +107,7 @@ def main() -> None:
         for name, rows in (("chats", CHATS), ("implicit", IMPLICIT)):
             made, _ = trainer(RUNS["dpo"], base, Path(temporary) / name, copy.deepcopy(rows), copy.deepcopy(rows))
             content[name] = tokens_of(made.train_dataset)
-    RECORDED.write_text(json.dumps(content, indent=1) + "\n")
+    RECORDED.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

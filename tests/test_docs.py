@@ -280,6 +280,11 @@ ELSEWHERE = {
     "train/experts/lost": "models/experts.py", "eval/auc": "training/tasks/binary.py",
     "epochs/NAME": "data/text/mixture.py", "tokens/NAME": "data/text/mixture.py", "input/hits/TIER": "report/inputs.py",
     "tokens_seen": "report/consumed.py",
+    **{
+        f"{when}/{name}": "training/tasks/preferences.py"
+        for when in ("train", "eval")
+        for name in ("margin", "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected")
+    },
 }  # fmt: skip
 """Metrics that a small run on digits does not write -> where they are made."""
 

@@ -34,6 +34,7 @@ METRICS = (
     "log_prob_rejected",
 )
 EIGHT = MeshConfig(replica=2, fsdp=2, tensor=2)
+AXES = ("replica", "fsdp", "tensor", "context")
 
 
 @pytest.fixture(scope="module")
@@ -98,35 +99,33 @@ def test_tokens_are_those_of_trl(folder, name, rows):
             assert not text[end:].any()
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_training_is_that_of_trl(folder, name):
-    """Losses, rewards, margins, log-probabilities and norms of gradients of each step, and of the held-out pairs."""
-    run = jaxdl.train(experiment(folder, name), quiet=True, init_from=folder / "base")
+SMOOTHED = pytest.param("simpo_smoothed", EIGHT, 1, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "microbatches"),
+    [
+        ("dpo", EIGHT, 1),
+        ("dpo_adamw", MeshConfig(replica=2, fsdp=2, tensor=1), 2),
+        ("ipo", MeshConfig(replica=1, fsdp=1, tensor=1), 1),
+        ("simpo", MeshConfig(replica=1, fsdp=2, tensor=2, context=2), 1),
+        SMOOTHED,
+    ],
+)
+def test_training_is_that_of_trl(folder, name, mesh, microbatches):
+    """Losses, rewards, margins, log-probabilities and norms of gradients of each step, and of the held-out pairs.
+
+    Each on another mesh: on one device, split over replicas, parameters, heads and texts, and in micro-batches.
+    """
+    devices = jax.devices()[: math.prod(mesh.model_dump().get(axis) or 1 for axis in AXES)]
+    changes = {"mesh": mesh, "step.microbatches": microbatches}
+    run = jaxdl.train(experiment(folder, name, **changes), quiet=True, init_from=folder / "base", devices=devices)
     wanted = recorded()["runs"][name]
     for step, (ours, theirs) in enumerate(zip(steps_of(run), wanted["steps"], strict=True)):
         for metric, value in theirs.items():
             np.testing.assert_allclose(ours[metric], value, rtol=1e-5, atol=1e-5, err_msg=f"step {step}: {metric}")
     for metric, value in wanted["held_out"].items():
         np.testing.assert_allclose(run.metrics[metric], value, rtol=1e-5, atol=1e-5, err_msg=metric)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"mesh": MeshConfig(replica=1, fsdp=1, tensor=1)},
-        {"mesh": MeshConfig(replica=2, fsdp=2, tensor=1), "step.microbatches": 2},
-        {"mesh": MeshConfig(replica=1, fsdp=2, tensor=2, context=2), "step.microbatches": 1},
-    ],
-    ids=["one device", "micro-batches", "texts over devices"],
-)
-def test_losses_are_equal_on_every_mesh(folder, changes):
-    sizes = changes["mesh"].model_dump()
-    devices = jax.devices()[: math.prod(sizes.get(name) or 1 for name in ("replica", "fsdp", "tensor", "context"))]
-    run = jaxdl.train(experiment(folder, **changes), quiet=True, init_from=folder / "base", devices=devices)
-    for ours, theirs in zip(steps_of(run), recorded()["runs"]["dpo"]["steps"], strict=True):
-        for metric, value in theirs.items():
-            np.testing.assert_allclose(ours[metric], value, rtol=2e-5, atol=2e-5, err_msg=metric)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.tasks import LanguageModelling, Preferences
 
-TEXTS, PAIRS, HELD_OUT = 30_000, 1_000, 200
+TEXTS, PAIRS, HELD_OUT = 20_000, 1_000, 200
 MESH = MeshConfig(cpu_devices=1)
 
 
@@ -40,15 +40,15 @@ def write_files(folder: Path) -> None:
 def base(folder: Path, steps: int) -> Experiment:
     """The training of the network on texts."""
     return Experiment(
-        model=Transformer(num_layers=4, embed_dim=128, num_heads=4),
-        data=Documents(paths=(str(folder / "texts.jsonl"),), length=128),
+        model=Transformer(num_layers=2, embed_dim=64, num_heads=4),
+        data=Documents(paths=(str(folder / "texts.jsonl"),), length=64),
         task=LanguageModelling(),
-        optimizer=AdamW(learning_rate=2e-3),
+        optimizer=AdamW(learning_rate=4e-3),
         schedule=Cosine(warmup_steps=100),
-        batch_size=32,
+        batch_size=16,
         steps=steps,
-        evaluation={"every_steps": 500},
-        checkpoint={"every_steps": 500},
+        evaluation={"every_steps": 400},
+        checkpoint={"every_steps": 400},
         report={"every_steps": 50},
         mesh=MESH,
     )
@@ -88,7 +88,7 @@ def main() -> None:
     """Trains, tunes with each loss, and prints what became of the answers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=1500, help="of the training on texts")
+    parser.add_argument("--steps", type=int, default=800, help="of the training on texts")
     parser.add_argument("--losses", nargs="+", default=["dpo", "ipo", "simpo"])
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)

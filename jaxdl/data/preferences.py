@@ -9,9 +9,11 @@ import numpy as np
 import pydantic
 
 from jaxdl.core.config import ConfigError
+from jaxdl.core.paths import expand_home
 from jaxdl.data.codec import Codec
 from jaxdl.data.draws import example_seeds
 from jaxdl.data.source import Data, Splits, num_held_out
+from jaxdl.data.staging import Stage
 from jaxdl.data.text.chat_template import ChatTemplate, template_of
 from jaxdl.data.text.documents import EVERY_FILE
 from jaxdl.data.text.preference_rows import PreferenceRows, PreferenceSpec
@@ -98,6 +100,14 @@ class PreferencePairs(Data, kind="preferences"):
                 for group, (numbers, remark) in zip(groups, made, strict=True)
             )
         )
+
+    def staged(self, stage: Stage) -> PreferencePairs:
+        """The config of copies of the files and folders."""
+
+        def copied(path: str) -> str:
+            return stage.folder(path) if expand_home(path).is_dir() else stage.files(path)
+
+        return self.replaced({name: tuple(map(copied, getattr(self, name))) for name in ("paths", "test_paths")})
 
     def codec(self) -> Codec:
         """Between text and tokens; texts begin as the tokenizer has them begin, or as documents in packed rows do."""

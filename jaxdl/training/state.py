@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdl.exchange import PER_REPLICA, Exchange, by_name, init_on_mesh, state_specs
 from jaxdl.exchange.agreement import Agreement, EveryStep, Fragments
@@ -150,6 +150,17 @@ class StateSpec:
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), self.shapes, self.shardings
         )
 
+    def with_reference(self, trainable: Trainable, mesh: Mesh) -> StateSpec:
+        """That of states with the trained parameters of the beginning."""
+
+        def init(key: jax.Array) -> TrainState:
+            state = self.init(key)
+            return state.replace(reference=jax.tree.map(jnp.copy, trainable.of(state.params)))
+
+        specs = self.specs.replace(reference=trainable.of(self.params))
+        shapes = self.shapes.replace(reference=trainable.of(self.shapes.params))
+        return dataclasses.replace(self, init=init, shapes=shapes, specs=specs, shardings=named(mesh, specs))
+
     def filled(self) -> TrainState:
         """The state as shape structs without shardings and empty layers, as checkpoints describe it."""
 
@@ -178,13 +189,11 @@ def make_state_spec(
     fragments: Fragments | None = None,
     sums: Sequence[str] = (),
     tables: Tables | None = None,
-    keeps_reference: bool = False,
 ) -> StateSpec:
     """Infers shapes, then specs, then shardings of the whole state; nothing is allocated.
 
     The optimizer's state is sharded like the parameters in the update. If the `agreement` lets replicas differ, theirs
     is in `agreement_state`, the exchange is of the `fragments`, and merges join the task's `sums` of these names.
-    `keeps_reference`: whether it has the trained parameters of the beginning too.
     Raises ConfigError when the mesh does not suit the model.
     """
     specs, axes = param_specs(layout, network.axes, network.param_shapes), trainable.of(network.axes)
@@ -210,7 +219,6 @@ def make_state_spec(
             key=jax.random.key_data(run_key),
             agreement_state=init_agreement(agreement, start, layout.mesh.shape[Axis.REPLICA], sums),
             tables={} if tables is None else tables.init(key),
-            reference=jax.tree.map(jnp.copy, mine) if keeps_reference else {},
         )
 
     shapes, opt_shapes = jax.eval_shape(lambda: init(jax.random.key(0))), jax.eval_shape(optimizer.init, trained)
@@ -222,7 +230,6 @@ def make_state_spec(
         exchange_state=state_specs(exchange, *exchanged, layout.mesh),
         agreement_state=_agreement_specs(shapes.agreement_state, trainable.of(specs), opt_specs),
         tables={} if tables is None else tables.specs,
-        reference=trainable.of(specs) if keeps_reference else {},
     )
     filled = _filled_shapes(shapes, init, network, trainable) if network.empty_layers else {}
     names, places = (specs, gradient_specs, split_specs), (whole_specs, named(layout.mesh, whole_specs))

@@ -210,9 +210,7 @@ def make_parts(
     layers, are those recorded in the workdir, see `make_network`.
     """
     num_replicas, agreement, step = mesh.shape[Axis.REPLICA], experiment.agreement, experiment.step
-    precision, guard = experiment.precision, experiment.guard
     room, fitted = in_stages(fit_network(experiment, spec, num_replicas, stacks), experiment, mesh)
-    network = fitted.network
     optimizer = make_optimizer(experiment.optimizer, *fitted.trained)
     layout = Layout(experiment.sharding, mesh, stage_layers=room)
     gradients = fitted.gradient_layout(layout, agreement)
@@ -223,30 +221,31 @@ def make_parts(
     tables = make_tables(fitted.tables, experiment.embedding, spec, mesh, most_rows)
     state_spec = make_state_spec(
         layout,
-        network,
+        fitted.network,
         optimizer,
         exchange,
-        precision=precision,
-        guard=guard,
+        precision=experiment.precision,
+        guard=experiment.guard,
         agreement=agreement,
         use_ema=step.ema_decay is not None,
         trainable=fitted.trainable,
         fragments=fragments,
         sums=() if fragments is None else fitted.sum_names(),
         tables=tables,
-        keeps_reference=fitted.task.needs_reference,
     )
+    if fitted.task.needs_reference:
+        state_spec = state_spec.with_reference(fitted.trainable, mesh)
     check_average(state_spec.opt_shapes, experiment.optimizer, step.ema_decay)
     return Parts(
-        network=network,
+        network=fitted.network,
         task=fitted.task,
         data_spec=spec,
         trainable=fitted.trainable,
         optimizer=optimizer,
         rates=make_rates(experiment, timeline),
         exchange=exchange,
-        precision=precision,
-        guard=guard,
+        precision=experiment.precision,
+        guard=experiment.guard,
         agreement=agreement,
         layout=layout,
         state_spec=state_spec,
@@ -254,7 +253,7 @@ def make_parts(
         fragments=fragments,
         joint_exchange=None if fragments is None else Dense().build(gradients),
         tables=tables,
-        sum_dtype=loop_sum_dtype(experiment, network, mesh),
+        sum_dtype=loop_sum_dtype(experiment, fitted.network, mesh),
     )
 
 
