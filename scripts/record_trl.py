@@ -9,11 +9,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
+import torch  # pyright: ignore[reportMissingImports]
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import DPOConfig, DPOTrainer
-from trl.experimental.cpo import CPOConfig, CPOTrainer
+from transformers import AutoModelForCausalLM, AutoTokenizer  # pyright: ignore[reportMissingImports]
+from trl import DPOConfig, DPOTrainer  # pyright: ignore[reportMissingImports]
+from trl.experimental.cpo import CPOConfig, CPOTrainer  # pyright: ignore[reportMissingImports]
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from trl_cases import CHATS, HELD_OUT, IMPLICIT, LENGTH, RECORDED, RUNS, STEPS, TEXTS, write_base  # pyright: ignore

@@ -21,7 +21,11 @@ from jaxdl.data.synthetic_preferences import sums
 from jaxdl.models import LoRA, Transformer
 from jaxdl.optim import AdamW, Cosine, Linear
 from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.report import ReportConfig
+from jaxdl.training.checkpoint import CheckpointConfig
+from jaxdl.training.evaluation import EvaluationConfig
 from jaxdl.training.experiment import Experiment
+from jaxdl.training.step import StepConfig
 from jaxdl.training.tasks import LanguageModelling, Preferences
 
 TEXTS, PAIRS, HELD_OUT = 20_000, 1_000, 200
@@ -47,9 +51,9 @@ def base(folder: Path, steps: int) -> Experiment:
         schedule=Cosine(warmup_steps=100),
         batch_size=16,
         steps=steps,
-        evaluation={"every_steps": 400},
-        checkpoint={"every_steps": 400},
-        report={"every_steps": 50},
+        evaluation=EvaluationConfig(every_steps=400),
+        checkpoint=CheckpointConfig(every_steps=400),
+        report=ReportConfig(every_steps=50),
         mesh=MESH,
     )
 
@@ -63,12 +67,12 @@ def preferred(folder: Path, loss: str, rank: int) -> Experiment:
         task=Preferences(loss=loss),  # pyright: ignore[reportArgumentType]
         optimizer=AdamW(learning_rate=1e-3 if rank else 5e-5, weight_decay=0),
         schedule=Linear(warmup_steps=5),
-        step={"clip_norm": 1.0},
+        step=StepConfig(clip_norm=1.0),
         batch_size=32,
         epochs=2,
-        evaluation={"every_steps": 10},
-        checkpoint={"every_steps": 20},
-        report={"every_steps": 5},
+        evaluation=EvaluationConfig(every_steps=10),
+        checkpoint=CheckpointConfig(every_steps=20),
+        report=ReportConfig(every_steps=5),
         mesh=MESH,
     )
 

@@ -131,16 +131,16 @@ def _fitting(read: ReadPairs, length: int, too_long: Literal["cut", "drop"]) -> 
     """(the numbers of the pairs that are used, what to say of the others and of those that are cut)."""
     pairs, unused = read.pairs, Unused()
     unused.take(read.unused)
-    longer = (pairs.lengths > length + 1).any(axis=1)
+    longer = pairs.lengths.max(axis=1) > length + 1
     lost = pairs.answers.reshape(-1, 2).max(axis=1) > length
     reasons = np.zeros(len(pairs), np.int8)
     reasons[longer & (lost if too_long == "cut" else True)] = 1
-    for number in np.flatnonzero(longer & (reasons == 0)):
+    for number in np.flatnonzero(longer & (reasons == 0)).tolist():
         first, second = (pairs.text(2 * number + place)[: length + 1] for place in range(2))
         reasons[number] = 2 * np.array_equal(first, second)
     what = {1: f"with a {'prompt' if too_long == 'cut' else 'text'} of more than {length:,} tokens (--data.length)"}
     what[2] = f"whose answers differ behind {length:,} tokens alone (--data.length)"
-    for number in np.flatnonzero(reasons):
+    for number in np.flatnonzero(reasons).tolist():
         unused.add(what[int(reasons[number])], read.places[number])
     used = np.flatnonzero(reasons == 0)
     if not len(used):
