@@ -89,7 +89,7 @@ class ChatRows(Source):
             sentences.append(f"{fitting.num_cut:,} conversations are longer than a row, and cut")
         if fitting.num_dropped:
             sentences.append(f"{fitting.num_dropped:,} conversations are longer than a row, and left out")
-        return ". ".join((*sentences, *filter(None, [self._notes.removesuffix(".")])))
+        return ". ".join((*sentences, *filter(None, [self._notes.strip().removesuffix(".")])))
 
     def content(self) -> str:
         """A checksum of the conversations, of what is learned, and of how they are packed."""

@@ -66,7 +66,7 @@ class Columns:
         names = {name: next((x for x in known if row.get(x) is not None), None) for name, known in self._names.items()}
         values = {name: row[column] for name, column in names.items() if column is not None}
         used, read = _form(values, row)
-        taken = {names[name] for name in used}
+        taken = {names[name] for name in used} | {name for name in self.every if row.get(name) is None}
         return read, tuple(str(name) for name in row if name not in taken)
 
 
@@ -94,7 +94,8 @@ def _form(values: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[tuple[str,
         return used, _conversation(turns, values)
     missing = next((f"{one} without {other}" for one, other in (("prompt", "completion"), ("instruction", "output"),
                     ("completion", "prompt"), ("output", "instruction")) if one in values), None)  # fmt: skip
-    names = ", ".join(sorted(map(str, row)))[:200]
+    names = ", ".join(sorted(f"{name} (null)" if value is None and name in COLUMNS else str(name)
+                             for name, value in row.items()))[:200]  # fmt: skip
     raise Unusable(
         f"{missing or 'no messages, no prompt and completion, no instruction and output'} (the columns are {names})"
     )
@@ -113,7 +114,9 @@ def _listed(value: Any, what: str) -> list[Any]:
 
 
 def _turns(value: Any, role: str) -> list[Any]:
-    return [{"role": role, "content": value}] if isinstance(value, str) else _listed(value, "a prompt or a completion")
+    if not isinstance(value, str | list):
+        raise Unusable("a prompt or a completion that is neither a text nor messages")
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
 def _conversation(turns: Sequence[Any], values: Mapping[str, Any]) -> Conversation:
