@@ -47,6 +47,7 @@ from jaxdl.report.better_direction import HIGHER, LOWER
 from jaxdl.training.checkpoint.items import ITEMS
 from jaxdl.training.command import parse_command
 from jaxdl.training.experiment import Experiment
+from jaxdl.training.tasks.preferences import METRICS
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import docs_site
@@ -280,11 +281,7 @@ ELSEWHERE = {
     "train/experts/lost": "models/experts.py", "eval/auc": "training/tasks/binary.py",
     "epochs/NAME": "data/text/mixture.py", "tokens/NAME": "data/text/mixture.py", "input/hits/TIER": "report/inputs.py",
     "tokens_seen": "report/consumed.py",
-    **{
-        f"{when}/{name}": "training/tasks/preferences.py"
-        for when in ("train", "eval")
-        for name in ("margin", "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected")
-    },
+    **{f"{when}/{name}": "training/tasks/preferences.py" for when in ("train", "eval") for name in METRICS[2:]},
 }  # fmt: skip
 """Metrics that a small run on digits does not write -> where they are made."""
 

@@ -65,7 +65,7 @@ def preferred(folder: Path, loss: str, rank: int) -> Experiment:
         model=model,
         data=PreferencePairs(paths=(str(folder / "pairs.jsonl"),), test_paths=(str(folder / "held_out.jsonl"),)),
         task=Preferences(loss=loss),  # pyright: ignore[reportArgumentType]
-        optimizer=AdamW(learning_rate=1e-3 if rank else 5e-5, weight_decay=0),
+        optimizer=AdamW(learning_rate=3e-4 if rank else 5e-5, weight_decay=0),
         schedule=Linear(warmup_steps=5),
         step=StepConfig(clip_norm=1.0),
         batch_size=32,

@@ -18,10 +18,10 @@ from jaxdl.training.tasks.base import Task, counted_weight
 
 REFERENCE = "reference"
 """In a batch: the log-probabilities of the answers by the reference, float32 [batch, 2]."""
-_METRICS = (
+METRICS = (
     "loss", "accuracy", "margin", "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected"
 )  # fmt: skip
-"""In this order."""
+"""Those of pairs, in this order."""
 _BETA = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0}
 _GAMMA = 1.0
 
@@ -135,7 +135,7 @@ class Preferences(Task, kind="preferences"):
         means = {name: float(x) / weight for name, x in sums.items() if name not in ("weight", LOAD)}
         means["accuracy"] = means.pop("correct")
         load = load_metrics(np.asarray(sums[LOAD])) if LOAD in sums else {}
-        return {name: means[name] for name in _METRICS} | means | load
+        return {name: means[name] for name in METRICS} | means | load
 
     def predictions(self, outputs: jax.Array) -> jax.Array:
         """Probability of each next token, float32 [batch, length, vocab]."""
