@@ -201,8 +201,7 @@ def check_module(module, args):
         own = getattr(imported, "main", None) or importlib.import_module(f"{module}.__main__").main
         main = bench if module == "jaxdl.bench" else own
         options = [word for word in args if word.startswith("--")]
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ended:
+        with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit) as ended:
             main([*args, "--help"])
         assert not ended.value.code
         assert not [one for one in options if one not in printed.getvalue()]
@@ -302,8 +301,7 @@ def test_the_page_of_files_has_what_a_run_writes(digits_run):
     written = {path.name for path in digits_run.iterdir()}
     assert {"config.json", "metrics.jsonl", "summary.json", "checkpoints"} <= written
     constants = {value for name, value in vars(files).items() if name.isupper() and not name.startswith("_")}
-    names = constants | written | set(ITEMS)
-    assert not [name for name in sorted(names) if name not in page("reference/workdir.md")]
+    assert not [name for name in constants | written | set(ITEMS) if name not in page("reference/workdir.md")]
 
 
 def test_the_page_of_exit_codes_has_those_of_the_code():
