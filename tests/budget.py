@@ -180,6 +180,8 @@ BUDGETS = {
     "test_launch_command.py": 7,
     "test_lm_configs.py": 7,
     "test_pairs.py": 7,
+    "test_preference_files.py": 8,
+    "test_preferences.py": 42,
     "test_predictor.py": 7,
     "test_spark_jobs.py": 7,
     "test_staging.py": 7,

@@ -47,6 +47,7 @@ from jaxdl.report.better_direction import HIGHER, LOWER
 from jaxdl.training.checkpoint.items import ITEMS
 from jaxdl.training.command import parse_command
 from jaxdl.training.experiment import Experiment
+from jaxdl.training.tasks.preferences import METRICS
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import docs_site
@@ -200,8 +201,7 @@ def check_module(module, args):
         own = getattr(imported, "main", None) or importlib.import_module(f"{module}.__main__").main
         main = bench if module == "jaxdl.bench" else own
         options = [word for word in args if word.startswith("--")]
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ended:
+        with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit) as ended:
             main([*args, "--help"])
         assert not ended.value.code
         assert not [one for one in options if one not in printed.getvalue()]
@@ -280,6 +280,7 @@ ELSEWHERE = {
     "train/experts/lost": "models/experts.py", "eval/auc": "training/tasks/binary.py",
     "epochs/NAME": "data/text/mixture.py", "tokens/NAME": "data/text/mixture.py", "input/hits/TIER": "report/inputs.py",
     "tokens_seen": "report/consumed.py",
+    **{f"{when}/{name}": "training/tasks/preferences.py" for when in ("train", "eval") for name in METRICS[2:]},
 }  # fmt: skip
 """Metrics that a small run on digits does not write -> where they are made."""
 
@@ -300,8 +301,7 @@ def test_the_page_of_files_has_what_a_run_writes(digits_run):
     written = {path.name for path in digits_run.iterdir()}
     assert {"config.json", "metrics.jsonl", "summary.json", "checkpoints"} <= written
     constants = {value for name, value in vars(files).items() if name.isupper() and not name.startswith("_")}
-    names = constants | written | set(ITEMS)
-    assert not [name for name in sorted(names) if name not in page("reference/workdir.md")]
+    assert not [name for name in constants | written | set(ITEMS) if name not in page("reference/workdir.md")]
 
 
 def test_the_page_of_exit_codes_has_those_of_the_code():

@@ -5,6 +5,8 @@ A data config (`Arrays`, `Digits`, `TFDS`, `ImageFolder`, `ImageTars`, `TextFile
 `Clicks`, `Criteo`, `Tabular`, `ParquetImages`, `ParquetPhotos`, `TextStream`, `ImageStream`)
 `Conversations`, `SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `MovieLens`,
 `Clicks`, `Criteo`, `Tabular`, `ParquetImages`, `ParquetPhotos`)
+`Conversations`, `SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `PreferencePairs`,
+`SyntheticPreferences`, `MovieLens`, `Clicks`, `Criteo`, `Tabular`, `ParquetImages`, `ParquetPhotos`)
 builds `Splits`: a training and a held-out `Source`. A source only returns the rows of given examples; `EpochShuffle`
 chooses the examples of a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and place them on the
 mesh.
@@ -24,6 +26,7 @@ from jaxdl.data.images.tars import ImageTars
 from jaxdl.data.loader import Batches, TrainLoader, eval_batches
 from jaxdl.data.order import EpochShuffle
 from jaxdl.data.pairs import PairData, Pairs, TFDSPairs
+from jaxdl.data.preferences import PreferencePairs
 from jaxdl.data.source import Data, ImageArrays, Source, Splits
 from jaxdl.data.spec import ArraySpec, DataSpec, ImageSpec, TextSpec, spec_from_json, spec_to_json
 from jaxdl.data.staging import Stage
@@ -31,6 +34,7 @@ from jaxdl.data.streams.image_stream import ImageStream
 from jaxdl.data.streams.text_stream import TextStream
 from jaxdl.data.synthetic import SyntheticImages, SyntheticText
 from jaxdl.data.synthetic_pairs import SyntheticPairs
+from jaxdl.data.synthetic_preferences import SyntheticPreferences
 from jaxdl.data.tables.clicks import CRITEO_NUM_IDS, CRITEO_ROWS, Clicks
 from jaxdl.data.tables.columns import NumbersSpec, Tabular
 from jaxdl.data.tables.criteo import Criteo
@@ -39,6 +43,7 @@ from jaxdl.data.tables.tabular import Feature, TabularArrays, TabularSource, Tab
 from jaxdl.data.text.conversations import Conversations
 from jaxdl.data.text.corpus import Documents, Mixture
 from jaxdl.data.text.pair_rows import PairRows, PairSpec
+from jaxdl.data.text.preference_rows import PreferenceRows, PreferenceSpec, PreferenceTokens
 from jaxdl.data.text.token_windows import TextFiles, TokenWindows, standard_library_files
 from jaxdl.data.tfds import TFDS
 
@@ -77,11 +82,16 @@ __all__ = [
     "ParquetPhotos",
     "PhotoSource",
     "Photos",
+    "PreferencePairs",
+    "PreferenceRows",
+    "PreferenceSpec",
+    "PreferenceTokens",
     "Source",
     "Splits",
     "Stage",
     "SyntheticImages",
     "SyntheticPairs",
+    "SyntheticPreferences",
     "SyntheticText",
     "TFDSPairs",
     "Tabular",

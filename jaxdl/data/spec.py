@@ -76,6 +76,10 @@ class DataSpec(abc.ABC):
         """Whether a model or task of this modality can use such data."""
         return modality in (None, self.modality)
 
+    def fits_task(self, modality: str | None) -> bool:
+        """Whether a task of this modality can use such data."""
+        return self.fits(modality)
+
     def advice(self, modality: str | None) -> str:
         """What to do, where a model or task of this modality cannot use such data."""
         del modality

@@ -29,7 +29,7 @@ from jaxdl.parallel.cluster import start_devices
 from jaxdl.parallel.embedding.cache import CacheConfig
 from jaxdl.parallel.mesh import MeshConfig, make_mesh
 from jaxdl.parallel.sharding import Params
-from jaxdl.training.checkpoint import Checkpoints, restore_mean
+from jaxdl.training.checkpoint import Checkpoints, read_reference, restore_mean
 from jaxdl.training.experiment import Experiment, read_experiment
 from jaxdl.training.run.inference import Inference, held_out, of_phase
 from jaxdl.training.run.plan.build import make_parts
@@ -37,7 +37,7 @@ from jaxdl.training.run.plan.init_from import reading_spec
 from jaxdl.training.run.plan.validate import check_axes
 from jaxdl.training.run.workdir.records import Workdir
 from jaxdl.training.run.workdir.tokenizer import chat_of_run, check_data, codec_of_run
-from jaxdl.training.state import ModelState
+from jaxdl.training.state import REFERENCE, ModelState
 from jaxdl.training.step import Parts
 
 _STREAMED = 8
@@ -82,6 +82,14 @@ class Predictor(Inference):
         size = batch_size or self.experiment.evaluation.batch_size or self.experiment.batch_size
         with self.held_out(self.experiment.data if data is None else data) as source:
             return self.evaluate_source(self._at_run_size(source), size)
+
+    @functools.cached_property
+    def eval_state(self) -> ModelState:
+        """`model_state`, with the parameters that the task compares the network with, which nothing else reads."""
+        wanted = self.parts.state_spec.abstract().reference
+        if not wanted:
+            return self.model_state
+        return self.model_state | {REFERENCE: read_reference(self.workdir, wanted)}
 
     @contextlib.contextmanager
     def held_out(self, data: Any) -> Iterator[Source]:
@@ -342,7 +350,7 @@ def restore(
         raise ConfigError(f"{workdir}: the run has no checkpoint yet.")
     for damaged in restored.damaged:
         warnings.warn(f"{damaged}; {step_folder(restored.step)} is used", stacklevel=2)
-    state = restored.state
+    state = restored.state.replace(reference={})
     return Predictor(experiment, parts, state.eval_params, state.eval_state, restored.step, folder)
 
 

@@ -83,6 +83,15 @@ class Logits:
             return min(most, own_tokens)
         return most if own_tokens > most else None
 
+    @property
+    def num_pieces(self) -> int:
+        """In how many pieces of the length logits are made that fit in 1 GiB of a device each, float32."""
+        batch, length, vocab = self.shape
+        batch_axes, length_axes, vocab_axis = self._split()
+        shape = self.layout.mesh.shape if self.layout else {}
+        axes = (*batch_axes, *length_axes, *((vocab_axis,) if vocab_axis else ()))
+        return -(-4 * batch * length * vocab // (math.prod(shape[axis] for axis in axes) * _MOST_BYTES))
+
     def sums(
         self, target: jax.Array, mask: jax.Array, *, chunk_tokens: int, z_loss: float, label_smoothing: float = 0.0
     ) -> tuple[jax.Array, jax.Array]:
@@ -144,10 +153,11 @@ def label_logit(logits: jax.Array, label: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(classes == label[..., None], logits, 0), axis=-1)
 
 
-def log_likelihoods(outputs: Any, target: jax.Array, most: int) -> jax.Array:
+def log_likelihoods(outputs: Any, target: jax.Array, most: int | None = None) -> jax.Array:
     """The natural log-probability of each target token, float32 [batch, length], from outputs for all of them.
 
-    `most` logits, [batch, some tokens, vocab], are made at a time, if they are not made yet.
+    `most` logits, [batch, some tokens, vocab], are made at a time, if they are not made yet, and again in the backward
+    pass; None: those of a device that fit in 1 GiB.
     """
 
     def scores(logits: jax.Array, target: jax.Array) -> jax.Array:
@@ -158,10 +168,13 @@ def log_likelihoods(outputs: Any, target: jax.Array, most: int) -> jax.Array:
         return scores(outputs, target)
     outputs = outputs.in_text_order
     batch, length, vocab = outputs.shape
-    wanted = -(-batch * length * vocab // most)
+    wanted = outputs.num_pieces if most is None else -(-batch * length * vocab // most)
+    if most is None and wanted == 1:
+        return scores(outputs.materialize(), target)
     num = next(num for num in range(min(wanted, length), length + 1) if length % num == 0)
     pieces = (jnp.moveaxis(x.reshape(batch, num, length // num, *x.shape[2:]), 1, 0) for x in (outputs.x, target))
-    piece_scores = lax.map(lambda piece: scores(replace(outputs, x=piece[0]).materialize(), piece[1]), tuple(pieces))
+    each = jax.checkpoint(lambda piece: scores(replace(outputs, x=piece[0]).materialize(), piece[1]))
+    piece_scores = lax.map(each, tuple(pieces))
     return jnp.moveaxis(piece_scores, 0, 1).reshape(batch, length)
 
 

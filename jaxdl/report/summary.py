@@ -146,7 +146,7 @@ def what_next(folder: Path | None, status: Status, modality: str, reads: Sequenc
         workdir = f"--workdir {shlex.quote(str(folder))}"
         prompt = "--chat" if (folder / CHAT_FILE).exists() else "--prompt ..."
         commands = {
-            "text": f"python -m jaxdl.generate {workdir} {prompt}",
+            **dict.fromkeys(("text", "preferences"), f"python -m jaxdl.generate {workdir} {prompt}"),
             "pairs": f"python -m jaxdl.translate {workdir} --input FILE",
         }
         named = ", ".join(f'"{name}": ...' for name in reads)

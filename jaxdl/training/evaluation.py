@@ -16,8 +16,8 @@ from jaxdl.models.network import Call
 from jaxdl.parallel.cluster import wait_for_all
 from jaxdl.parallel.mesh import batch_sharding
 from jaxdl.parallel.sharding import Params
-from jaxdl.training.state import ModelState, TrainState, replicated
-from jaxdl.training.step import Batch, Parts, apply_network, num_stages, pipelined_sums, split
+from jaxdl.training.state import REFERENCE, ModelState, TrainState, replicated
+from jaxdl.training.step import Batch, Parts, apply_network, num_stages, pipelined_sums, split, with_reference
 
 EvalStep = Callable[[Params, ModelState, Batch], tuple[Mapping[str, jax.Array], Mapping[str, jax.Array]]]
 """(the task's sums over a batch, what it needs of each example: `Task.of_each`)."""
@@ -64,6 +64,7 @@ def make_eval_step(parts: Parts) -> jax.stages.Wrapped:
     def eval_step(params: Params, model_state: ModelState, batch: Batch) -> Any:
         if num_stages(parts.layout) > 1:
             return pipelined_sums(parts, params, model_state, batch), {}
+        batch = with_reference(parts, params, model_state.get(REFERENCE), model_state, batch)
         call = Call(train=False, materialize_logits=parts.task.takes_arrays)
         outputs, _ = apply_network(parts, parts.layout, params, model_state, batch, call)
         of_each = parts.task.of_each(outputs, batch) if jax.process_count() == 1 else {}

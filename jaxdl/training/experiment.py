@@ -131,10 +131,11 @@ class Experiment(Config):
         if self.phases and lengths:
             raise ValueError("phases already set the length of the run. Set epochs and steps to None.")
         self.exchange.check_optimizer(self.optimizer)
-        if None not in (self.model.modality, self.task.modality) and self.model.modality != self.task.modality:
+        needed = self.task.network_modality or self.task.modality
+        if None not in (self.model.modality, needed) and self.model.modality != needed:
             raise ValueError(
                 f"model {self.model.kind} reads {self.model.modality}, but task {self.task.kind} needs "
-                f"{self.task.modality}. Choose a --model and a --task of the same kind."
+                f"{needed}. Choose a --model and a --task of the same kind."
             )
         return self
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdl.exchange import PER_REPLICA, Exchange, by_name, init_on_mesh, state_specs
 from jaxdl.exchange.agreement import Agreement, EveryStep, Fragments
@@ -32,6 +32,8 @@ PAST = "past"
 """The part of an agreement's state with earlier versions of the parameters."""
 TABLES = "tables"
 """The part of `TrainState.eval_state` with the rows of embedding tables."""
+REFERENCE = "reference"
+"""The part of `TrainState.eval_state` with the trained parameters of the beginning."""
 
 
 @jax.tree_util.register_dataclass
@@ -65,9 +67,15 @@ class TrainState:
     """Embedding tables, and what their optimizers keep of each row; empty for most networks. They are updated in place,
     and have no part in the moving average, the dense exchange and the guard's choice between old and new."""
 
+    reference: Params = dataclasses.field(default_factory=dict)
+    """The trained parameters as they were when the run began, for tasks that need them (`Task.needs_reference`); else
+    empty. They never change, and a workdir has them once, not in each checkpoint."""
+
     @property
     def eval_state(self) -> ModelState:
         """`model_state` to evaluate with: of a network with embedding tables it has their rows."""
+        if self.reference:
+            return self.model_state | {REFERENCE: self.reference}
         if not self.tables:
             return self.model_state
         return self.model_state | {TABLES: {name: table[ROWS] for name, table in self.tables.items()}}
@@ -141,6 +149,17 @@ class StateSpec:
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), self.shapes, self.shardings
         )
+
+    def with_reference(self, trainable: Trainable, mesh: Mesh) -> StateSpec:
+        """That of states with the trained parameters of the beginning."""
+
+        def init(key: jax.Array) -> TrainState:
+            state = self.init(key)
+            return state.replace(reference=jax.tree.map(jnp.copy, trainable.of(state.params)))
+
+        specs = self.specs.replace(reference=trainable.of(self.params))
+        shapes = self.shapes.replace(reference=trainable.of(self.shapes.params))
+        return dataclasses.replace(self, init=init, shapes=shapes, specs=specs, shardings=named(mesh, specs))
 
     def filled(self) -> TrainState:
         """The state as shape structs without shardings and empty layers, as checkpoints describe it."""

@@ -17,18 +17,21 @@ from jaxdl.training.checkpoint.errors import Damaged, NoneLeft, Unreadable, Unus
 from jaxdl.training.checkpoint.fingerprint import fingerprints
 from jaxdl.training.checkpoint.manager import Checkpoints, Restored
 from jaxdl.training.checkpoint.reading import read_model, stored_model
+from jaxdl.training.checkpoint.reference import KeptReference, read_reference
 
 __all__ = [
     "CheckpointConfig",
     "Checkpoints",
     "Damaged",
     "Earlier",
+    "KeptReference",
     "NoneLeft",
     "Restored",
     "Unreadable",
     "Unusable",
     "fingerprints",
     "read_model",
+    "read_reference",
     "restore_mean",
     "stored_model",
 ]

@@ -125,11 +125,16 @@ class Inference:
         eval_step = self._eval_steps.setdefault(parts.data_spec, make_eval_step(parts))
         if parts.data_spec != self.parts.data_spec:
             self._check_trace(eval_step, source.batch_shapes(size, evaluating=True))
-        return evaluate_once(parts, eval_step, self.params, self.model_state, source, size, poll=poll)
+        return evaluate_once(parts, eval_step, self.params, self.eval_state, source, size, poll=poll)
+
+    @property
+    def eval_state(self) -> ModelState:
+        """`model_state` with all that an evaluation needs besides."""
+        return self.model_state
 
     def _check_trace(self, eval_step: EvalStep, batch: Any) -> None:
         try:
-            jax.eval_shape(eval_step, self.params, self.model_state, batch)
+            jax.eval_shape(eval_step, self.params, self.eval_state, batch)
         except (ConfigError, ValueError, TypeError) as error:
             shapes = ", ".join(f"{name} {list(x.shape[1:])}" for name, x in batch.items())
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]

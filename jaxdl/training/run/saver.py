@@ -13,7 +13,7 @@ from jaxdl.models.stacks import named_stacks
 from jaxdl.parallel.cluster.agree import from_first_process
 from jaxdl.parallel.mesh import Axis
 from jaxdl.report import EventKind, Reporter, in_ipython
-from jaxdl.training.checkpoint import Checkpoints, Earlier, Restored, Unreadable, Unusable
+from jaxdl.training.checkpoint import Checkpoints, Earlier, KeptReference, Restored, Unreadable, Unusable
 from jaxdl.training.experiment import LENGTH, identity
 from jaxdl.training.run.plan.build import make_exchange_state
 from jaxdl.training.run.plan.changed_settings import change_of_settings, parts_of, without
@@ -92,7 +92,7 @@ class Saver:
             best_metric=task.best_metric,
             best_mode=task.resolved_mode,
             table_layout=layout if caches is None else caches.store.layout,
-            form=caches,
+            form=KeptReference(self._workdir) if self._plan.parts.task.needs_reference else caches,
             filled_shapes=self._plan.parts.state_spec.filled_shapes,
         )
 

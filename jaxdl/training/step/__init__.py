@@ -5,6 +5,7 @@ from jaxdl.training.step.network import apply_network, run_network
 from jaxdl.training.step.parts import Batch, Metrics, Parts, StepConfig, Sums, TrainStep
 from jaxdl.training.step.pipeline import pipelined_sums, split
 from jaxdl.training.step.program import gradient_names, make_ahead_step, make_train_step, make_update
+from jaxdl.training.step.reference import with_reference
 from jaxdl.training.step.stage import num_stages
 from jaxdl.training.step.update import choose_state, ema_decay, nonzero, update_state
 
@@ -31,4 +32,5 @@ __all__ = [
     "run_network",
     "split",
     "update_state",
+    "with_reference",
 ]

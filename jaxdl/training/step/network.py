@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxdl.models.network import Call
 from jaxdl.parallel.gathering import Gathered, gather_params, whole_numbers
 from jaxdl.parallel.mesh import STAGE_AXES
 from jaxdl.parallel.precision import cast_weights
 from jaxdl.parallel.sharding import Layout, Params, is_names, use_layout
-from jaxdl.training.state import TABLES, ModelState
+from jaxdl.training.state import REFERENCE, TABLES, ModelState
 from jaxdl.training.step.parts import IDS, LENGTHS, Batch, Parts
 
 
@@ -40,6 +41,9 @@ def apply_network(
         inputs = parts.task.inputs(batch, parts.data_spec)
         if parts.tables is not None and vectors is not None:
             inputs = (*inputs, parts.tables.by_feature(vectors))
+    if call.rows is not None and (each := len(inputs[0]) // len(call.rows)) > 1:  # An example is several rows.
+        rows = (each * call.rows[:, None] + jnp.arange(each)).ravel()
+        call = dataclasses.replace(call, rows=rows)
     return run_network(parts, layout, params, model_state, call, *inputs)
 
 
@@ -49,6 +53,7 @@ def run_network(
     """`apply_network` on the network's own inputs."""
     # What is evaluated, or served, is in 16 bits.
     layout = dataclasses.replace(layout, fp8_size=parts.precision.fp8_size if call.train else None)
+    model_state = {name: x for name, x in model_state.items() if name != REFERENCE}
     network = parts.network
     if network.empty_layers and layout.manual.isdisjoint(STAGE_AXES):  # Outside of a pipeline, as text is written.
         (params, model_state), network = network.without_empty(params, model_state), network.filled

@@ -31,6 +31,7 @@ from jaxdl.training.state import TrainState, replicated
 from jaxdl.training.step.gradients import local_gradients
 from jaxdl.training.step.lookup import locate_ids, look_up, touched_rows, update_tables
 from jaxdl.training.step.parts import NEXT, Batch, Metrics, Parts, Sums
+from jaxdl.training.step.reference import with_reference
 from jaxdl.training.step.stale import draw_staleness, remedy, remember, stale_params
 from jaxdl.training.step.update import choose_state, nonzero, update_state
 
@@ -82,11 +83,12 @@ def make_ahead_step(parts: Parts) -> jax.stages.Wrapped:
 
 
 def _step(parts: Parts, state: TrainState, batch: Batch, located: LocatedIds | None) -> tuple[TrainState, Metrics]:
-    tables, state = state.tables, state.replace(tables={})
+    tables, reference, state = state.tables, state.reference, state.replace(tables={}, reference={})
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     augment_key, exchange_key = jax.random.split(key)
     batch = parts.task.augmented(batch, augment_key)
     batch, located = look_up(parts, tables, batch, key, located)
+    batch = with_reference(parts, state.params, reference, state.model_state, batch, parts.config.microbatches)
     scale = state.loss_scale["scale"] if state.loss_scale else jnp.float32(1)
     # Folded with 2: a split into two folds with 0 and 1.
     model_key = jax.random.fold_in(key, 2) if parts.network.is_random else None
@@ -119,6 +121,7 @@ def _step(parts: Parts, state: TrainState, batch: Batch, located: LocatedIds | N
     tables = update_tables(parts, tables, touched, state, more, kept)
     # Also after a skipped step: a version's age is the number of steps since.
     changed = changed.replace(step=state.step + 1, agreement_state=remember(parts, state), tables=tables)
+    changed = changed.replace(reference=reference)
     return changed, metrics | of_choice
 
 

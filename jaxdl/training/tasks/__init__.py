@@ -8,6 +8,16 @@ from jaxdl.training.tasks.binary import Binary
 from jaxdl.training.tasks.classification import Classification
 from jaxdl.training.tasks.language import LanguageModelling
 from jaxdl.training.tasks.own import Loss
+from jaxdl.training.tasks.preferences import Preferences
 from jaxdl.training.tasks.translation import Translation
 
-__all__ = ["Binary", "Classification", "LanguageModelling", "Loss", "Task", "Translation", "check_task"]
+__all__ = [
+    "Binary",
+    "Classification",
+    "LanguageModelling",
+    "Loss",
+    "Preferences",
+    "Task",
+    "Translation",
+    "check_task",
+]

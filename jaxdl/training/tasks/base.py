@@ -31,6 +31,8 @@ class Task(Choice):
 
     modality: ClassVar[str | None] = None
     """Input of the task, "images" or "text"; the model and the data must have the same. None takes any."""
+    network_modality: ClassVar[str | None] = None
+    """What the network reads, where that is not the `modality`."""
     best_metric: ClassVar[str]
     """The metric by which checkpoints are compared; "loss" unless a class says another."""
     best_mode: ClassVar[Literal["max", "min"] | None]
@@ -72,6 +74,16 @@ class Task(Choice):
         return True
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether `sums` needs what the network gives as it was when the run began: see `reference`."""
+        return False
+
+    def reference(self, outputs: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """What `sums` finds in a batch besides, `[batch, ...]`, from the outputs of the network at those parameters."""
+        del outputs, batch
+        return {}
+
+    @property
     def has_user_code(self) -> bool:
         """Whether it is, or calls, code of a user, which knows nothing of the mesh axes."""
         return self.users_name is not None
@@ -97,7 +109,7 @@ class Task(Choice):
         `outputs(batch)` gives the shapes of the network's outputs.
         """
         del outputs
-        if not spec.fits(self.modality):
+        if not spec.fits_task(self.modality):
             raise ConfigError(
                 f"data: they are {spec.modality} ({spec.described()[1]}), but task {self.kind} needs {self.modality}. "
                 f"{spec.advice(self.modality)}"

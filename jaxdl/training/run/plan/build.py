@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -179,7 +180,10 @@ def add_initial(plan: Plan, init: InitFrom | None, workdir: Workdir) -> Plan:
     """
     abstract, start_over = plan.parts.state_spec.filled(), plan.experiment.checkpoint.start_over
     initial, note = beginning(workdir.path, init, start_over, abstract, model=plan.experiment.model)
-    return dataclasses.replace(plan, initial=initial, reasons=plan.reasons + ((note,) if note else ()))
+    notes = [note] if note else []
+    if plan.parts.task.needs_reference and initial is None:
+        notes.append("the reference is a network of random numbers; give --init-from, the workdir of a trained one")
+    return dataclasses.replace(plan, initial=initial, reasons=(*plan.reasons, *notes))
 
 
 def start_mesh(experiment: Experiment, devices: Sequence[Device] | None = None) -> Mesh:
@@ -206,9 +210,7 @@ def make_parts(
     layers, are those recorded in the workdir, see `make_network`.
     """
     num_replicas, agreement, step = mesh.shape[Axis.REPLICA], experiment.agreement, experiment.step
-    precision, guard = experiment.precision, experiment.guard
     room, fitted = in_stages(fit_network(experiment, spec, num_replicas, stacks), experiment, mesh)
-    network = fitted.network
     optimizer = make_optimizer(experiment.optimizer, *fitted.trained)
     layout = Layout(experiment.sharding, mesh, stage_layers=room)
     gradients = fitted.gradient_layout(layout, agreement)
@@ -219,11 +221,11 @@ def make_parts(
     tables = make_tables(fitted.tables, experiment.embedding, spec, mesh, most_rows)
     state_spec = make_state_spec(
         layout,
-        network,
+        fitted.network,
         optimizer,
         exchange,
-        precision=precision,
-        guard=guard,
+        precision=experiment.precision,
+        guard=experiment.guard,
         agreement=agreement,
         use_ema=step.ema_decay is not None,
         trainable=fitted.trainable,
@@ -231,17 +233,19 @@ def make_parts(
         sums=() if fragments is None else fitted.sum_names(),
         tables=tables,
     )
+    if fitted.task.needs_reference:
+        state_spec = state_spec.with_reference(fitted.trainable, mesh)
     check_average(state_spec.opt_shapes, experiment.optimizer, step.ema_decay)
     return Parts(
-        network=network,
+        network=fitted.network,
         task=fitted.task,
         data_spec=spec,
         trainable=fitted.trainable,
         optimizer=optimizer,
         rates=make_rates(experiment, timeline),
         exchange=exchange,
-        precision=precision,
-        guard=guard,
+        precision=experiment.precision,
+        guard=experiment.guard,
         agreement=agreement,
         layout=layout,
         state_spec=state_spec,
@@ -249,7 +253,7 @@ def make_parts(
         fragments=fragments,
         joint_exchange=None if fragments is None else Dense().build(gradients),
         tables=tables,
-        sum_dtype=loop_sum_dtype(experiment, network, mesh),
+        sum_dtype=loop_sum_dtype(experiment, fitted.network, mesh),
     )
 
 
@@ -346,6 +350,8 @@ def make_initial_state(plan: Plan, make: Callable[[int], TrainState] | None = No
     if plan.initial is None:
         return state
     state = plan.initial.apply(state, spec.abstract(), spec.filled_shapes)
+    if state.reference:
+        state = state.replace(reference=jax.tree.map(jnp.copy, plan.parts.trainable.of(state.params)))
     if plan.parts.agreement.keeps_replicas:
         restart = jax.jit(
             functools.partial(_with_equal_replicas, plan.parts), donate_argnums=0, out_shardings=spec.shardings

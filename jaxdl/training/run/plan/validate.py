@@ -126,7 +126,12 @@ _CAN = {
 
 def check_axes(experiment: Experiment, sizes: Mapping[str, int]) -> None:
     """Raises ConfigError for a mesh axis of several devices over which the model cannot be split, or not here."""
-    model = experiment.model
+    model, agreement = experiment.model, experiment.agreement
+    if experiment.task.needs_reference and agreement.keeps_replicas:
+        raise ConfigError(
+            f"--agreement {agreement.kind}: task {experiment.task.kind} compares the network with what it was, and has "
+            "no replicas with parameters of their own. Take --agreement every_step."
+        )
     for axis in (axis for axis in Axis if axis in RARE_AXES and sizes[axis] > 1):
         if (axis.splits_layers and not model.splits_layers) or (axis.splits_length and not model.splits_length):
             what = "spread its layers" if axis.splits_layers else "split its input"
@@ -160,6 +165,8 @@ def _check_stages(experiment: Experiment, option: str, num_stages: int) -> None:
             f"{option}: {layers} layers cannot be divided among {num_stages} stages, of which all"
             f"{'' if every else ' but the last'} have equally many{why}. Choose one of {', '.join(map(str, fits))}."
         )
+    if experiment.task.network_modality is not None:
+        raise ConfigError(f"{option}: task {experiment.task.kind} has no stages. Choose 1, and --mesh.fsdp instead.")
     if experiment.task.takes_arrays or experiment.task.users_name:
         raise ConfigError(f"{option}: task {experiment.task.kind} reads the network's outputs whole. Choose 1.")
     if experiment.precision.fp8_size is not None:
