@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 HEAVY = {
     "tensorflow_datasets", "tensorflow", "sklearn", "tokenizers", "sentencepiece", "pyarrow", "datasets",
-    "tensorboardX", "PIL", "cv2", "simplejpeg", "fsspec", "mlflow", "wandb", "trackio", "optuna",
+    "tensorboardX", "PIL", "cv2", "simplejpeg", "fsspec", "mlflow", "wandb", "trackio", "optuna", "jinja2",
 }  # fmt: skip
 
 
