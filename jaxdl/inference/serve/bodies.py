@@ -1,6 +1,7 @@
 """The bodies of requests, as OpenAI's reference has them: what is not done here is refused, never ignored.
 
-Fields beside OpenAI's have the names that vLLM's server uses: `top_k`, `stop_token_ids`, `ignore_eos`.
+Fields beside OpenAI's have the names that vLLM's server uses: `top_k`, `min_p`, `repetition_penalty`,
+`stop_token_ids`, `ignore_eos`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Body(pydantic.BaseModel):
     temperature: float | None = pydantic.Field(None, ge=0, le=100)
     top_p: float | None = pydantic.Field(None, gt=0, le=1)
     top_k: int | None = pydantic.Field(None, ge=-1, lt=2**31)
+    min_p: float | None = pydantic.Field(None, ge=0, le=1)
+    repetition_penalty: float | None = pydantic.Field(None, gt=0, le=100)
     seed: int | None = pydantic.Field(None, ge=-_SEED, lt=_SEED)
     stop: Any = None
     stop_token_ids: list[int] | None = pydantic.Field(None, max_length=8)
@@ -137,7 +140,7 @@ class ChatBody(Body):
     modalities: list[Literal["text"]] | None = None
     parallel_tool_calls: bool | None = None
     store: Literal[False] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]] | None, pydantic.Field(max_length=0)] = None
     tool_choice: Literal["none", "auto"] | None = None
 
     @pydantic.field_validator("messages")
@@ -166,13 +169,15 @@ class ChatBody(Body):
 
 
 def _plain_message(number: int, message: dict[str, Any]) -> dict[str, Any]:
-    """The message with parts of text joined. Raises ValueError for what is no message, and for parts that are no text."""
+    """The message with parts of text joined. Raises ValueError for what is no message, and parts that are no text."""
     where = f"message {number}"
     if not isinstance(message.get("role"), str):
         raise ValueError(f"{where} has no role that is a text")
     content = message.get("content")
     if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+        texts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{where} has a part that is no text; this model reads text alone")
         content = "".join(filter(None, texts))

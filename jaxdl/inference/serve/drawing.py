@@ -2,74 +2,66 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxdl.inference.decoding.loop import draw_next
+from jaxdl.inference.decoding.row_sampling import filter_logits, penalize
+from jaxdl.inference.decoding.settings import RowSettings
 
 NUM_TOP = 20
 """Of so many likeliest tokens the log-probabilities can be asked for."""
+_FEW = 64
+"""The largest `top_k` for which not all tokens are sorted."""
 
 
 class Settings(NamedTuple):
-    """How the texts of some rows are drawn: arrays of the host, [rows] each."""
+    """How the texts of some rows are drawn: arrays [rows]."""
 
-    keys: jax.Array
+    keys: Any
     """The data of a random key of each row, see `jaxdl.inference.decoding.loop.Rows`."""
-    temperature: jax.Array
-    """float32; 0 takes the likeliest token."""
-    top_k: jax.Array
-    """int32; the size of the vocabulary leaves none out."""
-    top_p: jax.Array
-    """float32; 1 leaves none out."""
-    wants_top: jax.Array
+    sampling: RowSettings
+    wants_top: Any
     """bool: whether log-probabilities are asked for."""
 
 
 class Drawn(NamedTuple):
-    """Tokens, and where a row wants them their log-probabilities by the network, before temperature and limits."""
+    """Tokens, and where a row wants them their log-probabilities by the network, before any setting."""
 
-    token: jax.Array
+    token: Any
     """int32 [rows]."""
-    logprob: jax.Array
+    logprob: Any
     """float32 [rows]."""
-    top_tokens: jax.Array
+    top_tokens: Any
     """The likeliest tokens, the likeliest first, int32 [rows, NUM_TOP or the vocabulary]."""
-    top_logprobs: jax.Array
+    top_logprobs: Any
     """float32, as `top_tokens`."""
 
 
-def draw(logits: jax.Array, settings: Settings, counts: jax.Array) -> Drawn:
+def draw(logits: jax.Array, settings: Settings, counts: jax.Array, seen: jax.Array) -> Drawn:
     """The next token of each row from logits [rows, vocab]; `counts` tokens have been drawn before, int32 [rows].
 
-    A row's token is that of `jaxdl.inference.decoding.sampling.sample` with the row's settings. A function to trace.
+    `seen`, bool [rows, vocab], are the tokens of each row so far. A function to trace.
     """
     logits = logits.astype(jnp.float32)
-    scaled = logits / jnp.maximum(settings.temperature, 1e-6)[:, None]
-    limits = (settings.top_k < logits.shape[1]) | (settings.top_p < 1)
-    # Sorting all tokens takes longer than all else, and most texts are drawn from all.
-    scaled = lax.cond(jnp.any(limits), lambda: _limited(scaled, settings), lambda: scaled)
-    drawn = draw_next(lambda x, keys: jax.vmap(jax.random.categorical)(keys, x), scaled, settings.keys, counts)
-    token = jnp.where(settings.temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+    penalized = penalize(logits, settings.sampling.repetition_penalty, seen)
+    filtered = _filtered(penalized, settings.sampling)
+    drawn = draw_next(lambda x, keys: jax.vmap(jax.random.categorical)(keys, x), filtered, settings.keys, counts)
+    greedy = jnp.argmax(penalized, axis=-1)
+    token = jnp.where(settings.sampling.temperature > 0, drawn, greedy).astype(jnp.int32)
     return Drawn(token, *_likelihood(logits, token, settings.wants_top))
 
 
-def _limited(logits: jax.Array, settings: Settings) -> jax.Array:
-    """The logits with -inf for what top-k and top-p leave out, as `jaxdl.inference.decoding.sampling.mask_logits`."""
-    ranks = jnp.arange(logits.shape[1])
-    falling = jnp.sort(logits, axis=-1, descending=True)
-    last = jnp.minimum(settings.top_k, logits.shape[1])[:, None] - 1
-    least = jnp.take_along_axis(falling, last, axis=1)
-    kept = jnp.where(logits < least, -jnp.inf, logits)
-    odds = jnp.where(ranks <= last, jnp.exp(falling - jax.nn.logsumexp(kept, axis=-1, keepdims=True)), 0)
-    before = jnp.cumsum(odds, axis=-1) - odds
-    top_p = settings.top_p[:, None]
-    left = ((before < top_p) | (odds == odds[:, :1])) & (ranks <= last)
-    likely = jnp.min(jnp.where(left, falling, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(logits < jnp.where(top_p < 1, likely, least), -jnp.inf, logits)
+def _filtered(logits: jax.Array, sampling: RowSettings) -> jax.Array:
+    """What `filter_logits` returns; sorted are as many as the rows need: most texts are drawn from all tokens."""
+    vocab = logits.shape[1]
+    sizes = (0, _FEW, vocab) if vocab > 4 * _FEW else (0, vocab)
+    num = jnp.where(sampling.top_k > 0, sampling.top_k, jnp.where(sampling.top_p < 1, vocab, 0))
+    branch = sum((jnp.max(num) > size).astype(jnp.int32) for size in sizes[:-1])
+    return lax.switch(branch, [lambda num=num: filter_logits(logits, sampling, num_sorted=num) for num in sizes])
 
 
 def _likelihood(logits: jax.Array, token: jax.Array, wants_top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

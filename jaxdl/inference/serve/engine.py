@@ -18,7 +18,8 @@ import jax
 import numpy as np
 
 from jaxdl.inference.decoding.loop import row_keys
-from jaxdl.inference.serve.drawing import Drawn
+from jaxdl.inference.decoding.settings import Sampling, row_settings
+from jaxdl.inference.serve.drawing import Drawn, Settings
 from jaxdl.inference.serve.programs import MOST, Programs, Rows, blank_rows, blank_settings
 
 NUM_STOP = 16
@@ -52,24 +53,18 @@ class Job:
 
     Attributes:
       prompt: its tokens, at least one.
-      max_tokens: at most so many are written, 1 or more.
-      temperature, top_k, top_p: how tokens are drawn; None takes from all.
-      seed, number: the random key is that of `Sampling(seed)` for the prompt of this number.
-      stop_tokens: tokens that end it, at most `NUM_STOP`.
+      how: how tokens are drawn. Its `num_tokens` are the most that are written, 1 or more; `stop_tokens` are at most
+        `NUM_STOP`; and `stop` and `samples` are the client's business.
+      number: that of the prompt, see `Sampling`.
       num_top: of so many likeliest tokens log-probabilities are given; None: of none, nor of the token itself.
       deliver: called in the thread of the engine with what has been written.
       cancelled: nobody wants it any more.
     """
 
     prompt: list[int]
-    max_tokens: int
+    how: Sampling
     deliver: Callable[[Written], None]
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    seed: int = 0
     number: int = 0
-    stop_tokens: Sequence[int] = ()
     num_top: int | None = None
     cancelled: bool = field(default=False, init=False)
 
@@ -90,16 +85,15 @@ class Engine:
       failure: what ended it, None while it works.
     """
 
-    def __init__(
-        self, programs: Programs, *, max_waiting: int, vocab_size: int, failed: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, programs: Programs, *, max_waiting: int, failed: Callable[[], None] = lambda: None) -> None:
         """`max_waiting` texts may wait for a slot; `failed` is called in its thread when an error has ended it."""
-        self._programs, self._max_waiting, self._vocab_size, self._failed = programs, max_waiting, vocab_size, failed
+        self._programs, self._max_waiting, self._failed = programs, max_waiting, failed
         self._waiting: collections.deque[Job] = collections.deque()
         self._changed = threading.Condition()
         self._stopping = False
         self._jobs: list[Job | None] = [None] * programs.num_slots
-        self._rows = blank_rows(programs.num_slots, NUM_STOP, _key(0, 0), vocab_size)
+        self._rows = blank_rows(programs.num_slots, NUM_STOP)
+        self._blank = blank_settings(1)
         self._step_sec: dict[int, float] = {}
         self.num_written, self.num_read = 0, 0
         self.failure: str | None = None
@@ -142,6 +136,14 @@ class Engine:
             self._waiting.extend(jobs)
             self._changed.notify()
 
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """Gives up jobs: those that wait leave the queue now, and others their slots after the call that is running."""
+        with self._changed:
+            for job in jobs:
+                job.cancelled = True
+                if job in self._waiting:
+                    self._waiting.remove(job)
+
     def _run(self) -> None:
         try:
             while self._wait():
@@ -180,24 +182,18 @@ class Engine:
 
     def _next_job(self) -> Job | None:
         with self._changed:
-            while self._waiting:
-                job = self._waiting.popleft()
-                if not job.cancelled:
-                    return job
-        return None
+            return self._waiting.popleft() if self._waiting else None
 
     def _admit(self, job: Job, slot: int) -> None:
         """Reads the prompt of a job into a slot, and writes the first token."""
-        settings = blank_settings(1, _key(job.seed, job.number), self._vocab_size)
-        settings.temperature[0], settings.top_p[0] = job.temperature, job.top_p
-        settings.top_k[0] = min(job.top_k or self._vocab_size, self._vocab_size)
-        settings.wants_top[0] = job.num_top is not None
+        self._jobs[slot], stop = job, job.how.stop_tokens
+        keys, sampling = _key(job.how.seed, job.number)[None], row_settings([job.how])
+        settings = Settings(keys, sampling, np.asarray([job.num_top is not None]))
         drawn = self._programs.read(job.prompt, slot, settings)
         self.num_read += len(job.prompt)
-        self._jobs[slot] = job
         of_row = Rows(
-            np.asarray(drawn.token), np.int32(len(job.prompt)), np.int32(1), np.int32(job.max_tokens - 1),
-            np.asarray([*job.stop_tokens, *[-1] * (NUM_STOP - len(job.stop_tokens))], np.int32), settings,
+            np.asarray(drawn.token), np.int32(len(job.prompt)), np.int32(1), np.int32(job.how.num_tokens - 1),
+            np.asarray([*stop, *[-1] * (NUM_STOP - len(stop))], np.int32), settings,
         )  # fmt: skip
         jax.tree.map(lambda whole, x: _set(whole, slot, x), self._rows, of_row)
         self._deliver(slot, jax.tree.map(lambda x: np.asarray(x)[:, None], drawn), 0, [int(drawn.token[0])])
@@ -241,7 +237,7 @@ class Engine:
         assert job is not None
         self.num_written += len(tokens)
         finish: Finish | None = "length" if self._rows.left[slot] <= 0 else None
-        if tokens[-1] in job.stop_tokens:
+        if tokens[-1] in job.how.stop_tokens:
             finish = "stop"
         job.deliver(Written([_token(drawn, row, at, job.num_top) for at in range(len(tokens))], finish))
         if finish is not None:
@@ -249,8 +245,7 @@ class Engine:
 
     def _end(self, slot: int) -> None:
         self._jobs[slot], self._rows.left[slot], self._rows.positions[slot] = None, 0, 0
-        self._rows.settings.top_k[slot], self._rows.settings.top_p[slot] = self._vocab_size, 1
-        self._rows.settings.wants_top[slot] = False
+        jax.tree.map(lambda whole, x: _set(whole, slot, x), self._rows.settings, self._blank)
 
 
 def _token(drawn: Drawn, row: int, at: int, num_top: int | None) -> Token:

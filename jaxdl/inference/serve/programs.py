@@ -14,6 +14,8 @@ from jax import lax
 
 from jaxdl.data.spec import with_targets
 from jaxdl.inference.decoding.padding import SHORTEST, power_of_two
+from jaxdl.inference.decoding.row_sampling import mark_seen, seen_in
+from jaxdl.inference.decoding.settings import Sampling, row_settings
 from jaxdl.inference.serve.drawing import Drawn, Settings, draw
 from jaxdl.models.cache import reads_slots
 from jaxdl.models.logits import of_tokens
@@ -45,6 +47,15 @@ class Rows(NamedTuple):
     settings: Settings
 
 
+class State(NamedTuple):
+    """What the device keeps of the texts of all slots. Leaves are [..., slots, ...], slots second."""
+
+    cache: Any
+    """What the network has read of each."""
+    seen: Any
+    """The tokens of each text so far, bool [1, slots, vocab]."""
+
+
 class Programs:
     """The programs, compiled when they are first called, and the cache that they write to.
 
@@ -73,15 +84,15 @@ class Programs:
         self.sizes = [self.num_slots] if whole else sorted(powers)
         lengths = [_LEAST_READ * _READ_FACTOR**power for power in range(16)]
         self.reads = [context] if exact or not self._cached else [x for x in lengths if x < context] + [context]
-        self._state = (inference.rounded_params, inference.model_state)
-        self._shapes = jax.eval_shape(self._empty, *self._state)
+        self._network = (inference.rounded_params, inference.model_state)
+        self._shapes = jax.eval_shape(self._empty, *self._network)
         self.cache_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self._shapes))
-        self._cache: Any = None
+        self._texts: Any = None
         self._shown = replicated(self._parts.layout)
 
     def allocate(self) -> None:
         """Makes the cache."""
-        self._cache = jax.jit(self._empty)(*self._state)
+        self._texts = jax.jit(self._empty)(*self._network)
 
     def read(self, prompt: list[int], row: int, settings: Settings) -> Drawn:
         """Reads a prompt into a row, and draws the token after it: arrays of the host, [1, ...]."""
@@ -89,7 +100,7 @@ class Programs:
         tokens = np.zeros((self._ways, length), np.int32)
         tokens[:, : len(prompt)] = prompt
         lengths = np.full(self._ways, len(prompt), np.int32)
-        self._cache, drawn = self._reading(*self._state, self._cache, tokens, lengths, np.int32(row), settings)
+        self._texts, drawn = self._reading(*self._network, self._texts, tokens, lengths, np.int32(row), settings)
         return self._fetched(drawn, settings)
 
     def write(self, rows: Rows, num_tokens: int) -> Drawn:
@@ -99,26 +110,25 @@ class Programs:
         """
         longest = int(np.max(rows.positions)) + num_tokens
         read = next(length for length in self.reads if length >= min(longest, self.context))
-        self._cache, written = self._writing(*self._state, self._cache, rows, np.int32(num_tokens), read=read)
+        self._texts, written = self._writing(*self._network, self._texts, rows, np.int32(num_tokens), read=read)
         return self._fetched(written, rows.settings)
 
     def move(self, source: int, target: int) -> None:
         """Moves a text to another row."""
-        self._cache = self._moving(self._cache, np.int32(source), np.int32(target))
+        self._texts = self._moving(self._texts, np.int32(source), np.int32(target))
 
     def warm_up(self, stop_size: int) -> Iterator[str]:
         """Compiles each program by calling it, and says what has been called."""
-        key = np.asarray(jax.random.key_data(jax.random.key(0)))
         length = SHORTEST
         while True:
-            self.read([0] * min(length, self.context), 0, blank_settings(1, key, self._vocab_size))
+            self.read([0] * min(length, self.context), 0, blank_settings(1))
             yield f"prompts of {min(length, self.context):,} tokens"
             if length >= self.context:
                 break
             length *= 2
         for size in self.sizes:
             for read in self.reads:
-                rows = blank_rows(size, stop_size, key, self._vocab_size)
+                rows = blank_rows(size, stop_size)
                 rows = rows._replace(positions=np.full_like(rows.positions, max(0, read - MOST - 1)))
                 self.write(rows, 1)
                 yield f"{size} texts of {read:,} tokens"
@@ -132,16 +142,17 @@ class Programs:
         return drawn._replace(token=np.asarray(drawn.token))
 
     def _empty(self, params: Any, model_state: Any) -> Any:
-        """A cache with nothing in it; a function to trace."""
+        """Slots with nothing in them; a function to trace."""
+        seen = jnp.zeros((1, self.num_slots, self._vocab_size), bool)
         if not self._cached:
-            return jnp.zeros((1, self.num_slots, self.context), jnp.int32)
+            return State(jnp.zeros((1, self.num_slots, self.context), jnp.int32), seen)
         tokens, lengths = jnp.zeros((self.num_slots, SHORTEST), jnp.int32), jnp.ones(self.num_slots, jnp.int32)
         tokens = tokens[:, : self.context]
-        return self._run(params, model_state, tokens, lengths, self.context, method="prefill")[1]
+        return State(self._run(params, model_state, tokens, lengths, self.context, method="prefill")[1], seen)
 
     @functools.cached_property
     def _shardings(self) -> Any:
-        return jax.tree.map(lambda x: x.sharding, self._cache)
+        return jax.tree.map(lambda x: x.sharding, self._texts)
 
     @functools.cached_property
     def _reading(self) -> Any:
@@ -165,9 +176,9 @@ class Programs:
         return jax.jit(moved, donate_argnums=0, out_shardings=self._shardings)
 
     def _read_prompt(
-        self, params: Any, model_state: Any, cache: Any, tokens: jax.Array, lengths: jax.Array, row: jax.Array,
+        self, params: Any, model_state: Any, texts: State, tokens: jax.Array, lengths: jax.Array, row: jax.Array,
         settings: Settings,
-    ) -> tuple[Any, Drawn]:  # fmt: skip
+    ) -> tuple[State, Drawn]:  # fmt: skip
         if self._cached:
             logits, new = self._run(params, model_state, tokens, lengths, self.context, method="prefill")
         else:
@@ -177,21 +188,23 @@ class Programs:
         def inserted(whole: jax.Array, x: jax.Array) -> jax.Array:
             return lax.dynamic_update_slice_in_dim(whole, x[:, :1].astype(whole.dtype), row, axis=1)
 
-        drawn = draw(logits[:1, -1, : self._vocab_size], settings, jnp.zeros(1, jnp.int32))
-        return jax.tree.map(inserted, cache, new), drawn
+        seen = seen_in(tokens[:1], lengths[:1], self._vocab_size)
+        drawn = draw(logits[:1, -1, : self._vocab_size], settings, jnp.zeros(1, jnp.int32), seen)
+        return jax.tree.map(inserted, texts, State(new, mark_seen(seen, drawn.token)[None])), drawn
 
     def _write_tokens(
-        self, params: Any, model_state: Any, cache: Any, rows: Rows, num_tokens: jax.Array, *, read: int
-    ) -> tuple[Any, Drawn]:
-        num_rows, vocab = rows.tokens.shape[0], self._vocab_size
-        blank = jax.eval_shape(draw, jax.ShapeDtypeStruct((num_rows, vocab), jnp.float32), rows.settings, rows.counts)
+        self, params: Any, model_state: Any, texts: State, rows: Rows, num_tokens: jax.Array, *, read: int
+    ) -> tuple[State, Drawn]:
+        num_rows = rows.tokens.shape[0]
+        seen = texts.seen[0, :num_rows]
+        blank = jax.eval_shape(draw, jax.ShapeDtypeStruct(seen.shape, jnp.float32), rows.settings, rows.counts, seen)
         written = jax.tree.map(lambda x: jnp.zeros((num_rows, MOST, *x.shape[1:]), x.dtype), blank)
         written = written._replace(token=written.token - 1)
 
         def step(carry: Any) -> Any:
-            index, cache, rows, written = carry
+            index, cache, seen, rows, written = carry
             logits, cache = self._next_logits(params, model_state, cache, rows, read)
-            drawn, going = draw(logits, rows.settings, rows.counts), rows.left > 0
+            drawn, going = draw(logits, rows.settings, rows.counts, seen), rows.left > 0
             drawn = drawn._replace(token=jnp.where(going, drawn.token, -1))
             written = jax.tree.map(lambda all_, x: lax.dynamic_update_index_in_dim(all_, x, index, 1), written, drawn)
             ended = jnp.any(drawn.token[:, None] == rows.stop, axis=1)
@@ -202,17 +215,16 @@ class Programs:
                 counts=rows.counts + one,
                 left=jnp.where(ended, 0, rows.left - one),
             )
-            return index + 1, cache, after, written
+            return index + 1, cache, mark_seen(seen, drawn.token), after, written
 
         def goes_on(carry: Any) -> jax.Array:
-            return (carry[0] < jnp.minimum(num_tokens, MOST)) & jnp.any(carry[2].left > 0)
+            return (carry[0] < jnp.minimum(num_tokens, MOST)) & jnp.any(carry[3].left > 0)
 
-        _, cache, _, written = lax.while_loop(goes_on, step, (jnp.int32(0), cache, rows, written))
-        return cache, written
+        start = (jnp.int32(0), texts.cache, seen, rows, written)
+        _, cache, seen, _, written = lax.while_loop(goes_on, step, start)
+        return State(cache, lax.dynamic_update_slice(texts.seen, seen[None], (0, 0, 0))), written
 
-    def _next_logits(
-        self, params: Any, model_state: Any, cache: Any, rows: Rows, read: int
-    ) -> tuple[jax.Array, Any]:
+    def _next_logits(self, params: Any, model_state: Any, cache: Any, rows: Rows, read: int) -> tuple[jax.Array, Any]:
         """(the logits of each row's next token, [rows, vocab]; the cache)."""
         # A row without a text may stand at the end: what it writes there is never read.
         positions = jnp.minimum(rows.positions, self.context - 1)
@@ -236,20 +248,14 @@ class Programs:
         return of_tokens(outputs, positions)
 
 
-def blank_settings(num_rows: int, key: np.ndarray, vocab_size: int) -> Settings:
+def blank_settings(num_rows: int) -> Settings:
     """Those of rows without a text."""
-    full = functools.partial(np.full, num_rows)
-    return Settings(
-        keys=np.tile(key, (num_rows, 1)),
-        temperature=full(0, np.float32),
-        top_k=full(vocab_size, np.int32),
-        top_p=full(1, np.float32),
-        wants_top=full(False),
-    )  # pyright: ignore[reportArgumentType]
+    key = np.asarray(jax.random.key_data(jax.random.key(0)))
+    sampling = row_settings([Sampling(temperature=0)] * num_rows)
+    return Settings(np.tile(key, (num_rows, 1)), sampling, np.zeros(num_rows, bool))
 
 
-def blank_rows(num_rows: int, stop_size: int, key: np.ndarray, vocab_size: int) -> Rows:
+def blank_rows(num_rows: int, stop_size: int) -> Rows:
     """Rows without a text."""
     zeros, stop = np.zeros(num_rows, np.int32), np.full((num_rows, stop_size), -1, np.int32)
-    settings = blank_settings(num_rows, key, vocab_size)
-    return Rows(zeros, zeros.copy(), zeros.copy(), zeros.copy(), stop, settings)
+    return Rows(zeros, zeros.copy(), zeros.copy(), zeros.copy(), stop, blank_settings(num_rows))
