@@ -265,17 +265,18 @@ IN_SMALL_PIECES = """
 import os, signal, sys
 from jaxdl.data.__main__ import main
 from jaxdl.data.text import shards
+from jaxdl.data.text.documents import DocumentTexts
 
 shards._PIECE_BYTES = 10_000
-encode, shards_left = shards._encode, [int(sys.argv.pop(1))]
+encode, shards_left = DocumentTexts.encode, [int(sys.argv.pop(1))]
 
-def encode_or_die(plan, texts):
+def encode_or_die(*given):
     if not shards_left[0]:
         os.kill(os.getpid(), signal.SIGKILL)
     shards_left[0] -= 1
-    return encode(plan, texts)
+    return encode(*given)
 
-shards._encode = encode_or_die
+DocumentTexts.encode = encode_or_die
 main()
 """
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from jaxdl.core.config import ConfigError
 from jaxdl.core.paths import expand_home
 
@@ -73,6 +75,13 @@ class Encoder(abc.ABC):
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of each text, without special tokens around it."""
 
+    def offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """(the tokens, the characters [first, end) of each) of each text. Raises ConfigError if they are not known."""
+        raise ConfigError(
+            f"a tokenizer of {self.kind} says not which characters a token is, so those of an answer are not known. "
+            "Give a tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes it."
+        )
+
     @abc.abstractmethod
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens."""
@@ -105,6 +114,10 @@ class _Bytes(Encoder):
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [list(text.encode()) for text in texts]
+
+    def offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        spans = ([(at, at + 1) for at, x in enumerate(text) for _ in x.encode()] for text in texts)
+        return [(list(text.encode()), at) for text, at in zip(texts, spans, strict=True)]
 
     def decode(self, tokens: list[int]) -> str:
         return bytes(tokens).decode(errors="replace")
@@ -220,6 +233,10 @@ class _Tokenizers(Encoder):
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
+    def offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encoded]
+
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
@@ -320,6 +337,14 @@ class Codec:
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text; faster than one by one."""
         return self._encoder.encode(texts)
+
+    def with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """(the tokens, the first character of each, the one behind its last), int64, of each text.
+
+        Raises ConfigError for a tokenizer of sentencepiece.
+        """
+        made = self._encoder.offsets(texts)
+        return [(np.array(tokens, np.int64), *np.array(at, np.int64).reshape(-1, 2).T) for tokens, at in made]
 
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens; bytes that are not UTF-8, such as half a character, become U+FFFD."""

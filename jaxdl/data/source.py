@@ -75,6 +75,10 @@ class Data(Choice):
         del stage
         raise ConfigError(f"--stage-data: data {self.kind} reads no files, so it has no effect. Leave it out.")
 
+    def chat(self) -> dict[str, Any] | None:
+        """How its conversations become texts: `to_json` of their chat template; None for data that have none."""
+        return None
+
     def codec(self) -> Codec:
         """Between text and this data's tokens. Raises ConfigError for data that are not text."""
         raise ConfigError(f"data {type(self).__name__}: it is not text, so there is nothing to encode or sample.")

@@ -146,6 +146,7 @@ class TextSpec(DataSpec):
 
     Of packed documents a batch also has "segments", int32 [batch, length + 1]: the number of each token's document in
     its row, from 1; 0 is padding. Of their training rows `mean_targets` says how many targets one has in the mean.
+    Where it is `masked`, training batches have "mask" too, bool [batch, length]: the targets that are learned.
     """
 
     vocab_size: int
@@ -153,6 +154,7 @@ class TextSpec(DataSpec):
     bytes_per_token: float
     packed: bool = False
     mean_targets: float | None = None
+    masked: bool = False
     modality: ClassVar[str] = "text"
 
     @property
@@ -167,7 +169,8 @@ class TextSpec(DataSpec):
     def blank(self) -> dict[str, np.ndarray]:
         """One window of zeros; of packed rows, one of padding."""
         names = ("tokens", "segments") if self.packed else ("tokens",)
-        return {name: np.zeros((1, self.length + 1), np.int32) for name in names}
+        rows = {name: np.zeros((1, self.length + 1), np.int32) for name in names}
+        return rows | ({"mask": np.zeros((1, self.length), bool)} if self.masked else {})
 
     def inputs(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         """The tokens to read, int32 [batch, length], and their segments where the batch has some."""

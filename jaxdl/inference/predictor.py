@@ -20,6 +20,7 @@ from jaxdl.core.files import DATA_FILE, EXAMPLES_FILE, step_folder
 from jaxdl.core.runs import Which, check_run, check_which
 from jaxdl.data import Codec, Data, DataSpec, Source, Splits, TextSpec, spec_from_json
 from jaxdl.data.phases import make_timeline
+from jaxdl.data.text.chat_template import ChatTemplate
 from jaxdl.exchange import Dense
 from jaxdl.inference.decoding.text import Completion, Continued, TextStream
 from jaxdl.inference.generation import Decoder, Sampling, Writing
@@ -35,7 +36,7 @@ from jaxdl.training.run.plan.build import make_parts
 from jaxdl.training.run.plan.init_from import reading_spec
 from jaxdl.training.run.plan.validate import check_axes
 from jaxdl.training.run.workdir.records import Workdir
-from jaxdl.training.run.workdir.tokenizer import check_data, codec_of_run
+from jaxdl.training.run.workdir.tokenizer import chat_of_run, check_data, codec_of_run
 from jaxdl.training.state import ModelState
 from jaxdl.training.step import Parts
 
@@ -124,7 +125,7 @@ class Predictor(Inference):
 
     def generate(
         self,
-        prompt: str = "",
+        prompt: str | Sequence[int] = "",
         *,
         num_tokens: int = 256,
         temperature: float = 0.8,
@@ -167,7 +168,7 @@ class Predictor(Inference):
 
     def complete(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[str | Sequence[int]],
         *,
         num_tokens: int = 256,
         temperature: float = 0.8,
@@ -182,7 +183,7 @@ class Predictor(Inference):
         """The continuation of each prompt, in order, `batch_size` of them side by side.
 
         Args:
-          prompts: texts; an empty one begins a new document.
+          prompts: texts, an empty one of which begins a new document; or tokens, which are read as they are.
           num_tokens: at most so many are written for each.
           temperature: 1 is the model's own distribution, lower is less random, 0 takes the likeliest token.
           top_k: draw from the k likeliest tokens alone.
@@ -216,6 +217,14 @@ class Predictor(Inference):
         """Between text and tokens, texts beginning as in the training. Raises ConfigError for a replaced tokenizer."""
         return codec_of_run(self.workdir, self.experiment.data)
 
+    @functools.cached_property
+    def chat_template(self) -> ChatTemplate:
+        """What makes texts of conversations: of the run, or of its checkpoint's tokenizer, or else a plain one.
+
+        Raises ConfigError for a damaged one, and for a network that reads no text.
+        """
+        return chat_of_run(self.workdir, self.experiment.data)[0]
+
     def _sampling(self, how: Sampling, stop: Sequence[str], stop_at_end: bool) -> Sampling:
         self.check_text("generate")
         if isinstance(stop, str) or not all(stop):
@@ -234,18 +243,19 @@ class Predictor(Inference):
             raise ConfigError(f"{what}: this network reads {spec.modality}{advice}.")
         return spec
 
-    def _prompt(self, text: str) -> list[int]:
+    def _prompt(self, prompt: str | Sequence[int]) -> list[int]:
         """The tokens of a prompt. Warns of one of which the network reads the end alone."""
-        tokens, limit = self.codec.prompt(text), self.decoder.context
+        tokens = self.codec.prompt(prompt) if isinstance(prompt, str) else list(prompt) or self.codec.beginning
+        limit = self.decoder.context
         if limit is not None and len(tokens) > limit:
             warnings.warn(
-                f"the prompt {text[:20]!r}... has {len(tokens):,} tokens; the network reads the last {limit:,}, as it "
-                "was trained on so many",
+                f"the prompt {prompt[:20]!r}... has {len(tokens):,} tokens; the network reads the last {limit:,}, as "
+                "it was trained on so many",
                 stacklevel=4,
             )
         return tokens
 
-    def _pieces(self, prompt: str, how: Sampling, stop: Sequence[str]) -> Iterator[str]:
+    def _pieces(self, prompt: str | Sequence[int], how: Sampling, stop: Sequence[str]) -> Iterator[str]:
         tokens = self._prompt(prompt)
         writing, stream = Writing(self.decoder, [tokens], how), TextStream(self.codec.decode, tokens, stop)
         while not writing.done[0]:
@@ -258,7 +268,7 @@ class Predictor(Inference):
             yield piece
 
     def _completions(
-        self, prompts: Sequence[str], how: Sampling, stop: Sequence[str], batch_size: int
+        self, prompts: Sequence[str | Sequence[int]], how: Sampling, stop: Sequence[str], batch_size: int
     ) -> Iterator[Completion]:
         for first in range(0, len(prompts), batch_size):
             batch = prompts[first : first + batch_size]
@@ -269,7 +279,8 @@ class Predictor(Inference):
                 for row, (text, news) in enumerate(zip(texts, writing.more(), strict=True)):
                     if text.add(news, how.stop_tokens):
                         writing.end(row)
-            yield from (text.completion(prompt) for prompt, text in zip(batch, texts, strict=True))
+            named = (prompt if isinstance(prompt, str) else self.codec.decode(list(prompt)) for prompt in batch)
+            yield from (text.completion(prompt) for prompt, text in zip(named, texts, strict=True))
 
 
 @without_frames

@@ -52,6 +52,7 @@ PLAIN = """\
 """
 """The template where a tokenizer has none: `User:`, a new line, the text, an empty line, `Assistant:`, a new line, the
 answer and the end of text. A text begins with the tokenizer's start, or where it has none its end of text."""
+PLAIN_ORIGIN = "the plain chat template"
 
 Message = Mapping[str, Any]
 
@@ -210,11 +211,11 @@ def plain_template(codec: Codec) -> ChatTemplate:
     end = None if codec.end is None else _text_of(codec, codec.end)
     if end is None:
         raise ConfigError(
-            f"tokenizer {codec.tokenizer}: it has no chat template, and no token for the end of a text such as </s>, so "
+            f"tokenizer {codec.tokenizer}: it has no chat template, and no token for the end of a text such as </s>: "
             "the network could not say where an answer ends. Give --data.template FILE, or another tokenizer."
         )
     start = None if codec.start is None else _text_of(codec, codec.start)
-    return ChatTemplate(PLAIN, {"bos_token": start or end, "eos_token": end}, origin="the plain chat template")
+    return ChatTemplate(PLAIN, {"bos_token": start or end, "eos_token": end}, origin=PLAIN_ORIGIN)
 
 
 def _find(folder: Path, tokens: Mapping[str, str]) -> ChatTemplate | None:
@@ -254,7 +255,7 @@ def _named(given: Any, config: Path) -> dict[str, str]:
 
 
 def _tokens(codec: Codec) -> dict[str, str]:
-    """The texts of the special tokens by name, as the files of a tokenizer say; what they leave open, as it has them."""
+    """The texts of the special tokens by name, as its files say; what they leave open, as it has them."""
     tokens = {"bos_token": codec.start, "eos_token": codec.end, "pad_token": codec.pad}
     texts = {name: _text_of(codec, token) for name, token in tokens.items() if token is not None}
     known: dict[str, Any] = {name: text for name, text in texts.items() if text is not None}

@@ -197,7 +197,7 @@ class _Parquet(Format):
     suffixes = (".parquet",)
 
     def spans(self, path: Path, reading: Reading, span_bytes: int) -> list[Span]:
-        with _parquet(path) as file:
+        with open_parquet(path) as file:
             _check_column(path, reading.column, file.schema_arrow.names)
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
         sizes = []
@@ -208,7 +208,7 @@ class _Parquet(Format):
         return [Span(str(path), number, number + 1, size) for number, size in enumerate(sizes)]
 
     def read(self, span: Span, reading: Reading) -> Iterator[str | None]:
-        with _parquet(Path(span.path)) as file:
+        with open_parquet(Path(span.path)) as file:
             row_groups = list(range(span.start, span.stop))
             for batch in file.iter_batches(256, row_groups=row_groups, columns=[reading.column]):
                 yield from _column_texts(batch.column(0).to_pylist(), span.path, reading.column)
@@ -219,10 +219,10 @@ class _DatasetFolder(Format):
 
     @classmethod
     def reads(cls, path: Path) -> bool:
-        return path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        return is_dataset(path)
 
     def spans(self, path: Path, reading: Reading, span_bytes: int) -> list[Span]:
-        data = _dataset(str(path))
+        data = open_dataset(str(path))
         _check_column(path, reading.column, data.column_names)
         row_bytes = max(1, data.data.nbytes // max(1, len(data)))
         rows = max(1, span_bytes // row_bytes)
@@ -230,10 +230,15 @@ class _DatasetFolder(Format):
         return [Span(str(path), at, end, (end - at) * row_bytes) for at, end in itertools.pairwise(cuts)]
 
     def read(self, span: Span, reading: Reading) -> Iterator[str | None]:
-        data = _dataset(span.path)
+        data = open_dataset(span.path)
         for start in range(span.start, span.stop, 256):
             rows = data[start : min(start + 256, span.stop)]
             yield from _column_texts(rows[reading.column], span.path, reading.column)
+
+
+def is_dataset(path: Path) -> bool:
+    """Whether a path is a folder that the `datasets` library wrote."""
+    return path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def format_of(path: Path) -> Format:
@@ -262,7 +267,7 @@ def find_documents(paths: Sequence[str], glob: str) -> list[tuple[str, Path]]:
 
 
 def _is_searched(path: Path) -> bool:
-    return path.is_dir() and not _DatasetFolder.reads(path)
+    return path.is_dir() and not is_dataset(path)
 
 
 def _matching(folder: Path, given: str, glob: str) -> list[tuple[str, Path]]:
@@ -349,7 +354,8 @@ def _check_column(path: Path, column: str, names: Sequence[str]) -> None:
         raise ConfigError(f"{path}: it has no column {column!r}, but {', '.join(names)}. Set column.")
 
 
-def _parquet(path: Path) -> Any:
+def open_parquet(path: Path) -> Any:
+    """An open Parquet file. Raises ConfigError."""
     import_text("pyarrow", str(path))
     parquet = import_text("pyarrow.parquet", str(path))
     try:
@@ -358,7 +364,8 @@ def _parquet(path: Path) -> Any:
         raise ConfigError(f"{path}: it cannot be read as Parquet ({error}).") from None
 
 
-def _dataset(path: str) -> Any:
+def open_dataset(path: str) -> Any:
+    """The data set in a folder that `datasets` wrote. Raises ConfigError, also for one of several splits."""
     datasets = import_text("datasets", path)
     try:
         data = datasets.load_from_disk(path)

@@ -2,8 +2,8 @@
 
 A folder has a shard for each piece of the source files. `00012.tokens` are the tokens of its documents, uint16 or
 uint32, each document with the tokens that end it; of pairs of texts, each text is a document, the source before its
-translation. `00012.npy` has a row for each document, (tokens, bytes of text), int64; `00012.json` says that both are
-whole. `sources.json` has a hash of each file, so that equal files of another time are known for the same.
+translation. `00012.npy` has a row for each document, (tokens, bytes of text, perhaps more), int64; `00012.json` says
+that both are whole. `sources.json` has a hash of each file, so that equal files of another time are known for the same.
 `manifest.json` is written last. What is in a shard follows from the files and the tokenizer alone, and files appear
 whole, so a process that is killed and started again, or several at once, write the same bytes.
 """
@@ -14,12 +14,12 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import mmap
 import os
 import uuid
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -95,7 +95,7 @@ class ShardPlan:
     @property
     def dtype(self) -> np.dtype[Any]:
         """Of a token on disk."""
-        return np.dtype("<u2" if self.codec.vocab_size <= 1 << 16 else "<u4")
+        return np.dtype(self.texts.dtype(self.codec.vocab_size))
 
 
 def staged_shards(stage: Stage, root: str, plans: Iterable[ShardPlan]) -> str:
@@ -111,13 +111,18 @@ def staged_shards(stage: Stage, root: str, plans: Iterable[ShardPlan]) -> str:
 
 
 class Shard(NamedTuple):
-    """What is in a shard: numbers of documents, tokens, bytes of text, a checksum of the tokens, texts left out."""
+    """What is in a shard: numbers of documents, tokens, bytes of text, a checksum of the tokens, nulls, other notes."""
 
     documents: int
     tokens: int
     bytes: int
     crc32: int
     nulls: int = 0
+    notes: dict[str, int] | None = None
+
+
+_NOT_TOKENS = ("nulls", "notes")
+"""What of a shard says nothing of its tokens."""
 
 
 def read_shard(plan: ShardPlan, number: int) -> Shard | None:
@@ -131,7 +136,7 @@ def read_shard(plan: ShardPlan, number: int) -> Shard | None:
 def write_shard(plan: ShardPlan, number: int) -> Shard:
     """Tokenizes one piece and writes its shard. Raises ConfigError for what cannot be read."""
     folder, name = plan.folder, f"{number:05}"
-    index: list[tuple[int, int]] = []
+    index = [np.empty((0, 2), np.int64)]
     crc = nulls = 0
 
     def texts() -> Iterator[str]:
@@ -144,18 +149,26 @@ def write_shard(plan: ShardPlan, number: int) -> Shard:
 
     with _WholeFile(folder / f"{name}.tokens") as file:
         for some in _batches(texts()):
-            tokens, counts = _encode(plan, some)
+            tokens, rows = plan.texts.encode(plan.codec, some, plan.dtype)
             crc = zlib.crc32(tokens.data, crc)
             file.write(tokens.data)
-            index += zip(counts, (len(text.encode()) for text in some), strict=True)
-    table = np.array(index, np.int64).reshape(-1, 2)
+            index = [*(part for part in index if len(part)), rows]
+    table = np.concatenate(index)
     with _WholeFile(folder / f"{name}.npy") as file:
         np.save(file, table)
-    num_tokens, num_bytes = table.sum(axis=0).tolist()
-    shard = Shard(len(table), num_tokens, num_bytes, crc, nulls)
+    num_tokens, num_bytes, *_ = table.sum(axis=0).tolist()
+    shard = Shard(len(table), num_tokens, num_bytes, crc, nulls, plan.texts.take_notes() or None)
     with _WholeFile(folder / f"{name}.json") as file:
         file.write(json.dumps(shard._asdict()).encode())
     return shard
+
+
+def sum_notes(shards: Iterable[Shard]) -> dict[str, int]:
+    """The notes of all shards."""
+    notes: Counter[str] = Counter()
+    for shard in shards:
+        notes.update(shard.notes or {})
+    return dict(notes)
 
 
 def write_manifest(plan: ShardPlan) -> None:
@@ -163,7 +176,8 @@ def write_manifest(plan: ShardPlan) -> None:
     shards = [read_shard(plan, number) for number in range(len(plan.pieces))]
     assert None not in shards
     if not sum(shard.documents for shard in shards if shard):
-        raise ConfigError(plan.texts.why_none())
+        told = plan.texts.told(sum_notes(shard for shard in shards if shard))
+        raise ConfigError(f"{plan.texts.why_none()} {told}".rstrip())
     content = {
         "version": _VERSION,
         "tokenizer": plan.codec.fingerprint(),
@@ -242,20 +256,6 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _encode(plan: ShardPlan, texts: list[str]) -> tuple[np.ndarray, list[int]]:
-    """The tokens of documents in a row, each with the separator, and how many each has."""
-    separator = plan.codec.separator
-    if plan.codec.is_bytes:
-        content = [text.encode() + bytes(separator) for text in texts]
-        return np.frombuffer(b"".join(content), np.uint8).astype(plan.dtype), [len(document) for document in content]
-    encoded = plan.codec.encode_many(texts)
-    for document in encoded:
-        document += separator
-    counts = [len(document) for document in encoded]
-    flat = itertools.chain.from_iterable(encoded)
-    return np.fromiter(flat, plan.dtype, sum(counts)), counts
-
-
 class _WholeFile:
     """Context: a file to write, which appears under its name when it is whole."""
 
@@ -312,17 +312,21 @@ class TokenStore:
             sizes = [(folder / f"{number:05}.tokens").stat().st_size for number in range(len(shards))]
         except (OSError, ValueError, EOFError, KeyError, TypeError) as error:  # The last two of other JSON.
             raise _damage(folder, str(error)) from None
-        told = [{name: value for name, value in shard._asdict().items() if name != "nulls"} for shard in shards]
+        told = [{name: x for name, x in shard._asdict().items() if name not in _NOT_TOKENS} for shard in shards]
         self.content = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
         """Identifies the tokens of all documents."""
         self.nulls = sum(shard.nulls for shard in shards)
         """How many texts were null, and are left out."""
+        self.notes = sum_notes(shards)
+        """What else there is to say of the texts, and how often."""
         for number, (shard, table, size) in enumerate(zip(shards, tables, sizes, strict=True)):
-            if size != shard.tokens * self._dtype.itemsize or table.shape != (shard.documents, 2):
+            if size != shard.tokens * self._dtype.itemsize or len(table) != shard.documents:
                 raise _damage(folder, f"shard {number:05} has another size")
-        table = np.concatenate(tables)
+        table = np.concatenate([rows for rows in tables if len(rows)])
         self.num_tokens, self.num_bytes = table[:, 0].copy(), table[:, 1].copy()
         """Of each document: its tokens, with the end, and the bytes of its text; int64 [document]."""
+        self.others = table[:, 2:]
+        """Further numbers of each document, int64 [document, any]."""
         few = np.min_scalar_type(len(shards))  # NumPy sorts 8 and 16 bits many times as fast as more.
         self._shard = np.repeat(np.arange(len(shards), dtype=few), [len(rows) for rows in tables])
         self._start = np.concatenate([np.cumsum(rows[:, 0]) - rows[:, 0] for rows in tables])

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
+
+from jaxdl.data.codec import Codec
 
 
 class TextPart(Protocol):
@@ -45,6 +50,38 @@ class Texts(abc.ABC):
     @abc.abstractmethod
     def read(self, part: Any) -> Iterator[str | None]:
         """The texts of a part, in order, None where one is null. Raises ConfigError for what cannot be read."""
+
+    def encode(self, codec: Codec, texts: Sequence[str], dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
+        """(the tokens of texts in a row, each with the separator; the index, int64 [text, 2 or more]).
+
+        The first columns of the index are the number of tokens and the bytes of text.
+        """
+        separator = codec.separator
+        if codec.is_bytes:
+            content = [text.encode() + bytes(separator) for text in texts]
+            tokens = np.frombuffer(b"".join(content), np.uint8).astype(dtype)
+            counts = [len(document) for document in content]
+        else:
+            encoded = codec.encode_many(texts)
+            for document in encoded:
+                document += separator
+            counts = [len(document) for document in encoded]
+            tokens = np.fromiter(itertools.chain.from_iterable(encoded), dtype, sum(counts))
+        sizes = [len(text.encode()) for text in texts]
+        return tokens, np.array([counts, sizes], np.int64).T
+
+    def dtype(self, vocab_size: int) -> str:
+        """Of a token on disk."""
+        return "<u2" if vocab_size <= 1 << 16 else "<u4"
+
+    def take_notes(self) -> dict[str, int]:
+        """What to say of the texts that were read since the last call, and how often: nothing."""
+        return {}
+
+    def told(self, notes: Mapping[str, int]) -> str:
+        """Sentences on the notes of all texts; empty where there is nothing to say."""
+        del notes
+        return ""
 
     @abc.abstractmethod
     def why_none(self) -> str:

@@ -42,7 +42,8 @@ def prepare(plan: ShardPlan, console: Console) -> str:
     """Tokenizes what is missing, with progress; returns a summary. Raises ConfigError for what cannot be read."""
     if ready(plan):
         store = TokenStore(plan.folder)
-        return f"{_contents(plan, store)} of {store.num_tokens.sum():,} tokens were prepared already, in {plan.folder}"
+        prepared = f"{_contents(plan, store)} of {store.num_tokens.sum():,} tokens were prepared already"
+        return "\n".join((f"{prepared}, in {plan.folder}", *_told(plan, store)))
     began, total = time.perf_counter(), plan.num_bytes
     columns = (TextColumn("tokenizing"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
@@ -54,10 +55,17 @@ def prepare(plan: ShardPlan, console: Console) -> str:
         _tokenize(plan, told if console.is_terminal else _Lines(total, began, console))
     store = TokenStore(plan.folder)
     spent = time.perf_counter() - began
-    return (
+    made = (
         f"{_contents(plan, store)}, {store.num_tokens.sum():,} tokens of {store.num_bytes.sum() / 1e6:,.1f} MB of text "
         f"in {spent:,.1f} s, in {plan.folder}"
     )
+    return "\n".join((made, *_told(plan, store)))
+
+
+def _told(plan: ShardPlan, store: TokenStore) -> list[str]:
+    """What else there is to say of the texts."""
+    told = plan.texts.told(store.notes)
+    return [told] if told else []
 
 
 def _contents(plan: ShardPlan, store: TokenStore) -> str:
@@ -88,8 +96,8 @@ def _load_tokens(plan: ShardPlan, what: str) -> TokenStore:
             )
         _tokenize(plan, _Lines(plan.num_bytes, time.perf_counter(), Console(stderr=True)))
         store = TokenStore(plan.folder)
-        if store.nulls:
-            print(f"{what}: {_contents(plan, store)}", file=sys.stderr, flush=True)
+        for told in (*([_contents(plan, store)] if store.nulls else []), *_told(plan, store)):
+            print(f"{what}: {told}", file=sys.stderr, flush=True)
         return store
     return TokenStore(plan.folder)
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,10 @@ import jax
 from jaxdl.core.config import ConfigError
 from jaxdl.core.errors import print_out
 from jaxdl.core.runs import check_writable, read_lines
+from jaxdl.data.text.chat_template import PLAIN_ORIGIN
+from jaxdl.inference.chatting import Chat
+from jaxdl.inference.decoding.text import Completion
+from jaxdl.inference.generate.chat import hold, read_conversations, say
 from jaxdl.inference.generation import Sampling
 from jaxdl.inference.predictor import Predictor
 from jaxdl.inference.trained import (
@@ -31,8 +35,10 @@ from jaxdl.parallel.cluster import end_together
 from jaxdl.training.run.result import exit_codes
 
 ABOUT = """Continues texts by a trained language model. One prompt is continued on the screen, many become JSON lines.
+With --chat prompts are questions, which it answers.
 
   python -m jaxdl.generate --workdir runs/python_lm --prompt "def main(" --temperature 0.5
+  python -m jaxdl.generate --workdir runs/tuned --chat
   python -m jaxdl.generate --workdir runs/python_lm --prompts prompts.txt --batch-size 32 --to written.jsonl"""
 
 
@@ -40,6 +46,11 @@ ABOUT = """Continues texts by a trained language model. One prompt is continued 
 class Generate(RunCommand):
     """The options of the command."""
 
+    chat: bool = False
+    """Answer by the chat template of the run, or of its checkpoint: a conversation in the terminal, or the answers to
+    --prompt or --prompts, whose lines are questions or JSON objects with "messages"."""
+    system: str | None = None
+    """With --chat: the message of the system, which comes first."""
     prompt: tuple[str, ...] = ()
     """The texts to continue; an empty one, the default, begins a new document."""
     prompts: Path | None = None
@@ -73,13 +84,17 @@ def run(args: list[str], prog: str) -> None:
         command = parse_command(Generate, args, prog, ABOUT)
         many = command.prompts is not None or len(command.prompt) > 1
         check(command, many=many)
-        prompts = read_prompts(command.prompts) if command.prompts is not None else command.prompt or ("",)
+        rows = _rows(command) if command.chat else []
+        prompts = read_prompts(command.prompts) if command.prompts is not None and not command.chat else command.prompt
         predictor = restore_network(command, args)
         start = time.perf_counter()
-        if many:
-            _write_many(command, predictor, prompts)
+        if command.chat:
+            _chat(command, predictor, rows, many=many)
+        elif many:
+            completions = predictor.complete(prompts, batch_size=command.batch_size, **_options(command))
+            _write_many(command, completions, [{"prompt": prompt} for prompt in prompts])
         else:
-            _stream(command, predictor, prompts[0])
+            _stream(command, predictor, prompts[0] if prompts else "")
         if jax.process_index() == 0:
             print(speed(predictor, time.perf_counter() - start), file=sys.stderr)
 
@@ -88,6 +103,12 @@ def check(command: Generate, *, many: bool) -> None:
     """Raises ConfigError for what can be seen before anything is read."""
     check_text("--prompt", command.prompt)
     check_text("--stop", command.stop)
+    if command.system is not None:
+        check_text("--system", (command.system,))
+        if not command.chat:
+            raise ConfigError("--system: it has no effect without --chat. Give both, or neither.")
+    if command.chat and "" in command.prompt:
+        raise ConfigError('--prompt "": a question is empty. Give one, or leave --prompt out to hold a conversation.')
     if command.prompt and command.prompts is not None:
         raise ConfigError("--prompt and --prompts: give one of them.")
     if command.to is not None and not many:
@@ -134,21 +155,40 @@ def _stream(command: Generate, predictor: Predictor, prompt: str) -> None:
         shown("")
 
 
-def _write_many(command: Generate, predictor: Predictor, prompts: Sequence[str]) -> None:
-    """Writes a JSON line for each prompt."""
-    completions = predictor.complete(prompts, batch_size=command.batch_size, **_options(command))
+def _rows(command: Generate) -> list[dict[str, Any]]:
+    """The conversations that are answered: of the file, or of the questions on the command line."""
+    if command.prompts is not None:
+        return read_conversations(command.prompts, command.system)
+    start = [] if command.system is None else [{"role": "system", "content": command.system}]
+    return [{"messages": [*start, {"role": "user", "content": text}]} for text in command.prompt]
+
+
+def _chat(command: Generate, predictor: Predictor, rows: Sequence[dict[str, Any]], *, many: bool) -> None:
+    """Answers conversations, or holds one."""
+    chat, options = Chat(predictor), _options(command)
+    if chat.template.origin == PLAIN_ORIGIN and jax.process_index() == 0:
+        print(f"note: the run has no chat template; {PLAIN_ORIGIN} is used", file=sys.stderr)
+    if many:
+        prompts = [chat.prompt(row["messages"], row.get("tools")) for row in rows]
+        _write_many(command, chat.answers(prompts, batch_size=command.batch_size, **options), rows)
+    elif rows:
+        say(chat, rows[0]["messages"], options)
+    else:
+        hold(chat, command.system, options)
+
+
+def _write_many(command: Generate, completions: Iterator[Completion], rows: Sequence[dict[str, Any]]) -> None:
+    """Writes a JSON line for each row: with what it is continued with, or its messages with the answer."""
     first = jax.process_index() == 0
     shown = command.to is not None or not sys.stdout.isatty()  # No lines are printed into it.
     file_of = open_output(command.to, "--to") if command.to is not None and first else contextlib.nullcontext()
-    with file_of as file, progress("prompts", len(prompts), shown=shown) as advance:
-        for completion in completions:
+    with file_of as file, progress("prompts", len(rows), shown=shown) as advance:
+        for row, completion in zip(rows, completions, strict=True):
             advance(1)
-            line = {
-                "prompt": completion.prompt,
-                "text": completion.text,
-                "tokens": completion.num_tokens,
-                "ended": completion.ended,
-            }
+            said = {"text": completion.text}
+            if "messages" in row:
+                said = {"messages": [*row["messages"], {"role": "assistant", "content": completion.text}]}
+            line = row | said | {"tokens": completion.num_tokens, "ended": completion.ended}
             text = json.dumps(line, ensure_ascii=False)
             if file is not None:
                 print(text, file=file, flush=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdl.core.files import (
+    CHAT_FILE,
     CHECKPOINTS_FOLDER,
     CHOICE_FILE,
     CODEC_FILE,
@@ -31,8 +32,8 @@ from jaxdl.report.status import State, read_record, tail_rows
 from jaxdl.report.status.rows import parse_row
 
 _COPIED = (
-    CONFIG_FILE, DATA_FILE, EXAMPLES_FILE, CODEC_FILE, CHOICE_FILE, PLAN_FILE, INIT_FILE, METRICS_FILE, SKIPPED_FILE,
-    MARK_FILE, STACKS_FILE,
+    CONFIG_FILE, DATA_FILE, EXAMPLES_FILE, CODEC_FILE, CHAT_FILE, CHOICE_FILE, PLAN_FILE, INIT_FILE, METRICS_FILE,
+    SKIPPED_FILE, MARK_FILE, STACKS_FILE,
 )  # fmt: skip
 _TAIL_BYTES = 64 * 1024
 

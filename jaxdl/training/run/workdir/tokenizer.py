@@ -1,7 +1,8 @@
 """The tokenizer of a run: recorded in its workdir when it begins, and compared wherever its text is encoded later.
 
 The config names the file alone, which another may replace: its tokens would mean nothing to the network. Recorded too
-is what the documents of the training begin with, so that all that reads or writes text later begins alike.
+is what the documents of the training begin with, so that all that reads or writes text later begins alike, and the
+chat template of its conversations, or the one that came with the tokenizer.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.files import CODEC_FILE
+from jaxdl.core.files import CHAT_FILE, CODEC_FILE
 from jaxdl.data import Codec, Data
+from jaxdl.data.text.chat_template import ChatTemplate, own_template, plain_template
 from jaxdl.parallel.cluster.agree import of_first_process
 from jaxdl.report import replace_file
 
@@ -29,6 +31,8 @@ def keep_codec(workdir: Path, data: Data) -> None:
             if codec is not None and not path.exists():
                 content = {"kind": codec.kind, "fingerprint": codec.fingerprint(), "opening": list(codec.opening)}
                 replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
+            if codec is not None and not (workdir / CHAT_FILE).exists() and (chat := _chat(data, codec)) is not None:
+                replace_file(workdir / CHAT_FILE, (json.dumps(chat, indent=2) + "\n").encode())
         except OSError as error:
             raise ConfigError(f"--workdir {workdir}: {error.strerror}. Choose a writable folder.") from None
         return b""
@@ -76,6 +80,36 @@ def codec_of_run(workdir: Path, data: Data) -> Codec:
     check_codec(workdir, codec)
     opening = _read(workdir).get("opening") if (workdir / CODEC_FILE).exists() else None
     return codec if opening is None else codec.with_opening(opening)
+
+
+def chat_of_run(workdir: Path, data: Data) -> tuple[ChatTemplate, bool]:
+    """(the chat template of the run in a workdir, whose data these are; whether it has one of its own).
+
+    Without one it is the plain template. Raises ConfigError for a damaged file, and as `plain_template` does.
+    """
+    path = workdir / CHAT_FILE
+    try:
+        if path.exists():
+            return ChatTemplate.from_json(json.loads(path.read_bytes()), str(path)), True
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path}: it cannot be read. Restore it, or choose another --workdir.") from None
+    codec = data.codec()
+    own = own_template(codec)  # Of runs that are older than the file.
+    return (plain_template(codec), False) if own is None else (own, True)
+
+
+def _chat(data: Data, codec: Codec) -> dict[str, Any] | None:
+    """The chat template of data, or the one that came with their tokenizer; None for one that cannot be read."""
+    made = data.chat()
+    if made is not None:
+        return made
+    try:
+        own = own_template(codec)
+    except ConfigError:  # It matters to those alone who chat, and they are told.
+        return None
+    return None if own is None else own.to_json()
 
 
 def _read(workdir: Path) -> dict[str, Any]:
