@@ -40,9 +40,7 @@ class Choice:
       finish: why it has ended; None while it goes on.
     """
 
-    def __init__(
-        self, codec: Codec, prompt: Sequence[int], stop: Sequence[str], stop_tokens: Sequence[int]
-    ) -> None:
+    def __init__(self, codec: Codec, prompt: Sequence[int], stop: Sequence[str], stop_tokens: Sequence[int]) -> None:
         self._stream, self._stop_tokens = TextStream(codec.decode, prompt, stop), stop_tokens
         self.num_tokens = 0
         self.finish: str | None = None
@@ -121,7 +119,7 @@ class _Envelope:
 
 
 @dataclass
-class Completion(_Envelope):
+class CompletionForm(_Envelope):
     """The answers of `/v1/completions`. `echoes` are the texts that are put before those that are written."""
 
     prefix: str = "cmpl"
@@ -171,7 +169,7 @@ class Completion(_Envelope):
 
 
 @dataclass
-class Chat(_Envelope):
+class ChatForm(_Envelope):
     """The answers of `/v1/chat/completions`."""
 
     prefix: str = "chatcmpl"

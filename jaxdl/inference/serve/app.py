@@ -178,6 +178,12 @@ async def _of_refusal(request: Request, error: Exception) -> Response:
     return JSONResponse(error.content(), error.status, headers=error.headers)
 
 
+async def _of_mistake(request: Request, error: Exception) -> Response:
+    """An error of ours, which Starlette raises again, so that it is printed."""
+    refusal = Refusal(500, "The server made a mistake; its output has more.")
+    return JSONResponse(refusal.content(), 500)
+
+
 async def _of_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # Nobody reads it; it is counted.
 
@@ -200,6 +206,7 @@ def make_app(
         exception_handlers={
             HTTPException: _of_http,
             Refusal: _of_refusal,
+            Exception: _of_mistake,
             Gone: _of_gone,
             ClientDisconnect: _of_gone,
         },

@@ -83,11 +83,13 @@ class Engine:
     Attributes:
       num_written, num_read: tokens that were written, and those of prompts that were read.
       failure: what ended it, None while it works.
+      failed: called in its thread when an error has ended it.
     """
 
-    def __init__(self, programs: Programs, *, max_waiting: int, failed: Callable[[], None] = lambda: None) -> None:
-        """`max_waiting` texts may wait for a slot; `failed` is called in its thread when an error has ended it."""
-        self._programs, self._max_waiting, self._failed = programs, max_waiting, failed
+    def __init__(self, programs: Programs, *, max_waiting: int) -> None:
+        """`max_waiting` texts may wait for a slot."""
+        self._programs, self._max_waiting = programs, max_waiting
+        self.failed: Callable[[], None] = lambda: None
         self._waiting: collections.deque[Job] = collections.deque()
         self._changed = threading.Condition()
         self._stopping = False
@@ -158,7 +160,7 @@ class Engine:
         for job in left:
             job.deliver(Written([], "failed" if self.failure else "cancelled"))
         if self.failure:
-            self._failed()
+            self.failed()
 
     def _wait(self) -> bool:
         """Waits until there is something to do; False when that is to end."""
@@ -203,10 +205,10 @@ class Engine:
         size = next(size for size in self._programs.sizes if size >= self.num_live)
         for slot in range(size, self._programs.num_slots):
             if (job := self._jobs[slot]) is not None:
-                target = self._free_slot()
-                assert target is not None
+                target = self._jobs.index(None)
                 self._programs.move(slot, target)
-                jax.tree.map(lambda x: _set(x, target, x[slot]), self._rows)  # noqa: B023
+                for rows in jax.tree.leaves(self._rows):
+                    rows[target] = rows[slot]
                 self._jobs[target], self._jobs[slot] = job, None
                 self._rows.left[slot] = 0
         return size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -90,6 +89,11 @@ class Programs:
         self._texts: Any = None
         self._shown = replicated(self._parts.layout)
 
+    @property
+    def devices(self) -> list[Any]:
+        """Those of the mesh."""
+        return list(self._parts.layout.mesh.devices.flat)
+
     def allocate(self) -> None:
         """Makes the cache."""
         self._texts = jax.jit(self._empty)(*self._network)
@@ -117,12 +121,12 @@ class Programs:
         """Moves a text to another row."""
         self._texts = self._moving(self._texts, np.int32(source), np.int32(target))
 
-    def warm_up(self, stop_size: int) -> Iterator[str]:
-        """Compiles each program by calling it, and says what has been called."""
-        length = SHORTEST
+    def warm_up(self, stop_size: int) -> int:
+        """Compiles all programs by calling them, and returns how many these are; no text may be in a slot."""
+        length, count = SHORTEST, 0
         while True:
             self.read([0] * min(length, self.context), 0, blank_settings(1))
-            yield f"prompts of {min(length, self.context):,} tokens"
+            count += 1
             if length >= self.context:
                 break
             length *= 2
@@ -131,9 +135,11 @@ class Programs:
                 rows = blank_rows(size, stop_size)
                 rows = rows._replace(positions=np.full_like(rows.positions, max(0, read - MOST - 1)))
                 self.write(rows, 1)
-                yield f"{size} texts of {read:,} tokens"
+                count += 1
         if len(self.sizes) > 1:
             self.move(1, 0)
+            count += 1
+        return count
 
     def _fetched(self, drawn: Drawn, settings: Settings) -> Drawn:
         """On the host; of the log-probabilities only those that are asked for."""

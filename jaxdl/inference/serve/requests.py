@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pydantic
 
 from jaxdl.core.errors import ConfigError
 from jaxdl.data import Codec
+from jaxdl.inference.chatting import Chat
 from jaxdl.inference.decoding.settings import Sampling
-from jaxdl.inference.serve.answers import Chat, Completion, Form
+from jaxdl.inference.serve.answers import ChatForm, CompletionForm, Form
 from jaxdl.inference.serve.bodies import Body, ChatBody, CompletionBody
 from jaxdl.inference.serve.engine import NUM_STOP
 from jaxdl.inference.serve.errors import Refusal, of_invalid
@@ -21,8 +22,6 @@ _USUAL_TOKENS = 16
 """Of `/v1/completions` without `max_tokens`, as OpenAI's reference says."""
 
 BodyT = TypeVar("BodyT", bound=Body)
-Render = Callable[[Sequence[dict[str, Any]]], list[int]]
-"""The tokens of a conversation, up to where an answer begins. Raises ConfigError for one that it does not take."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Served:
       context: the most tokens of a prompt and its continuation.
       max_tokens: the most that a request may ask for.
       most_texts: the most texts of one request.
-      render: None for a network without a chat template.
+      chat: its chat template; None where it has none that can be used.
     """
 
     name: str
@@ -45,7 +44,7 @@ class Served:
     context: int
     max_tokens: int
     most_texts: int
-    render: Render | None
+    chat: Chat | None
 
     @property
     def fingerprint(self) -> str:
@@ -87,7 +86,7 @@ def read_completion(raw: bytes, served: Served) -> Ask:
         prompt = given[index // number]
         return prompt if isinstance(prompt, str) else served.codec.decode(prompt)
 
-    form = Completion(served.codec, served.name, served.fingerprint, body.num_top is not None)
+    form = CompletionForm(served.codec, served.name, served.fingerprint, body.num_top is not None)
     if body.echo:
         form.echoes = echo
     return _ask(body, prompts, form, served, _USUAL_TOKENS)
@@ -96,14 +95,15 @@ def read_completion(raw: bytes, served: Served) -> Ask:
 def read_chat(raw: bytes, served: Served) -> Ask:
     """What the body of `/v1/chat/completions` asks for. Raises Refusal."""
     body = _parsed(ChatBody, raw, served)
-    if served.render is None:
+    if served.chat is None:
         raise Refusal(400, f"{served.name} has no chat template. Use /v1/completions.", param="messages")
     try:
-        prompt = served.render(body.messages)
+        prompt = served.chat.prompt(body.messages)
     except ConfigError as error:
         raise Refusal(400, f"messages: {error}", param="messages") from None
-    form = Chat(served.codec, served.name, served.fingerprint, body.num_top is not None)
-    return _ask(body, [prompt], form, served, None)
+    form = ChatForm(served.codec, served.name, served.fingerprint, body.num_top is not None)
+    ends = ((), ()) if body.ignore_eos else (served.chat.stop, served.chat.stop_tokens)
+    return _ask(body, [prompt], form, served, None, *ends)
 
 
 def _parsed(kind: type[BodyT], raw: bytes, served: Served) -> BodyT:
@@ -134,7 +134,10 @@ def _tokens(prompt: str | list[int], served: Served) -> list[int]:
     return prompt
 
 
-def _ask(body: Body, prompts: list[list[int]], form: Form, served: Served, usual: int | None) -> Ask:
+def _ask(
+    body: Body, prompts: list[list[int]], form: Form, served: Served, usual: int | None, stop: Sequence[str] = (),
+    stop_tokens: Sequence[int] = (),
+) -> Ask:  # fmt: skip
     number, codec = body.n or 1, served.codec
     if number * len(prompts) > served.most_texts:
         raise Refusal(
@@ -145,11 +148,12 @@ def _ask(body: Body, prompts: list[list[int]], form: Form, served: Served, usual
         )
     if body.most_tokens is not None and body.most_tokens > served.max_tokens:
         raise Refusal(400, f"max_tokens: this server writes at most {served.max_tokens:,} tokens.", param="max_tokens")
-    stop_tokens = tuple(dict.fromkeys((*(body.stop_token_ids or ()), *(() if body.ignore_eos else codec.ends))))
+    ends = () if body.ignore_eos else (*stop_tokens, *codec.ends)
+    stop_tokens = tuple(dict.fromkeys((*(body.stop_token_ids or ()), *ends)))
     if wrong := [token for token in stop_tokens if not 0 <= token < codec.vocab_size]:
         raise Refusal(400, f"stop_token_ids: there is no token {wrong[0]}.", param="stop_token_ids")
     if len(stop_tokens) > NUM_STOP:
-        raise Refusal(400, f"stop_token_ids: at most {NUM_STOP - len(codec.ends)} are taken.", param="stop_token_ids")
+        raise Refusal(400, f"stop_token_ids: at most {NUM_STOP - len(ends)} are taken.", param="stop_token_ids")
     seed = secrets.randbits(63) if body.seed is None else body.seed
     temperature = 1.0 if body.temperature is None else body.temperature
     draws = temperature > 0  # Else what limits the draws has no effect, and clients send it nevertheless.
@@ -168,7 +172,7 @@ def _ask(body: Body, prompts: list[list[int]], form: Form, served: Served, usual
     ]
     options = body.stream_options
     return Ask(
-        prompts, number, hows, tuple(body.stop or ()), body.num_top, form, bool(body.stream),
+        prompts, number, hows, (*(body.stop or ()), *stop), body.num_top, form, bool(body.stream),
         bool(options and options.include_usage),
     )  # fmt: skip
 
