@@ -94,9 +94,18 @@ def run(args: list[str], prog: str) -> None:
             predictor = restore_network(command, args)
             if jax.process_count() > 1:
                 raise ConfigError("serve: it runs in one process. Use the devices of one machine.")
-            programs = make_programs(command, predictor)
-            failed = _listen(command, predictor, programs, bound, tokens)
-        if failed:
+            server, engine = make_server(command, predictor, bound, tokens)
+            engine.start()
+            print(
+                f"serving {model_name(command, predictor)} (step {predictor.step}) on {address_of(bound)}/v1",
+                flush=True,
+            )
+            try:
+                with _kept_signals():
+                    asyncio.run(server.serve(sockets=[bound]))
+            finally:
+                engine.stop()
+        if engine.failure is not None:
             raise SystemExit(1)
 
 
@@ -183,6 +192,11 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.2f} MB"
 
 
+def model_name(command: Serve, predictor: Predictor) -> str:
+    """By which clients ask for the model."""
+    return command.name or predictor.workdir.resolve().name
+
+
 def make_served(command: Serve, predictor: Predictor, programs: Programs) -> Served:
     """What clients are told of the network, and how their texts are read."""
     try:
@@ -191,7 +205,7 @@ def make_served(command: Serve, predictor: Predictor, programs: Programs) -> Ser
         print(f"note: no /v1/chat/completions: {error}", file=sys.stderr)
         chat = None
     return Served(
-        name=command.name or predictor.workdir.resolve().name,
+        name=model_name(command, predictor),
         step=predictor.step,
         codec=predictor.codec,
         context=programs.context,
@@ -201,21 +215,25 @@ def make_served(command: Serve, predictor: Predictor, programs: Programs) -> Ser
     )
 
 
-def _listen(
-    command: Serve, predictor: Predictor, programs: Programs, bound: socket.socket, tokens: tuple[str, ...]
-) -> bool:
-    """Serves until a signal ends it; whether an error of the device did."""
+def make_server(
+    command: Serve, predictor: Predictor, bound: socket.socket, tokens: tuple[str, ...] = ()
+) -> tuple[Any, Engine]:
+    """`(server, engine)`: a `uvicorn.Server` for a socket, and what writes its texts; neither has started.
+
+    The server ends when the engine fails. Raises ConfigError as `make_programs` does.
+    """
     import uvicorn
 
     from jaxdl.inference.serve.app import Limits, make_app
 
+    programs = make_programs(command, predictor)
     served = make_served(command, predictor, programs)
     programs.allocate()
     if command.warm_up:
         start, count = time.perf_counter(), programs.warm_up(NUM_STOP)
         print(f"{count} programs are ready after {time.perf_counter() - start:.1f} s", file=sys.stderr)
-    limits = Limits(command.max_requests, command.max_body_bytes, command.timeout_sec)
     engine = Engine(programs, max_waiting=command.queue)
+    limits = Limits(command.max_requests, command.max_body_bytes, command.timeout_sec)
     hosts = None if tokens or not is_local(bound) else local_names(command.host)
     config: Any = uvicorn.Config(
         make_app(served, engine, limits, tokens=tokens, hosts=hosts),
@@ -229,14 +247,7 @@ def _listen(
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # Requests that are no HTTP; errors are printed here.
     server = uvicorn.Server(config)
     engine.failed = lambda: setattr(server, "should_exit", True)
-    engine.start()
-    print(f"serving {served.name} (step {served.step}) on {address_of(bound)}/v1", flush=True)
-    try:
-        with _kept_signals():
-            asyncio.run(server.serve(sockets=[bound]))
-    finally:
-        engine.stop()
-    return engine.failure is not None
+    return server, engine
 
 
 @contextlib.contextmanager

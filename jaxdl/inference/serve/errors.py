@@ -42,13 +42,14 @@ def of_invalid(error: pydantic.ValidationError) -> Refusal:
     name = ".".join(where)
     if first["type"] == "json_invalid":
         return Refusal(400, f"The body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}.")
-    if not where:
-        return Refusal(400, "The body is not a JSON object.")
+    text = first["msg"].removeprefix("Value error, ")
+    if not where:  # Of fields together, which the text names first.
+        found = first["type"] == "value_error"
+        return Refusal(400, f"{text}.", param=text.partition(":")[0]) if found else Refusal(400, "No JSON object.")
     if first["type"] == "extra_forbidden":
         return Refusal(400, f"{name}: there is no such field here. Leave it out.", param=where[0])
     if first["type"] == "missing":
         return Refusal(400, f"{name}: it is missing.", param=where[0])
-    text = first["msg"].removeprefix("Value error, ")
     given = repr(first["input"])
     shown = given if len(given) <= 60 else f"{given[:57]}..."
     return Refusal(400, f"{name}: {text} (given: {shown}).", param=where[0])
