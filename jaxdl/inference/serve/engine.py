@@ -143,8 +143,7 @@ class Engine:
         with self._changed:
             for job in jobs:
                 job.cancelled = True
-                if job in self._waiting:
-                    self._waiting.remove(job)
+            self._waiting = collections.deque(job for job in self._waiting if not job.cancelled)
 
     def _run(self) -> None:
         try:
