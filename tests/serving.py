@@ -8,12 +8,13 @@ import time
 from pathlib import Path
 
 import httpx
+import jax
 
 import jaxdl
 from jaxdl.data import TextFiles
 from jaxdl.inference.serve.command import Serve, make_server
 from jaxdl.inference.serve.listening import bind
-from jaxdl.inference.trained import parse_command
+from jaxdl.inference.trained import parse_command, restore_network
 from jaxdl.models import Transformer
 from jaxdl.optim import AdamW
 from jaxdl.parallel.mesh import MeshConfig
@@ -38,15 +39,8 @@ def write_run(folder: Path) -> Path:
         steps=2,
         mesh=MeshConfig(fsdp=1),
     )
-    jaxdl.train(experiment, folder / "tiny", quiet=True, devices=jaxdl_devices())
+    jaxdl.train(experiment, folder / "tiny", quiet=True, devices=jax.devices()[:1])
     return folder / "tiny"
-
-
-def jaxdl_devices():
-    """One device, on which the run trains."""
-    import jax
-
-    return jax.devices()[:1]
 
 
 class Server:
@@ -56,7 +50,7 @@ class Server:
         args = ["--workdir", str(workdir), "--no-warm-up", "--slots", str(SLOTS), "--queue", str(QUEUE), *options]
         command = parse_command(Serve, args, "serve")
         self.bound: socket.socket = bind("127.0.0.1", 0)
-        self.predictor = jaxdl.restore(workdir)
+        self.predictor = restore_network(command, args)
         self.server, self.engine = make_server(command, self.predictor, self.bound, tokens)
         self.url = f"http://127.0.0.1:{self.bound.getsockname()[1]}"
         self._may_write = threading.Event()

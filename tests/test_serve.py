@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import json
+import queue
 import signal
 import socket
 import subprocess
@@ -15,7 +16,10 @@ import pytest
 from runs import ROOT
 from serving import CONTEXT, QUEUE, SLOTS, Server, write_run
 
+from jaxdl.inference.decoding.settings import Sampling
 from jaxdl.inference.serve.answers import token_bytes, token_text
+from jaxdl.inference.serve.engine import Engine, Job
+from jaxdl.inference.serve.programs import Programs
 
 PROMPTS = ["1 f", "", "0 fish, re", "blue", "fish", "\u00e9\u00e9"]
 GREEDY = {"temperature": 0, "max_tokens": 20}
@@ -100,6 +104,33 @@ def text_of(answer):
     events = answer.text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     return "".join(json.loads(event[6:])["choices"][0]["text"] for event in events[:-2])
+
+
+@pytest.mark.slow
+def test_on_a_mesh_it_writes_what_one_device_does(server, workdir):
+    with Server(workdir, "--mesh.replica", "2", "--mesh.fsdp", "2", "--mesh.tensor", "2") as other:
+        assert other.engine._programs.sizes == [SLOTS], "one program: its rows are spread over the devices"
+        for options in (GREEDY, DRAWN):
+            assert text_of(other.ask(**options)) == generated(server, "1 f", **options)
+
+
+@pytest.mark.slow
+def test_a_network_without_a_cache_reads_the_texts_again(server):
+    inference = server.predictor.merged()
+    programs = Programs(inference, num_slots=2, context=CONTEXT, vocab_size=256, cached=False)
+    programs.allocate()
+    engine, news = Engine(programs, max_waiting=9), queue.Queue()
+    engine.start()
+    hows = [Sampling(num_tokens=20, temperature=0), Sampling(num_tokens=12, temperature=1.0, seed=5)] * 2
+    engine.submit([Job(list(b"1 f"), how, lambda one, at=at: news.put((at, one))) for at, how in enumerate(hows)])
+    tokens = [[] for _ in hows]
+    while sum(map(len, tokens)) < 64:
+        at, written = news.get(timeout=120)
+        tokens[at] += [token.token for token in written.tokens]
+    engine.stop()
+    for how, each in zip(hows, tokens, strict=True):
+        expected = generated(server, "1 f", max_tokens=how.num_tokens, temperature=how.temperature, seed=how.seed)
+        assert bytes(each).decode(errors="replace").rstrip("\ufffd") == expected.rstrip("\ufffd")
 
 
 def test_stop_texts_and_tokens_end_a_text(server, client):

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from jaxdl.core.config import ConfigError
+from jaxdl.data.text.chat_template import PLAIN_ORIGIN
 from jaxdl.inference.chatting import Chat
 from jaxdl.inference.predictor import Predictor
 from jaxdl.inference.serve.engine import NUM_STOP, Engine
@@ -41,6 +42,9 @@ ABOUT = """Answers the requests of OpenAI's clients with a trained language mode
 
   python -m jaxdl.serve --workdir runs/python_lm
   JAXDL_SERVE_TOKEN=... python -m jaxdl.serve --workdir runs/tuned --host 0.0.0.0 --slots 16"""
+
+_BACKLOG = 2048
+"""Connections that wait until they are taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +100,8 @@ def run(args: list[str], prog: str) -> None:
                 raise ConfigError("serve: it runs in one process. Use the devices of one machine.")
             server, engine = make_server(command, predictor, bound, tokens)
             engine.start()
+            bound.listen(_BACKLOG)  # Who reads the next line may connect at once.
+            print("clients need a token" if tokens else "clients need no token", file=sys.stderr)
             print(
                 f"serving {model_name(command, predictor)} (step {predictor.step}) on {address_of(bound)}/v1",
                 flush=True,
@@ -204,6 +210,8 @@ def make_served(command: Serve, predictor: Predictor, programs: Programs) -> Ser
     except ConfigError as error:
         print(f"note: no /v1/chat/completions: {error}", file=sys.stderr)
         chat = None
+    if chat is not None and chat.template.origin == PLAIN_ORIGIN:
+        print(f"note: the run has no chat template; {PLAIN_ORIGIN} is used", file=sys.stderr)
     return Served(
         name=model_name(command, predictor),
         step=predictor.step,
@@ -240,6 +248,7 @@ def make_server(
         lifespan="off",
         log_config=None,
         access_log=False,
+        backlog=_BACKLOG,
         server_header=False,
         limit_concurrency=8 * command.max_requests + 100,
         timeout_graceful_shutdown=int(max(1, command.drain_sec)),

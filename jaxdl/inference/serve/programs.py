@@ -70,19 +70,20 @@ class Programs:
 
     def __init__(
         self, inference: Inference, *, num_slots: int, context: int, vocab_size: int, exact: bool = False,
-        same_rows: bool = False,
+        same_rows: bool = False, cached: bool = True,
     ) -> None:  # fmt: skip
-        """`same_rows`: the network's own `decode` takes no cache with more rows than tokens."""
+        """`same_rows`: the network has a `decode` of its own, which takes no cache with more rows than tokens. Without
+        `cached` no key-value cache is used, as if the network had none."""
         self._parts, self._inference = inference.parts, inference
         self._vocab_size, self.context = vocab_size, context
         self._ways = batch_ways(self._parts.layout.mesh)
         self.num_slots = -(-num_slots // self._ways) * self._ways
-        self._cached = self._parts.network.has("decode")
+        self._cached = cached and self._parts.network.has("decode")
         powers = {min(2**power, self.num_slots) for power in range(self.num_slots.bit_length() + 1)}
         whole = exact or same_rows or self._ways > 1 or not self._cached
         self.sizes = [self.num_slots] if whole else sorted(powers)
         lengths = [_LEAST_READ * _READ_FACTOR**power for power in range(16)]
-        self.reads = [context] if exact or not self._cached else [x for x in lengths if x < context] + [context]
+        self.reads = [context] if exact or not self._cached else [x for x in lengths if 4 * x <= context] + [context]
         self._network = (inference.rounded_params, inference.model_state)
         self._shapes = jax.eval_shape(self._empty, *self._network)
         self.cache_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self._shapes))
