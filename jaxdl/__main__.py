@@ -15,6 +15,7 @@ COMMANDS = {
     "export": "writes a trained network for other programs: --workdir FOLDER --to FOLDER",
     "convert": "takes over checkpoints of Hugging Face, and writes them",
     "generate": "continues texts by a trained language model: --workdir FOLDER --prompt TEXT",
+    "serve": "answers requests of OpenAI's clients with a trained language model: --workdir FOLDER",
     "score": "perplexity of texts, multiple-choice questions: --workdir FOLDER --text FILE",
     "translate": "translates texts with a trained network: --workdir FOLDER",
     "data": "prepares the data of an experiment before it trains",

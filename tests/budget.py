@@ -57,6 +57,8 @@ BUDGETS = {
     "test_generate.py": 38,
     "test_select.py": 37,
     "test_learning_processes.py": 36,
+    "test_serve.py": 32,
+    "test_serve_requests.py": 24,
     "test_measure_gpu.py": 44,
     "test_status_runs.py": 35,
     "test_translate.py": 35,

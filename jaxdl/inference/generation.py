@@ -7,8 +7,6 @@ reads the whole text so far for each token.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdl.core.config import ConfigError
 from jaxdl.data import TextSpec
 from jaxdl.data.spec import with_targets
 from jaxdl.inference.decoding.loop import Rows, draw_next, row_keys, write_on
 from jaxdl.inference.decoding.padding import SHORTEST, power_of_two
 from jaxdl.inference.decoding.sampling import sample
+from jaxdl.inference.decoding.settings import Sampling as Sampling
 from jaxdl.models.logits import of_tokens
 from jaxdl.models.network import Call
 from jaxdl.parallel.mesh import batch_ways
@@ -32,45 +30,6 @@ from jaxdl.training.step import apply_network, run_network
 
 MOST = 32
 """Tokens of each row that one call writes at most."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn, and when a text ends.
-
-    Attributes:
-      num_tokens: the most for each prompt.
-      temperature, top_k, top_p: see `jaxdl.inference.decoding.sampling.sample`.
-      seed: of the draws. A prompt's tokens depend on it and on the prompt's number alone, not on the other prompts.
-      stop_tokens: a text ends with one of these.
-    """
-
-    num_tokens: int = 256
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-    stop_tokens: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(
-                f"--temperature {self.temperature}: give a number, 0 or more; 0 takes the likeliest token."
-            )
-        if self.num_tokens < 0:
-            raise ConfigError(f"--num-tokens {self.num_tokens}: it must not be negative.")
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"--top-k {self.top_k}: give a whole number, 1 or more, or leave it out.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigError(f"--top-p {self.top_p}: give a number above 0, at most 1, or leave it out.")
-        for option, value in (("--top-k", self.top_k), ("--top-p", self.top_p)):
-            if value is not None and self.temperature == 0:
-                raise ConfigError(
-                    f"{option} {value}: it has no effect with --temperature 0, which takes the likeliest token. Leave "
-                    "one out."
-                )
-        if not -(2**63) <= self.seed < 2**63:
-            raise ConfigError(f"--seed {self.seed}: it has more than 64 bits. Give a smaller number.")
 
 
 class Decoder:

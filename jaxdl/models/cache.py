@@ -7,6 +7,9 @@ window, there are no more slots than its tokens.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -16,6 +19,21 @@ from jax.typing import DTypeLike
 
 from jaxdl.models.attention import attend, portable_attention
 from jaxdl.parallel import sharding
+
+_read: contextvars.ContextVar[int | None] = contextvars.ContextVar("jaxdl_slots_read", default=None)
+
+
+@contextlib.contextmanager
+def reads_slots(slots: int) -> Iterator[None]:
+    """Context: `attend_cached` that is traced inside reads only so many slots, where a cache has more.
+
+    The positions must be below `slots`.
+    """
+    token = _read.set(slots)
+    try:
+        yield
+    finally:
+        _read.reset(token)
 
 
 class KeyValues(NamedTuple):
@@ -57,22 +75,23 @@ def attend_cached(
     """(attention of one new token in each row, [rows, 1, heads, head_dim]; the cache with that token).
 
     `query` is [rows, 1, heads, head_dim], `new` [rows, 1, kv_heads, head_dim], and the token is at `position`, int32
-    scalar or [rows]. `layer` says which of the cache.
+    scalar or [rows]. `layer` says which of the cache, whose rows may be more: these are the first. See `reads_slots`.
     """
-    slots = cache.key.shape[2]
+    slots, rows = cache.key.shape[2], query.shape[0]
+    read = min(slots, _read.get() or slots)
     cache = KeyValues(*(_written(whole, x, layer, position % slots) for whole, x in zip(cache, new, strict=True)))
-    key, value = (lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in cache)
-    filled = jnp.broadcast_to(jnp.minimum(position + 1, slots), query.shape[:1])
+    key, value = (lax.dynamic_index_in_dim(x, layer, keepdims=False)[:rows, :read] for x in cache)
+    filled = jnp.broadcast_to(jnp.minimum(position + 1, slots), (rows,))
     with portable_attention():  # The scores of one query are few, and kernels for long sequences may not take it.
         return attend(query, key, value, causal=False, key_lengths=filled), cache
 
 
 def _written(cache: jax.Array, x: jax.Array, layer: jax.Array | int, slot: jax.Array) -> jax.Array:
     x = x.astype(cache.dtype)
-    if slot.ndim == 0 or cache.shape[1] == 1:  # No scatter, which takes longer.
+    if slot.ndim == 0 or x.shape[0] == 1:  # No scatter, which takes longer.
         slot = slot.reshape(())
         return lax.dynamic_update_slice(cache, x[None], (layer, 0, slot, 0, 0))
-    rows = jnp.arange(cache.shape[1])
+    rows = jnp.arange(x.shape[0])
     return cache.at[layer, rows, slot].set(x[:, 0], unique_indices=True, mode="promise_in_bounds")
 
 

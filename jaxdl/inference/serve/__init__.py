@@ -1,0 +1,1 @@
+"""`python -m jaxdl.serve`: a trained language model behind the interface of OpenAI's server."""

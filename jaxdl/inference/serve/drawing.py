@@ -1,0 +1,80 @@
+"""Draws the next token of texts that each have settings of their own, and says how likely it was."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdl.inference.decoding.loop import draw_next
+from jaxdl.inference.decoding.row_sampling import filter_logits, penalize
+from jaxdl.inference.decoding.settings import RowSettings
+
+NUM_TOP = 20
+"""Of so many likeliest tokens the log-probabilities can be asked for."""
+_FEW = 64
+"""The largest `top_k` for which not all tokens are sorted."""
+
+
+class Settings(NamedTuple):
+    """How the texts of some rows are drawn: arrays [rows]."""
+
+    keys: Any
+    """The data of a random key of each row, see `jaxdl.inference.decoding.loop.Rows`."""
+    sampling: RowSettings
+    wants_top: Any
+    """bool: whether log-probabilities are asked for."""
+
+
+class Drawn(NamedTuple):
+    """Tokens, and where a row wants them their log-probabilities by the network, before any setting."""
+
+    token: Any
+    """int32 [rows]."""
+    logprob: Any
+    """float32 [rows]."""
+    top_tokens: Any
+    """The likeliest tokens, the likeliest first, int32 [rows, NUM_TOP or the vocabulary]."""
+    top_logprobs: Any
+    """float32, as `top_tokens`."""
+
+
+def draw(logits: jax.Array, settings: Settings, counts: jax.Array, seen: jax.Array) -> Drawn:
+    """The next token of each row from logits [rows, vocab]; `counts` tokens have been drawn before, int32 [rows].
+
+    `seen`, bool [rows, vocab], are the tokens of each row so far. A function to trace.
+    """
+    logits = logits.astype(jnp.float32)
+    penalized = penalize(logits, settings.sampling.repetition_penalty, seen)
+    filtered = _filtered(penalized, settings.sampling)
+    drawn = draw_next(lambda x, keys: jax.vmap(jax.random.categorical)(keys, x), filtered, settings.keys, counts)
+    greedy = jnp.argmax(penalized, axis=-1)
+    token = jnp.where(settings.sampling.temperature > 0, drawn, greedy).astype(jnp.int32)
+    return Drawn(token, *_likelihood(logits, token, settings.wants_top))
+
+
+def _filtered(logits: jax.Array, sampling: RowSettings) -> jax.Array:
+    """What `filter_logits` returns; sorted are as many as the rows need: most texts are drawn from all tokens."""
+    vocab = logits.shape[1]
+    sizes = (0, _FEW, vocab) if vocab > 4 * _FEW else (0, vocab)
+    num = jnp.where(sampling.top_k > 0, sampling.top_k, jnp.where(sampling.top_p < 1, vocab, 0))
+    branch = sum((jnp.max(num) > size).astype(jnp.int32) for size in sizes[:-1])
+    return lax.switch(branch, [lambda num=num: filter_logits(logits, sampling, num_sorted=num) for num in sizes])
+
+
+def _likelihood(logits: jax.Array, token: jax.Array, wants_top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The last three of `Drawn`; zeros where no row wants them."""
+    num = min(NUM_TOP, logits.shape[1])
+
+    def found() -> tuple[jax.Array, jax.Array, jax.Array]:
+        logprobs = jax.nn.log_softmax(logits)
+        top_logprobs, top_tokens = lax.top_k(logprobs, num)
+        return jnp.take_along_axis(logprobs, token[:, None], 1)[:, 0], top_tokens, top_logprobs
+
+    def nothing() -> tuple[jax.Array, jax.Array, jax.Array]:
+        zeros = jnp.zeros((token.shape[0], num), jnp.float32)
+        return zeros[:, 0], zeros.astype(jnp.int32), zeros
+
+    return lax.cond(jnp.any(wants_top), found, nothing)

@@ -1,0 +1,121 @@
+"""What every request passes: the token, the name of the host, the number of requests, and what is counted of them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import traceback
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from jaxdl.inference.serve.errors import Refusal
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN = ("/health",)
+"""Paths that need no token, and are not counted among the requests at once."""
+
+
+class Gate:
+    """An ASGI application around another: refuses what may not pass, and turns errors into answers."""
+
+    def __init__(
+        self, app: App, *, tokens: Sequence[str], hosts: Collection[str] | None, max_requests: int, timeout_sec: float
+    ) -> None:
+        """One of `tokens` is needed, if there are some; `hosts` are the names by which it may be asked, None: any."""
+        self._app, self._hosts, self._max, self._timeout_sec = app, hosts, max_requests, timeout_sec
+        self._tokens = [_digest(token.encode()) for token in tokens]
+        self._paths: set[str] = set()
+        self.num_requests = 0
+        self.answers: Counter[tuple[str, int]] = Counter()
+
+    def known(self, paths: Collection[str]) -> None:
+        """The paths that are counted by name."""
+        self._paths.update(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path, status = scope["path"], 0
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self.answers[path if path in self._paths else "other", status] += 1
+            await send(message)
+
+        try:
+            self._check(scope)
+            if path in OPEN:
+                await self._app(scope, receive, counted)
+                return
+            self.num_requests += 1
+            try:
+                async with asyncio.timeout(self._timeout_sec):
+                    await self._app(scope, receive, counted)
+            finally:
+                self.num_requests -= 1
+        except Refusal as refusal:
+            await refuse(refusal, counted)
+        except TimeoutError:  # A client that does not read its answer, or does not send its request.
+            if not status:
+                await refuse(Refusal(408, "The request took longer than this server allows."), counted)
+        except Exception:
+            traceback.print_exc()
+            if not status:
+                await refuse(Refusal(500, "The server made a mistake; its output has more."), counted)
+
+    def _check(self, scope: Scope) -> None:
+        headers: Mapping[bytes, bytes] = dict(scope["headers"])
+        if self._hosts is not None and _host(headers.get(b"host", b"")) not in self._hosts:
+            # A page in a browser could otherwise reach it by a name of its own that leads here (DNS rebinding).
+            raise Refusal(403, "This server is asked by the name of this machine alone, such as localhost.")
+        if scope["path"] in OPEN:
+            return
+        if self._tokens and not self._is_known(headers.get(b"authorization", b"")):
+            message = "No valid token. Send the header Authorization: Bearer TOKEN."
+            raise Refusal(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        if self.num_requests >= self._max:
+            message = f"This server answers {self._max} requests at once. Try again later."
+            raise Refusal(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
+
+    def _is_known(self, header: bytes) -> bool:
+        """Whether a header has one of the tokens; it takes as long whatever it has."""
+        kind, _, given = header.partition(b" ")
+        found = _digest(given.strip())
+        matches = [hmac.compare_digest(found, token) for token in self._tokens]
+        return any(matches) and kind.lower() == b"bearer"
+
+
+def _digest(token: bytes) -> bytes:
+    return hashlib.sha256(token).digest()
+
+
+def _host(header: bytes) -> str:
+    """The name in a header `Host`, without a port."""
+    name = header.decode("latin-1").lower()
+    return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+
+
+async def refuse(refusal: Refusal, send: Send) -> None:
+    """Sends an error."""
+    body = json.dumps(refusal.content()).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **refusal.headers}
+    await send(
+        {
+            "type": "http.response.start",
+            "status": refusal.status,
+            "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})
