@@ -263,7 +263,9 @@ class Predictor(Inference):
         for first in range(0, len(prompts), batch_size):
             batch = prompts[first : first + batch_size]
             tokens = [self._prompt(text) for text in batch]
-            writing = Writing(self.decoder, tokens, how, first=first, rows=min(batch_size, len(prompts)))
+            writing = Writing(
+                self.decoder, tokens, how, places=range(first, first + len(batch)), rows=min(batch_size, len(prompts))
+            )
             texts = [Continued(TextStream(self.codec.decode, prompt_tokens, stop)) for prompt_tokens in tokens]
             while not writing.done.all():
                 for row, (text, news) in enumerate(zip(texts, writing.more(), strict=True)):
