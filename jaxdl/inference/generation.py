@@ -71,10 +71,10 @@ class Decoder:
         self.num_written, self.num_steady, self.steady_sec = 0, 0, 0.0
 
     def read(
-        self, tokens: np.ndarray, lengths: np.ndarray, keys: Any, count: int, *, slots: int, how: Sampling,
+        self, tokens: np.ndarray, lengths: np.ndarray, keys: Any, count: Any, *, slots: int, how: Sampling,
         seen: np.ndarray | None = None,
     ) -> tuple[Any, np.ndarray]:  # fmt: skip
-        """`(cache, the token after each prompt)`; `count` tokens have been drawn before.
+        """`(cache, the token after each prompt)`; `count` tokens, int or [rows], have been drawn before.
 
         `seen`, bool [rows, vocab], are the tokens of each text, for a repetition penalty.
         """
@@ -161,6 +161,13 @@ class Decoder:
             cache = cache.at[0, jnp.arange(tokens.shape[0]), position % cache.shape[2]].set(tokens)
             logits = self._logits_of_texts(params, model_state, cache[0], position % cache.shape[2])
         return logits[:, -1, : self.vocab_size], cache
+
+    def read_tokens(
+        self, params: Any, model_state: Any, tokens: jax.Array, cache: Any, position: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        """`(the logits after each token [rows, num, vocab], cache)` of several more; see `TransformerModule.extend`."""
+        logits, cache = self._run(params, model_state, tokens, cache, position, method="extend")
+        return logits[:, :, : self.vocab_size], cache
 
     def _run(self, params: Any, model_state: Any, *inputs: Any, method: str) -> Any:
         call = Call(train=False, method=method)
