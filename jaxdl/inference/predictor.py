@@ -265,8 +265,8 @@ class Predictor(Inference):
             draft = self._drafts.get(folder) or self._drafts.setdefault(folder, restore(draft))
         if draft.codec.fingerprint() != self.codec.fingerprint():
             raise ConfigError(
-                f"--draft {draft.workdir}: it has another tokenizer than {self.workdir}, so its tokens mean other texts. "
-                "Train a draft with the same one."
+                f"--draft {draft.workdir}: it has another tokenizer than {self.workdir}, so its tokens mean other "
+                "texts. Train a draft with the same one."
             )
         if draft.parts.layout.mesh != self.parts.layout.mesh:
             raise ConfigError(f"--draft {draft.workdir}: restore it on the mesh of the network that it drafts for.")
