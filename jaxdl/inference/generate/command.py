@@ -120,6 +120,8 @@ def check(command: Generate, *, many: bool) -> None:
         check_positive(command, "draft_tokens")
         if command.beams > 1:
             raise ConfigError(f"--draft: it has no effect with --beams {command.beams}. Leave one out.")
+    if command.beams > 1 and command.temperature != Generate.temperature:
+        raise ConfigError(f"--temperature {command.temperature}: it has no effect with --beams, which draws nothing.")
     names = {field.name for field in dataclasses.fields(Sampling)}
     Sampling(**{name: value for name, value in vars(command).items() if name in names})  # It checks its values.
 
