@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +54,7 @@ def test_the_likeliest_tokens_with_a_repetition_penalty_are_those_of_transformer
 
 @pytest.mark.parametrize("name", BEAMS)
 def test_beam_search_finds_what_transformers_finds(writer, name):
-    how = {"num_tokens": NUM_TOKENS} | BEAMS[name]
+    how: Any = {"num_tokens": NUM_TOKENS} | BEAMS[name]
     how = Sampling(stop_tokens=tuple(EOS[how.pop("eos")]), samples=how["beams"], **how)
     found = Searcher(writer.decoder).search(PROMPTS, how)
     for hypotheses, others in zip(found, HF["beams"][name], strict=True):
@@ -66,7 +67,9 @@ def test_the_logits_that_settings_leave_are_those_of_transformers():
     rows, sort = row_settings(settings), num_sorted(settings, LOGITS.shape[1])
     seen = np.zeros(LOGITS.shape, bool)
     np.put_along_axis(seen, SEEN, True, axis=1)
-    found = filter_logits(penalize(jnp.asarray(LOGITS), rows.repetition_penalty, seen), rows, num_sorted=sort)
+    found = filter_logits(
+        penalize(jnp.asarray(LOGITS), rows.repetition_penalty, jnp.asarray(seen)), rows, num_sorted=sort
+    )
     expected = np.array([[-np.inf if x is None else x for x in row] for row in HF["filtered"]])
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 

@@ -85,10 +85,10 @@ class Drafter:
         stop: jax.Array, *, rounds: int, num_sorted: int,
     ) -> Any:  # fmt: skip
         def check(tokens: jax.Array, cache: Any, position: jax.Array) -> tuple[jax.Array, Any]:
-            return self.decoder.read_tokens(*state, tokens, cache, position)
+            return self.decoder.read_tokens(state[0], state[1], tokens, cache, position)
 
         def draft(tokens: jax.Array, cache: Any, position: jax.Array) -> tuple[jax.Array, Any]:
-            return self.draft.read_token(*draft_state, tokens, cache, position)
+            return self.draft.read_token(draft_state[0], draft_state[1], tokens, cache, position)
 
         rows, written, accepted = speculate(
             check, draft, rows._replace(cache=cache, draft_cache=draft_cache), settings, stop,
@@ -180,8 +180,8 @@ class DraftedWriting:
         draft_cache, _ = draft.read(*inputs, how=_GREEDY, slots=self._slots)
         cache = cache if seen is None else cache.cache
         self._check_slots(cache, draft_cache)
-        counts, left = self._counts + 1, np.zeros_like(lengths)
-        self._rows = Drafted(cache, draft_cache, *(drawn, lengths, counts, left, self._keys, seen))
+        made: Any = (drawn, lengths, self._counts + 1, np.zeros_like(lengths), self._keys, seen)
+        self._rows = Drafted(cache, draft_cache, *made)
         return drawn
 
     def _check_slots(self, *caches: Any) -> None:

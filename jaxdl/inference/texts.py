@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data import Codec
@@ -88,7 +89,7 @@ class Texts:
                 yield text.completion(prompts[number], sample)
 
     def _writing(
-        self, tokens: Sequence[Sequence[int]], how: Sampling, drafter: Drafter | None, **where: object
+        self, tokens: Sequence[Sequence[int]], how: Sampling, drafter: Drafter | None, **where: Any
     ) -> Writing | DraftedWriting:
         if drafter is None:
             return Writing(self.decoder, tokens, how, **where)
