@@ -1,0 +1,5 @@
+"""Trained language models in EleutherAI's lm-evaluation-harness: tasks as `python -m jaxdl.evaluate --tasks` runs them.
+
+The harness is the package `lm-eval`, an extra of jaxdl. Its own command line with jaxdl's model is
+`python -m jaxdl.lm_eval run --model jaxdl --model_args workdir=runs/lm --tasks hellaswag`.
+"""
