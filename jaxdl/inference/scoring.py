@@ -68,7 +68,7 @@ class Scorer:
         self._inference = inference
 
     def _scores(self, texts: Sequence[ScoredText], advance: Callable[[int], None], *, likeliest: bool) -> np.ndarray:
-        """The sums of each text, float64 [texts]; with `likeliest` [texts, 2], the second that of tokens that are not."""
+        """The sums of each text, float64 [texts]; with `likeliest` [texts, 2], and how many tokens are not."""
         texts = [self._end_of(text) for text in texts]
         order = sorted(range(len(texts)), key=lambda index: len(texts[index].tokens))
         ways = batch_ways(self._parts.layout.mesh)

@@ -15,6 +15,7 @@ from jaxdl.core.config import ConfigError
 from jaxdl.core.errors import print_out
 from jaxdl.core.runs import check_writable
 from jaxdl.data import Data
+from jaxdl.inference.lm_eval.model import HarnessParts, model_class
 from jaxdl.inference.lm_eval.package import import_harness
 from jaxdl.inference.lm_eval.tasks import TaskOptions, evaluate_tasks, load_tasks, scores_of
 from jaxdl.inference.predictor import Predictor
@@ -88,9 +89,8 @@ def _run_tasks(command: Evaluate, args: list[str]) -> None:
     options = TaskOptions(command.tasks, command.include_path, command.num_fewshot, command.limit)
     loaded = load_tasks(options)
     predictor = restore_network(command, args, as_trained=True)
-    harness = import_harness("jaxdl.inference.lm_eval.model")
-    parts = harness.HarnessParts.of(predictor, f"{command.workdir}, step {predictor.step}")
-    results = evaluate_tasks(harness.HarnessModel(parts=parts, batch_size=command.batch_size), options, loaded)
+    parts = HarnessParts.of(predictor, f"{command.workdir}, step {predictor.step}")
+    results = evaluate_tasks(model_class()(parts=parts, batch_size=command.batch_size), options, loaded)
     if jax.process_index() != 0:
         return
     if command.to is not None:

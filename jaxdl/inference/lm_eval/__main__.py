@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from jaxdl.core.errors import command_line
+from jaxdl.inference.lm_eval import register
 
 PROG = "python -m jaxdl.lm_eval"
 
@@ -15,7 +16,7 @@ def main(args: list[str] | None = None, *, prog: str = PROG) -> None:
         from jaxdl.inference.lm_eval.package import import_harness
 
         harness = import_harness("lm_eval.__main__")
-        import_harness("jaxdl.inference.lm_eval.model")
+        register()
         before, sys.argv = sys.argv, [prog, *(sys.argv[1:] if args is None else args)]
         try:
             harness.cli_evaluate()

@@ -1,22 +1,17 @@
-"""A trained network as a model of lm-evaluation-harness, registered as `jaxdl`; it needs the package lm-eval."""
+"""A trained network as a model of lm-evaluation-harness."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
-
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from tqdm import tqdm
 
 from jaxdl.core.errors import ConfigError
 from jaxdl.data import Codec
 from jaxdl.inference.decoding.settings import Sampling
-from jaxdl.inference.decoding.text import Continued, TextStream
 from jaxdl.inference.generation import Decoder, Writing
+from jaxdl.inference.lm_eval.package import import_harness
 from jaxdl.inference.predictor import restore
 from jaxdl.inference.scoring import ScoredText, Scorer
 
@@ -27,9 +22,8 @@ _NAMES = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min
 """What a task may say of how texts are drawn -> the setting of `Sampling`."""
 
 
-@register_model("jaxdl")
-class HarnessModel(TemplateLM):
-    """A network of a workdir: `lm_eval.simple_evaluate(model="jaxdl", model_args="workdir=runs/lm")`.
+class HarnessModel:
+    """The methods of the harness's model `jaxdl`, which `model_class` makes of them.
 
     What is computed is that of the harness's own model of Hugging Face's checkpoints: texts begin with what the
     tokenizer puts before every text, and the first token of one that begins with nothing follows the start of text, or
@@ -53,7 +47,8 @@ class HarnessModel(TemplateLM):
         `max_length` is how many tokens the network reads at a time, by default as many as it was trained on. Instead of
         a workdir `parts` may be given. `device` is not used, since JAX chooses.
         """
-        super().__init__()
+        super().__init__()  # That of the harness's base class.
+        self.cache_hook: Any
         del max_batch_size, device
         if parts is None:
             if workdir is None:
@@ -62,10 +57,10 @@ class HarnessModel(TemplateLM):
             predictor = restore(workdir, step=which, average=average)
             parts = HarnessParts.of(predictor, what=f"{predictor.workdir}, step {predictor.step}")
         if max_length is not None and not 0 < max_length <= parts.scorer.context:
-            raise ConfigError(
-                f"lm_eval: max_length {max_length}: the network reads 1 to {parts.scorer.context} tokens."
-            )
+            reads = parts.scorer.context
+            raise ConfigError(f"lm_eval: max_length {max_length}: the network reads 1 to {reads:,} tokens at a time.")
         self._parts, self._codec = parts, parts.codec
+        self._unwritten = {self._codec.pad, self._codec.start, self._codec.end}
         self.max_length = max_length or parts.scorer.context
         self.batch_size = 16 if batch_size in (None, "auto") else int(batch_size)
         if self.batch_size < 1:
@@ -109,8 +104,7 @@ class HarnessModel(TemplateLM):
                 )
             whole = [*context, *continuation][-(self.max_length + 1) :]
             texts.append(ScoredText(whole, len(whole) - len(continuation)))
-        # Texts of a context may be the same up to their last token, or altogether.
-        with tqdm(total=len(texts), desc="log-likelihoods", disable=disable_tqdm) as bar:
+        with import_harness("tqdm").tqdm(total=len(texts), desc="log-likelihoods", disable=disable_tqdm or None) as bar:
             sums, greedy = self._parts.scorer.are_likeliest(texts, advance=bar.update)
         answers = [(float(x), bool(is_greedy)) for x, is_greedy in zip(sums, greedy, strict=True)]
         for (texts_of, _, _), answer in zip(requests, answers, strict=True):
@@ -120,10 +114,11 @@ class HarnessModel(TemplateLM):
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of each text, whose windows are the harness's own: each token is scored once."""
+        utils = import_harness("lm_eval.utils")
         windows, counts = [], []
         for (text,) in (request.args for request in requests):
-            pairs = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
-            of_text = [(None, *make_disjoint_window(pair)) for pair in pairs]
+            pairs = utils.get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
+            of_text = [(None, *utils.make_disjoint_window(pair)) for pair in pairs]
             windows += of_text
             counts.append(len(of_text))
         scores = iter(self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm))
@@ -138,7 +133,7 @@ class HarnessModel(TemplateLM):
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(number)
-        with tqdm(total=len(requests), desc="texts", disable=disable_tqdm) as bar:
+        with import_harness("tqdm").tqdm(total=len(requests), desc="texts", disable=disable_tqdm or None) as bar:
             for numbers in groups.values():
                 how = self._sampling(requests[numbers[0]].args[1])
                 prompts = {n: self.tok_encode(requests[n].args[0])[-(self.max_length - how.num_tokens) :]
@@ -154,22 +149,25 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _write(self, prompts: Sequence[Sequence[int]], how: Sampling, places: Sequence[int], rows: int) -> list[str]:
-        decoder = self._parts.decoder()
-        writing = Writing(
-            decoder, [prompt or [self.prefix_token_id] for prompt in prompts], how, places=places, rows=rows
-        )
-        # As the harness has it: the text of the new tokens alone, which may lack the space before its first word.
-        texts = [Continued(TextStream(self._codec.decode, [], how.stop)) for _ in prompts]
+        prompts = [prompt or [self.prefix_token_id] for prompt in prompts]
+        writing = Writing(self._parts.decoder(), prompts, how, places=places, rows=rows)
+        tokens: list[list[int]] = [[] for _ in prompts]
         while not writing.done.all():
-            for row, (text, news) in enumerate(zip(texts, writing.more(), strict=True)):
-                if text.add(news, how.stop_tokens):
+            for row, news in enumerate(writing.more()):
+                tokens[row] += [
+                    token for token in news if token not in self._unwritten and token not in how.stop_tokens
+                ]
+                if any(text in self._codec.decode(tokens[row]) for text in how.stop):
                     writing.end(row)
-        return [text.completion("").text for text in texts]
+        # As the harness has it: of the new tokens alone, which may lack the space before the first word.
+        return [_until(self._codec.decode(each), how.stop) for each in tokens]
 
     def _sampling(self, given: dict[str, Any]) -> Sampling:
         """The settings of a task. Raises ConfigError for those that are not known."""
-        left = dict(normalize_gen_kwargs(given, _NUM_TOKENS))
-        stop = handle_stop_sequences(left.pop("until", None), eos=None)
+        utils = import_harness("lm_eval.models.utils")
+        left = dict(utils.normalize_gen_kwargs(given, _NUM_TOKENS))
+        eos = self._codec.decode([self.eot_token_id]) or None
+        stop = utils.handle_stop_sequences(left.pop("until", None), eos=eos)
         num_tokens, samples = int(left.pop("max_gen_toks")), left.pop("do_sample", False)
         if num_tokens >= self.max_length:
             raise ConfigError(
@@ -201,3 +199,16 @@ class HarnessParts:
         """Those of a `jaxdl.Predictor`. Raises ConfigError for a network that does not read text."""
         predictor.check_text("lm_eval")
         return cls(Scorer(predictor), lambda: predictor.decoder, predictor.codec, what)
+
+
+def _until(text: str, stop: Sequence[str]) -> str:
+    """The text before the first of the stop texts."""
+    return text[: min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))]
+
+
+@functools.cache
+def model_class() -> Any:
+    """The class of the harness's model `jaxdl`, which is registered there. Raises ConfigError without lm-eval."""
+    base = import_harness("lm_eval.api.model").TemplateLM
+    made = type("JaxdlLM", (HarnessModel, base), {"__doc__": HarnessModel.__doc__, "__module__": __name__})
+    return import_harness("lm_eval.api.registry").register_model("jaxdl")(made)

@@ -92,9 +92,8 @@ def _as_messages(names: Sequence[str]) -> Iterator[None]:
         yield
     except (OSError, ImportError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(
-            f"--tasks {' '.join(names)}: they cannot be read ({type(error).__name__}: {reason})."
-        ) from None
+        kind = type(error).__name__
+        raise ConfigError(f"--tasks {' '.join(names)}: they cannot be read ({kind}: {reason}).") from None
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
