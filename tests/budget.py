@@ -55,6 +55,7 @@ BUDGETS = {
     "test_embedding.py": 40,
     "test_dawnbench.py": 39,
     "test_generate.py": 38,
+    "test_texts.py": 25,
     "test_select.py": 37,
     "test_learning_processes.py": 36,
     "test_serve.py": 32,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,11 @@ import numpy as np
 
 from jaxdl.data import TextSpec
 from jaxdl.data.spec import with_targets
-from jaxdl.inference.decoding.loop import Rows, draw_next, row_keys, write_on
+from jaxdl.inference.decoding.loop import Draw, Place, Rows, draw_next, text_keys, write_on
 from jaxdl.inference.decoding.padding import SHORTEST, power_of_two
+from jaxdl.inference.decoding.row_sampling import draw_rows, mark_seen, penalize
 from jaxdl.inference.decoding.sampling import sample
-from jaxdl.inference.decoding.settings import Sampling as Sampling
+from jaxdl.inference.decoding.settings import RowSettings, Sampling, num_sorted, row_settings
 from jaxdl.models.logits import of_tokens
 from jaxdl.models.network import Call
 from jaxdl.parallel.mesh import batch_ways
@@ -30,6 +31,16 @@ from jaxdl.training.step import apply_network, run_network
 
 MOST = 32
 """Tokens of each row that one call writes at most."""
+_STATIC = ("top_k", "top_p", "num_sorted")
+"""Arguments of the programs that are compiled into them."""
+
+
+class Read(NamedTuple):
+    """What has been read of texts with a repetition penalty: a cache of `Rows`."""
+
+    cache: Any
+    seen: jax.Array
+    """The tokens of each row so far, bool [1, rows, vocab]."""
 
 
 class Decoder:
@@ -48,35 +59,39 @@ class Decoder:
         self.parts, self.vocab_size = parts, vocab_size
         self.cached = cached and parts.network.has("decode")
         self.context = context if self.cached else context or parts.data_spec.length
-        self._state = (inference.rounded_params, inference.model_state)
+        self.state = (inference.rounded_params, inference.model_state)
         shown = replicated(parts.layout)
-        options = ("top_k", "top_p")
-        self._read = jax.jit(self._read_prompts, static_argnames=("slots", *options), out_shardings=(None, shown))
+        self._read = jax.jit(self._read_prompts, static_argnames=("slots", *_STATIC), out_shardings=(None, shown))
         each: Any = [shown for _ in Rows._fields[1:]]
         of_rows = Rows(None, *each)
         self._write = jax.jit(
-            self._write_tokens, static_argnames=options, donate_argnames="cache", out_shardings=(None, of_rows, shown)
+            self._write_tokens, static_argnames=_STATIC, donate_argnames="cache", out_shardings=(None, of_rows, shown)
         )
         self._programs: set[Any] = set()
         self.num_written, self.num_steady, self.steady_sec = 0, 0, 0.0
 
     def read(
-        self, tokens: np.ndarray, lengths: np.ndarray, keys: Any, count: int, *, slots: int, how: Sampling
-    ) -> tuple[Any, np.ndarray]:
-        """`(cache, the token after each prompt)`; `count` tokens have been drawn before."""
-        options = {"slots": slots, "top_k": how.top_k, "top_p": how.top_p}
-        cache, drawn = self._read(*self._state, tokens, lengths, keys, count, how.temperature, **options)
+        self, tokens: np.ndarray, lengths: np.ndarray, keys: Any, count: Any, *, slots: int, how: Sampling,
+        seen: np.ndarray | None = None,
+    ) -> tuple[Any, np.ndarray]:  # fmt: skip
+        """`(cache, the token after each prompt)`; `count` tokens, int or [rows], have been drawn before.
+
+        `seen`, bool [rows, vocab], are the tokens of each text, for a repetition penalty.
+        """
+        options = self._options(how, len(lengths)) | {"slots": slots, "seen": seen}
+        cache, drawn = self._read(*self.state, tokens, lengths, keys, count, how.temperature, **options)
         return cache, np.asarray(drawn)
 
     def write(self, rows: Rows, num_tokens: int, how: Sampling) -> tuple[Rows, np.ndarray]:
         """`(rows, the tokens written [rows, MOST], -1 where none was)`; the cache of `rows` is donated."""
         stop = np.asarray([-1, *how.stop_tokens], np.int32)
-        program = (jax.tree.map(jnp.shape, rows), stop.shape, how.top_k, how.top_p)
+        options = self._options(how, len(rows.tokens))
+        program = (jax.tree.map(jnp.shape, rows), stop.shape, [options[name] for name in _STATIC], how.of_rows)
         start = time.perf_counter()
-        options = {"stop": stop, "temperature": how.temperature, "top_k": how.top_k, "top_p": how.top_p}
+        options |= {"stop": stop, "temperature": how.temperature}
         others = rows._replace(cache=None)
         cache, others, written = self._write(
-            *self._state, cache=rows.cache, rows=others, num_tokens=num_tokens, **options
+            *self.state, cache=rows.cache, rows=others, num_tokens=num_tokens, **options
         )
         # All but the cache lies on the host between the calls, so that each call has arguments of the same kind.
         host: Any = jax.device_get((written, others))
@@ -87,40 +102,72 @@ class Decoder:
         self._programs.add(str(program))
         return rows, tokens
 
+    def _options(self, how: Sampling, rows: int) -> dict[str, Any]:
+        """How tokens are drawn, as arguments of the programs.
+
+        What `sample` knows is compiled into a program that does no more; all else is in arrays.
+        """
+        if not how.of_rows:
+            return {"top_k": how.top_k, "top_p": how.top_p, "num_sorted": 0, "settings": None}
+        settings = row_settings([how] * rows)
+        return {"top_k": None, "top_p": None, "num_sorted": num_sorted([how], self.vocab_size), "settings": settings}
+
     def _read_prompts(
         self, params: Any, model_state: Any, tokens: Any, lengths: Any, keys: Any, count: Any, temperature: Any, *,
-        slots: int, top_k: int | None, top_p: float | None,
+        slots: int, settings: RowSettings | None, seen: Any, **static: Any,
     ) -> tuple[Any, jax.Array]:  # fmt: skip
+        cache, logits = self.read_texts(params, model_state, tokens, lengths, slots)
+        if seen is not None:
+            assert settings is not None
+            cache = Read(cache, seen[None])
+            logits = penalize(logits.astype(jnp.float32), settings.repetition_penalty, seen)
+        draw, counts = _draw(temperature, settings, **static), jnp.broadcast_to(count, lengths.shape)
+        return cache, draw_next(draw, logits, keys, counts)
+
+    def read_texts(
+        self, params: Any, model_state: Any, tokens: jax.Array, lengths: jax.Array, slots: int
+    ) -> tuple[Any, jax.Array]:
+        """`(cache, the logits of the token after each text [rows, vocab])`."""
         if self.cached:
             logits, cache = self._run(params, model_state, tokens, lengths, slots, method="prefill")
         else:
             cache = jnp.pad(tokens, ((0, 0), (0, slots - tokens.shape[1])))[None]
             logits = self._logits_of_texts(params, model_state, cache[0], lengths - 1)
-        drawn = draw_next(
-            lambda logits, keys: sample(logits, keys, temperature, top_k=top_k, top_p=top_p),
-            logits[:, -1, : self.vocab_size],
-            keys,
-            jnp.broadcast_to(count, lengths.shape),
-        )
-        return cache, drawn
+        return cache, logits[:, -1, : self.vocab_size]
 
     def _write_tokens(
         self, params: Any, model_state: Any, cache: Any, rows: Rows, num_tokens: Any, stop: Any, temperature: Any, *,
-        top_k: int | None, top_p: float | None,
+        settings: RowSettings | None, **static: Any,
     ) -> tuple[Any, Rows, jax.Array]:  # fmt: skip
         def step(tokens: jax.Array, cache: Any, position: jax.Array) -> tuple[jax.Array, Any]:
-            if self.cached:
-                logits, cache = self._run(params, model_state, tokens, cache, position, method="decode")
-            else:
-                cache = cache.at[0, jnp.arange(tokens.shape[0]), position % cache.shape[2]].set(tokens)
-                logits = self._logits_of_texts(params, model_state, cache[0], position % cache.shape[2])
-            return logits[:, -1, : self.vocab_size], cache
+            if not isinstance(cache, Read):
+                return self.read_token(params, model_state, tokens, cache, position)
+            assert settings is not None
+            logits, inner = self.read_token(params, model_state, tokens, cache.cache, position)
+            seen = mark_seen(cache.seen[0], tokens)
+            return penalize(logits.astype(jnp.float32), settings.repetition_penalty, seen), Read(inner, seen[None])
 
-        def draw(logits: jax.Array, keys: jax.Array) -> jax.Array:
-            return sample(logits, keys, temperature, top_k=top_k, top_p=top_p)
-
-        rows, written = write_on(step, draw, rows._replace(cache=cache), num_tokens, most=MOST, stop=stop)
+        draw, rows = _draw(temperature, settings, **static), rows._replace(cache=cache)
+        rows, written = write_on(step, draw, rows, num_tokens, most=MOST, stop=stop)
         return rows.cache, rows._replace(cache=None), written
+
+    def read_token(
+        self, params: Any, model_state: Any, tokens: jax.Array, cache: Any, position: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        """`(the logits of the next token of each row [rows, vocab], cache)` after one more."""
+        if self.cached:
+            logits, cache = self._run(params, model_state, tokens, cache, position, method="decode")
+        else:
+            cache = cache.at[0, jnp.arange(tokens.shape[0]), position % cache.shape[2]].set(tokens)
+            logits = self._logits_of_texts(params, model_state, cache[0], position % cache.shape[2])
+        return logits[:, -1, : self.vocab_size], cache
+
+    def read_tokens(
+        self, params: Any, model_state: Any, tokens: jax.Array, cache: Any, position: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        """`(the logits after each token [rows, num, vocab], cache)` of several more; see `TransformerModule.extend`."""
+        logits, cache = self._run(params, model_state, tokens, cache, position, method="extend")
+        return logits[:, :, : self.vocab_size], cache
 
     def _run(self, params: Any, model_state: Any, *inputs: Any, method: str) -> Any:
         call = Call(train=False, method=method)
@@ -134,6 +181,13 @@ class Decoder:
         return of_tokens(outputs, positions)
 
 
+def _draw(temperature: Any, settings: RowSettings | None, *, num_sorted: int, **static: Any) -> Draw:
+    """What draws tokens from logits and keys."""
+    if settings is None:
+        return lambda logits, keys: sample(logits, keys, temperature, **static)
+    return lambda logits, keys: draw_rows(logits, keys, settings, num_sorted=num_sorted)
+
+
 class Writing:
     """Prompts that a decoder continues side by side.
 
@@ -145,18 +199,22 @@ class Writing:
     """
 
     def __init__(
-        self, decoder: Decoder, prompts: Sequence[Sequence[int]], how: Sampling, *, first: int = 0, rows: int = 1
-    ) -> None:
-        """`prompts` are tokens, at least one each; `first` is the number of the first, `rows` the size of a batch."""
+        self, decoder: Decoder, prompts: Sequence[Sequence[int]], how: Sampling, *,
+        places: Sequence[Place] | None = None, rows: int = 1,
+    ) -> None:  # fmt: skip
+        """`prompts` are tokens, at least one each; `rows` is the size of a batch, and `places` says which texts of
+        which prompts these are: by default the first of each.
+        """
         self._decoder, self._how, self._count = decoder, how, 0
         ways = batch_ways(decoder.parts.layout.mesh)
         num_rows = -(-max(rows, len(prompts)) // ways) * ways
         limit = decoder.context
+        self._seen = seen_in(prompts, num_rows, decoder.vocab_size) if how.repetition_penalty != 1 else None
         self._texts = [list(prompt)[-limit:] if limit else list(prompt) for prompt in prompts]
         self._texts += [[0]] * (num_rows - len(prompts))
         self._num, self._done = len(prompts), np.arange(num_rows) >= len(prompts)
         # Arrays of the host, which every process of a mesh may give to a program.
-        self._keys = np.asarray(row_keys(jax.random.key(how.seed), jnp.arange(first, first + num_rows)))
+        self._keys = np.asarray(text_keys(how.seed, places or range(len(prompts)), num_rows))
         needed = power_of_two(max(map(len, self._texts)) + how.num_tokens, SHORTEST)
         self._slots = needed if limit is None else min(limit, needed) if decoder.cached else limit
         self._rows: Rows | None = None
@@ -194,6 +252,8 @@ class Writing:
         for row, tokens in enumerate(written.tolist()):
             new = [] if self._done[row] else [token for token in tokens if token >= 0]
             self._texts[row] = self._texts[row] + new
+            if self._seen is not None:
+                self._seen[row, new] = True
             self._done[row] |= bool(new) and new[-1] in self._how.stop_tokens
             news.append(new)
         self._count += max(map(len, news))
@@ -212,9 +272,17 @@ class Writing:
             tokens[row, : len(text)] = text
         self._rows = None  # Frees the cache.
         cache, drawn = self._decoder.read(
-            tokens, lengths, self._keys, self._count, slots=self._slots, how=self._how
-        )  # fmt: skip
+            tokens, lengths, self._keys, self._count, slots=self._slots, how=self._how, seen=self._seen
+        )
         counts = np.full_like(lengths, self._count + 1)
         made: Any = (drawn, lengths, counts, self._done.copy(), self._keys)
         self._rows = Rows(cache, *made)
         return drawn
+
+
+def seen_in(texts: Sequence[Sequence[int]], num_rows: int, vocab_size: int) -> np.ndarray:
+    """Which tokens are in each text, bool [rows, vocab]."""
+    seen = np.zeros((num_rows, vocab_size), bool)
+    for row, text in enumerate(texts):
+        seen[row, list(text)] = True
+    return seen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import warnings
@@ -22,8 +21,11 @@ from jaxdl.data import Codec, Data, DataSpec, Source, Splits, TextSpec, spec_fro
 from jaxdl.data.phases import make_timeline
 from jaxdl.data.text.chat_template import ChatTemplate
 from jaxdl.exchange import Dense
-from jaxdl.inference.decoding.text import Completion, Continued, TextStream
-from jaxdl.inference.generation import Decoder, Sampling, Writing
+from jaxdl.inference.decoding.settings import Sampling, texts_of
+from jaxdl.inference.decoding.text import Completion
+from jaxdl.inference.drafting import Drafter
+from jaxdl.inference.generation import Decoder
+from jaxdl.inference.texts import Texts
 from jaxdl.inference.translation import Translator
 from jaxdl.parallel.cluster import start_devices
 from jaxdl.parallel.embedding.cache import CacheConfig
@@ -39,9 +41,6 @@ from jaxdl.training.run.workdir.records import Workdir
 from jaxdl.training.run.workdir.tokenizer import chat_of_run, check_data, codec_of_run
 from jaxdl.training.state import REFERENCE, ModelState
 from jaxdl.training.step import Parts
-
-_STREAMED = 8
-"""Tokens that are written before their text is shown."""
 
 
 class Predictor(Inference):
@@ -60,6 +59,7 @@ class Predictor(Inference):
         super().__init__(parts, params, model_state)
         self.experiment, self.step, self.workdir = experiment, step, workdir
         self._translators: dict[tuple[int, float, int], Translator] = {}
+        self._drafts: dict[Path, Predictor] = {}
 
     def merged(self) -> Predictor:
         """The same network without adapters, which are added to its matrices; itself if it has none."""
@@ -143,14 +143,24 @@ class Predictor(Inference):
         stop_at_end: bool = True,
         stop_tokens: Sequence[int] = (),
         seed: int = 0,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        beams: int = 1,
+        length_penalty: float = 1.0,
+        draft: Predictor | str | Path | None = None,
+        draft_tokens: int = 4,
     ) -> Iterator[str]:
         """Text that continues the prompt, piece by piece as it is written.
 
         The options are those of `complete`, which continues many prompts. Raises ConfigError for a network that does
         not read text, and for options that are out of range.
         """
-        how = Sampling(num_tokens, temperature, top_k, top_p, seed, tuple(stop_tokens))
-        return self._pieces(prompt, self._sampling(how, stop, stop_at_end), stop)
+        how = Sampling(
+            num_tokens, temperature, top_k, top_p, seed, tuple(stop_tokens), min_p, repetition_penalty, texts_of(stop),
+            beams=beams, length_penalty=length_penalty,
+        )  # fmt: skip
+        how = self.texts.resolved(how, stop_at_end=stop_at_end)
+        return self.texts.pieces(prompt, how, self._drafter(draft, draft_tokens, how))
 
     def translate(
         self,
@@ -187,6 +197,13 @@ class Predictor(Inference):
         stop_tokens: Sequence[int] = (),
         seed: int = 0,
         batch_size: int = 8,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        samples: int = 1,
+        beams: int = 1,
+        length_penalty: float = 1.0,
+        draft: Predictor | str | Path | None = None,
+        draft_tokens: int = 4,
     ) -> Iterator[Completion]:
         """The continuation of each prompt, in order, `batch_size` of them side by side.
 
@@ -202,6 +219,16 @@ class Predictor(Inference):
           stop_tokens: further tokens that end it.
           seed: of the draws. A prompt's text depends on it and on its number, not on the others in its batch.
           batch_size: prompts side by side, over all devices.
+          min_p: of the tokens that top_k and top_p leave, draw from those alone that are at least so many times as
+            likely as the likeliest.
+          repetition_penalty: above 1, tokens that are in the prompt or in the text so far become less likely.
+          samples: how many continuations each prompt has; with beams the best so many.
+          beams: with 2 or more nothing is drawn: the likeliest text is searched, with so many hypotheses at a time.
+          length_penalty: hypotheses are compared by log P / length^length_penalty.
+          draft: a smaller network with the same tokenizer, or its workdir: it drafts tokens, which this one checks
+            together. Nothing else changes: at temperature 0 the text is the same, and above it has the same
+            distribution, though other tokens are drawn from a seed.
+          draft_tokens: how many are drafted at a time.
 
         A network with a key-value cache (jaxdl's own) writes a token in one pass of it alone. Where the text is as long
         as the network was trained on, it goes on from its last half, unless attention has a window. Raises ConfigError
@@ -211,8 +238,12 @@ class Predictor(Inference):
             raise ConfigError("complete: give a list of prompts; generate(prompt) continues one.")
         if batch_size < 1:
             raise ConfigError(f"--batch-size {batch_size}: give a whole number, 1 or more.")
-        how = Sampling(num_tokens, temperature, top_k, top_p, seed, tuple(stop_tokens))
-        return self._completions(list(prompts), self._sampling(how, stop, stop_at_end), stop, batch_size)
+        how = Sampling(
+            num_tokens, temperature, top_k, top_p, seed, tuple(stop_tokens), min_p, repetition_penalty, texts_of(stop),
+            samples, beams, length_penalty,
+        )  # fmt: skip
+        how = self.texts.resolved(how, stop_at_end=stop_at_end)
+        return self.texts.completions(list(prompts), how, batch_size, self._drafter(draft, draft_tokens, how))
 
     @functools.cached_property
     def decoder(self) -> Decoder:
@@ -242,15 +273,30 @@ class Predictor(Inference):
     def _chat(self) -> tuple[ChatTemplate, bool]:
         return chat_of_run(self.workdir, self.experiment.data)
 
-    def _sampling(self, how: Sampling, stop: Sequence[str], stop_at_end: bool) -> Sampling:
-        self.check_text("generate")
-        if isinstance(stop, str) or not all(stop):
-            raise ConfigError(f"--stop {stop!r}: give texts that are not empty.")
-        if wrong := [token for token in how.stop_tokens if not 0 <= token < self.codec.vocab_size]:
-            last = self.codec.vocab_size - 1
-            raise ConfigError(f"--stop-tokens {wrong[0]}: there is no such token; they are numbered from 0 to {last}.")
-        ends = self.codec.ends if stop_at_end else ()
-        return dataclasses.replace(how, stop_tokens=(*how.stop_tokens, *ends))
+    @functools.cached_property
+    def texts(self) -> Texts:
+        """What continues prompts. Raises ConfigError for a network that does not read text."""
+        return Texts(self.decoder, self.codec)
+
+    def _drafter(self, draft: Predictor | str | Path | None, num_tokens: int, how: Sampling) -> Drafter | None:
+        """What drafts with another network. Raises ConfigError for one that does not fit."""
+        if draft is None:
+            return None
+        if how.beams > 1:
+            raise ConfigError(
+                f"--draft: it has no effect with --beams {how.beams}, which draws nothing. Leave one out."
+            )
+        if not isinstance(draft, Predictor):
+            folder = Path(draft).resolve()
+            draft = self._drafts.get(folder) or self._drafts.setdefault(folder, restore(draft))
+        if draft.codec.fingerprint() != self.codec.fingerprint():
+            raise ConfigError(
+                f"--draft {draft.workdir}: it has another tokenizer than {self.workdir}, so its tokens mean other "
+                "texts. Train a draft with the same one."
+            )
+        if draft.parts.layout.mesh != self.parts.layout.mesh:
+            raise ConfigError(f"--draft {draft.workdir}: restore it on the mesh of the network that it drafts for.")
+        return self.texts.drafter(draft.decoder, num_tokens)
 
     def check_text(self, what: str) -> TextSpec:
         """The spec of the text that the network reads. Raises ConfigError, beginning with `what`, if it reads none."""
@@ -259,45 +305,6 @@ class Predictor(Inference):
             advice = "; use predict(images)" if spec.modality == "images" else ", and no single text"
             raise ConfigError(f"{what}: this network reads {spec.modality}{advice}.")
         return spec
-
-    def _prompt(self, prompt: str | Sequence[int]) -> list[int]:
-        """The tokens of a prompt. Warns of one of which the network reads the end alone."""
-        tokens = self.codec.prompt(prompt) if isinstance(prompt, str) else list(prompt) or self.codec.beginning
-        limit = self.decoder.context
-        if limit is not None and len(tokens) > limit:
-            warnings.warn(
-                f"the prompt {prompt[:20]!r}... has {len(tokens):,} tokens; the network reads the last {limit:,}, as "
-                "it was trained on so many",
-                stacklevel=4,
-            )
-        return tokens
-
-    def _pieces(self, prompt: str | Sequence[int], how: Sampling, stop: Sequence[str]) -> Iterator[str]:
-        tokens = self._prompt(prompt)
-        writing, stream = Writing(self.decoder, [tokens], how), TextStream(self.codec.decode, tokens, stop)
-        while not writing.done[0]:
-            for token in writing.more(_STREAMED)[0]:
-                if token not in how.stop_tokens and (piece := stream.add(token)):
-                    yield piece
-            if stream.ended:
-                return
-        if piece := stream.rest():
-            yield piece
-
-    def _completions(
-        self, prompts: Sequence[str | Sequence[int]], how: Sampling, stop: Sequence[str], batch_size: int
-    ) -> Iterator[Completion]:
-        for first in range(0, len(prompts), batch_size):
-            batch = prompts[first : first + batch_size]
-            tokens = [self._prompt(text) for text in batch]
-            writing = Writing(self.decoder, tokens, how, first=first, rows=min(batch_size, len(prompts)))
-            texts = [Continued(TextStream(self.codec.decode, prompt_tokens, stop)) for prompt_tokens in tokens]
-            while not writing.done.all():
-                for row, (text, news) in enumerate(zip(texts, writing.more(), strict=True)):
-                    if text.add(news, how.stop_tokens):
-                        writing.end(row)
-            named = (prompt if isinstance(prompt, str) else self.codec.decode(list(prompt)) for prompt in batch)
-            yield from (text.completion(prompt) for prompt, text in zip(named, texts, strict=True))
 
 
 @without_frames

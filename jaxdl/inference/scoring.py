@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxdl.data import Codec, TextSpec
 from jaxdl.inference.decoding.padding import SHORTEST, power_of_two
-from jaxdl.models.logits import log_likelihoods
+from jaxdl.models.logits import are_likeliest, log_likelihoods
 from jaxdl.models.network import Call
 from jaxdl.parallel.mesh import batch_ways
 from jaxdl.training.run.inference import Inference
@@ -43,7 +43,8 @@ class Scorer:
         self._most_logits = most_logits
         self._inference, self._parts = inference, inference.parts
         self.context = inference.parts.data_spec.length
-        self._score = jax.jit(self._sums, out_shardings=replicated(inference.parts.layout))
+        shown = replicated(inference.parts.layout)
+        self._score = jax.jit(self._sums, static_argnames="likeliest", out_shardings=shown)
 
     def log_likelihoods(
         self, texts: Sequence[ScoredText], *, advance: Callable[[int], None] = lambda _: None
@@ -53,9 +54,25 @@ class Scorer:
         Of a text that is longer than the context (and one more) the end is read. Texts of similar lengths are scored
         side by side, in rows of few lengths; `advance` is called with the number of texts that were.
         """
+        return self._scores(texts, advance, likeliest=False)
+
+    def are_likeliest(
+        self, texts: Sequence[ScoredText], *, advance: Callable[[int], None] = lambda _: None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`(log_likelihoods, whether all scored tokens of a text are those of greedy decoding, bool [texts])`."""
+        scores = self._scores(texts, advance, likeliest=True)
+        return scores[:, 0], scores[:, 1] == 0
+
+    def follow(self, inference: Inference) -> None:
+        """Scores with another state of the same network from now on."""
+        self._inference = inference
+
+    def _scores(self, texts: Sequence[ScoredText], advance: Callable[[int], None], *, likeliest: bool) -> np.ndarray:
+        """The sums of each text, float64 [texts]; with `likeliest` [texts, 2], and how many tokens are not."""
         texts = [self._end_of(text) for text in texts]
         order = sorted(range(len(texts)), key=lambda index: len(texts[index].tokens))
-        sums_of_texts, ways = np.zeros(len(texts)), batch_ways(self._parts.layout.mesh)
+        ways = batch_ways(self._parts.layout.mesh)
+        sums_of_texts = np.zeros((len(texts), 2) if likeliest else len(texts))
         while order:
             # The longest first: memory does not grow later.
             length = self._padded_length(len(texts[order[-1]].tokens) - 1)
@@ -67,7 +84,8 @@ class Scorer:
                 text = texts[index]
                 tokens[row, : len(text.tokens)] = text.tokens
                 scored[row, text.start - 1 : len(text.tokens) - 1] = True
-            sums = self._score(self._inference.params, self._inference.model_state, tokens, scored)
+            state = (self._inference.params, self._inference.model_state)
+            sums = self._score(*state, tokens, scored, likeliest=likeliest)
             sums_of_texts[batch] = np.asarray(sums, np.float64)[: len(batch)]
             advance(len(batch))
         return sums_of_texts
@@ -80,12 +98,18 @@ class Scorer:
         """A power of two, at most the context."""
         return min(self.context, power_of_two(max(length, 1), SHORTEST))
 
-    def _sums(self, params: Any, model_state: Any, tokens: jax.Array, scored: jax.Array) -> jax.Array:
+    def _sums(
+        self, params: Any, model_state: Any, tokens: jax.Array, scored: jax.Array, *, likeliest: bool
+    ) -> jax.Array:
         batch = {"tokens": tokens}
         parts, most = self._parts, self._most_logits * batch_ways(self._parts.layout.mesh)
         call = Call(train=False, materialize_logits=False)
         outputs, _ = apply_network(parts, parts.layout, params, model_state, batch, call)
-        return jnp.sum(jnp.where(scored, log_likelihoods(outputs, tokens[:, 1:], most), 0), axis=1)
+        sums = jnp.sum(jnp.where(scored, log_likelihoods(outputs, tokens[:, 1:], most), 0), axis=1)
+        if not likeliest:
+            return sums
+        others = scored & ~are_likeliest(outputs, tokens[:, 1:], most)
+        return jnp.stack([sums, jnp.sum(others, axis=1, dtype=sums.dtype)], axis=1)
 
 
 def windows(num_tokens: int, context: int, stride: int, before: int = 1) -> Iterator[tuple[int, int, int]]:

@@ -86,6 +86,30 @@ def attend_cached(
         return attend(query, key, value, causal=False, key_lengths=filled), cache
 
 
+def attend_several(
+    query: jax.Array, new: KeyValues, cache: KeyValues, layer: jax.Array | int, position: jax.Array
+) -> tuple[jax.Array, KeyValues]:
+    """As `attend_cached` for several tokens of each row, which see each other too: [rows, num, heads, head_dim].
+
+    The first is at `position`, int32 [rows]. The cache must have a slot for every position: in fewer, which attention
+    with a window reuses, the last of these tokens would replace some that the first must see.
+    """
+    rows, num = query.shape[:2]
+    positions = position[:, None] + jnp.arange(num)
+    index = jnp.arange(rows)[:, None]
+    cache = KeyValues(
+        *(whole.at[layer, index, positions].set(x.astype(whole.dtype), mode="drop", unique_indices=True)
+          for whole, x in zip(cache, new, strict=True))
+    )  # fmt: skip
+    key, value = (lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in cache)
+
+    def one(query: jax.Array, filled: jax.Array) -> jax.Array:
+        return attend(query[:, None], key, value, causal=False, key_lengths=filled)[:, 0]
+
+    with portable_attention():
+        return jax.vmap(one, in_axes=1, out_axes=1)(query, positions + 1), cache
+
+
 def _written(cache: jax.Array, x: jax.Array, layer: jax.Array | int, slot: jax.Array) -> jax.Array:
     x = x.astype(cache.dtype)
     if slot.ndim == 0 or x.shape[0] == 1:  # No scatter, which takes longer.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxdl.models.attention import attend
 from jaxdl.models.block import Block
-from jaxdl.models.cache import KeyValues, attend_cached, empty_cache, with_prompt
+from jaxdl.models.cache import KeyValues, attend_cached, attend_several, empty_cache, with_prompt
 from jaxdl.models.logits import Logits
 from jaxdl.parallel import sharding
 
@@ -38,6 +38,17 @@ def read_token(decoder: Any, tokens: jax.Array, cache: KeyValues, position: jax.
         return attend_cached(query, new, cache, layer, position)
 
     x, cache = _cached(decoder, decoder.embed(tokens[:, None], positions), positions, cache, mix)
+    return decoder.logits(x), cache
+
+
+def read_tokens(decoder: Any, tokens: jax.Array, cache: KeyValues, position: jax.Array) -> tuple[Logits, KeyValues]:
+    """`TransformerModule.extend` of a `decoder`."""
+    positions = position[:, None] + jnp.arange(tokens.shape[1])
+
+    def mix(query: jax.Array, new: KeyValues, cache: KeyValues, layer: jax.Array | int) -> Any:
+        return attend_several(query, new, cache, layer, position)
+
+    x, cache = _cached(decoder, decoder.embed(tokens, positions), positions, cache, mix)
     return decoder.logits(x), cache
 
 

@@ -15,7 +15,7 @@ from jaxdl.core.errors import ConfigError
 from jaxdl.models.block import Block
 from jaxdl.models.blocks import make_norm
 from jaxdl.models.cache import KeyValues
-from jaxdl.models.cached_decoder import read_prompts, read_token
+from jaxdl.models.cached_decoder import read_prompts, read_token, read_tokens
 from jaxdl.models.dropout import RowKeys, dropout, fold
 from jaxdl.models.fp8 import bodies_of
 from jaxdl.models.logits import Logits
@@ -142,6 +142,14 @@ class TransformerModule(nnx.Module):
         It is at `position`, int32 scalar or [rows], from 0.
         """
         return read_token(self, tokens, cache, position)
+
+    def extend(self, tokens: jax.Array, cache: KeyValues, position: jax.Array) -> tuple[Logits, KeyValues]:
+        """Several more tokens of each row, int32 [rows, num] -> (logits after each, [rows, num, vocab]; the cache).
+
+        The first is at `position`, int32 [rows]. The cache must have a slot for each position: attention with a window
+        has fewer.
+        """
+        return read_tokens(self, tokens, cache, position)
 
     def embed(self, tokens: jax.Array, positions: jax.Array | None = None, order: Zigzag | None = None) -> jax.Array:
         """What the first layer reads, [batch, length, embed]; `positions` are 0, 1... by default, int like `tokens`.

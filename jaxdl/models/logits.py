@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -164,6 +164,18 @@ def log_likelihoods(outputs: Any, target: jax.Array, most: int | None = None) ->
         logits = logits.astype(jnp.float32)
         return label_logit(logits, target) - jax.nn.logsumexp(logits, axis=-1)
 
+    return _of_every(scores, outputs, target, most)
+
+
+def are_likeliest(outputs: Any, target: jax.Array, most: int) -> jax.Array:
+    """Whether each target token is the likeliest one, bool [batch, length]; the arguments of `log_likelihoods`."""
+    return _of_every(lambda logits, target: jnp.argmax(logits, axis=-1) == target, outputs, target, most)
+
+
+def _of_every(
+    scores: Callable[[jax.Array, jax.Array], jax.Array], outputs: Any, target: jax.Array, most: int
+) -> jax.Array:
+    """`scores(logits, target)` of all tokens, [batch, length]; see `log_likelihoods`."""
     if not isinstance(outputs, Logits):
         return scores(outputs, target)
     outputs = outputs.in_text_order

@@ -135,11 +135,11 @@ def _extend(state: _Search, log_probs: jax.Array, cache: Any, end: int, length_p
         ended_tokens=ended_tokens,
         ended_scores=ended_scores,
         num_ended=state.num_ended + jnp.sum(ends, 1, dtype=jnp.int32),
-        cache=_reorder_cache(cache, jnp.take_along_axis(parents, stay, 1)),
+        cache=reorder_cache(cache, jnp.take_along_axis(parents, stay, 1)),
     )
 
 
-def _reorder_cache(cache: Any, parents: jax.Array) -> Any:
+def reorder_cache(cache: Any, parents: jax.Array) -> Any:
     """The cache whose beam j of row i is that of beam `parents[i, j]` of the same row."""
     rows, beams = parents.shape
     if beams == 1:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxdl.inference.decoding.beam import Step
 
 Draw = Callable[[jax.Array, jax.Array], jax.Array]
 """Tokens int32 [rows] from (logits [rows, vocab], a random key of each row)."""
+
+
+Place = int | tuple[int, int]
+"""Which text is written: the number of its prompt among all; and which of several that continue it, from 0."""
+_SAMPLES = 2**31
+"""Folded with a key these and what is above give those of further samples; below are those of prompts."""
 
 
 class Rows(NamedTuple):
@@ -35,6 +42,20 @@ class Rows(NamedTuple):
 def row_keys(key: jax.Array, numbers: jax.Array) -> jax.Array:
     """The data of the random key of each row, from its number among all prompts: so rows do not depend on others."""
     return jax.random.key_data(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers))
+
+
+def text_keys(seed: int, places: Sequence[Place], num_rows: int) -> jax.Array:
+    """The data of the random keys of texts, of which each has its own, with those of rows up to `num_rows` that are
+    only filled.
+    """
+    places = [place if isinstance(place, tuple) else (place, 0) for place in places]
+    places += [(places[0][0] + row, 0) for row in range(len(places), num_rows)]
+    numbers, samples = np.asarray(places).T
+    keys = row_keys(jax.random.key(seed), jnp.asarray(numbers))
+    for sample in {sample for _, sample in places} - {0}:
+        of_sample = jax.random.fold_in(jax.random.key(seed), _SAMPLES + sample)
+        keys = jnp.where((samples == sample)[:, None], row_keys(of_sample, jnp.asarray(numbers)), keys)
+    return keys
 
 
 def draw_next(draw: Draw, logits: jax.Array, keys: jax.Array, counts: jax.Array) -> jax.Array:

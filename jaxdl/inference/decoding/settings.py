@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,7 +63,7 @@ class Sampling:
                 f"--repetition-penalty {self.repetition_penalty}: give a number above 0; 1 changes nothing, and 1.2 "
                 "makes repeated tokens less likely."
             )
-        if isinstance(self.stop, str) or not all(self.stop):
+        if not all(self.stop):
             raise ConfigError(f"--stop {self.stop!r}: give texts that are not empty.")
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"--seed {self.seed}: it has more than 64 bits. Give a smaller number.")
@@ -105,10 +105,21 @@ class Sampling:
                 "--beams."
             )
 
+    def with_stop_tokens(self, tokens: Sequence[int]) -> Sampling:
+        """The same with more stop tokens."""
+        return replace(self, stop_tokens=tuple(dict.fromkeys((*self.stop_tokens, *tokens))))
+
     @property
     def of_rows(self) -> bool:
         """Whether it needs `RowSettings`: `sample` knows only a temperature, `top_k` and `top_p`."""
         return self.min_p is not None or self.repetition_penalty != 1
+
+
+def texts_of(stop: Sequence[str]) -> tuple[str, ...]:
+    """Stop texts as `Sampling` has them. Raises ConfigError for a single text, whose letters would be taken."""
+    if isinstance(stop, str):
+        raise ConfigError(f"--stop {stop!r}: give a list of texts.")
+    return tuple(stop)
 
 
 class RowSettings(NamedTuple):

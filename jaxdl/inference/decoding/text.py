@@ -71,12 +71,16 @@ class Completion:
       text: the continuation, without what ended it.
       num_tokens: how many tokens were written, with the one that ended it.
       ended: why it ended: there were enough tokens ("length"), a stop token came ("token") or a stop text ("text").
+      sample: which of several continuations of the prompt it is, from 0; of a beam search the best first.
+      score: of a beam search: log P / length^length_penalty of the tokens that were found; else None.
     """
 
     prompt: str
     text: str
     num_tokens: int
     ended: Literal["length", "token", "text"]
+    sample: int = 0
+    score: float | None = None
 
 
 class Continued:
@@ -97,7 +101,8 @@ class Continued:
                 self._pieces.append(self._stream.add(token))
         return self._stream.ended
 
-    def completion(self, prompt: str) -> Completion:
+    def completion(self, prompt: str, sample: int = 0, score: float | None = None) -> Completion:
         """All of it, at its end."""
         ended = "text" if self._stream.ended else "token" if self._stopped else "length"
-        return Completion(prompt, "".join(self._pieces) + self._stream.rest(), self._num_tokens, ended)
+        text = "".join(self._pieces) + self._stream.rest()
+        return Completion(prompt, text, self._num_tokens, ended, sample, score)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 import time
@@ -15,7 +16,7 @@ import jax
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.errors import print_out
-from jaxdl.core.runs import check_writable, read_lines
+from jaxdl.core.runs import check_checkpoint, check_run, check_writable, read_lines
 from jaxdl.data.text.chat_template import PLAIN_ORIGIN
 from jaxdl.inference.chatting import Chat
 from jaxdl.inference.decoding.text import Completion
@@ -39,7 +40,8 @@ With --chat prompts are questions, which it answers.
 
   python -m jaxdl.generate --workdir runs/python_lm --prompt "def main(" --temperature 0.5
   python -m jaxdl.generate --workdir runs/tuned --chat
-  python -m jaxdl.generate --workdir runs/python_lm --prompts prompts.txt --batch-size 32 --to written.jsonl"""
+  python -m jaxdl.generate --workdir runs/python_lm --prompts prompts.txt --batch-size 32 --to written.jsonl
+  python -m jaxdl.generate --workdir runs/python_lm --prompt "def main(" --beams 4 --samples 4"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,20 @@ class Generate(RunCommand):
     """Draw only from this many of the likeliest tokens."""
     top_p: float | None = None
     """Draw from the likeliest tokens that together have this probability."""
+    min_p: float | None = None
+    """Draw from tokens alone that are at least this many times as likely as the likeliest."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens that are in the prompt or in the text so far become less likely."""
+    samples: int = 1
+    """Continuations of each prompt; with --beams the best so many."""
+    beams: int = 1
+    """2 or more: search the likeliest text, with so many hypotheses at a time, instead of drawing."""
+    length_penalty: float = 1.0
+    """With --beams: hypotheses are compared by log P / length^this; above 0 longer ones gain."""
+    draft: Path | None = None
+    """The workdir of a smaller network with the same tokenizer, which drafts tokens that this one checks together."""
+    draft_tokens: int = 4
+    """Tokens that are drafted at a time."""
     stop: tuple[str, ...] = ()
     """Texts at which a continuation ends; they are left out."""
     stop_tokens: tuple[int, ...] = ()
@@ -82,19 +98,23 @@ def run(args: list[str], prog: str) -> None:
     """Runs the command line. Exits as `exit_codes` says."""
     with end_together(), exit_codes():
         command = parse_command(Generate, args, prog, ABOUT)
-        many = command.prompts is not None or len(command.prompt) > 1
+        many = command.prompts is not None or len(command.prompt) > 1 or command.samples > 1
         check(command, many=many)
         rows = _rows(command) if command.chat else []
         prompts = read_prompts(command.prompts) if command.prompts is not None and not command.chat else command.prompt
-        predictor = restore_network(command, args)
+        predictor, draft = restore_network(command, args), None
+        if command.draft is not None:
+            draft = restore_network(dataclasses.replace(command, workdir=command.draft, step="newest", average=1), args)
+        options = _options(command) | {"draft": draft}
         start = time.perf_counter()
         if command.chat:
-            _chat(command, predictor, rows, many=many)
+            _chat(command, predictor, rows, options, many=many)
         elif many:
-            completions = predictor.complete(prompts, batch_size=command.batch_size, **_options(command))
+            prompts = prompts or ("",)
+            completions = predictor.complete(prompts, **options, **_several(command))
             _write_many(command, completions, [{"prompt": prompt} for prompt in prompts])
         else:
-            _stream(command, predictor, prompts[0] if prompts else "")
+            _stream(predictor, prompts[0] if prompts else "", options)
         if jax.process_index() == 0:
             print(speed(predictor, time.perf_counter() - start), file=sys.stderr)
 
@@ -116,9 +136,17 @@ def check(command: Generate, *, many: bool) -> None:
     if command.to is not None:
         check_writable(command.to, "--to")
     check_positive(command, "batch_size")
-    Sampling(
-        command.num_tokens, command.temperature, command.top_k, command.top_p, command.seed
-    )  # It checks its values.
+    if command.draft is None and command.draft_tokens != Generate.draft_tokens:
+        raise ConfigError(f"--draft-tokens {command.draft_tokens}: it has no effect without --draft.")
+    if command.draft is not None:
+        check_checkpoint(check_run(command.draft, "--draft"))
+        check_positive(command, "draft_tokens")
+        if command.beams > 1:
+            raise ConfigError(f"--draft: it has no effect with --beams {command.beams}. Leave one out.")
+    if command.beams > 1 and command.temperature != Generate.temperature:
+        raise ConfigError(f"--temperature {command.temperature}: it has no effect with --beams, which draws nothing.")
+    names = {field.name for field in dataclasses.fields(Sampling)}
+    Sampling(**{name: value for name, value in vars(command).items() if name in names})  # It checks its values.
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
@@ -143,9 +171,9 @@ def _in_json(path: Path, number: int, line: str) -> str:
     return prompt
 
 
-def _stream(command: Generate, predictor: Predictor, prompt: str) -> None:
+def _stream(predictor: Predictor, prompt: str, options: dict[str, Any]) -> None:
     """Prints the prompt and its continuation as it is written."""
-    pieces = predictor.generate(prompt, **_options(command))
+    pieces = predictor.generate(prompt, **options)
     shown = print_out if jax.process_index() == 0 else lambda *_, **__: None
     shown(prompt, end="")
     try:
@@ -163,14 +191,18 @@ def _rows(command: Generate) -> list[dict[str, Any]]:
     return [{"messages": [*start, {"role": "user", "content": text}]} for text in command.prompt]
 
 
-def _chat(command: Generate, predictor: Predictor, rows: Sequence[dict[str, Any]], *, many: bool) -> None:
+def _chat(
+    command: Generate, predictor: Predictor, rows: Sequence[dict[str, Any]], options: dict[str, Any], *, many: bool
+) -> None:
     """Answers conversations, or holds one."""
-    chat, options = Chat(predictor), _options(command)
+    chat = Chat(predictor)
     if not predictor.has_chat_template and jax.process_index() == 0:
         print(f"note: the run has no chat template; {PLAIN_ORIGIN} is used", file=sys.stderr)
+    if many and not rows:
+        raise ConfigError(f"--samples {command.samples}: with --chat give a question, --prompt or --prompts.")
     if many:
         prompts = [chat.prompt(row["messages"], row.get("tools")) for row in rows]
-        _write_many(command, chat.answers(prompts, batch_size=command.batch_size, **options), rows)
+        _write_many(command, chat.answers(prompts, **options, **_several(command)), rows)
     elif rows:
         say(chat, rows[0]["messages"], options)
     else:
@@ -178,17 +210,20 @@ def _chat(command: Generate, predictor: Predictor, rows: Sequence[dict[str, Any]
 
 
 def _write_many(command: Generate, completions: Iterator[Completion], rows: Sequence[dict[str, Any]]) -> None:
-    """Writes a JSON line for each row: with what it is continued with, or its messages with the answer."""
+    """Writes a JSON line for each sample of a row: with what continues it, or its messages with the answer."""
     first = jax.process_index() == 0
     shown = command.to is not None or not sys.stdout.isatty()  # No lines are printed into it.
+    every = [row for row in rows for _ in range(command.samples)]
     file_of = open_output(command.to, "--to") if command.to is not None and first else contextlib.nullcontext()
-    with file_of as file, progress("prompts", len(rows), shown=shown) as advance:
-        for row, completion in zip(rows, completions, strict=True):
+    with file_of as file, progress("texts", len(every), shown=shown) as advance:
+        for row, completion in zip(every, completions, strict=True):
             advance(1)
-            said = {"text": completion.text}
+            said: dict[str, Any] = {"text": completion.text}
             if "messages" in row:
                 said = {"messages": [*row["messages"], {"role": "assistant", "content": completion.text}]}
             line = row | said | {"tokens": completion.num_tokens, "ended": completion.ended}
+            line |= {"sample": completion.sample} if command.samples > 1 else {}
+            line |= {"score": completion.score} if completion.score is not None else {}
             text = json.dumps(line, ensure_ascii=False)
             if file is not None:
                 print(text, file=file, flush=True)
@@ -196,8 +231,16 @@ def _write_many(command: Generate, completions: Iterator[Completion], rows: Sequ
                 print_out(text)
 
 
+def _several(command: Generate) -> dict[str, Any]:
+    """The options of several texts."""
+    return {"batch_size": command.batch_size, "samples": command.samples}
+
+
 def _options(command: Generate) -> dict[str, Any]:
-    names = ("num_tokens", "temperature", "top_k", "top_p", "stop", "stop_at_end", "stop_tokens", "seed")
+    names = (
+        "num_tokens", "temperature", "top_k", "top_p", "stop", "stop_at_end", "stop_tokens", "seed", "min_p",
+        "repetition_penalty", "beams", "length_penalty", "draft_tokens",
+    )  # fmt: skip
     return {name: getattr(command, name) for name in names}
 
 
@@ -208,4 +251,7 @@ def speed(predictor: Predictor, seconds: float) -> str:
         rate = f"{decoder.num_steady / decoder.steady_sec:,.0f} tokens/s, after compiling"
     else:
         rate = f"{count / max(seconds, 1e-9):,.0f} tokens/s, with compiling"
-    return f"{count:,} tokens in {seconds:.1f} s: {rate}"
+    line = f"{count:,} tokens in {seconds:.1f} s: {rate}"
+    for drafter in predictor.texts.drafters.values():
+        line += f"; {drafter.num_kept / max(1, drafter.num_checked):.0%} of the drafted tokens were kept"
+    return line

@@ -1,0 +1,214 @@
+"""A trained network as a model of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxdl.core.errors import ConfigError
+from jaxdl.data import Codec
+from jaxdl.inference.decoding.settings import Sampling
+from jaxdl.inference.generation import Decoder, Writing
+from jaxdl.inference.lm_eval.package import import_harness
+from jaxdl.inference.predictor import restore
+from jaxdl.inference.scoring import ScoredText, Scorer
+
+_NUM_TOKENS = 256
+"""Tokens of a text whose task does not say how many, as in the harness's own models."""
+_NAMES = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+          "repetition_penalty": "repetition_penalty", "seed": "seed"}  # fmt: skip
+"""What a task may say of how texts are drawn -> the setting of `Sampling`."""
+
+
+class HarnessModel:
+    """The methods of the harness's model `jaxdl`, which `model_class` makes of them.
+
+    What is computed is that of the harness's own model of Hugging Face's checkpoints: texts begin with what the
+    tokenizer puts before every text, and the first token of one that begins with nothing follows the start of text, or
+    without one the end of text.
+    """
+
+    def __init__(
+        self,
+        workdir: str | None = None,
+        *,
+        step: str | int = "newest",
+        average: int = 1,
+        batch_size: int | str | None = None,
+        max_length: int | None = None,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        parts: HarnessParts | None = None,
+    ) -> None:
+        """`step` and `average` are those of `jaxdl.restore`; `batch_size` texts are written side by side.
+
+        `max_length` is how many tokens the network reads at a time, by default as many as it was trained on. Instead of
+        a workdir `parts` may be given. `device` is not used, since JAX chooses.
+        """
+        super().__init__()  # That of the harness's base class.
+        self.cache_hook: Any
+        del max_batch_size, device
+        if parts is None:
+            if workdir is None:
+                raise ConfigError("lm_eval: the model jaxdl needs the workdir of a run: --model_args workdir=runs/lm.")
+            which: Any = int(step) if str(step).isdecimal() else step
+            predictor = restore(workdir, step=which, average=average)
+            parts = HarnessParts.of(predictor, what=f"{predictor.workdir}, step {predictor.step}")
+        if max_length is not None and not 0 < max_length <= parts.scorer.context:
+            reads = parts.scorer.context
+            raise ConfigError(f"lm_eval: max_length {max_length}: the network reads 1 to {reads:,} tokens at a time.")
+        self._parts, self._codec = parts, parts.codec
+        self._unwritten = {self._codec.pad, self._codec.start, self._codec.end}
+        self.max_length = max_length or parts.scorer.context
+        self.batch_size = 16 if batch_size in (None, "auto") else int(batch_size)
+        if self.batch_size < 1:
+            raise ConfigError(f"lm_eval: batch_size {batch_size}: give a whole number, 1 or more.")
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return self._codec.separator[-1]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text that begins with none."""
+        return self._codec.packed_mark
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Identifies the tokenizer in the harness's caches of requests."""
+        return f"jaxdl-{self._codec.fingerprint()}"
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness writes beside its results."""
+        return {"model": self._parts.what, "max_length": self.max_length}
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """The tokens of a text, after those that every text begins with unless it has its start already."""
+        tokens = self._codec.encode(string)
+        mark = self._codec.decode([self.prefix_token_id])
+        begun = add_special_tokens is None and bool(mark.strip("\\0")) and string.startswith(mark)
+        return tokens if begun or add_special_tokens is False else [*self._codec.opening, *tokens]
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        texts = []
+        for _, context, continuation in requests:
+            if len(continuation) > self.max_length:
+                raise ConfigError(
+                    f"lm_eval: a continuation has {len(continuation):,} tokens, and the network reads "
+                    f"{self.max_length:,} at a time. Leave the task out, or train on longer texts (--data.length)."
+                )
+            whole = [*context, *continuation][-(self.max_length + 1) :]
+            texts.append(ScoredText(whole, len(whole) - len(continuation)))
+        with import_harness("tqdm").tqdm(total=len(texts), desc="log-likelihoods", disable=disable_tqdm or None) as bar:
+            sums, greedy = self._parts.scorer.are_likeliest(texts, advance=bar.update)
+        answers = [(float(x), bool(is_greedy)) for x, is_greedy in zip(sums, greedy, strict=True)]
+        for (texts_of, _, _), answer in zip(requests, answers, strict=True):
+            if texts_of is not None:
+                self.cache_hook.add_partial("loglikelihood", texts_of, answer)
+        return answers
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of each text, whose windows are the harness's own: each token is scored once."""
+        utils = import_harness("lm_eval.utils")
+        windows, counts = [], []
+        for (text,) in (request.args for request in requests):
+            pairs = utils.get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
+            of_text = [(None, *utils.make_disjoint_window(pair)) for pair in pairs]
+            windows += of_text
+            counts.append(len(of_text))
+        scores = iter(self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm))
+        sums = [sum(next(scores)[0] for _ in range(count)) for count in counts]
+        for request, total in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return sums
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """The text that continues each context, up to a stop text; those of equal settings side by side."""
+        texts = [""] * len(requests)
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(number)
+        with import_harness("tqdm").tqdm(total=len(requests), desc="texts", disable=disable_tqdm or None) as bar:
+            for numbers in groups.values():
+                how = self._sampling(requests[numbers[0]].args[1])
+                prompts = {n: self.tok_encode(requests[n].args[0])[-(self.max_length - how.num_tokens) :]
+                           for n in numbers}  # fmt: skip
+                order = sorted(numbers, key=lambda n: -len(prompts[n]))
+                rows = min(self.batch_size, len(order))
+                for first in range(0, len(order), rows):
+                    batch = order[first : first + rows]
+                    for n, text in zip(batch, self._write([prompts[n] for n in batch], how, batch, rows), strict=True):
+                        texts[n] = text
+                        self.cache_hook.add_partial("generate_until", requests[n].args, text)
+                    bar.update(len(batch))
+        return texts
+
+    def _write(self, prompts: Sequence[Sequence[int]], how: Sampling, places: Sequence[int], rows: int) -> list[str]:
+        prompts = [prompt or [self.prefix_token_id] for prompt in prompts]
+        writing = Writing(self._parts.decoder(), prompts, how, places=places, rows=rows)
+        tokens: list[list[int]] = [[] for _ in prompts]
+        while not writing.done.all():
+            for row, news in enumerate(writing.more()):
+                tokens[row] += [
+                    token for token in news if token not in self._unwritten and token not in how.stop_tokens
+                ]
+                if any(text in self._codec.decode(tokens[row]) for text in how.stop):
+                    writing.end(row)
+        # As the harness has it: of the new tokens alone, which may lack the space before the first word.
+        return [_until(self._codec.decode(each), how.stop) for each in tokens]
+
+    def _sampling(self, given: dict[str, Any]) -> Sampling:
+        """The settings of a task. Raises ConfigError for those that are not known."""
+        utils = import_harness("lm_eval.models.utils")
+        left = dict(utils.normalize_gen_kwargs(given, _NUM_TOKENS))
+        eos = self._codec.decode([self.eot_token_id]) or None
+        stop = utils.handle_stop_sequences(left.pop("until", None), eos=eos)
+        num_tokens, samples = int(left.pop("max_gen_toks")), left.pop("do_sample", False)
+        if num_tokens >= self.max_length:
+            raise ConfigError(
+                f"lm_eval: a task writes up to {num_tokens:,} tokens, and the network reads {self.max_length:,} at a "
+                "time, prompt included. Give fewer (max_gen_toks in its generation_kwargs), or leave it out."
+            )
+        drawn = {_NAMES[name]: left.pop(name) for name in _NAMES if name in left}
+        if left:
+            raise ConfigError(f"lm_eval: a task has generation_kwargs that are not known here: {', '.join(left)}.")
+        if not samples:
+            drawn = {name: value for name, value in drawn.items() if name == "repetition_penalty"} | {
+                "temperature": 0.0
+            }
+        how = Sampling(num_tokens=num_tokens, stop=tuple(text for text in stop if text), **drawn)
+        return how.with_stop_tokens((*self._codec.ends, self.eot_token_id))
+
+
+@dataclasses.dataclass
+class HarnessParts:
+    """What a model computes with: of a restored run, or of one that trains."""
+
+    scorer: Scorer
+    decoder: Callable[[], Decoder]
+    codec: Codec
+    what: str
+
+    @classmethod
+    def of(cls, predictor: Any, what: str) -> HarnessParts:
+        """Those of a `jaxdl.Predictor`. Raises ConfigError for a network that does not read text."""
+        predictor.check_text("lm_eval")
+        return cls(Scorer(predictor), lambda: predictor.decoder, predictor.codec, what)
+
+
+def _until(text: str, stop: Sequence[str]) -> str:
+    """The text before the first of the stop texts."""
+    return text[: min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))]
+
+
+@functools.cache
+def model_class() -> Any:
+    """The class of the harness's model `jaxdl`, which is registered there. Raises ConfigError without lm-eval."""
+    base = import_harness("lm_eval.api.model").TemplateLM
+    made = type("JaxdlLM", (HarnessModel, base), {"__doc__": HarnessModel.__doc__, "__module__": __name__})
+    return import_harness("lm_eval.api.registry").register_model("jaxdl")(made)

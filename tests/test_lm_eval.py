@@ -1,0 +1,107 @@
+"""Tasks of lm-evaluation-harness: a converted checkpoint has the scores that the harness's own model has of it.
+
+It needs the package lm-eval, of the extra `lm-eval`, and is skipped without.
+"""
+
+import json
+
+import pytest
+from harness_cases import LENGTH, TASKS, answers, recorded, write_checkpoint, write_tasks
+from mistakes import refusal
+
+from jaxdl.core.config import ConfigError
+from jaxdl.inference.convert.__main__ import main as convert
+from jaxdl.inference.evaluate.__main__ import main as evaluate
+from jaxdl.inference.lm_eval import register
+from jaxdl.inference.lm_eval.model import model_class
+
+lm_eval = pytest.importorskip("lm_eval", reason="needs the package lm-eval: pip install 'jaxdl[lm-eval]'")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(the workdir of the checkpoint, the folder of the tasks)."""
+    folder = tmp_path_factory.mktemp("harness")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+        convert(["from-hf", str(write_checkpoint(folder / "hf")), str(folder / "run")])
+        yield folder / "run", write_tasks(folder / "tasks")
+
+
+def test_the_harness_finds_what_it_finds_of_the_checkpoint(made):
+    register()
+    workdir, tasks = made
+    results = lm_eval.simple_evaluate(
+        model="jaxdl",
+        model_args={"workdir": str(workdir), "batch_size": 4},
+        tasks=list(TASKS),
+        task_manager=lm_eval.tasks.TaskManager(include_path=str(tasks)),
+        bootstrap_iters=0,
+    )
+    expected = recorded()
+    for task in TASKS:
+        scores = {name: x for name, x in expected["scores"][task].items() if isinstance(x, float)}
+        assert {name: results["results"][task][name] for name in scores} == pytest.approx(scores, rel=1e-5)
+    found = answers(results)
+    for task in TASKS[:2]:
+        pairs = zip(numbers(found[task]), numbers(expected["answers"][task]), strict=True)
+        assert all(mine == pytest.approx(other, rel=1e-5) for mine, other in pairs)
+    assert found["small_written"] == expected["answers"]["small_written"]
+    assert any(len(text) < 20 for ((text,),) in found["small_written"]), "a stop text cuts one"
+
+
+def numbers(nested):
+    """The numbers in nested lists, one after another."""
+    return [x for part in nested for x in numbers(part)] if isinstance(nested, list | tuple) else [nested]
+
+
+def test_the_command_prints_the_scores_and_writes_the_results(made, tmp_path, capsys):
+    workdir, tasks = made
+    options = ["--workdir", str(workdir), "--include-path", str(tasks), "--limit", "3"]
+    evaluate([*options, "--tasks", "small_cho*", "small_rolling", "--json", "--to", str(tmp_path / "to.json")])
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed["tasks"] == ["small_cho*", "small_rolling"]
+    names = {"small_choice/acc", "small_choice/acc_norm"}
+    names |= {f"small_rolling/{name}" for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")}
+    assert printed["metrics"].keys() == names
+    written = json.loads((tmp_path / "to.json").read_text())
+    assert written["results"]["small_choice"]["acc,none"] == printed["metrics"]["small_choice/acc"]
+    assert written["n-samples"]["small_choice"]["effective"] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tasks", "small_choise", "--include-path", "TASKS"], "there is no such task. Did you mean small_choice?"),
+        (["--tasks", ""], "give the names of tasks"),
+        (["--tasks", "small_choice", "--include-path", "nowhere"], "--include-path nowhere: there is no such folder"),
+        (["--include-path", "TASKS"], "it has no effect without --tasks"),
+        (["--limit", "3"], "--limit 3.0: it has no effect without --tasks"),
+        (["--tasks", "small_choice", "--limit", "0"], "--limit 0: give a number of documents"),
+        (["--tasks", "small_choice", "--num-fewshot", "-1"], "--num-fewshot -1: it must not be negative"),
+        (["--tasks", "small_choice", "--include-path", "TASKS", "--to", "no/where"], "there is no folder no"),
+        (["--tasks", "small_gone", "--include-path", "TASKS"], "--tasks small_gone: they cannot be read"),
+        (["--tasks", "small_choice", "--batch-size", "0"], "--batch-size 0: give a whole number"),
+    ],
+)
+def test_mistakes_of_the_command(made, capsys, options, message):
+    workdir, tasks = made
+    task = json.loads((tasks / "small_written.yaml").read_text())
+    data = {"dataset_kwargs": {"data_files": {"test": str(tasks / "gone.jsonl")}}}
+    (tasks / "small_gone.yaml").write_text(json.dumps(task | {"task": "small_gone"} | data))
+    options = [one.replace("TASKS", str(tasks)) for one in options]
+    assert message in refusal(capsys, "--workdir", str(workdir), *options, run=evaluate)
+
+
+def test_settings_of_tasks_that_cannot_be_kept(made):
+    model = model_class()(str(made[0]))
+    for given, message in (
+        ({"max_gen_toks": LENGTH}, "writes up to 96 tokens, and the network reads 96"),
+        ({"max_gen_toks": 4, "num_beams": 2}, "generation_kwargs that are not known here: num_beams"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            model._sampling(given)
+    how = model._sampling({"do_sample": True, "temperature": 0.5, "top_k": 3, "until": "x", "max_new_tokens": 9})
+    assert (how.num_tokens, how.temperature, how.top_k, how.stop, how.stop_tokens) == (9, 0.5, 3, ("x", "</s>"), (1,))
+    with pytest.raises(ConfigError, match="needs the workdir of a run"):
+        model_class()()
