@@ -1,6 +1,6 @@
 """Conversations: a small network of bytes that learns to answer from nothing, or a network that is fine-tuned.
 
-python configs/chat.py chats.jsonl        (writes an example: 4,000 conversations about days, months, sums and opposites)
+python configs/chat.py chats.jsonl        (writes 4,000 conversations about days, months, sums and opposites)
 python -m jaxdl.train --config configs/chat.py --data.paths chats.jsonl --workdir runs/chat
 python -m jaxdl.generate --workdir runs/chat --chat
 
