@@ -1,13 +1,16 @@
 """Files of preferences: their forms and formats, what cannot be used, and texts that are too long."""
 
+import io
 import json
 
 import numpy as np
 import pytest
+from rich.console import Console
 from trl_cases import write_rows
 
 import jaxdl
 from jaxdl.data import Codec, PreferencePairs
+from jaxdl.data.text.shown import show
 
 ROW = {"prompt": "2 + 2 = ", "chosen": "4", "rejected": "5"}
 USER, YES, NO = (
@@ -139,6 +142,14 @@ def test_texts_that_are_too_long(tmp_path):
     assert texts_of(dropped) == [(START + "2 + 2 = ", "4\0", "5\0")]
     assert "3: with a text of more than 10 tokens" in dropped.remark()
     assert read(tmp_path, rows).spec.length == 32, "as long as the longest, a multiple of 32"
+
+
+def test_pairs_can_be_seen(tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    show(read(tmp_path, [ROW]), Codec(None), 1, console)
+    printed = console.file.getvalue()
+    assert "row 0, chosen: 2 of 11 tokens are learned\n\\x002 + 2 = [[4\\x00]]\n" in printed
+    assert "row 0, rejected: 2 of 11 tokens are learned\n\\x002 + 2 = [[5\\x00]]\n" in printed
 
 
 def test_held_out_pairs(tmp_path):

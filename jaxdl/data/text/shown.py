@@ -14,6 +14,7 @@ from jaxdl.core.config import ConfigError
 from jaxdl.data.codec import Codec
 from jaxdl.data.source import Source
 from jaxdl.data.spec import TextSpec
+from jaxdl.data.text.preference_rows import PreferenceSpec
 
 LEARNED, READ, NOTE = "bold black on green", "dim", "cyan"
 """Styles of tokens that are learned, of those that are read alone, and of what is not in the text."""
@@ -38,6 +39,7 @@ def show(source: Source, codec: Codec, num_rows: int, console: Console) -> None:
         for document in range(1, int(segments.max()) + 1):
             here = segments == document
             last = f", document {document} of {segments.max()}" if spec.packed else ""
+            last = f", {('chosen', 'rejected')[document - 1]}" if isinstance(spec, PreferenceSpec) else last
             head = f"row {number:,}{last}: {int(learned[here].sum()):,} of {int(here.sum()):,} tokens are learned"
             console.print(Text(head, style=NOTE))
             text = coloured(tokens[here].tolist(), learned[here], codec, colour=console.color_system is not None)
@@ -70,6 +72,9 @@ def visible(text: str) -> str:
 
 def _rows(batch: Mapping[str, Any], count: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """(tokens, segments, which are learned) of each row, [length + 1] each; a window is one segment."""
+    if "answers" in batch:
+        yield from _pairs(batch, count)
+        return
     for row in range(count):
         tokens = batch["tokens"][row]
         segments = batch["segments"][row] if "segments" in batch else np.ones_like(tokens)
@@ -78,3 +83,12 @@ def _rows(batch: Mapping[str, Any], count: int) -> Iterator[tuple[np.ndarray, np
         if "mask" in batch:
             learned[1:] &= batch["mask"][row]
         yield tokens, segments, learned
+
+
+def _pairs(batch: Mapping[str, Any], count: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """The same of pairs of texts, both in a row: two segments, of which the answers are learned."""
+    for tokens, answers in zip(batch["tokens"][:count], batch["answers"][:count], strict=True):
+        places = np.arange(tokens.shape[1])
+        inside = places < answers[:, 1:]
+        learned = inside & (places >= answers[:, :1])
+        yield tokens.ravel(), (inside * np.arange(1, 3)[:, None]).ravel(), learned.ravel()

@@ -232,6 +232,8 @@ def check_task(task: Task, spec: DataSpec, outputs: Callable[[Any], Any]) -> Non
         batch = batch if train else {**batch, "mask": spec.mask(np.ones(_NUM_ROWS, bool))}
 
         def results(made: Any, batch: Any, train: bool = train) -> Any:
+            with user_code(what, of=task.reference):
+                batch = {**batch, **(task.reference(made, batch) if task.needs_reference else {})}
             with user_code(what, of=task.sums):
                 sums = task.sums(made, batch, train=train)
             _check_sums(f"{what}: sums(..., train={train})", sums)
