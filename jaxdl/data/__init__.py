@@ -1,7 +1,7 @@
 """Data: sources of examples, the order in which they are seen, and the loader that puts batches on the devices.
 
 A data config (`Arrays`, `Digits`, `TFDS`, `ImageFolder`, `ImageTars`, `TextFiles`, `Documents`, `Mixture`,
-`SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `MovieLens`,
+`LabelledTexts`, `SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `MovieLens`,
 `Clicks`, `Criteo`, `Tabular`, `ParquetImages`, `ParquetPhotos`)
 builds `Splits`: a training and a held-out `Source`. A source only returns the rows of given examples; `EpochShuffle`
 chooses the examples of a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and place them on the
@@ -33,6 +33,8 @@ from jaxdl.data.tables.criteo import Criteo
 from jaxdl.data.tables.movielens import MovieLens
 from jaxdl.data.tables.tabular import Feature, TabularArrays, TabularSource, TabularSpec, with_statistics
 from jaxdl.data.text.corpus import Documents, Mixture
+from jaxdl.data.text.labelled_spec import LabelledTextSpec
+from jaxdl.data.text.labelled_texts import LabelledTexts
 from jaxdl.data.text.pair_rows import PairRows, PairSpec
 from jaxdl.data.text.token_windows import TextFiles, TokenWindows, standard_library_files
 from jaxdl.data.tfds import TFDS
@@ -59,6 +61,8 @@ __all__ = [
     "ImageFolder",
     "ImageSpec",
     "ImageTars",
+    "LabelledTextSpec",
+    "LabelledTexts",
     "Mixture",
     "MovieLens",
     "NumbersSpec",
