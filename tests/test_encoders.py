@@ -4,15 +4,12 @@ import json
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from encoder_cases import CONFIGS, NUM_TOKENS, TOKENS, TYPES, recorded, tensors_of
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-import jaxdl
-from jaxdl.inference.convert.__main__ import main as convert
 from jaxdl.inference.convert.checkpoint import Checkpoint
 from jaxdl.inference.convert.layouts import layout_for
 

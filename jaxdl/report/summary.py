@@ -146,6 +146,7 @@ def what_next(folder: Path | None, status: Status, modality: str, reads: Sequenc
         workdir = f"--workdir {shlex.quote(str(folder))}"
         commands = {
             "text": f"python -m jaxdl.generate {workdir} --prompt ...",
+            "labelled_texts": f'jaxdl.restore("{folder}").predict("a text").name',
             "pairs": f"python -m jaxdl.translate {workdir} --input FILE",
         }
         named = ", ".join(f'"{name}": ...' for name in reads)

@@ -131,7 +131,7 @@ class Experiment(Config):
         if self.phases and lengths:
             raise ValueError("phases already set the length of the run. Set epochs and steps to None.")
         self.exchange.check_optimizer(self.optimizer)
-        if None not in (self.model.modality, self.task.modality) and self.model.modality != self.task.modality:
+        if not self.task.takes(self.model.modality):
             raise ValueError(
                 f"model {self.model.kind} reads {self.model.modality}, but task {self.task.kind} needs "
                 f"{self.task.modality}. Choose a --model and a --task of the same kind."

@@ -37,9 +37,14 @@ class LabelledTextSpec(DataSpec):
         """The names of the classes, by number."""
         return self.classes
 
+    @property
+    def num_classes(self) -> int:
+        """How many classes there are."""
+        return len(self.classes)
+
     def sizes(self) -> dict[str, int]:
         """The size of the vocabulary, the number of classes, and that of types."""
-        return {"vocab_size": self.vocab_size, "num_classes": len(self.classes), "num_types": self.num_types}
+        return {"vocab_size": self.vocab_size, "num_classes": self.num_classes, "num_types": self.num_types}
 
     def blank(self) -> dict[str, np.ndarray]:
         """One text of padding and its label; a text has one token at least."""
@@ -86,11 +91,11 @@ class LabelledTextSpec(DataSpec):
         return {name: array.astype(np.int32) for name, array in arrays.items()}
 
     def of_texts(self, values: Any, what: str, codec: Callable[[], Codec]) -> dict[str, np.ndarray] | None:
-        """The batch of a text, or a list of texts or pairs of them; None for what is none of these.
+        """The batch of a list of texts, or of pairs of them; None for what is neither.
 
         Raises ConfigError for a pair where single texts are read.
         """
-        given: Sequence[Any] = [values] if is_text(values) else values
+        given: Sequence[Any] = values
         if not isinstance(given, list | tuple) or not given or not all(map(is_text, given)):
             return None
         pairs = [text for text in given if not isinstance(text, str)]
