@@ -26,6 +26,7 @@ from jaxdl.inference.convert import (  # noqa: F401  (these register their layou
 )
 from jaxdl.inference.convert.layouts import HFLayout, Tensor, layout_of
 from jaxdl.inference.convert.tensors import Stored, find_tensors
+from jaxdl.inference.convert.torch_bin import READERS
 from jaxdl.models import Transformer
 
 _SHOWN = 3
@@ -122,7 +123,7 @@ class Checkpoint:
             raise ConfigError(f"{where}: it has no {error}. Fetch the file again.") from None
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-        self._stored, self.notes = find_tensors(folder), ()
+        self._stored, self.notes = find_tensors(folder, READERS), ()
 
     def grow(self, vocab_size: int) -> int:
         """Gives the network as many rows of tokens as the tokenizer has tokens; returns how many are added.
