@@ -1,7 +1,7 @@
 """Paragraphs of the docstrings of installed packages, labelled with the package: data for classifiers of texts.
 
 python -m benchmarks.package_texts FOLDER writes FOLDER/train.csv and FOLDER/test.csv. A package's files are divided, so
-that no file has paragraphs in both; a paragraph that several packages have is left out. Packages are read, not imported.
+that no file has paragraphs in both; a paragraph that several packages have is left out. Packages are not imported.
 """
 
 from __future__ import annotations

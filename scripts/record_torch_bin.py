@@ -1,4 +1,7 @@
-"""Records small files of torch.save, as text: tests/torch_bin.json. It needs PyTorch: python scripts/record_torch_bin.py"""
+"""Records small files of torch.save, as text: tests/torch_bin.json.
+
+It needs PyTorch: python scripts/record_torch_bin.py
+"""
 
 import base64
 import io

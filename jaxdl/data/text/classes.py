@@ -56,8 +56,8 @@ def check_classes_of(labels: np.ndarray, classes: Sequence[str], what: str) -> l
         twice = Counter(classes).most_common(1)[0][0]
         raise ConfigError(f"--data.classes: {twice!r} stands there twice. Name each class once.")
     if len(classes) < 2:
-        raise ConfigError(f"{what}: all texts have the label {classes[0]!r}: a classifier learns nothing from fewer than "
-                          "2 classes. Give texts of others, or another --data.label.")  # fmt: skip
+        raise ConfigError(f"{what}: all texts have the label {classes[0]!r}: a classifier learns nothing from fewer "
+                          "than 2 classes. Give texts of others, or another --data.label.")  # fmt: skip
     counts = np.bincount(labels, minlength=len(classes))
     if len(labels) > 2 and (counts <= 1).all():
         raise ConfigError(

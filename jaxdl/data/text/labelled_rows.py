@@ -314,8 +314,10 @@ def label_value(label: Any, where: str) -> str | int | None:
             return int(label)
         raise ConfigError(f"{where}: its label is {label!r}: a measure, not a class. Give words or whole numbers.")
     if not isinstance(label, str):
-        raise ConfigError(f"{where}: its label is {type(label).__name__} ({str(label)[:40]}): each text has one class, a "
-                          "word or a whole number. Give a row for each.")  # fmt: skip
+        raise ConfigError(
+            f"{where}: its label is {type(label).__name__} ({str(label)[:40]}): each text has one class, a word or a "
+            "whole number. Give a row for each."
+        )
     return label.strip() or None
 
 

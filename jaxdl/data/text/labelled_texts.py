@@ -92,8 +92,8 @@ class LabelledTexts(FilesOfSplits, kind="labelled_texts"):
             parts, texts = (tokens, _Tokens.of(framer, test, held_labels)), (train.texts, test.texts)
         warnings = check_classes_of(parts[0].labels, classes, "--data.train")
         if not paired and (same := len(set(texts[0]).intersection(texts[1]))):
-            warnings.append(f"{same:,} of {len(set(texts[1])):,} held-out texts are training texts too: what is measured "
-                            "on them says little")  # fmt: skip
+            warnings.append(f"{same:,} of {len(set(texts[1])):,} held-out texts are training texts too: what is "
+                            "measured on them says little")  # fmt: skip
         remark = self._remark(parts, spec, train, test)
         longest = max(int(part.sizes.max()) for part in parts)
         sizes = buckets_of(longest, self.length) if self.padding == "bucket" else (self.length,)

@@ -67,12 +67,13 @@ class EncoderLayout(HFLayout):
 
     def check(self, config: Mapping[str, Any]) -> None:
         """Raises ConfigError for a setting of another type, and for what is no classification into single classes."""
-        super().check(config)
-        for name, form in (("num_labels", COUNT), ("id2label", OBJECT.or_null)):
+        several = {"vocab_size": COUNT, "num_labels": COUNT, "id2label": OBJECT.or_null}
+        for name, form in {**several, **self.forms}.items():
             if name in config:
                 form.check(name, config[name])
         if (problem := config.get("problem_type")) not in (None, "single_label_classification"):
             raise ConfigError(f"problem_type = {problem!r} is not converted: jaxdl's encoders choose one class.")
+        class_names(config)
 
     def spec(self, config: Mapping[str, Any], vocab_size: int, length: int) -> DataSpec:
         """The texts that the network reads, and its classes."""
