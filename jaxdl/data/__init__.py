@@ -4,6 +4,7 @@ A data config (`Arrays`, `Digits`, `TFDS`, `ImageFolder`, `ImageTars`, `TextFile
 `SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `MovieLens`,
 `Clicks`, `Criteo`, `Tabular`, `ParquetImages`, `ParquetPhotos`, `TextStream`, `ImageStream`)
 `Conversations`, `SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `MovieLens`,
+`LabelledTexts`, `SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `MovieLens`,
 `Clicks`, `Criteo`, `Tabular`, `ParquetImages`, `ParquetPhotos`)
 `Conversations`, `SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `PreferencePairs`,
 `SyntheticPreferences`, `MovieLens`, `Clicks`, `Criteo`, `Tabular`, `ParquetImages`, `ParquetPhotos`)
@@ -42,6 +43,8 @@ from jaxdl.data.tables.movielens import MovieLens
 from jaxdl.data.tables.tabular import Feature, TabularArrays, TabularSource, TabularSpec, with_statistics
 from jaxdl.data.text.conversations import Conversations
 from jaxdl.data.text.corpus import Documents, Mixture
+from jaxdl.data.text.labelled_spec import LabelledTextSpec
+from jaxdl.data.text.labelled_texts import LabelledTexts
 from jaxdl.data.text.pair_rows import PairRows, PairSpec
 from jaxdl.data.text.preference_rows import PreferenceRows, PreferenceSpec, PreferenceTokens
 from jaxdl.data.text.token_windows import TextFiles, TokenWindows, standard_library_files
@@ -71,6 +74,8 @@ __all__ = [
     "ImageSpec",
     "ImageStream",
     "ImageTars",
+    "LabelledTextSpec",
+    "LabelledTexts",
     "Mixture",
     "MovieLens",
     "NumbersSpec",

@@ -354,6 +354,10 @@ class Codec:
         """What the tokenizer calls a token, `</s>`."""
         return self._encoder.name(token)
 
+    def files(self) -> list[Path]:
+        """The files that decide its tokens, the tokenizer's own first; none for bytes."""
+        return self._encoder.files()
+
     def fingerprint(self) -> str:
         """Identifies the tokenizer by its content, wherever its files are."""
         digest = hashlib.sha256(self.kind.encode())

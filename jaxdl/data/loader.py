@@ -142,13 +142,17 @@ class TrainLoader(Batches):
         Raises ConfigError if the batch cannot be split evenly or the source is empty.
         """
         _check(source, batch_size, sharding)
+        source = source.in_batches(batch_size)
         order = source.order(seed)
         rows = local_rows(sharding.addressable_devices_indices_map((batch_size,)), batch_size)
 
         def requests() -> Iterator[TrainRows]:
             for place in range(start, start + num_steps * batch_size, batch_size):
                 indices, epochs = zip(*(order.rows(place + first, last - first) for first, last in rows), strict=True)
-                yield TrainRows(np.concatenate(indices), np.concatenate(epochs), seed)
+                read, whole = np.concatenate(indices), None
+                if source.num_shapes > 1 and len(read) < batch_size:  # The shape is that of all processes.
+                    whole = order.rows(place, batch_size)[0]
+                yield TrainRows(read, np.concatenate(epochs), seed, whole)
 
         made = source.train_batches(requests())
         super().__init__(_placed(made, batch_size, rows, sharding, reused=source.reuses_memory), prefetch)
@@ -160,6 +164,7 @@ def eval_batches(source: Source, *, batch_size: int, sharding: NamedSharding, pr
     The result is an iterator and a context manager. Raises ConfigError as `TrainLoader` does.
     """
     _check(source, batch_size, sharding)
+    source = source.in_batches(batch_size)
     rows = local_rows(sharding.addressable_devices_indices_map((batch_size,)), batch_size)
     requests = (
         np.concatenate([np.arange(start + first, start + last) for first, last in rows])

@@ -103,11 +103,15 @@ class Activity(NamedTuple):
 
 
 class TrainRows(NamedTuple):
-    """Rows of training batches: examples, the epoch that each is seen in (both int64 [row]), and the run's seed."""
+    """Rows of training batches: examples, the epoch that each is seen in (both int64 [row]), and the run's seed.
+
+    `whole` are the examples of the global batch, of which these rows may be a part; None: they are all.
+    """
 
     indices: np.ndarray
     epochs: np.ndarray
     seed: int
+    whole: np.ndarray | None = None
 
 
 class Former(Container[str], abc.ABC):
@@ -159,6 +163,16 @@ class Source(abc.ABC):
         The network that is evaluated was trained so.
         """
         del token
+        return self
+
+    @property
+    def num_shapes(self) -> int:
+        """How many shapes its batches may have; a program is compiled for each."""
+        return 1
+
+    def in_batches(self, batch_size: int) -> Source:
+        """The same examples as they are read in global batches of this size."""
+        del batch_size
         return self
 
     def order(self, seed: int) -> Order:

@@ -20,7 +20,9 @@ from jaxdl.core.runs import Which, check_run, check_which
 from jaxdl.data import Codec, Data, DataSpec, Source, Splits, TextSpec, spec_from_json
 from jaxdl.data.phases import make_timeline
 from jaxdl.data.text.chat_template import ChatTemplate
+from jaxdl.data.text.labelled_spec import is_text
 from jaxdl.exchange import Dense
+from jaxdl.inference.classified_texts import as_texts, outputs_of_texts, shown
 from jaxdl.inference.decoding.settings import Sampling, texts_of
 from jaxdl.inference.decoding.text import Completion
 from jaxdl.inference.drafting import Drafter
@@ -101,6 +103,30 @@ class Predictor(Inference):
             check_data(self.workdir, data)
         with held_out(data, self.parts.data_spec, self._recorded_examples(data)) as source:
             yield source.begun_by(self._mark) if isinstance(data, Data) and self._mark is not None else source
+
+    def predict(self, inputs: Any) -> Any:
+        """The prediction of the task for each input, see `jaxdl.training.run.inference.Inference.predict`.
+
+        Of a network that classifies texts, a `Prediction` of a text, or a list of them for a list of texts; pairs of
+        texts are tuples. `predict("a text").name` is its class.
+        """
+        given = as_texts(inputs)
+        if given is None or (outputs := self._of_texts(super().predict, "predict", given)) is None:
+            return super().predict(inputs)
+        named = self.parts.task.named(outputs, [shown(text) for text in given], self.parts.data_spec)
+        values = outputs if named is None else named
+        return values[0] if is_text(inputs) else values
+
+    def logits(self, inputs: Any) -> Any:
+        """The outputs of the network before they become probabilities, float32; inputs are as in `predict`."""
+        given = as_texts(inputs)
+        outputs = None if given is None else self._of_texts(super().logits, "logits", given)
+        return super().logits(inputs) if outputs is None else outputs
+
+    def _of_texts(self, function: Callable[[Any], Any], what: str, texts: Sequence[Any]) -> Any:
+        """The outputs of a function of batches of texts; None for a network that does not classify texts."""
+        spec = self.parts.data_spec
+        return outputs_of_texts(function, lambda part: spec.of_texts(part, what, lambda: self.codec), texts)
 
     def _recorded_examples(self, data: Any) -> Any:
         """The content of the run's examples, if these are its data: earlier versions may have read them otherwise."""

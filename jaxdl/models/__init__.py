@@ -7,7 +7,9 @@ trees of arrays.
 """
 
 from jaxdl.models.config import Model
+from jaxdl.models.encoder import Encoder
 from jaxdl.models.encoder_decoder import EncoderDecoder
+from jaxdl.models.encoder_presets import encoder_preset
 from jaxdl.models.lora import LoRA
 from jaxdl.models.moe import MixtureOfExperts
 from jaxdl.models.network import Network
@@ -26,6 +28,7 @@ __all__ = [
     "VGG",
     "AlexNet",
     "DCNv2",
+    "Encoder",
     "EncoderDecoder",
     "FromFunctions",
     "FromModule",
@@ -38,5 +41,6 @@ __all__ = [
     "RopeScaling",
     "Transformer",
     "ViT",
+    "encoder_preset",
     "preset",
 ]

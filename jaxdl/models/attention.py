@@ -100,7 +100,7 @@ def attend(
       key: [batch, key_length, kv_heads, head_dim]; each head serves heads / kv_heads query heads.
       value: likewise.
       causal: a token sees itself and those before it.
-      window: with `causal`, it sees itself and the window - 1 tokens before it.
+      window: it sees itself and the window - 1 tokens before it; without `causal`, also as many after it.
       segments: of packed documents, int32 [batch, length], their numbers in each row from 1, of neighbouring tokens:
         a token sees the keys of its number alone. 0 is padding, whose results have no meaning.
       key_segments: those of the keys, int32 [batch, key_length]; None where they are those of the queries.
@@ -110,7 +110,6 @@ def attend(
       order: that of the tokens of `query`, `key` and `value`, and of the result; those of `segments` have the order of
         the text. For causal attention of a text to itself. None: that of the text.
     """
-    assert causal or window is None, "only causal attention has a window"
     assert segments is None or key_lengths is None, "packed documents have no lengths"
     query, key, value = checkpoint_name((query, key, value), ATTENTION)
     layout, dtype = sharding.current_layout(), query.dtype
@@ -157,6 +156,8 @@ def _visible(pattern: Pattern, query: jax.Array, key: jax.Array, rows: Rows) -> 
         mask &= other <= at
     if pattern.window is not None:
         mask &= other > at - pattern.window
+    if pattern.window is not None and not pattern.causal:
+        mask &= other < at + pattern.window
     if isinstance(rows, tuple):
         mask &= rows[0][:, None, :, None] == rows[1][:, None, None, :]
     elif rows is not None:

@@ -106,4 +106,4 @@ def preset(name: Name, **changes: Any) -> Transformer:
     return Transformer(**{**_SHAPES[name], **changes})
 
 
-Model.presets = {name: functools.partial(preset, name) for name in typing.get_args(Name)}
+Model.presets = {**Model.presets} | {name: functools.partial(preset, name) for name in typing.get_args(Name)}

@@ -147,6 +147,7 @@ def what_next(folder: Path | None, status: Status, modality: str, reads: Sequenc
         prompt = "--chat" if (folder / CHAT_FILE).exists() else "--prompt ..."
         commands = {
             **dict.fromkeys(("text", "preferences"), f"python -m jaxdl.generate {workdir} {prompt}"),
+            "labelled_texts": f'jaxdl.restore("{folder}").predict("a text").name',
             "pairs": f"python -m jaxdl.translate {workdir} --input FILE",
         }
         named = ", ".join(f'"{name}": ...' for name in reads)

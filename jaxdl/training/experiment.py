@@ -132,7 +132,7 @@ class Experiment(Config):
             raise ValueError("phases already set the length of the run. Set epochs and steps to None.")
         self.exchange.check_optimizer(self.optimizer)
         needed = self.task.network_modality or self.task.modality
-        if None not in (self.model.modality, needed) and self.model.modality != needed:
+        if not self.task.takes(self.model.modality):
             raise ValueError(
                 f"model {self.model.kind} reads {self.model.modality}, but task {self.task.kind} needs "
                 f"{needed}. Choose a --model and a --task of the same kind."

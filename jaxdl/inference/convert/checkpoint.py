@@ -14,9 +14,19 @@ import numpy as np
 
 from jaxdl.core.config import one_message
 from jaxdl.core.errors import ConfigError
-from jaxdl.inference.convert import HF_CONFIG, gpt2, llama, moe  # noqa: F401  (these register their layouts)
+from jaxdl.inference.convert import (  # noqa: F401  (these register their layouts)
+    HF_CONFIG,
+    bert,
+    distilbert,
+    gpt2,
+    llama,
+    modernbert,
+    moe,
+    roberta,
+)
 from jaxdl.inference.convert.layouts import HFLayout, Tensor, layout_of
 from jaxdl.inference.convert.tensors import Stored, find_tensors
+from jaxdl.inference.convert.torch_bin import READERS
 from jaxdl.models import Transformer
 
 _SHOWN = 3
@@ -57,6 +67,8 @@ def places(layout: HFLayout, model: Transformer, params: Mapping[str, Any]) -> I
     last = next(number for number, tensor in enumerate(every) if number > first and not tensor.in_layers)
 
     def of(tensor: Tensor, layer: int | None) -> Iterator[Place]:
+        if tensor.after_first and layer == 0:
+            return
         stacked = layer is not None and model.scan_layers
         head = () if layer is None else ("layers",) if stacked else (f"layer_{layer}",)
         paths = tuple((*head, *name.split("/")) for name in tensor.params)
@@ -94,6 +106,7 @@ class Checkpoint:
       model: the model that computes what it does.
       vocab_size: rows of its embedding table.
       length: how many tokens the network can read.
+      notes: what a user should know of its tensors, once they are read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -110,7 +123,7 @@ class Checkpoint:
             raise ConfigError(f"{where}: it has no {error}. Fetch the file again.") from None
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-        self._stored = find_tensors(folder)
+        self._stored, self.notes = find_tensors(folder, READERS), ()
 
     def grow(self, vocab_size: int) -> int:
         """Gives the network as many rows of tokens as the tokenizer has tokens; returns how many are added.
@@ -135,7 +148,8 @@ class Checkpoint:
             **{name: self._as_stored(shapes[name], dim) for name, dim in _TABLES.items() if name in shapes},
         }
         wanted = list(places(self.layout, self.model, there))
-        stored = _match(self.folder, wanted, self._stored, self.layout)
+        arranged, self.notes = self.layout.arranged(self._stored, {place.name: place.shape for place in wanted})
+        stored = _match(self.folder, wanted, arranged, self.layout)
         params = _params(there, wanted, stored, progress)
         return params | {name: _grow_table(params[name], shapes[name].shape[dim], dim) for name, dim in _TABLES.items()
                          if name in params}  # fmt: skip

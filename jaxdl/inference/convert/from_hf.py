@@ -15,12 +15,11 @@ import jax.numpy as jnp
 from jaxdl.core.errors import ConfigError
 from jaxdl.core.files import LEASE_FILE
 from jaxdl.core.runs import has_checkpoint
-from jaxdl.data import Codec, Converted, TextSpec
+from jaxdl.data import Codec, Converted
 from jaxdl.data.phases import make_timeline
 from jaxdl.inference.convert.byte_bpe import MERGES, VOCAB
 from jaxdl.inference.convert.checkpoint import Checkpoint, Progress
 from jaxdl.inference.convert.special import JSON, SENTENCEPIECE, check_tokenizer, keep_tokenizer
-from jaxdl.models import Transformer
 from jaxdl.optim import SGD, Constant
 from jaxdl.parallel.cluster import start_devices
 from jaxdl.parallel.lease import Lease
@@ -33,7 +32,6 @@ from jaxdl.training.run.workdir.tokenizer import keep_codec
 from jaxdl.training.run.workdir.workdir import check_workdir, claim_workdir, make_lease, take_lease
 from jaxdl.training.state import TrainState
 from jaxdl.training.step import Parts
-from jaxdl.training.tasks import LanguageModelling
 
 
 def from_hf(folder: Path, workdir: Path, *, length: int | None, progress: Progress = lambda done, every: None) -> str:
@@ -56,7 +54,7 @@ def from_hf(folder: Path, workdir: Path, *, length: int | None, progress: Progre
         parts = _write_run(checkpoint, workdir, length or checkpoint.length, progress)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(parts.network.param_shapes))
     lines = [f"{folder} is now the run {workdir}: {checkpoint.layout.model_type}, {count:,} parameters"]
-    lines += checkpoint.layout.remarks(checkpoint.config)
+    lines += (*checkpoint.layout.remarks(checkpoint.config), *checkpoint.notes)
     if added:
         lines.append(
             f"its tokenizer has {tokens:,} tokens, and its table {checkpoint.vocab_size:,} rows: {added:,} rows are "
@@ -70,8 +68,8 @@ def _write_run(checkpoint: Checkpoint, workdir: Path, length: int, progress: Pro
     try:
         tokenizer = keep_tokenizer(checkpoint.folder, checkpoint.config, workdir, byte_bpe=checkpoint.layout.byte_bpe)
         vocab_size = checkpoint.vocab_size if tokenizer is None else Codec(str(workdir / tokenizer)).vocab_size
-        spec = TextSpec(vocab_size=vocab_size, length=length, bytes_per_token=1.0)
-        experiment = _experiment(checkpoint.model, tokenizer)
+        spec = checkpoint.layout.spec(checkpoint.config, vocab_size, length)
+        experiment = _experiment(checkpoint, tokenizer)
         mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
         parts = make_parts(experiment, spec, mesh, make_timeline(1, 1, epochs=None, steps=1))
         params = checkpoint.params(parts.network.param_shapes, progress)
@@ -147,12 +145,12 @@ def _without_tokenizer(folder: Path) -> str:
     )
 
 
-def _experiment(model: Transformer, tokenizer: str | None) -> Experiment:
+def _experiment(checkpoint: Checkpoint, tokenizer: str | None) -> Experiment:
     """The experiment of a converted run, whose optimizer keeps nothing."""
     return Experiment(
-        model=model,
+        model=checkpoint.model,
         data=Converted(tokenizer=tokenizer),
-        task=LanguageModelling(),
+        task=checkpoint.layout.task(),
         optimizer=SGD(momentum=0),
         schedule=Constant(),
         steps=1,

@@ -15,8 +15,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxdl.core.errors import ConfigError
+from jaxdl.data import DataSpec, TextSpec
 from jaxdl.inference.convert.settings import COUNT, Form
+from jaxdl.inference.convert.tensors import Stored
 from jaxdl.models import Transformer
+from jaxdl.training.tasks import LanguageModelling, Task
 
 _layouts: dict[str, HFLayout] = {}
 """`model_type` -> its layout, in the order of definition."""
@@ -40,6 +43,8 @@ class Tensor:
     the tensor is a vector."""
     transposed: bool = False
     """Whether the two dimensions change places, as in PyTorch's linear layers, [out, in]."""
+    after_first: bool = False
+    """Whether the first layer has none."""
 
     @property
     def in_layers(self) -> bool:
@@ -113,6 +118,30 @@ class HFLayout(abc.ABC):
     def length(self, config: Mapping[str, Any]) -> int:
         """How many tokens a model of this config reads."""
 
+    def spec(self, config: Mapping[str, Any], vocab_size: int, length: int) -> DataSpec:
+        """What a network of this config reads: by default text of so many tokens."""
+        del config
+        return TextSpec(vocab_size=vocab_size, length=length, bytes_per_token=1.0)
+
+    def task(self) -> Task:
+        """What such networks are trained for."""
+        return LanguageModelling()
+
+    def about(self, spec: DataSpec) -> dict[str, Any]:
+        """The fields of config.json that are about the data: by default none."""
+        del spec
+        return {}
+
+    def arranged(
+        self, stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]
+    ) -> tuple[Mapping[str, Stored], tuple[str, ...]]:
+        """(the tensors of a checkpoint under the names that are looked for, what a user should know of that).
+
+        `shapes` are those of the tensors that are looked for.
+        """
+        del shapes
+        return stored, ()
+
     def check(self, config: Mapping[str, Any]) -> None:
         """Raises ConfigError for a setting of config.json of another type, or out of range."""
         for name, form in {"vocab_size": COUNT, **self.forms}.items():
@@ -127,7 +156,7 @@ class HFLayout(abc.ABC):
     def other(self, model: Transformer) -> list[str]:
         """What a model computes otherwise than any model of this layout, `norm=layer`."""
         if model.kind != self.kind:
-            return [f"model={model.kind}", *computation_fields(model)]
+            return [f"model={model.kind}", *type(model).model_fields]
         try:
             there = computation_fields(self.model(self.config(model, 1)))
         except ConfigError as error:
@@ -144,6 +173,11 @@ def computation_fields(model: Transformer) -> dict[str, Any]:
     if model.positions != "rotary":
         del fields["rope_theta"]
     return fields | {"kv_heads": model.kv_heads, "head_dim": model.head_dim, "mlp_dim": model.hidden_dim}
+
+
+def reads(model: Any, spec: DataSpec) -> bool:
+    """Whether there is a layout of this kind of model, which has been trained on such data."""
+    return model.modality == spec.modality and any(layout.kind == model.kind for layout in _layouts.values())
 
 
 def layouts() -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -33,7 +34,7 @@ _MOST_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file."""
+    """A tensor in a file, row by row."""
 
     path: Path
     dtype: str
@@ -53,6 +54,10 @@ class Stored:
         return np.memmap(self.path, DTYPES[self.dtype], "r", self.start, self.shape)
 
 
+Reader = Callable[[Path], dict[str, Stored]]
+"""What finds the tensors of a file, by name; it raises ConfigError for a damaged one."""
+
+
 @dataclass(frozen=True)
 class ToWrite:
     """A tensor to be written; `make` makes it in `shape`, in any dtype."""
@@ -62,23 +67,29 @@ class ToWrite:
     make: Callable[[], np.ndarray]
 
 
-def find_tensors(folder: Path) -> dict[str, Stored]:
-    """The tensors of a checkpoint in a folder, by name; only the headers are read. Raises ConfigError."""
+def find_tensors(folder: Path, readers: Mapping[str, Reader] = MappingProxyType({})) -> dict[str, Stored]:
+    """The tensors of a checkpoint in a folder, by name; only the headers are read. Raises ConfigError.
+
+    `readers` are for files that are no safetensors, which are read where there are none of these: by the ends of their
+    names.
+    """
+    forms = ((SINGLE, INDEX, _in_file), *((f"pytorch_model{end}", f"pytorch_model{end}.index.json", reader)
+                                          for end, reader in readers.items()))  # fmt: skip
     try:
-        if (folder / SINGLE).is_file():
-            return _in_file(folder / SINGLE)
-        if not (folder / INDEX).is_file():
-            others = sorted(path.name for path in folder.glob("*.bin"))
-            advice = f"It has {others[0]}: save it again with model.save_pretrained(FOLDER)." if others else ""
-            raise ConfigError(f"{folder}: it has neither {SINGLE} nor {INDEX}. {advice}".rstrip())
-        places = _index(folder / INDEX)
+        form = next((form for form in forms if any((folder / name).is_file() for name in form[:2])), None)
+        if form is None:
+            raise ConfigError(f"{folder}: it has neither {' nor '.join(name for one in forms for name in one[:2])}.")
+        single, index, in_file = form
+        if (folder / single).is_file():
+            return in_file(folder / single)
+        places = _index(folder / index)
         tensors = {
-            name: tensor for file in sorted(set(places.values())) for name, tensor in _in_file(folder / file).items()
+            name: tensor for file in sorted(set(places.values())) for name, tensor in in_file(folder / file).items()
         }
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}. Fetch the file again.") from None
     if lost := sorted(places.keys() - tensors.keys()):
-        raise ConfigError(f"{folder / INDEX}: {lost[0]} is not in {places[lost[0]]}. Fetch the files again.")
+        raise ConfigError(f"{folder / index}: {lost[0]} is not in {places[lost[0]]}. Fetch the files again.")
     return tensors
 
 
@@ -88,7 +99,7 @@ def _index(path: Path) -> dict[str, str]:
         places = json.loads(path.read_bytes())["weight_map"]
         assert all(isinstance(name, str) and Path(name).name == name for name in places.values())
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
-        raise ConfigError(f"{path}: not an index of safetensors files. Fetch the file again.") from None
+        raise ConfigError(f"{path}: not an index of files of tensors. Fetch the file again.") from None
     return dict(places)
 
 

@@ -13,14 +13,13 @@ import numpy as np
 from jaxdl import __version__
 from jaxdl.core.errors import ConfigError
 from jaxdl.core.runs import Which
-from jaxdl.data import TextSpec
 from jaxdl.inference.convert import HF_CONFIG
 from jaxdl.inference.convert.checkpoint import Place, Progress, at, places
-from jaxdl.inference.convert.layouts import HFLayout, layout_for
+from jaxdl.inference.convert.layouts import HFLayout, layout_for, reads
 from jaxdl.inference.convert.special import FOLDER, special_numbers, write_chat_template, write_tokenizer
 from jaxdl.inference.convert.tensors import DTYPES, ToWrite, write_tensors
 from jaxdl.inference.predictor import Predictor, restore
-from jaxdl.models import Transformer
+from jaxdl.models import Model
 from jaxdl.parallel.cluster import start_devices
 from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.training.run.workdir.tokenizer import check_data
@@ -47,8 +46,9 @@ def to_hf(
     with contextlib.suppress(ConfigError):  # In a program that runs on other devices these will do.
         start_devices(MeshConfig(cpu_devices=1))
     predictor = restore(workdir, step=step).merged()
-    model, spec = predictor.experiment.model, predictor.parts.data_spec
-    if not isinstance(model, Transformer) or not isinstance(spec, TextSpec):
+    model: Any = predictor.experiment.model
+    spec: Any = predictor.parts.data_spec
+    if not reads(model, spec):
         raise ConfigError(
             f"{workdir}: model {model.kind} has no layout of Hugging Face's. python -m jaxdl.export writes it."
         )
@@ -67,9 +67,10 @@ def to_hf(
         config = {
             "architectures": [hf_layout.architecture],
             "model_type": hf_layout.model_type,
-            **hf_layout.config(model, model.max_length or spec.length),
-            "vocab_size": predictor.params["embedding"].shape[0],
             **{name: numbers.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+            **hf_layout.config(model, model.max_length or spec.length),
+            **hf_layout.about(spec),
+            "vocab_size": predictor.params["embedding"].shape[0],
             "torch_dtype": dtype,
             "dtype": dtype,
             "jaxdl_version": __version__,
@@ -104,7 +105,7 @@ def _tensor(predictor: Predictor, place: Place) -> np.ndarray:
     return place.tensor.to_tensor([np.asarray(x[place.index]) for x in arrays])
 
 
-def _lost(model: Transformer, there: Transformer, model_type: str) -> list[str]:
+def _lost(model: Model, there: Model, model_type: str) -> list[str]:
     """A line for each dropout that the layout has no setting for."""
     return [
         f"{name} = {value} is not written, since {model_type} has no such setting: it would train without it there"

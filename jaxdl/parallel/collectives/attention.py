@@ -34,7 +34,7 @@ class Pattern:
 
     Attributes:
       causal: those of its own token and of tokens before it.
-      window: with `causal`, of its own token and the window - 1 tokens before it alone.
+      window: of its own token and the window - 1 tokens before it alone; without `causal`, also as many after it.
       packed: those of its own document.
       padded: those that exist, the leading ones of each example.
     """
@@ -102,7 +102,9 @@ def _attend(operands: Sequence[Any], pattern: Pattern, implementation: Implement
         key,
         value,
         is_causal=pattern.causal,
-        local_window_size=None if pattern.window is None else (pattern.window - 1, 0),
+        local_window_size=None
+        if pattern.window is None
+        else (pattern.window - 1, 0 if pattern.causal else pattern.window - 1),
         key_value_seq_lengths=rows if pattern.padded else None,
         implementation=implementation,
     )

@@ -100,23 +100,23 @@ class EachStep:
         return False
 
 
-class ForIds:
-    """A program that is compiled again when the first batch with other shapes of ids comes; the batch is last."""
+class ForShapes:
+    """A program that is compiled again when the first batch with other shapes of ids or tokens comes; it is last."""
 
     def __init__(self, compile: Callable[[Shapes], Any], first: Shapes) -> None:
         """`compile` makes the program for the shapes of a batch; that for the `first` is made now."""
-        self._make, self._programs = compile, {_shapes_of_ids(first): compile(first)}
+        self._make, self._programs = compile, {_shapes(first): compile(first)}
 
     def __call__(self, *args: Any) -> Any:
         """Calls the program for these arguments."""
-        key = _shapes_of_ids(args[-1])
+        key = _shapes(args[-1])
         if key not in self._programs:
             self._programs[key] = self._make({name: jax.typeof(x) for name, x in args[-1].items()})
         return self._programs[key](*args)
 
 
-def _shapes_of_ids(batch: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(x.shape for name, x in sorted(batch.items()) if name.removeprefix(NEXT) == IDS)
+def _shapes(batch: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(x.shape for name, x in sorted(batch.items()) if name.removeprefix(NEXT) in (IDS, "tokens"))
 
 
 class StepFunctions(NamedTuple):
@@ -160,7 +160,7 @@ def _compile_steps(plan: Plan, segment: Segment) -> StepFunctions:
     def compile_evaluation(batch: Shapes) -> Any:
         return make_eval_step(plan.parts).lower(state.eval_params, state.eval_state, batch).compile()
 
-    evaluating = ForIds(compile_evaluation, plan.batch_shapes(segment, evaluating=True))
+    evaluating = ForShapes(compile_evaluation, plan.batch_shapes(segment, evaluating=True))
     norm = None
     if plan.experiment.evaluation.norm_batches is not None:
         batch = plan.batch_shapes(segment, evaluating=False)
@@ -186,7 +186,9 @@ def _key(plan: Plan) -> jax.ShapeDtypeStruct:
 def make_steps(plan: Plan, segment: Segment | None = None) -> Steps:
     """The steps of replicas that agree in every step, compiled for a segment (the first)."""
     segment = segment or plan.timeline.segments[0]
-    program = ForIds(functools.partial(compile_train_step, plan, segment), plan.batch_shapes(segment, evaluating=False))
+    program = ForShapes(
+        functools.partial(compile_train_step, plan, segment), plan.batch_shapes(segment, evaluating=False)
+    )
     return EachStep(program, plan.parts)
 
 

@@ -6,7 +6,7 @@ import abc
 import collections
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 import jax
@@ -67,6 +67,11 @@ class Task(Choice):
                 "not known of this name. Give best_mode too, max or min."
             )
         return mode
+
+    def takes(self, modality: str | None) -> bool:
+        """Whether it is for models that read this, None for anything."""
+        needed = self.network_modality or self.modality
+        return None in (needed, modality) or modality == needed
 
     @property
     def takes_arrays(self) -> bool:
@@ -180,6 +185,11 @@ class Task(Choice):
         """What `Predictor.predict` returns, [batch, ...]: the network's outputs, floating-point numbers as float32."""
         floating = jnp.floating
         return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, floating) else x, outputs)
+
+    def named(self, predictions: Any, sources: Sequence[str], spec: DataSpec) -> Sequence[Any] | None:
+        """What the predictions say of each example, which comes from `sources`; None where they are numbers alone."""
+        del predictions, sources, spec
+        return None
 
 
 class _Seen(collections.UserDict[str, Any]):
