@@ -154,7 +154,7 @@ def test_kinds_of_data_say_what_they_read(tmp_path, source):
         (tmp_path / "images" / split / "cat").mkdir(parents=True)
         (tmp_path / "images" / split / "cat" / "1.jpg").write_bytes(b"jpg")
     (tmp_path / "images" / "unused").mkdir()
-    copied = ImageFolder(path=f"{tmp_path}/images").staged(stage).path
+    copied = ImageFolder(folder=f"{tmp_path}/images").staged(stage).folder
     assert copied.endswith("/images")
     assert sorted(os.listdir(copied)) == ["train", "val"]
     for number in (0, 1):
@@ -165,7 +165,7 @@ def test_kinds_of_data_say_what_they_read(tmp_path, source):
     assert [one.name for one in remote.expand(tars.test[0])] == ["train-0.tar", "train-1.tar"]
     assert MovieLens(folder=str(source)).staged(stage).folder.endswith("/books")
     (source / "notes.md").write_text("not asked for")
-    texts = TextFiles(paths=(str(source), f"{source}/a.txt", "python:stdlib"), glob="**/*.txt").staged(stage).paths
+    texts = TextFiles(paths=(str(source), f"{source}/a.txt", "python:stdlib"), glob="**/*.txt").staged(stage).folders
     assert contents(texts[0]) == TEXTS
     assert [os.path.basename(path) for path in texts] == ["books", "a.txt", "python:stdlib"]
     for data in (Digits(), Clicks()):

@@ -10,7 +10,7 @@ import jax
 
 from benchmarks.dawnbench.entry import ALIBABA_IMAGES_PER_SEC
 from jaxdl.core.config import ConfigError
-from jaxdl.data.images.photos import processes_of_host
+from jaxdl.data.images.cpus import processes_of_host
 from jaxdl.data.images.shm import available_bytes
 from jaxdl.exchange import Dense
 from jaxdl.exchange.cost import predict

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import zlib
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -230,6 +230,8 @@ class Splits:
     test: Source
     earlier: Callable[[], Splits] | None = dataclasses.field(default=None, kw_only=True)
     """Reads the same files as earlier versions did, where that gives other examples."""
+    facts: Callable[[], Sequence[tuple[str, str]]] | None = dataclasses.field(default=None, kw_only=True)
+    """What was found, as (name, value) of lines for the user; called when a run begins. It may look at many files."""
 
     def as_recorded(self, recorded: Mapping[str, Any]) -> Splits:
         """As earlier versions read them, if a run recorded that these are its examples: its `content`."""

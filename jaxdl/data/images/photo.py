@@ -6,6 +6,8 @@ JPEG that libjpeg-turbo refuses.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import io
 import math
 import re
@@ -139,6 +141,8 @@ def upright(encoded: bytes, orientation: int | None = None, draft: tuple[str, tu
 
     if not encoded:
         raise BadImage("it has no bytes")
+    if encoded[4:8] == b"ftyp" and reads_heic():
+        _register_heic()
     try:
         image: Any = Image.open(io.BytesIO(encoded))
         if draft is not None:
@@ -152,6 +156,18 @@ def upright(encoded: bytes, orientation: int | None = None, draft: tuple[str, tu
         raise
     except Exception as error:  # Pillow raises many classes.
         raise BadImage(f"it cannot be read ({' '.join(str(error).split())[:100]})") from None
+
+
+def reads_heic() -> bool:
+    """Whether HEIC is read, the format of telephones: with the package pillow-heif."""
+    return importlib.util.find_spec("pillow_heif") is not None
+
+
+@functools.cache
+def _register_heic() -> None:
+    import pillow_heif  # pyright: ignore[reportMissingImports]
+
+    pillow_heif.register_heif_opener()
 
 
 def _orientation(image: Any) -> int:

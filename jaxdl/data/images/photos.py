@@ -7,9 +7,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import math
-import os
-import re
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Container, Generator, Iterator
@@ -23,6 +20,7 @@ import pydantic
 from jaxdl.core.config import Config, ConfigError
 from jaxdl.core.paths import expand_home
 from jaxdl.data.images.colours import Jitter
+from jaxdl.data.images.cpus import num_cpus
 from jaxdl.data.images.damage import Damage
 from jaxdl.data.images.maker import Made, PipelinePlan, SplitPlan, TierPlan, Work
 from jaxdl.data.images.pool import Pool
@@ -118,7 +116,9 @@ class Photos(Config):
                 )
         return self
 
-    def build(self, train: Records, test: Records, num_classes: int, *, name: str) -> Splits:
+    def build(
+        self, train: Records, test: Records, num_classes: int, *, name: str, class_names: tuple[str, ...] = ()
+    ) -> Splits:
         """The sources of two splits. `name`: name of the data set, for messages and the folders of the cache.
 
         Raises ConfigError for a split without examples, and one that has lost too many.
@@ -130,7 +130,7 @@ class Photos(Config):
         pipeline = ImagePipeline(self, (train, test), name)
         if self.cache.memory_bytes:
             check_shared(pipeline.cache_key())
-        spec = ImageSpec(self.size, self.size, 3, num_classes, self.mean, self.std)
+        spec = ImageSpec(self.size, self.size, 3, num_classes, self.mean, self.std, class_names)
         sources = [PhotoSource(pipeline, split, self.view(train=split == 0), spec) for split in (0, 1)]
         return Splits(*sources)
 
@@ -370,29 +370,3 @@ class PhotoSource(Source):
             for offset, _, futures in pending:
                 wait(futures)  # Workers write there until then.
                 area.give_back(offset)
-
-
-def num_cpus() -> int:
-    """CPUs that this process may use: at most its share of the host, if several processes of the run are on it."""
-    every = os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
-    return max(1, min(allowed, every // processes_of_host(), _quota()))
-
-
-def _quota() -> int:
-    """CPU limit of the container."""
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
-        return math.ceil(int(limit) / int(period))
-    except (OSError, ValueError):  # No such file, or "max": no limit.
-        return os.cpu_count() or 1
-
-
-def processes_of_host() -> int:
-    """Processes of the run on this host, according to jaxdl's launcher, Open MPI or Slurm; 1 if unknown."""
-    for name in ("JAXDL_PROCESSES_OF_HOST", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"):
-        # Slurm's may be "4(x2)", 4 on each of 2 nodes; "1,8" does not tell which node this is.
-        match = re.fullmatch(r"([1-9]\d*)(\(x\d+\))?", os.environ.get(name, ""))
-        if match is not None:
-            return int(match[1])
-    return 1

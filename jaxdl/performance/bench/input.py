@@ -30,7 +30,7 @@ from rich.table import Table
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data import remote
-from jaxdl.data.images.photos import num_cpus
+from jaxdl.data.images.cpus import num_cpus
 from jaxdl.performance.bench.input_sides import BATCH, SIDES
 from jaxdl.performance.bench.shared import bench, make_table, median_ratio, parse_bench, write_json
 
