@@ -165,7 +165,7 @@ def test_kinds_of_data_say_what_they_read(tmp_path, source):
     assert [one.name for one in remote.expand(tars.test[0])] == ["train-0.tar", "train-1.tar"]
     assert MovieLens(folder=str(source)).staged(stage).folder.endswith("/books")
     (source / "notes.md").write_text("not asked for")
-    texts = TextFiles(paths=(str(source), f"{source}/a.txt", "python:stdlib"), glob="**/*.txt").staged(stage).folders
+    texts = TextFiles(paths=(str(source), f"{source}/a.txt", "python:stdlib"), glob="**/*.txt").staged(stage).paths
     assert contents(texts[0]) == TEXTS
     assert [os.path.basename(path) for path in texts] == ["books", "a.txt", "python:stdlib"]
     for data in (Digits(), Clicks()):

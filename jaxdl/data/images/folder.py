@@ -12,7 +12,7 @@ import pydantic
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data import remote
-from jaxdl.data.images.layout import LAYOUTS, Layout, class_of, find_layout, is_held_out, one_class
+from jaxdl.data.images.layout import LAYOUTS, Layout, class_of, find_layout, is_held_out, no_classes, one_class
 from jaxdl.data.images.photo import reads_heic
 from jaxdl.data.images.photos import Photos
 from jaxdl.data.images.survey import folder_facts
@@ -119,10 +119,7 @@ def _find(folder: str) -> Part:
     if others:
         part.unread.add(f"files with names of other kinds than {' '.join(suffixes)}", *others)
     if not part.files:
-        also = f" Not read are {part.lost}." if part.lost else ""
-        raise ConfigError(
-            f"{folder}: none of its images is in a class folder, such as {folder}/cat/1.jpg.{also} {LAYOUTS}"
-        )
+        raise no_classes(folder, str(part.lost))
     return part
 
 

@@ -59,10 +59,11 @@ class Layout:
     @property
     def text(self) -> str:
         """How it is laid out, in words."""
-        where = f"{self.train}/" if self.train else "class folders"
         if self.test is not None:
-            return f"{where} to train on, {self.test}/ held out"
-        return f"{where}, {self.test_fraction:.4g} of it held out by the hash of each path: the same files always"
+            return f"{self.train}/ to train on, {self.test}/ held out"
+        place = f"the images of {self.train}/" if self.train else "the images"
+        share = f"{100 * self.test_fraction:.4g} %"
+        return f"class folders; {share} of {place} are held out, by the hash of each path: always the same ones"
 
 
 def find_layout(root: str, train: str | None, test: str | None, test_fraction: float | None) -> Layout:
@@ -76,7 +77,10 @@ def find_layout(root: str, train: str | None, test: str | None, test_fraction: f
     train_names, test_names = (train,) if train else TRAIN_NAMES, (test,) if test else TEST_NAMES
     train_folder = _first(folders, train_names)
     others = [name for name in folders if name.lower() not in TRAIN_NAMES + TEST_NAMES]
-    if train_folder is not None and (remote.list_folder(f"{root}/{train_folder}")[0] or not others or train):
+    classes = [] if train_folder is None else remote.list_folder(f"{root}/{train_folder}")[0]
+    if train_folder is not None and (classes or not others or train):
+        if not classes:
+            raise no_classes(f"{root}/{train_folder}")
         left = [name for name in folders if name != train_folder]
         if test_fraction is not None:
             return Layout(root, train_folder, None, held, tuple(left))
@@ -114,6 +118,12 @@ def is_held_out(name: str, test_fraction: float) -> bool:
 def class_of(name: str) -> str:
     """The class of an image, from its path below the folder of the class folders: its first folder, in NFC."""
     return unicodedata.normalize("NFC", name.split("/", 1)[0])
+
+
+def no_classes(place: str, lost: str = "") -> ConfigError:
+    """The error for a folder without images in class folders; `lost` are images that are not read."""
+    also = f" Not read are {lost}." if lost else ""
+    return ConfigError(f"{place}: none of its images is in a class folder, such as {place}/cat/1.jpg.{also} {LAYOUTS}")
 
 
 def one_class(layout: Layout, number: int, name: str) -> ConfigError:

@@ -6,7 +6,7 @@ import abc
 import collections
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 import jax
@@ -168,6 +168,11 @@ class Task(Choice):
         """What `Predictor.predict` returns, [batch, ...]: the network's outputs, floating-point numbers as float32."""
         floating = jnp.floating
         return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, floating) else x, outputs)
+
+    def named(self, predictions: Any, sources: Sequence[str], spec: DataSpec) -> Sequence[Any] | None:
+        """What the predictions say of each example, which comes from `sources`; None where they are numbers alone."""
+        del predictions, sources, spec
+        return None
 
 
 class _Seen(collections.UserDict[str, Any]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 import jax
@@ -16,6 +16,7 @@ from jaxdl.data.source import check_classes
 from jaxdl.data.spec import LABELS
 from jaxdl.models.logits import label_logit
 from jaxdl.training.tasks.base import Task, counted_weight
+from jaxdl.training.tasks.prediction import Prediction
 
 _DEFAULT_CROP_PADDING = 4
 _TOP = 5
@@ -197,6 +198,11 @@ class Classification(Task, kind="classification"):
     def predictions(self, outputs: jax.Array) -> jax.Array:
         """Probability of each class, float32 [batch, num_classes]."""
         return jax.nn.softmax(outputs.astype(jnp.float32), axis=-1)
+
+    def named(self, predictions: Any, sources: Sequence[str], spec: DataSpec) -> Sequence[Any] | None:
+        """A `Prediction` of each example, with the names of the classes where the data have them."""
+        names = getattr(spec, "class_names", ())
+        return [Prediction(source, x, names) for source, x in zip(sources, np.asarray(predictions), strict=True)]
 
 
 def _labels(batch: Mapping[str, jax.Array]) -> jax.Array:
