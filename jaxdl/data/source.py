@@ -119,6 +119,8 @@ class Source(abc.ABC):
     """Shapes and statistics; the same for the training and the held-out source."""
     reuses_memory: bool = False
     """Whether `train_batches` and `eval_batches` overwrite what they yielded."""
+    of_files: bool = False
+    """Whether each example is made from a file, such as a photograph."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -170,6 +172,10 @@ class Source(abc.ABC):
     def parts(self) -> Mapping[str, Source]:
         """The sources that this one is a mixture of, by name; their examples follow each other in it."""
         return {}
+
+    def name_of(self, index: int) -> str:
+        """The name of an example for the user; its number where it has none."""
+        return f"example {index:,}"
 
     def content(self) -> str:
         """Identifies the examples and their order where the config alone does not: files may change."""

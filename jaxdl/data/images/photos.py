@@ -282,13 +282,17 @@ class PhotoSource(Source):
     """The images of a split, cropped and augmented by `view`."""
 
     spec: ImageSpec
-    reuses_memory = True
+    reuses_memory = of_files = True
 
     def __init__(self, pipeline: ImagePipeline, split: int, view: View, spec: ImageSpec) -> None:
         self.pipeline, self._split, self._view, self.spec = pipeline, split, view, spec
 
     def __len__(self) -> int:
         return len(self.pipeline.records[self._split])
+
+    def name_of(self, index: int) -> str:
+        """The name of an image, such as its path."""
+        return self.pipeline.records[self._split].name(index)
 
     def content(self) -> str:
         """The content of the records, hashed, and a hash of each of some images."""

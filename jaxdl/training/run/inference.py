@@ -199,8 +199,11 @@ def evaluate_once(
     *,
     poll: Callable[[], None] = lambda: None,
     empty: Callable[[str], None] | None = None,
+    keep: Callable[[Mapping[str, Any], Mapping[str, np.ndarray]], None] = lambda sums, of_each: None,
 ) -> dict[str, float]:
     """The metrics of the task over a source; `batch_size` is one that the mesh divides, `poll` that of `total_sums`.
+
+    `keep` gets the sums, and what the task needs of each example.
 
     Of a mixture also the loss and the best metric of each of its sources, such as `loss/NAME`. Raises ConfigError if
     nothing of it (or of one of its sources) counts; or calls `empty` with the source's name, and metrics are NaN.
@@ -226,6 +229,7 @@ def evaluate_once(
             values = metrics(sums | of_each, part.spec, name)
             of_sources |= {f"{metric}/{name}": values[metric] for metric in dict.fromkeys(("loss", task.best_metric))}
     joined: dict[str, Any] = {what: np.concatenate(x) for what, x in every.items()}
+    keep(totals, joined)
     return metrics({**totals, **joined}, parts.data_spec, "") | of_sources
 
 
