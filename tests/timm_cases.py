@@ -15,7 +15,9 @@ CASES = {
     "vit_token": (_TIMM_VIT, {**_TINY, "img_size": 32}, 32),
     "vit_other_size": (_TIMM_VIT, {**_TINY, "img_size": 32}, 48),
     "vit_mean_first": (_TIMM_VIT, {**_TINY, "img_size": 32, "global_pool": "avg"}, 32),
-    "vit_mean": (_TIMM_VIT, {**_TINY, "img_size": 32, "global_pool": "avg", "class_token": False, "fc_norm": False}, 32),
+    "vit_mean": (
+        _TIMM_VIT, {**_TINY, "img_size": 32, "global_pool": "avg", "class_token": False, "fc_norm": False}, 32,
+    ),
     "vit_scaled": (_TIMM_VIT, {**_TINY, "img_size": 32, "init_values": 1.0, "no_embed_class": True}, 32),
     "torchvision_vit": (
         "torchvision.models.vision_transformer.VisionTransformer",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import abc
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -165,7 +164,7 @@ def product(name: str, path: str, inputs: tuple[int, ...], layer: int | None = N
     return Pair(
         name,
         (path,),
-        lambda x: [x.T.reshape(*inputs, -1)],
-        lambda parts: parts[0].reshape(math.prod(inputs), -1).T,
+        lambda x: [x.T.reshape(*inputs, len(x))],
+        lambda parts: parts[0].reshape(-1, parts[0].shape[-1]).T,
         layer,
     )
