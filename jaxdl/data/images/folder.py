@@ -57,16 +57,16 @@ class ImageFolder(Data, kind="image_folder"):
         class that is not in the training data.
         """
         layout = self._layout()
-        found = [_find(layout.train_address), None if layout.test is None else _find(layout.test_address)]
-        train, test = _divided(found[0], layout) if found[1] is None else (found[0], found[1])
-        classes = sorted({class_of(file.name) for file in train.files})
-        if empty := remote.empty_folders(layout.train_address, [file.name.split("/")[0] for file in train.files]):
+        every = _find(layout.train_address)
+        classes = sorted({class_of(file.name) for file in every.files})
+        if empty := remote.empty_folders(layout.train_address, [file.name.split("/")[0] for file in every.files]):
             raise ConfigError(
                 f"{layout.train_address}/{empty[0]}: this class folder has no images "
                 f"({', '.join(IMAGE_SUFFIXES)}). Put its images there, or remove it."
             )
         if len(classes) < 2:
-            raise one_class(layout, len(train.files) + (0 if found[1] else len(test.files)), classes[0])
+            raise one_class(layout, len(every.files), classes[0])
+        train, test = _divided(every, layout) if layout.test is None else (every, _find(layout.test_address))
         unknown = sorted({class_of(file.name) for file in test.files} - set(classes))
         if unknown:
             raise ConfigError(

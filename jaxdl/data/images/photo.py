@@ -36,6 +36,9 @@ _TRANSPOSES = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 _XMP, _XMP_ORIENTATION = b"http://ns.adobe.com/xap/1.0/\0", re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 """The beginning of a JPEG's XMP, and the orientation in it, which counts when EXIF has none, as in Pillow."""
 
+_OBJECT = re.compile(r" <_io\.[^>]*>")
+"""What Pillow calls a file that it gets as bytes."""
+
 
 class Scratch:
     """Reusable memory for intermediate images: new pages from the system cost 0.5 ms an image. Not thread-safe."""
@@ -155,7 +158,8 @@ def upright(encoded: bytes, orientation: int | None = None, draft: tuple[str, tu
     except BadImage:
         raise
     except Exception as error:  # Pillow raises many classes.
-        raise BadImage(f"it cannot be read ({' '.join(str(error).split())[:100]})") from None
+        reason = " ".join(_OBJECT.sub("", str(error)).split())
+        raise BadImage(f"it cannot be read ({reason[:100]})") from None
 
 
 def reads_heic() -> bool:
