@@ -12,8 +12,9 @@ from jaxdl.core.moved import new_path
 COMMANDS = {
     "train": "trains an experiment: --config FILE --workdir FOLDER",
     "evaluate": "evaluates a checkpoint of a run: --workdir FOLDER",
+    "predict": "names the classes of photographs: --workdir FOLDER FILES...",
     "export": "writes a trained network for other programs: --workdir FOLDER --to FOLDER",
-    "convert": "takes over checkpoints of Hugging Face, and writes them",
+    "convert": "takes over checkpoints of Hugging Face and timm, and writes them",
     "generate": "continues texts by a trained language model: --workdir FOLDER --prompt TEXT",
     "serve": "answers requests of OpenAI's clients with a trained language model: --workdir FOLDER",
     "score": "perplexity of texts, multiple-choice questions: --workdir FOLDER --text FILE",

@@ -114,6 +114,8 @@ BUDGETS = {
     "test_exchange_edges.py": 16,
     "test_classics.py": 15,
     "test_convert.py": 15,
+    "test_convert_images.py": 9,
+    "test_image_folder.py": 9,
     "test_decoder_topk.py": 15,
     "test_encoder_decoder.py": 15,
     "test_image_models.py": 15,

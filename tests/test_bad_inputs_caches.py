@@ -55,7 +55,7 @@ def test_the_memory_cache_is_in_no_folder_of_others(kind, tmp_path, monkeypatch,
     memory = tmp_path / "shm"
     memory.mkdir()
     monkeypatch.setattr(shm, "memory_folder", lambda: memory)
-    data = ImageFolder(path=str(folder), photos=PLAIN.replaced({"cache": Cache(short_side=32, memory_bytes=2**20)}))
+    data = ImageFolder(folder=str(folder), photos=PLAIN.replaced({"cache": Cache(short_side=32, memory_bytes=2**20)}))
     key = photos_of(data).pipeline.cache_key()
     monkeypatch.setattr(shm, "shared_path", lambda key: memory / f"jaxdl-0-{key}")
     path = memory / f"jaxdl-0-{key}"
@@ -125,7 +125,7 @@ def test_a_memory_cache_that_is_always_removed_is_refused(tmp_path, monkeypatch)
 @pytest.mark.parametrize("kind", STRANGE)
 def test_the_disk_cache_is_in_no_folder_of_others(kind, tmp_path, monkeypatch, folder):
     cache = Cache(form="encoded", disk=str(tmp_path / "disk"))
-    data = ImageFolder(path=str(folder), photos=PLAIN.replaced({"cache": cache}))
+    data = ImageFolder(folder=str(folder), photos=PLAIN.replaced({"cache": cache}))
     place = tmp_path / "disk" / photos_of(data).pipeline.cache_key() / "0"
     place.parent.mkdir(parents=True)
     precious = put(kind, place, tmp_path, monkeypatch)

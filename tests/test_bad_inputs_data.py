@@ -55,7 +55,7 @@ def read_all(data):
 def test_an_image_that_is_met_again_and_again_is_damaged_once(images):
     """Of one piece of work too, in which it must not use up `max_bad`."""
     (images / "train" / "b" / "0.jpg").write_bytes(b"")
-    splits = ImageFolder(path=str(images), photos=PLAIN.replaced({"max_bad": 1})).build()
+    splits = ImageFolder(folder=str(images), photos=PLAIN.replaced({"max_bad": 1})).build()
     batch = splits.train.batch(np.full(8, 4))
     assert batch["label"].tolist() == [1] * 8
     assert batch["image"].any(axis=(1, 2, 3)).all(), "each is the next image, none is blank"
@@ -66,13 +66,13 @@ def test_a_split_that_is_damaged_is_an_error(split, noun, count, images):
     files = sorted((images / split).glob("*/*.jpg"))
     for path in files[: count // 2]:
         path.write_bytes(b"no image")
-    train, _, told = read_all(ImageFolder(path=str(images), photos=PLAIN))
+    train, _, told = read_all(ImageFolder(folder=str(images), photos=PLAIN))
     assert len(told) == count // 2, "half of them are skipped"
     assert all(one["image"].any(axis=(1, 2, 3)).all() for one in train)
     for path in files:
         path.write_bytes(b"")
     with pytest.raises(ConfigError, match=rf"of the {count} {noun} images are damaged; the last is {split}/") as error:
-        read_all(ImageFolder(path=str(images), photos=PLAIN))
+        read_all(ImageFolder(folder=str(images), photos=PLAIN))
     assert "it has no bytes. Repair the data" in str(error.value)
 
 
@@ -119,7 +119,7 @@ FOLDERS = [
     (empty_class, "/train/c: this class folder has no images"),
     (no_images, "none of its images is in a class folder"),
     (not_trained_on, "it has the classes zebra, which are not in train. Remove them"),
-    (lambda root: shutil.rmtree(root / "val"), "/val: no such folder"),
+    (lambda root: shutil.rmtree(root / "val"), "it has train/, and none of val/, valid/, validation/, test/, testing/"),
     (file_instead, "/val: it is a file, not a folder"),
     (loop, "/train/a/again: this link points to a folder that contains it"),
     (dangling, "/train/a/9.jpg: this link points to a missing file"),
@@ -132,7 +132,7 @@ def test_a_folder_that_cannot_be_trained_on_is_refused(number, images):
     damage, reason = FOLDERS[number]
     damage(images)
     with pytest.raises(ConfigError) as refused:
-        ImageFolder(path=str(images), photos=PLAIN).build()
+        ImageFolder(folder=str(images), photos=PLAIN).build()
     assert reason in str(refused.value)
 
 
@@ -147,7 +147,7 @@ def test_a_folder_without_permission_is_refused(images, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", denied)
     with pytest.raises(ConfigError, match=r"/train/b: it cannot be read \(Permission denied\)"):
-        ImageFolder(path=str(images), photos=PLAIN).build()
+        ImageFolder(folder=str(images), photos=PLAIN).build()
 
 
 def test_names_may_have_spaces_other_letters_and_no_encoding(images):
@@ -158,7 +158,7 @@ def test_names_may_have_spaces_other_letters_and_no_encoding(images):
     Path(os.fsdecode(os.fsencode(images / "train" / "a") + b"/" + strange[0])).write_bytes(b"")
     (images / "train" / ".ipynb_checkpoints").mkdir()
     (images / "train" / ".ipynb_checkpoints" / "0.jpg").write_bytes(content)
-    data = ImageFolder(path=str(images), photos=PLAIN)
+    data = ImageFolder(folder=str(images), photos=PLAIN)
     _, _, told = read_all(data)
     assert told == ["images: train/a/a b.jpg is skipped: it has no bytes"]
     source = photos_of(data)

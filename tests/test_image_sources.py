@@ -197,7 +197,7 @@ def test_hidden_files_are_no_images_wherever_they_are(form, folder, request):
         memory = pytest.importorskip("fsspec").filesystem("memory")
         memory.put(str(folder), f"/{request.node.name}", recursive=True)
         address = f"memory://{request.node.name}"
-    splits = ImageFolder(path=address, photos=PLAIN).build()
+    splits = ImageFolder(folder=address, photos=PLAIN).build()
     assert splits.train.spec.num_classes == 2
     assert (len(splits.train), len(splits.test)) == (7, 6), "a name may begin with _"
     assert warnings(splits.train) == ""
@@ -209,7 +209,7 @@ def test_files_of_a_folder_that_are_not_used_are_named(scheme, folder):
     (folder / "train" / "cat" / "a.jfif").write_bytes(IMAGE)
     (folder / "val" / "about.txt").write_bytes(b"")
     os.close(os.open(os.fsencode(folder) + b"/val/\xff.txt", os.O_CREAT))
-    data = ImageFolder(path=f"{scheme}{folder}", photos=PLAIN)
+    data = ImageFolder(folder=f"{scheme}{folder}", photos=PLAIN)
     said = warnings(data.build().train)
     assert "7 images are used. Not used are images in no class folder: 1 (loose.jpg)." in said
     assert "(cat/a.jfif)" in said

@@ -100,7 +100,7 @@ def test_batches_larger_than_the_data_are_refused():
 def experiment(folder, **changes):
     photos = Photos(size=48, workers=0, min_scale=0.3, cache=Cache(short_side=64, memory_bytes=2**22))
     values = {
-        "data": ImageFolder(path=str(folder), photos=photos),
+        "data": ImageFolder(folder=str(folder), photos=photos),
         "model": TinyResNet(depth=8, width=8, stem="patch2"),
         "optimizer": SGD(learning_rate=0.05, momentum=0.9),
         "schedule": Cosine(warmup_epochs=1),

@@ -47,7 +47,7 @@ def opened():
 
 
 def images_of(folder, photos=PLAIN, **changes):
-    return ImageFolder(path=str(folder), photos=photos.replaced(changes))
+    return ImageFolder(folder=str(folder), photos=photos.replaced(changes))
 
 
 def requests(count=6, batch=10, num_examples=24, seed=3):
@@ -217,12 +217,12 @@ def test_too_many_damaged_images_are_an_error(damaged, opened):
 
 def test_a_folder_without_classes_is_refused(tmp_path, folder):
     with pytest.raises(ConfigError, match="no such folder"):
-        ImageFolder(path=str(tmp_path / "none")).build()
+        ImageFolder(folder=str(tmp_path / "none")).build()
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "1.jpg").write_bytes(b"")
     with pytest.raises(ConfigError, match="none of its images is in a class folder"):
-        ImageFolder(path=str(tmp_path)).build()
-    with pytest.raises(ConfigError, match=r"data\.path is not set"):
+        ImageFolder(folder=str(tmp_path)).build()
+    with pytest.raises(ConfigError, match=r"data\.folder is not set"):
         ImageFolder().build()
 
 
@@ -263,16 +263,16 @@ def test_addresses_are_read_through_fsspec(folder, opened, expected):
     fsspec = pytest.importorskip("fsspec")
     memory = fsspec.filesystem("memory")
     memory.put(str(folder), "/bucket", recursive=True)
-    splits = opened(ImageFolder(path="memory://bucket", photos=PLAIN))
+    splits = opened(ImageFolder(folder="memory://bucket", photos=PLAIN))
     assert equal(batches(splits.train), expected)
-    with pytest.raises(ConfigError, match=r"nowhere://x/train: it cannot be reached"):
-        ImageFolder(path="nowhere://x").build()
+    with pytest.raises(ConfigError, match=r"nowhere://x: it cannot be reached"):
+        ImageFolder(folder="nowhere://x").build()
 
 
 def test_a_bad_moment_of_the_network_is_waited_out(folder, opened, expected, monkeypatch):
     memory = pytest.importorskip("fsspec").filesystem("memory")
     memory.put(str(folder), "/moody", recursive=True)
-    splits, calls, cat = opened(ImageFolder(path="memory://moody", photos=PLAIN)), [], type(memory).cat_file
+    splits, calls, cat = opened(ImageFolder(folder="memory://moody", photos=PLAIN)), [], type(memory).cat_file
 
     def moody(self, path, **options):
         calls.append(path)
@@ -293,7 +293,7 @@ def test_a_bad_moment_of_the_network_is_waited_out(folder, opened, expected, mon
     assert pauses[-4:] == [0.2, 1.0, 4.0, 16.0]
     monkeypatch.setattr(type(memory), "find", lambda self, path, **options: 1 / 0)
     with pytest.raises(ConfigError, match=r"memory://moody/train: it cannot be listed \(ZeroDivisionError"):
-        ImageFolder(path="memory://moody").build()
+        ImageFolder(folder="memory://moody").build()
 
 
 SHARES = [
@@ -338,7 +338,7 @@ import numpy as np
 from jaxdl.data import Cache, ImageFolder, Photos
 from jaxdl.data.source import TrainRows
 cache = Cache(short_side=64, memory_bytes=2**22, disk=sys.argv[2])
-source = ImageFolder(path=sys.argv[1], photos=Photos(size=48, workers=2, cache=cache)).build().train
+source = ImageFolder(folder=sys.argv[1], photos=Photos(size=48, workers=2, cache=cache)).build().train
 rows = (TrainRows(np.arange(8) + step % 16, np.full(8, step), 0) for step in range(10**9))
 for step, batch in enumerate(source.train_batches(rows)):
     if step == 3:

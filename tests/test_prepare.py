@@ -15,7 +15,7 @@ from jaxdl.training.experiment import Experiment
 
 def config():
     cache = Cache(short_side=64, memory_bytes=2**20, disk={disk!r})
-    return Experiment(data=ImageFolder(path={path!r}, photos=Photos(size=48, workers=2, cache=cache)), epochs=1)
+    return Experiment(data=ImageFolder(folder={path!r}, photos=Photos(size=48, workers=2, cache=cache)), epochs=1)
 """
 
 

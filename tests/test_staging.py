@@ -154,7 +154,7 @@ def test_kinds_of_data_say_what_they_read(tmp_path, source):
         (tmp_path / "images" / split / "cat").mkdir(parents=True)
         (tmp_path / "images" / split / "cat" / "1.jpg").write_bytes(b"jpg")
     (tmp_path / "images" / "unused").mkdir()
-    copied = ImageFolder(path=f"{tmp_path}/images").staged(stage).path
+    copied = ImageFolder(folder=f"{tmp_path}/images").staged(stage).folder
     assert copied.endswith("/images")
     assert sorted(os.listdir(copied)) == ["train", "val"]
     for number in (0, 1):

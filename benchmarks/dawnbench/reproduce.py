@@ -230,7 +230,7 @@ def _rehearsal(experiment: Experiment, args: argparse.Namespace) -> Experiment:
     """The recipe made small."""
     photos = {"min_scale": experiment.data.photos.min_scale, "eval_fraction": 1.0}  # pyright: ignore
     if (data := _stand_in(experiment)) is None:
-        data = ImageFolder(path=str(_digit_files(args.workdir / "digits")), photos=Photos(flip=False, **photos))
+        data = ImageFolder(folder=str(_digit_files(args.workdir / "digits")), photos=Photos(flip=False, **photos))
         batch_size, length = 64, 0.25
     else:
         batch_size, length = 32, _LENGTH

@@ -36,7 +36,7 @@ _ROOMS = {
     "data.text": "corpus documents mixture packing pair_files pair_rows shard_worker shards tokenizer tokenizing",
     "report": "compare status trackers",
     "training": "classics command completion evaluation experiment guard plans rounds state step tasks",
-    "inference": "convert decoding evaluate export generate lm_eval predictor score serve trained translate",
+    "inference": "convert decoding evaluate export generate lm_eval predict predictor score serve trained translate",
     "platform": "fleet launch search spark",
     "performance": "planner",
 }

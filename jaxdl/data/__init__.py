@@ -18,7 +18,7 @@ worker processes of a `Pool`, and keeps what it has read or decoded in `Store`s,
 
 from jaxdl.data.arrays.in_memory import Arrays
 from jaxdl.data.codec import Codec
-from jaxdl.data.converted import Converted
+from jaxdl.data.converted import Converted, ConvertedPhotos
 from jaxdl.data.digits import Digits
 from jaxdl.data.images.folder import ImageFolder
 from jaxdl.data.images.parquet import ParquetImages, ParquetPhotos
@@ -62,6 +62,7 @@ __all__ = [
     "Codec",
     "Conversations",
     "Converted",
+    "ConvertedPhotos",
     "Criteo",
     "Data",
     "DataSpec",

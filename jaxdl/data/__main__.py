@@ -99,7 +99,10 @@ def prepare(data: Any, file: str) -> None:
     on_disk = config.replaced({"cache.memory_bytes": 0})  # The memory cache ends with this process.
     pipeline = ImagePipeline(on_disk, source.pipeline.records, source.pipeline.name)
     console = Console()
-    pipeline.warn = lambda text: console.print(text, style="yellow")
+    for name, value in splits.facts() if splits.facts is not None else ():
+        console.print(f"{name:<10} {value}", soft_wrap=True, markup=False, highlight=False)
+    pipeline.warn = lambda text: console.print(text, style="yellow", markup=False)
+    pipeline.tell_remarks()
     try:
         tiers = _fill(pipeline, console)
     finally:

@@ -1,4 +1,4 @@
-"""The data of a run that was converted from elsewhere: only the tokenizer is known."""
+"""The data of a run that was converted from elsewhere: only how the network reads its inputs is known."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data.codec import Codec
+from jaxdl.data.images.photos import Photos
 from jaxdl.data.source import Data, Splits
 
 
@@ -38,3 +39,14 @@ class Converted(Data, kind="converted"):
         if codec.kind != "sentencepiece" or codec.says_opening or codec.start is None:
             return codec
         return codec.with_opening((codec.start,))
+
+
+class ConvertedPhotos(Data, kind="converted_photos"):
+    """No examples, and how a network of images that another program trained reads photographs."""
+
+    photos: Photos = Photos()
+    """Size, crop and normalization of the images."""
+
+    def build(self) -> Splits:
+        """Raises ConfigError: the examples are not here."""
+        raise ConfigError("the network was converted, and its training data are not here. Give other --data.")

@@ -70,12 +70,12 @@ class LeftOut:
 
     def __str__(self) -> str:
         return "; ".join(
-            f"{reason}: {count:,} ({_readable(', '.join(names))}{', ...' if count > len(names) else ''})"
+            f"{reason}: {count:,} ({readable(', '.join(names))}{', ...' if count > len(names) else ''})"
             for reason, (count, names) in self.reasons.items()
         )
 
 
-def _readable(name: str) -> str:
+def readable(name: str) -> str:
     """A name that any terminal takes: those of files may not be UTF-8."""
     return name.encode("utf-8", "surrogateescape").decode(errors="replace")
 
@@ -87,7 +87,7 @@ def left_out_remark(place: str, num_used: int, lost: LeftOut | None, unread: Lef
         parts.append(f"{num_used:,} images are used. Not used are {lost}.")
     if unread:
         parts.append(f"Not read are {unread}.")
-    return f"{_readable(place)}: {' '.join(parts)}" if parts else ""
+    return f"{readable(place)}: {' '.join(parts)}" if parts else ""
 
 
 class Records(abc.ABC):

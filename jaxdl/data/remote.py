@@ -111,6 +111,28 @@ def _find_local(folder: Path, suffixes: tuple[str, ...], others: list[str]) -> I
             yield FileEntry(path, below, status.st_size, str(status.st_mtime_ns))
 
 
+def list_folder(address: str) -> tuple[list[str], list[str]]:
+    """(names of the folders in a folder, names of its files), each sorted, without hidden ones.
+
+    Raises ConfigError without a folder.
+    """
+    if is_remote(address):
+        system, root = _filesystem(address)
+        with _listing(address):
+            every = [(info["name"].rstrip("/"), info["type"]) for info in system.ls(root, detail=True)]
+        entries = [(name.rsplit("/", 1)[-1], kind == "directory") for name, kind in every if name != root.rstrip("/")]
+    else:
+        folder = expand_home(address)
+        with reading(address):
+            if not os.path.isdir(folder):
+                os.stat(folder)  # Unlike isdir, it raises with the reason.
+                raise ConfigError(f"{folder}: it is a file, not a folder.")
+            with os.scandir(folder) as there:
+                entries = [(entry.name, entry.is_dir()) for entry in there]
+    shown = sorted((name, is_folder) for name, is_folder in entries if not is_hidden(name))
+    return [name for name, is_folder in shown if is_folder], [name for name, is_folder in shown if not is_folder]
+
+
 def empty_folders(address: str, filled: Collection[str]) -> list[str]:
     """The folders directly in a local folder that are not among `filled`; hidden ones do not count."""
     if is_remote(address):

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import zlib
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -131,6 +131,8 @@ class Source(abc.ABC):
     """Whether the number of examples is not known before they are read, as of streams; it is `ENDLESS` then."""
     reuses_memory: bool = False
     """Whether `train_batches` and `eval_batches` overwrite what they yielded."""
+    of_files: bool = False
+    """Whether each example is made from a file, such as a photograph."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -193,6 +195,10 @@ class Source(abc.ABC):
         """The sources that this one is a mixture of, by name; their examples follow each other in it."""
         return {}
 
+    def name_of(self, index: int) -> str:
+        """The name of an example for the user; its number where it has none."""
+        return f"example {index:,}"
+
     def content(self) -> str:
         """Identifies the examples and their order where the config alone does not: files may change."""
         return ""
@@ -252,6 +258,8 @@ class Splits:
     test: Source
     earlier: Callable[[], Splits] | None = dataclasses.field(default=None, kw_only=True)
     """Reads the same files as earlier versions did, where that gives other examples."""
+    facts: Callable[[], Sequence[tuple[str, str]]] | None = dataclasses.field(default=None, kw_only=True)
+    """What was found, as (name, value) of lines for the user; called when a run begins. It may look at many files."""
 
     def as_recorded(self, recorded: Mapping[str, Any]) -> Splits:
         """As earlier versions read them, if a run recorded that these are its examples: its `content`."""

@@ -105,7 +105,10 @@ class DataSpec(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class ImageSpec(DataSpec):
-    """Shape and statistics of an image data set. `mean` and `std` are per channel, in grey levels 0..255."""
+    """Shape and statistics of an image data set. `mean` and `std` are per channel, in grey levels 0..255.
+
+    `class_names` are the names of the classes by their numbers, where they are known.
+    """
 
     height: int
     width: int
@@ -113,7 +116,13 @@ class ImageSpec(DataSpec):
     num_classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    # Not compared: the images are the same, and runs of earlier versions have recorded no names.
+    class_names: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     modality: ClassVar[str] = "images"
+
+    def class_name(self, number: int) -> str:
+        """The name of a class, or its number where there are no names."""
+        return self.class_names[number] if self.class_names else str(number)
 
     def sizes(self) -> dict[str, int]:
         """The number of classes and of channels."""

@@ -210,7 +210,7 @@ def _build_photos(config: TFDS, photos: Photos, builder: Any, test_split: str) -
     if feature.shape[-1] not in (None, 1, 3, 4) or np.dtype(feature.np_dtype) != np.uint8:
         raise ConfigError(f"tfds {config.name}: photos are decoded to 8 bits of red, green and blue, not {feature}.")
     train, test = (TFDSRecords(config, split, classes.num_classes) for split in (config.train_split, test_split))
-    return photos.build(train, test, classes.num_classes, name=config.name)
+    return photos.build(train, test, classes.num_classes, name=config.name, class_names=tuple(classes.names))
 
 
 class TFDSRecords(Records):
@@ -312,11 +312,11 @@ def _build_images(config: TFDS, builder: Any, test_split: str) -> Splits:
     if num_bytes <= config.memory_limit_bytes:
         images, labels = train.read(np.arange(len(train)))
         mean, std = channel_statistics(lambda rows: images[rows], len(images))
-        spec = ImageSpec(*form[:3], classes.num_classes, mean, std)
+        spec = ImageSpec(*form[:3], classes.num_classes, mean, std, tuple(classes.names))
         return Splits(ImageArrays(images, labels, spec), ImageArrays(*test.read(np.arange(len(test))), spec))
     # A thousand photographs give the mean to a grey level; decoding more would delay every start.
     mean, std = channel_statistics(lambda rows: train.read(rows)[0], len(train), max_examples=1024)
-    train.spec = test.spec = ImageSpec(*form[:3], classes.num_classes, mean, std)
+    train.spec = test.spec = ImageSpec(*form[:3], classes.num_classes, mean, std, tuple(classes.names))
     return Splits(train, test)
 
 

@@ -18,7 +18,8 @@ from jaxdl.core.errors import without_frames
 from jaxdl.core.files import DATA_FILE, EXAMPLES_FILE, step_folder
 from jaxdl.core.runs import Which, check_run, check_which
 from jaxdl.data import Codec, Data, DataSpec, Source, Splits, TextSpec, spec_from_json
-from jaxdl.data.phases import make_timeline
+from jaxdl.data.images.given import reader_for
+from jaxdl.data.phases import Phase, make_timeline
 from jaxdl.data.text.chat_template import ChatTemplate
 from jaxdl.data.text.labelled_spec import is_text
 from jaxdl.exchange import Dense
@@ -35,7 +36,7 @@ from jaxdl.parallel.mesh import MeshConfig, make_mesh
 from jaxdl.parallel.sharding import Params
 from jaxdl.training.checkpoint import Checkpoints, read_reference, restore_mean
 from jaxdl.training.experiment import Experiment, read_experiment
-from jaxdl.training.run.inference import Inference, held_out, of_phase
+from jaxdl.training.run.inference import Inference, evaluated_size, held_out, of_phase
 from jaxdl.training.run.plan.build import make_parts
 from jaxdl.training.run.plan.init_from import reading_spec
 from jaxdl.training.run.plan.validate import check_axes
@@ -58,8 +59,11 @@ class Predictor(Inference):
     def __init__(
         self, experiment: Experiment, parts: Parts, params: Params, model_state: ModelState, step: int, workdir: Path
     ) -> None:
-        super().__init__(parts, params, model_state)
         self.experiment, self.step, self.workdir = experiment, step, workdir
+        size = None
+        with contextlib.suppress(OSError, ValueError):  # A workdir may lack the file that says how long it trains.
+            size = evaluated_size(self._phase)
+        super().__init__(parts, params, model_state, reader_for(experiment.data, parts.data_spec, size))
         self._translators: dict[tuple[int, float, int], Translator] = {}
         self._drafts: dict[Path, Predictor] = {}
 
@@ -145,8 +149,13 @@ class Predictor(Inference):
 
     def _at_run_size(self, source: Source) -> Source:
         """The source with images of the size that the run's phase evaluated at this step."""
+        return of_phase(source, self._phase)
+
+    @property
+    def _phase(self) -> Phase | None:
+        """The phase of the run at this step; None where it has none."""
         if not self.experiment.phases:
-            return source
+            return None
         counts = json.loads((self.workdir / EXAMPLES_FILE).read_text(encoding="utf-8"))
         timeline = make_timeline(
             counts["train"]["examples"],
@@ -155,7 +164,7 @@ class Predictor(Inference):
             steps=None,
             phases=self.experiment.phases,
         )
-        return of_phase(source, timeline.segment(max(0, self.step - 1)).phase)
+        return timeline.segment(max(0, self.step - 1)).phase
 
     def generate(
         self,

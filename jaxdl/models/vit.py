@@ -2,6 +2,9 @@
 
 Patches are embedded by one linear layer; their positions are fixed sines and cosines, so images may have any size that
 is a multiple of the patch; a linear head reads the mean of the tokens. No class token, no dropout.
+
+As the first paper has it, and most published networks: `class_token`, `pool` = token and learned positions. These have
+a table for the images of the training; for others it is interpolated.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from jaxdl.parallel.gathering import gather_layer
 
 _SIZES = {"tiny": (12, 192, 3), "small": (12, 384, 6), "base": (12, 768, 12), "large": (24, 1024, 16)}
 """Size -> blocks, embedding, heads."""
+_SMALL = 0.02
+"""Standard deviation of a new class token and of new learned positions."""
 _LONGEST = 10_000.0
 """Wavelengths of the positions run from 2 pi to 2 pi times this."""
 
@@ -43,9 +48,38 @@ class ViT(Model, kind="vit"):
     """Blocks; None takes the size's."""
     norm_epsilon: float = pydantic.Field(default=1e-6, gt=0)
     """Added to the variance before the square root."""
+    class_token: bool = False
+    """Add a learned token before those of the patches."""
+    pool: Literal["mean", "token", "mean_first"] = "mean"
+    """What the head reads. mean: the mean of the normalized tokens of patches; token: the class token, normalized;
+    mean_first: the mean of the tokens of patches, normalized after it is taken."""
+    positions: Literal["sines", "learned"] = "sines"
+    """Positions of the patches: fixed sines and cosines, or a learned table."""
+    grid: int | None = pydantic.Field(default=None, ge=1)
+    """Rows and columns of the learned table: the size of images over `patch`. The table is interpolated for others."""
     remat: Remat = "none"
     """What is kept of a block for the backward pass, which computes the rest again: everything (`none`), its input
     (`block`), also the results of its products and of attention (`dots`), or these in the host's memory (`offload`)."""
+
+    @pydantic.model_validator(mode="after")
+    def _parts_fit(self) -> ViT:
+        if self.pool == "token" and not self.class_token:
+            raise ValueError("pool = token: there is no class token. Set class_token too.")
+        if (self.grid is None) != (self.positions == "sines"):
+            raise ValueError(
+                f"grid = {self.grid}: positions = {self.positions} "
+                + (
+                    "have no table. Remove it."
+                    if self.grid
+                    else "need its rows, such as 14 for 224 pixels in patches of 16."
+                )
+            )
+        return self
+
+    @property
+    def embed_dim(self) -> int:
+        """Size of a token."""
+        return _SIZES[self.size][1]
 
     @property
     def blocks(self) -> int:
@@ -131,6 +165,14 @@ class ViTModule(nnx.Module):
             axes=("height", "width", "channel_in", "embed"),
         )
         self.embedding_bias = nnx.Param(jnp.zeros((embed,), jnp.float32), axes=("norm",))
+        small = nnx.initializers.normal(_SMALL)
+        if config.class_token:
+            self.class_token = nnx.Param(small(rngs.params(), (embed,), jnp.float32), axes=("norm",))
+        if config.grid is not None:
+            rows = config.grid**2 + config.class_token
+            self.position_embedding = nnx.Param(
+                small(rngs.params(), (rows, embed), jnp.float32), axes=("position", "embed")
+            )
 
         @nnx.split_rngs(splits=config.blocks)
         @nnx.vmap(in_axes=(0,), out_axes=0)
@@ -141,7 +183,8 @@ class ViTModule(nnx.Module):
         self.final_norm = LayerNorm(embed, config.norm_epsilon, dtype=jnp.float32)
         self.head = Head(embed, num_classes, rngs, stddev=0.0, dtype=dtype)
         self.remat: Remat = config.remat
-        self.patch, self.dtype = patch, dtype
+        self.patch, self.dtype, self.grid = patch, dtype, config.grid
+        self.pool, self.num_before = config.pool, int(config.class_token)
 
     def __call__(self, image: jax.Array, *, train: bool) -> jax.Array:
         """Normalized image [batch, height, width, channel] -> logits, float32 [batch, num_classes].
@@ -159,7 +202,7 @@ class ViTModule(nnx.Module):
         tokens = tokens.reshape(batch, rows * columns, patch * patch * channels).astype(self.dtype)
         kernel = self.embedding[...].reshape(patch * patch * channels, -1)
         x = add_bias(weight_product(tokens, kernel), self.embedding_bias[...])
-        x = x + positions(rows, columns, x.shape[-1]).astype(self.dtype)
+        x = self._placed(x, rows, columns)
         x = sharding.constrain(x, "batch", "length", "embed")
         graphdef, state = nnx.split(self.layers)
 
@@ -167,7 +210,40 @@ class ViTModule(nnx.Module):
             return nnx.merge(graphdef, gather_layer(layer_state))(x)
 
         x, _ = through_layers(body, x, state, remat=self.remat)
-        return self.head(jnp.mean(self.final_norm(x), axis=1, dtype=jnp.float32))
+        return self.head(self._pooled(x))
+
+    def _placed(self, x: jax.Array, rows: int, columns: int) -> jax.Array:
+        """The tokens of patches with their positions, [batch, token, embed], after the class token if there is one."""
+        if self.grid is None:
+            x = x + positions(rows, columns, x.shape[-1]).astype(self.dtype)
+        else:
+            table = interpolated(self.position_embedding[...][self.num_before :], self.grid, rows, columns)
+            x = x + table.astype(self.dtype)
+        if not self.num_before:
+            return x
+        first = self.class_token[...] if self.grid is None else self.class_token[...] + self.position_embedding[...][0]
+        first = jnp.broadcast_to(first.astype(self.dtype), (x.shape[0], 1, x.shape[-1]))
+        return jnp.concatenate([first, x], axis=1)
+
+    def _pooled(self, x: jax.Array) -> jax.Array:
+        """What the head reads, float32 [batch, embed], of all tokens."""
+        if self.pool == "token":
+            return self.final_norm(x[:, 0]).astype(jnp.float32)
+        patches = x[:, self.num_before :]
+        if self.pool == "mean_first":
+            return self.final_norm(jnp.mean(patches, axis=1, dtype=jnp.float32))
+        return jnp.mean(self.final_norm(patches), axis=1, dtype=jnp.float32)
+
+
+def interpolated(table: jax.Array, grid: int, rows: int, columns: int) -> jax.Array:
+    """A learned table [grid * grid, embed] for other images, [rows * columns, embed]: bicubic, antialiased.
+
+    It is what timm does with a checkpoint that is loaded for another size (`resample_abs_pos_embed`).
+    """
+    if (rows, columns) == (grid, grid):
+        return table
+    square = table.reshape(grid, grid, -1)
+    return jax.image.resize(square, (rows, columns, square.shape[-1]), "cubic").reshape(rows * columns, -1)
 
 
 def positions(rows: int, columns: int, size: int) -> jax.Array:

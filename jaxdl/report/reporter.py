@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxdl.core.errors import as_typed
-from jaxdl.core.files import CURVES_FILE, LOAD_PLOT_FILE, PROFILE_FOLDER, SUMMARY_FILE
+from jaxdl.core.files import CONFUSION_FILE, CURVES_FILE, LOAD_PLOT_FILE, PROFILE_FOLDER, SUMMARY_FILE
 from jaxdl.parallel.compiler.times import CompileTimes
 from jaxdl.report.consumed import Consumption
 from jaxdl.report.events import WARNINGS, Event, EventKind
@@ -22,6 +22,7 @@ from jaxdl.report.expert_loads import ExpertLoads
 from jaxdl.report.fetching import OWN, fetch, joint_totals, step_metrics, total_metrics
 from jaxdl.report.history import History, ReportConfig
 from jaxdl.report.inputs import InputWatch
+from jaxdl.report.judged import Judged
 from jaxdl.report.notebook import LivePlot
 from jaxdl.report.plots import plot_history
 from jaxdl.report.progress import Progress
@@ -80,6 +81,7 @@ class Reporter:
         self._progress: Progress | None = None
         self._early: list[str] = []
         self._live_plot: LivePlot | None = None
+        self._judged: Judged | None = None
 
     def open(self, evaluated_step: int) -> None:
         """Opens the history and the display of a run at its present step, the last evaluation as given."""
@@ -103,6 +105,10 @@ class Reporter:
             self._live_plot = LivePlot(columns, **self._plot_options, note=self.note)
         if self._counter.step > 0 and self._folder is not None:
             self._earlier = read_summary(self._folder / SUMMARY_FILE)
+
+    def keep_judged(self, evaluated: Judged | None) -> None:
+        """Keeps what the last evaluation showed of each example, for the end of the run."""
+        self._judged = evaluated
 
     @property
     def every_steps(self) -> int:
@@ -299,6 +305,7 @@ class Reporter:
                 num_restarts=self.history.num_events("restart"),
                 num_rollbacks=self.history.num_events("rollback"),
                 compiling=self._compile_times.figures(),
+                classes=self._judged and self._judged.classes(),
             )
             if self._folder is not None:
                 folder, columns = self._folder, self.history.columns()
@@ -306,6 +313,8 @@ class Reporter:
                     self.show_status("drawing curves")
                     self._try(CURVES_FILE, lambda: self._plot(columns, folder / CURVES_FILE))
                     self._try(LOAD_PLOT_FILE, lambda: self._loads.plot(folder / LOAD_PLOT_FILE))
+                    if (judged := self._judged) is not None and status != "interrupted":
+                        self._try(CONFUSION_FILE, lambda: judged.draw(folder))
                 self._try(SUMMARY_FILE, functools.partial(write_summary, folder / SUMMARY_FILE, summary))
         if self._trackers:
             self.show_status("writing to trackers")
@@ -315,8 +324,9 @@ class Reporter:
         if self._progress is not None:
             self._progress.stop()
         spec = self._subject.source.spec
-        further = what_next(self._folder, status, spec.modality, self._task.reads(spec))
-        print_summary(summary, self._start.console, further)
+        further = what_next(self._folder, status, spec.modality, self._task.reads(spec), self._subject.source.of_files)
+        weakest = self._judged.weakest() if self._judged is not None else ""
+        print_summary(summary, self._start.console, [*([("weakest", weakest)] if weakest else []), *further])
         return summary
 
     def _note_empty_steps(self) -> None:

@@ -87,6 +87,9 @@ class Start:
     def data(self, config: Config, splits: Any) -> None:
         """Prints the number and kind of examples; `splits` is the data."""
         self.fact("data", data_fact(config, splits))
+        if splits.facts is not None and not self._closed and not self.console.quiet:
+            for name, value in splits.facts():
+                self.fact(name, value)
 
     def plan(self, plan: Any, end: int) -> None:
         """Prints the facts of a `Plan`: model, length, optimizer, exchange. The run ends at step `end`."""

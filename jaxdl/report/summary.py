@@ -15,10 +15,19 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxdl.core.errors import as_typed
-from jaxdl.core.files import CHAT_FILE, CHECKPOINTS_FOLDER, CURVES_FILE, LOAD_PLOT_FILE, replace_file
+from jaxdl.core.files import (
+    CHAT_FILE,
+    CHECKPOINTS_FOLDER,
+    CONFUSION_FILE,
+    CURVES_FILE,
+    LOAD_PLOT_FILE,
+    MISTAKES_FILE,
+    replace_file,
+)
 from jaxdl.parallel.compiler.times import in_words
 from jaxdl.parallel.mesh import mesh_text
 from jaxdl.report.history import json_value
+from jaxdl.report.judged import OfClass
 from jaxdl.report.lines import format_duration, format_number, is_live
 from jaxdl.report.status.failures import package_versions
 
@@ -45,6 +54,7 @@ class Summary(TypedDict):
     devices: Devices
     versions: dict[str, str]
     compiling: NotRequired[dict[str, float]]
+    classes: NotRequired[dict[str, OfClass]]
     extra: NotRequired[dict[str, Any]]
 
 
@@ -70,6 +80,7 @@ def make_summary(
     num_restarts: int = 0,
     num_rollbacks: int = 0,
     compiling: Mapping[str, float] | None = None,
+    classes: Mapping[str, OfClass] | None = None,
 ) -> Summary:
     """The content of summary.json.
 
@@ -77,7 +88,8 @@ def make_summary(
     the last ones; `seconds` is wall time per phase (see `Stopwatch.seconds`); `mesh` is axis -> size; `devices` is
     `describe_devices()` unless given; `extra` is any further JSON, kept under "extra"; `num_restarts` counts the
     launcher's, `num_rollbacks` returns to a checkpoint after bad steps; `compiling` are the figures of
-    `CompileTimes` in this process. A metric that is not finite is `null`.
+    `CompileTimes` in this process; `classes` are those of a classifier of images. A metric that is not finite is
+    `null`.
     """
     summary: Summary = {
         "status": status,
@@ -95,6 +107,8 @@ def make_summary(
     }
     if compiling is not None:
         summary["compiling"] = {name: round(float(value), 3) for name, value in compiling.items()}
+    if classes:
+        summary["classes"] = dict(classes)
     if extra:
         summary["extra"] = dict(extra)
     return summary
@@ -132,15 +146,17 @@ def describe_devices() -> Devices:
     }
 
 
-def what_next(folder: Path | None, status: Status, modality: str, reads: Sequence[str] = ()) -> list[tuple[str, str]]:
+def what_next(
+    folder: Path | None, status: Status, modality: str, reads: Sequence[str] = (), of_files: bool = False
+) -> list[tuple[str, str]]:
     """(name, value) of where a run is kept, how it is used and how it resumes.
 
-    `modality` is that of the data, `reads` are the arrays that the network reads.
+    `modality` is that of the data, `reads` are the arrays that the network reads; `of_files`: each example is a file.
     """
     if folder is None:
         return [("kept", "nothing; give --workdir FOLDER to keep checkpoints and curves")]
-    drawn = {"curves": folder / CURVES_FILE, "experts": folder / LOAD_PLOT_FILE}
-    lines = [(name, str(path)) for name, path in drawn.items() if path.exists()]
+    drawn = {"curves": CURVES_FILE, "experts": LOAD_PLOT_FILE, "confusion": CONFUSION_FILE, "mistakes": MISTAKES_FILE}
+    lines = [(name, str(folder / file)) for name, file in drawn.items() if (folder / file).exists()]
     if (folder / CHECKPOINTS_FOLDER).is_dir():
         lines.append(("checkpoints", str(folder / CHECKPOINTS_FOLDER)))
         workdir = f"--workdir {shlex.quote(str(folder))}"
@@ -152,7 +168,8 @@ def what_next(folder: Path | None, status: Status, modality: str, reads: Sequenc
         }
         named = ", ".join(f'"{name}": ...' for name in reads)
         arrays = f"{{{named}}}" if len(reads) > 1 else "x"
-        predict = f'jaxdl.restore("{folder}").predict({"images" if modality == "images" else arrays})'
+        inputs = ('"photo.jpg"' if of_files else "images") if modality == "images" else arrays
+        predict = f'jaxdl.restore("{folder}").predict({inputs})'
         lines.append(("use it", commands.get(modality, predict)))
     if status == "interrupted":  # Who stopped early as asked has been told how to resume.
         lines.append(("resume", "start the same command again"))

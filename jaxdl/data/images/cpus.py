@@ -1,4 +1,4 @@
-"""How many CPUs a process may use for images."""
+"""How many CPUs a process may use."""
 
 from __future__ import annotations
 

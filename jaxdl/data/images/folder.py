@@ -1,36 +1,54 @@
-"""Image files in class folders, `train/class/image.jpg`: local, mounted, or in the cloud."""
+"""Image files in class folders: local, mounted, or in the cloud."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple
 
 import numpy as np
+import pydantic
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data import remote
+from jaxdl.data.images.layout import LAYOUTS, Layout, class_of, find_layout, is_held_out, no_classes, one_class
+from jaxdl.data.images.photo import reads_heic
 from jaxdl.data.images.photos import Photos
-from jaxdl.data.records import BadRecord, LeftOut, Records, left_out_remark, mark_of
+from jaxdl.data.images.survey import folder_facts
+from jaxdl.data.records import BadRecord, LeftOut, Records, left_out_remark, mark_of, readable
 from jaxdl.data.source import Data, Splits
 from jaxdl.data.staging import Stage
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff")
+HEIC_SUFFIXES = (".heic", ".heif")
+_LOST_KINDS = {
+    "photographs in HEIC, which the package pillow-heif reads (pip install 'jaxdl[heic]')": HEIC_SUFFIXES,
+    "raw photographs, which must be developed": (".cr2", ".cr3", ".nef", ".arw", ".dng", ".raf", ".orf", ".rw2"),
+}
+"""Reason -> the ends of the names of photographs that are not read."""
 
 _NAMES = "utf-8", "surrogateescape"
 """Encoding of file names, which may not be UTF-8; that of `os.fsencode`."""
 
 
 class ImageFolder(Data, kind="image_folder"):
-    """Image files in one folder per class, such as `train/cat/1.jpg` and `val/cat/2.jpg`."""
+    """Image files in one folder per class: `train/cat/1.jpg` and `val/cat/2.jpg`, or `cat/1.jpg` alone."""
 
-    path: str = ""
+    folder: str = ""
     """Root folder of the images, or its URL: gs://bucket/imagenet, s3://bucket/imagenet."""
     train_folder: str = "train"
-    """Folder below `path` with the training images."""
+    """Folder below `folder` with the class folders of the training images. If there is no `train` (or `training`), the
+    class folders are in `folder` itself."""
     test_folder: str = "val"
-    """Folder below `path` with the held-out images."""
+    """Folder below `folder` with the held-out images. If there is no `val`, it is valid, validation, test or testing,
+    the first that is there."""
+    test_fraction: float | None = pydantic.Field(default=None, gt=0, lt=1)
+    """Hold out this part of the training images, whatever folders of held-out images there are. Which ones depends on
+    their paths alone, so it stays so when images are added. None takes 0.2 where there is no train folder."""
     photos: Photos = Photos()
     """Crops, augmentation, workers and cache of the images."""
+    former_names: ClassVar[Mapping[str, str]] = {"path": "folder"}
 
     def build(self) -> Splits:
         """Training and held-out images. Classes are numbered in the order of their folder names.
@@ -38,54 +56,86 @@ class ImageFolder(Data, kind="image_folder"):
         Raises ConfigError if there are no images, fewer than 2 classes, a class without training images, or a held-out
         class that is not in the training data.
         """
-        if not self.path:
-            raise ConfigError("--data.path is not set. Set it to the folder with the images.")
-        root = self.path.rstrip("/")
-        left_out = [(LeftOut(), LeftOut()) for _ in range(2)]
-        folders = f"{root}/{self.train_folder}", f"{root}/{self.test_folder}"
-        splits = [self._find(folder, *parts) for folder, parts in zip(folders, left_out, strict=True)]
-        classes = sorted({_class(file) for file in splits[0]})
-        if empty := remote.empty_folders(f"{root}/{self.train_folder}", classes):
+        layout = self._layout()
+        every = _find(layout.train_address)
+        classes = sorted({class_of(file.name) for file in every.files})
+        if empty := remote.empty_folders(layout.train_address, [file.name.split("/")[0] for file in every.files]):
             raise ConfigError(
-                f"{root}/{self.train_folder}/{empty[0]}: this class folder has no images "
+                f"{layout.train_address}/{empty[0]}: this class folder has no images "
                 f"({', '.join(IMAGE_SUFFIXES)}). Put its images there, or remove it."
             )
         if len(classes) < 2:
-            raise ConfigError(
-                f"{root}/{self.train_folder}: all of its {len(splits[0]):,} images are of one class, {classes[0]!r}; "
-                f"classification needs 2 or more. Make one folder per class, such as {self.train_folder}/cat/1.jpg and "
-                f"{self.train_folder}/dog/1.jpg."
-            )
-        unknown = sorted({_class(file) for file in splits[1]} - set(classes))
+            raise one_class(layout, len(every.files), classes[0])
+        train, test = _divided(every, layout) if layout.test is None else (every, _find(layout.test_address))
+        unknown = sorted({class_of(file.name) for file in test.files} - set(classes))
         if unknown:
             raise ConfigError(
-                f"{root}/{self.test_folder}: it has the classes {', '.join(unknown[:5])}, which are not in "
-                f"{self.train_folder}. Remove them, or add their images to the training data."
+                f"{layout.test_address}: it has the classes {', '.join(unknown[:5])}, which are not in "
+                f"{layout.train}. Remove them, or add their images to the training data."
             )
-        train, test = (FolderRecords(files, classes, *parts) for files, parts in zip(splits, left_out, strict=True))
-        return self.photos.build(train, test, len(classes), name=root.rsplit("/", 1)[-1])
+        if layout.not_read:
+            train.unread.add("folders beside the ones that are read", *layout.not_read)
+        sources = [FolderRecords(part.files, classes, part.lost, part.unread) for part in (train, test)]
+        splits = self.photos.build(
+            *sources, len(classes), name=layout.root.rsplit("/", 1)[-1], class_names=tuple(map(readable, classes))
+        )
+        return dataclasses.replace(splits, facts=lambda: folder_facts(layout.text, *sources, classes))
 
     def staged(self, stage: Stage) -> ImageFolder:
-        """The config of copies of the two folders."""
-        if not self.path:
+        """The config of copies of the folders that are read."""
+        if not self.folder:
             return self
-        return self.replaced({"path": stage.folder(self.path, (self.train_folder, self.test_folder))})
+        return self.replaced({"folder": stage.folder(self.folder, self._layout().folders)})
 
-    def _find(self, folder: str, lost: LeftOut, unread: LeftOut) -> list[remote.FileEntry]:
-        others: list[str] = []
-        every = remote.find(folder, IMAGE_SUFFIXES, others)
-        files = [file for file in every if "/" in file.name]
-        if not files:
-            raise ConfigError(f"{folder}: none of its images is in a class folder, such as {folder}/cat/1.jpg.")
-        if outside := [file.name for file in every if "/" not in file.name]:
-            lost.add("images in no class folder", *outside)
-        if others:
-            unread.add(f"files with names of other kinds than {' '.join(IMAGE_SUFFIXES)}", *others)
-        return files
+    def _layout(self) -> Layout:
+        if not self.folder:
+            raise ConfigError(f"--data.folder is not set. Set it to the folder with the images. {LAYOUTS}")
+        asked = (
+            None if value == type(self).model_fields[name].default else value
+            for name, value in (("train_folder", self.train_folder), ("test_folder", self.test_folder))
+        )
+        return find_layout(self.folder.rstrip("/") or "/", *asked, self.test_fraction)
 
 
-def _class(file: remote.FileEntry) -> str:
-    return file.name.split("/", 1)[0]
+class Part(NamedTuple):
+    """The images of a folder, or of a part of it, and what else is there: images that are lost, and other files."""
+
+    files: list[remote.FileEntry]
+    lost: LeftOut
+    unread: LeftOut
+
+
+def _find(folder: str) -> Part:
+    others: list[str] = []
+    suffixes = IMAGE_SUFFIXES + (HEIC_SUFFIXES if reads_heic() else ())
+    every = remote.find(folder, suffixes, others)
+    part = Part([file for file in every if "/" in file.name], LeftOut(), LeftOut())
+    if outside := [file.name for file in every if "/" not in file.name]:
+        part.lost.add("images in no class folder", *outside)
+    for reason, kinds in _LOST_KINDS.items():
+        if lost := [name for name in others if name.lower().endswith(kinds)]:
+            part.lost.add(reason, *lost)
+            others = [name for name in others if not name.lower().endswith(kinds)]
+    if others:
+        part.unread.add(f"files with names of other kinds than {' '.join(suffixes)}", *others)
+    if not part.files:
+        raise no_classes(folder, str(part.lost))
+    return part
+
+
+def _divided(part: Part, layout: Layout) -> tuple[Part, Part]:
+    """(what is trained on, what is held out), by the paths of the images. Raises ConfigError where one lacks images."""
+    held = [file for file in part.files if is_held_out(file.name, layout.test_fraction)]
+    there = {file.name for file in held}
+    left = [file for file in part.files if file.name not in there]
+    lacking = sorted({class_of(file.name) for file in held} - {class_of(file.name) for file in left})
+    if lacking or not held:
+        what = f"all images of the class {lacking[0]!r} are" if lacking else f"none of its {len(left):,} images is"
+        raise ConfigError(
+            f"{layout.train_address}: {what} in the part of {layout.test_fraction:.4g} that is held out by the hashes "
+            "of their paths. Add images, change --data.test-fraction, or put held-out images into a folder val."
+        )
+    return Part(left, part.lost, part.unread), Part(held, LeftOut(), LeftOut())
 
 
 class FolderRecords(Records):
@@ -102,36 +152,40 @@ class FolderRecords(Records):
     ) -> None:
         """`lost` are images that are not among `files`, and `unread` what else is in the folder."""
         number = {name: place for place, name in enumerate(classes)}
-        self._labels = np.array([number[_class(file)] for file in files], np.int32)
+        self.labels = np.array([number[class_of(file.name)] for file in files], np.int32)
         self._root = files[0].address[: -len(files[0].name)]
         assert all(file.address == self._root + file.name for file in files)
         # One array that the worker processes share: a list of a million names is slow to send and large in each.
         names = "\n".join(file.name for file in files).encode(*_NAMES)
         self._names = np.frombuffer(names, np.uint8)
         self._ends = np.cumsum([len(file.name.encode(*_NAMES)) + 1 for file in files])
-        self._sizes = np.array([file.num_bytes for file in files], np.int64)
+        self.sizes = np.array([file.num_bytes for file in files], np.int64)
         self._versions = np.array([file.version.encode() for file in files], bytes)
-        self.content = hashlib.sha256(names + self._sizes.tobytes()).hexdigest()
+        self.content = hashlib.sha256(names + self.sizes.tobytes()).hexdigest()
         self.num_lost = len(lost or ())
         self.remark = left_out_remark(self._root.rstrip("/"), len(files), lost, unread)
         self.identity = f"{self._root} {hashlib.sha256(self.content.encode() + self._versions.tobytes()).hexdigest()}"
 
     def __len__(self) -> int:
-        return len(self._labels)
+        return len(self.labels)
 
     def read(self, index: int) -> tuple[bytes, int]:
         """(bytes of the file, class). Raises BadRecord for a file that cannot be read."""
         try:
-            return remote.read(self._root + self._below(index)), int(self._labels[index])
+            return remote.read(self.address(index)), int(self.labels[index])
         except remote.Outage:
             raise
         except OSError as error:
             raise BadRecord(f"it cannot be read ({error.strerror or error})") from None
 
+    def address(self, index: int) -> str:
+        """The path of the file, or its address."""
+        return self._root + self._below(index)
+
     def mark(self, index: int) -> int:
         """64 bits of the path, size and time of the file."""
         version = self._versions[index].decode()
-        return mark_of(f"{self._root}{self._below(index)} {self._sizes[index]} {version}")
+        return mark_of(f"{self.address(index)} {self.sizes[index]} {version}")
 
     def name(self, index: int) -> str:
         """The path of the file, beginning with the name of the root folder."""

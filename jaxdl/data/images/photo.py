@@ -6,6 +6,8 @@ JPEG that libjpeg-turbo refuses.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import io
 import math
 import re
@@ -33,6 +35,9 @@ _TRANSPOSES = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 """EXIF orientation -> Pillow's `Transpose` that makes it upright."""
 _XMP, _XMP_ORIENTATION = b"http://ns.adobe.com/xap/1.0/\0", re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 """The beginning of a JPEG's XMP, and the orientation in it, which counts when EXIF has none, as in Pillow."""
+
+_OBJECT = re.compile(r" <_io\.[^>]*>")
+"""What Pillow calls a file that it gets as bytes."""
 
 
 class Scratch:
@@ -139,6 +144,8 @@ def upright(encoded: bytes, orientation: int | None = None, draft: tuple[str, tu
 
     if not encoded:
         raise BadImage("it has no bytes")
+    if encoded[4:8] == b"ftyp" and reads_heic():
+        _register_heic()
     try:
         image: Any = Image.open(io.BytesIO(encoded))
         if draft is not None:
@@ -151,7 +158,20 @@ def upright(encoded: bytes, orientation: int | None = None, draft: tuple[str, tu
     except BadImage:
         raise
     except Exception as error:  # Pillow raises many classes.
-        raise BadImage(f"it cannot be read ({' '.join(str(error).split())[:100]})") from None
+        reason = " ".join(_OBJECT.sub("", str(error)).split())
+        raise BadImage(f"it cannot be read ({reason[:100]})") from None
+
+
+def reads_heic() -> bool:
+    """Whether HEIC is read, the format of telephones: with the package pillow-heif."""
+    return importlib.util.find_spec("pillow_heif") is not None
+
+
+@functools.cache
+def _register_heic() -> None:
+    import pillow_heif  # pyright: ignore[reportMissingImports]
+
+    pillow_heif.register_heif_opener()
 
 
 def _orientation(image: Any) -> int:

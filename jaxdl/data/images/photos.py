@@ -117,7 +117,9 @@ class Photos(Config):
                 )
         return self
 
-    def build(self, train: Records, test: Records, num_classes: int, *, name: str) -> Splits:
+    def build(
+        self, train: Records, test: Records, num_classes: int, *, name: str, class_names: tuple[str, ...] = ()
+    ) -> Splits:
         """The sources of two splits. `name`: name of the data set, for messages and the folders of the cache.
 
         Raises ConfigError for a split without examples, and one that has lost too many.
@@ -129,7 +131,7 @@ class Photos(Config):
         pipeline = ImagePipeline(self, (train, test), name)
         if self.cache.memory_bytes:
             check_shared(pipeline.cache_key())
-        spec = ImageSpec(self.size, self.size, 3, num_classes, self.mean, self.std)
+        spec = ImageSpec(self.size, self.size, 3, num_classes, self.mean, self.std, class_names)
         sources = [PhotoSource(pipeline, split, self.view(train=split == 0), spec) for split in (0, 1)]
         return Splits(*sources)
 
@@ -283,13 +285,17 @@ class PhotoSource(Source):
     """The images of a split, cropped and augmented by `view`."""
 
     spec: ImageSpec
-    reuses_memory = True
+    reuses_memory = of_files = True
 
     def __init__(self, pipeline: ImagePipeline, split: int, view: View, spec: ImageSpec) -> None:
         self.pipeline, self._split, self._view, self.spec = pipeline, split, view, spec
 
     def __len__(self) -> int:
         return len(self.pipeline.records[self._split])
+
+    def name_of(self, index: int) -> str:
+        """The name of an image, such as its path."""
+        return self.pipeline.records[self._split].name(index)
 
     def content(self) -> str:
         """The content of the records, hashed, and a hash of each of some images."""

@@ -18,10 +18,13 @@ from jaxdl.core.errors import ConfigError, command_line, print_out
 from jaxdl.core.options import parse_options, split_words
 from jaxdl.core.runs import check_checkpoint, check_run
 from jaxdl.inference.convert import HF_CONFIG
+from jaxdl.inference.convert.timm_command import from_timm_command, to_timm_command
 
 PROG = "python -m jaxdl.convert"
 ABOUT = f"""usage: {PROG} from-hf FOLDER WORKDIR [OPTIONS]
        {PROG} to-hf WORKDIR FOLDER [OPTIONS]
+       {PROG} from-timm FILE WORKDIR [OPTIONS]
+       {PROG} to-timm WORKDIR FOLDER [OPTIONS]
 
 from-hf makes a workdir of a checkpoint of Hugging Face (GPT-2, Llama, Mistral, Qwen 2 and 3, as safetensors): to be
 used with jaxdl.restore, python -m jaxdl.generate and --init-from. to-hf writes the network of a run for transformers.
@@ -29,7 +32,13 @@ used with jaxdl.restore, python -m jaxdl.generate and --init-from. to-hf writes 
   {PROG} from-hf downloads/Qwen3-0.6B runs/qwen3
   {PROG} to-hf runs/tuned tuned --dtype bfloat16
 
-With from-hf --help or to-hf --help: the options."""
+from-timm makes a workdir of an image network of timm or torchvision (ResNet, ViT, as safetensors), and to-timm writes
+the one of a run.
+
+  {PROG} from-timm downloads/resnet50.safetensors runs/resnet50
+  {PROG} to-timm runs/flowers flowers-timm
+
+With from-hf --help and so on: the options of each."""
 _NUM_FOLDERS = 2
 """Folders that each command is given."""
 _WRITTEN = (
@@ -72,7 +81,12 @@ def main(args: list[str] | None = None) -> None:
         print(ABOUT)
         raise SystemExit(0 if line else 2)
     with command_line():
-        known = {"from-hf": _from_hf, "to-hf": _to_hf}
+        known = {
+            "from-hf": _from_hf,
+            "to-hf": _to_hf,
+            "from-timm": lambda line: _run("reading", from_timm_command(line)),
+            "to-timm": lambda line: _run("writing", to_timm_command(line)),
+        }
         if line[0] not in known:
             raise ConfigError(f"{line[0]}: there is no such command. Commands: {', '.join(known)}.")
         known[line[0]](line[1:])

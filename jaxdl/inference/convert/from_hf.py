@@ -46,11 +46,11 @@ def from_hf(folder: Path, workdir: Path, *, length: int | None, progress: Progre
     # Before anything is written.
     tokens = check_tokenizer(folder, checkpoint.config, byte_bpe=checkpoint.layout.byte_bpe)
     check_workdir(workdir)
-    _check_new(workdir)
+    check_new(workdir)
     added = checkpoint.grow(tokens or 0)
     with contextlib.suppress(ConfigError):  # In a program that runs on other devices these will do.
         start_devices(MeshConfig(cpu_devices=1))
-    with _all_or_nothing(workdir):
+    with all_or_nothing(workdir):
         parts = _write_run(checkpoint, workdir, length or checkpoint.length, progress)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(parts.network.param_shapes))
     lines = [f"{folder} is now the run {workdir}: {checkpoint.layout.model_type}, {count:,} parameters"]
@@ -76,14 +76,14 @@ def _write_run(checkpoint: Checkpoint, workdir: Path, length: int, progress: Pro
         claim_workdir(workdir, experiment, identity)
         keep_spec(workdir, spec)
         keep_codec(workdir, experiment.data.within(workdir))
-        _save(workdir, parts, _state(parts, params))
+        save_run(workdir, parts, begun_state(parts, params))
     except OSError as error:
         raise ConfigError(f"{workdir}: {error.strerror}. Choose a folder with room that can be written.") from None
     return parts
 
 
 @contextlib.contextmanager
-def _all_or_nothing(workdir: Path) -> Iterator[None]:
+def all_or_nothing(workdir: Path) -> Iterator[None]:
     """Context that makes a run in a workdir, whose lease it holds.
 
     When it fails, nothing of it is left; what was there before stays. Without the lease nothing is touched: what is
@@ -95,7 +95,7 @@ def _all_or_nothing(workdir: Path) -> Iterator[None]:
     try:
         take_lease(lease)
         taken = True
-        _check_new(workdir)  # Another conversion may have ended just now.
+        check_new(workdir)  # Another conversion may have ended just now.
         with _remove_unless_complete(workdir, lease):
             yield
         made = True
@@ -124,7 +124,7 @@ def _remove_unless_complete(workdir: Path, lease: Lease) -> Iterator[None]:
         raise
 
 
-def _check_new(workdir: Path) -> None:
+def check_new(workdir: Path) -> None:
     """Raises ConfigError for a workdir with a run."""
     if has_checkpoint(workdir):
         raise ConfigError(f"{workdir}: there is a run in this folder already. Choose another one.")
@@ -157,14 +157,18 @@ def _experiment(checkpoint: Checkpoint, tokenizer: str | None) -> Experiment:
     )
 
 
-def _state(parts: Parts, params: dict[str, Any]) -> TrainState:
+def begun_state(parts: Parts, params: dict[str, Any], model_state: dict[str, Any] | None = None) -> TrainState:
     """The train state of step 0 with these parameters; the optimizer keeps no array of their size."""
     fresh = jax.jit(lambda: parts.state_spec.init(jax.random.key(0)).replace(params={}))()
     placed = jax.tree.map(jax.device_put, params, parts.state_spec.shardings.params)
+    if model_state is not None:
+        stats = jax.tree.map(jax.device_put, model_state, parts.state_spec.shardings.model_state)
+        fresh = fresh.replace(model_state=stats)
     return fresh.replace(params=placed, step=jnp.int32(0))
 
 
-def _save(workdir: Path, parts: Parts, state: TrainState) -> None:
+def save_run(workdir: Path, parts: Parts, state: TrainState) -> None:
+    """Writes the checkpoint of step 0. Raises ConfigError."""
     task = parts.task
     checkpoints = Checkpoints(workdir, CheckpointConfig(), best_metric=task.best_metric, best_mode=task.resolved_mode)
     with contextlib.closing(checkpoints):

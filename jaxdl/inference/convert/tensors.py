@@ -93,6 +93,14 @@ def find_tensors(folder: Path, readers: Mapping[str, Reader] = MappingProxyType(
     return tensors
 
 
+def find_tensors_in(path: Path) -> dict[str, Stored]:
+    """The tensors of one file, by name; only its header is read. Raises ConfigError."""
+    try:
+        return _in_file(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}. Give a safetensors file.") from None
+
+
 def _index(path: Path) -> dict[str, str]:
     """Tensor -> its file."""
     try:

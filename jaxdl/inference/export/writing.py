@@ -170,4 +170,21 @@ def _readme(predictor: Predictor, formats: Sequence[str], platforms: Sequence[st
             "with the package flatbuffers, loads it:\n\n```python\nfrom jax import export\n\n"
             f'with open("{name}", "rb") as file:\n    predict = export.deserialize(bytearray(file.read())).call\n```\n'
         )
-    return "\n".join(parts)
+    return "\n".join([*parts, *_about_images(predictor)])
+
+
+def _about_images(predictor: Predictor) -> list[str]:
+    """How photographs are cropped, and the names of the classes, where they are known."""
+    parts, names = [], getattr(predictor.parts.data_spec, "class_names", ())
+    photos = getattr(predictor.experiment.data, "photos", None)
+    if photos is not None and predictor.photos is not None:
+        height, width = predictor.photos.shape
+        parts.append(
+            f"## Photographs\n\nAs in evaluation, an image is its centre square, {photos.eval_fraction:.4g} of the "
+            f"shorter side, resized to {height} x {width} pixels (antialiased bilinear), turned upright by its EXIF "
+            "orientation. Its grey levels are normalized in the function.\n"
+        )
+    if names:
+        lines = "\n".join(f"{number}. {name}" for number, name in enumerate(names))
+        parts.append(f"## Classes\n\nBy number:\n\n{lines}\n")
+    return parts

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from jaxdl.data.phases import Segment
 from jaxdl.report import JOINED, Reporter, Stopwatch
+from jaxdl.report.judged import judged
 from jaxdl.training.evaluation import estimate_norms
 from jaxdl.training.run.compile import StepFunctions
 from jaxdl.training.run.inference import evaluate_once
@@ -74,6 +75,7 @@ class Evaluation:
                 size,
                 poll=poll,
                 empty=self._nothing_counts,
+                keep=lambda sums, of_each: self._reporter.keep_judged(judged(sums, of_each, source)),
             )
             values |= {name: float(x) for name, x in self._of_replicas.items() if not name.startswith(JOINED)}
             if steps.evaluate_own is not None and steps.train.apart(step):

@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import math
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jaxdl.core.config import ConfigError
 from jaxdl.data import Data, DataSpec, ImageSpec, PhotoSource, Source, Splits, TextSpec, eval_batches
 from jaxdl.data.arrays.examples import Examples
 from jaxdl.data.arrays.in_memory import like
+from jaxdl.data.images.given import Given, PhotoReader
 from jaxdl.data.phases import Phase
 from jaxdl.models.network import Call
 from jaxdl.parallel.mesh import batch_sharding, batch_ways
@@ -28,6 +30,9 @@ from jaxdl.training.evaluation import EvalStep, make_eval_step, total_sums
 from jaxdl.training.state import ModelState
 from jaxdl.training.step import Batch, Parts, apply_network
 
+_PHOTOGRAPHS = 64
+"""Photographs that are predicted at a time."""
+
 
 class Inference:
     """A network with its parameters: those of a run's last state, or of a checkpoint.
@@ -36,10 +41,13 @@ class Inference:
       parts: what the network is made of; the mesh is `parts.layout.mesh`.
       params: the parameters that are evaluated, nested dictionaries of arrays: the moving average where there is one.
       model_state: the running statistics of batch norm, nested dictionaries too.
+      photos: what makes photographs into inputs; None for a network that reads something else.
     """
 
-    def __init__(self, parts: Parts, params: Params, model_state: ModelState) -> None:
-        self.parts, self.params, self.model_state = parts, params, model_state
+    def __init__(
+        self, parts: Parts, params: Params, model_state: ModelState, photos: PhotoReader | None = None
+    ) -> None:
+        self.parts, self.params, self.model_state, self.photos = parts, params, model_state, photos
         self._logits = jax.jit(self.outputs)
         self._probabilities = jax.jit(self.probabilities)
         self._eval_steps: dict[DataSpec, EvalStep] = {}
@@ -65,13 +73,21 @@ class Inference:
         """The prediction of the task for each input; for classification the probabilities `[batch, num_classes]`.
 
         Images are uint8 `[batch, height, width, channel]` with grey levels from 0 to 255, of the size that the network
-        was trained on. For other data give the array that the network reads; if it reads several, a dictionary with
-        their names, or a tuple in the order of `Loss(fn, inputs=...)`. With a `Loss` the predictions are the outputs.
+        was trained on; photographs of another size are cropped as in the evaluation. A classifier names the class of a
+        photograph, `predict("cat.jpg").name`: a path, an image of Pillow or an array `[height, width, 3]` gives a
+        `Prediction`, and a folder or a list gives a list of them. For other data give the array that the network reads;
+        if it reads several, a dictionary with their names, or a tuple in the order of `Loss(fn, inputs=...)`. With a
+        `Loss` the predictions are the outputs.
         Raises ConfigError for another shape or type, and for a network that reads text.
         """
         if isinstance(self.parts.data_spec, TextSpec):
             raise ConfigError("predict: this network reads text; use generate(prompt), or logits(tokens).")
-        return self._of_batch(self._probabilities, "predict", inputs)
+        given = None if self.photos is None else self.photos.find(inputs)
+        if given is None:
+            return self._of_batch(self._probabilities, "predict", inputs)
+        sources, values = self._of_photographs(self._probabilities, "predict", given)
+        named = self.parts.task.named(values, sources, self.parts.data_spec)
+        return values if named is None else named[0] if given.is_one else named
 
     def logits(self, inputs: Any) -> Any:
         """The outputs of the network before they become probabilities, float32.
@@ -102,8 +118,45 @@ class Inference:
 
     def _of_batch(self, function: Callable[..., Any], what: str, inputs: Any) -> Any:
         """The function of a batch of inputs, which is padded to what the mesh divides."""
+        if self.photos is not None:
+            if (given := self.photos.find(inputs)) is not None:
+                return self._of_photographs(function, what, given)[1]
+            if (images := self.photos.resized(inputs)) is not None:
+                return self._of_arrays(function, what, images, self._photo_spec)
+        return self._of_arrays(function, what, inputs, self.parts.data_spec)
+
+    @property
+    def _photo_spec(self) -> DataSpec:
+        """The spec of photographs as they are evaluated."""
+        assert self.photos is not None
+        height, width = self.photos.shape
+        return dataclasses.replace(self.parts.data_spec, height=height, width=width)  # pyright: ignore[reportCallIssue]
+
+    def _of_photographs(self, function: Callable[..., Any], what: str, given: Given) -> tuple[list[str], Any]:
+        """(names of the photographs that could be read, the function of these); some at a time, in batches of a size.
+
+        Raises ConfigError where none could be read.
+        """
+        assert self.photos is not None
+        size, names, outputs = min(_PHOTOGRAPHS, len(given.items)), [], []
+        for start in range(0, len(given.items), size):
+            part = dataclasses.replace(
+                given, items=given.items[start : start + size], names=given.names[start : start + size]
+            )
+            read, images = self.photos.read(part, lambda text: warnings.warn(text, stacklevel=5))
+            if not read:
+                continue
+            filled = np.concatenate([images, np.zeros((size - len(images), *images.shape[1:]), np.uint8)])
+            made = self._of_arrays(function, what, filled, self._photo_spec)
+            names += read
+            outputs.append(jax.tree.map(lambda x: x[: len(read)], made))  # noqa: B023  It is called at once.
+        if not names:
+            raise ConfigError(f"{what}: none of the {len(given.items):,} images can be read.")
+        return names, jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
+
+    def _of_arrays(self, function: Callable[..., Any], what: str, inputs: Any, spec: DataSpec) -> Any:
         mesh = self.parts.layout.mesh
-        batch = self.parts.task.to_predict(inputs, self.parts.data_spec, what)
+        batch = self.parts.task.to_predict(inputs, spec, what)
         count = len(next(iter(batch.values())))
         padding = -count % batch_ways(mesh)
         padded = {name: np.concatenate([x, np.zeros((padding, *x.shape[1:]), x.dtype)]) for name, x in batch.items()}
@@ -151,8 +204,11 @@ def evaluate_once(
     *,
     poll: Callable[[], None] = lambda: None,
     empty: Callable[[str], None] | None = None,
+    keep: Callable[[Mapping[str, Any], Mapping[str, np.ndarray]], None] = lambda sums, of_each: None,
 ) -> dict[str, float]:
     """The metrics of the task over a source; `batch_size` is one that the mesh divides, `poll` that of `total_sums`.
+
+    `keep` gets the sums, and what the task needs of each example.
 
     Of a mixture also the loss and the best metric of each of its sources, such as `loss/NAME`. Raises ConfigError if
     nothing of it (or of one of its sources) counts; or calls `empty` with the source's name, and metrics are NaN.
@@ -178,6 +234,7 @@ def evaluate_once(
             values = metrics(sums | of_each, part.spec, name)
             of_sources |= {f"{metric}/{name}": values[metric] for metric in dict.fromkeys(("loss", task.best_metric))}
     joined: dict[str, Any] = {what: np.concatenate(x) for what, x in every.items()}
+    keep(totals, joined)
     return metrics({**totals, **joined}, parts.data_spec, "") | of_sources
 
 
@@ -219,7 +276,12 @@ def of_phase(source: Source, phase: Phase | None) -> Source:
         return source
     if not isinstance(source, PhotoSource):
         raise ConfigError("evaluate: a network that was trained in phases is evaluated on photographs.")
-    return source.at(size=phase.eval_size or phase.size)
+    return source.at(size=evaluated_size(phase) or phase.size)
+
+
+def evaluated_size(phase: Phase | None) -> int | None:
+    """Height and width of the images that a phase evaluates; None where that is as the data say."""
+    return None if phase is None else phase.eval_size or phase.size
 
 
 def _evaluated_on(trained: DataSpec, other: DataSpec) -> DataSpec:
@@ -229,6 +291,7 @@ def _evaluated_on(trained: DataSpec, other: DataSpec) -> DataSpec:
     built with differ.
     """
     if other == trained:
+        _check_classes(getattr(trained, "class_names", ()), getattr(other, "class_names", ()))
         return trained
     if other.modality != trained.modality or other.sizes() != trained.sizes():
         raise ConfigError(
@@ -236,8 +299,20 @@ def _evaluated_on(trained: DataSpec, other: DataSpec) -> DataSpec:
             "data of the same kind and sizes."
         )
     if isinstance(other, ImageSpec) and isinstance(trained, ImageSpec):
+        _check_classes(trained.class_names, other.class_names)
         return dataclasses.replace(other, mean=trained.mean, std=trained.std)
     return other
+
+
+def _check_classes(trained: Sequence[str], other: Sequence[str]) -> None:
+    """Raises ConfigError where the classes of the data are others than those of the network, or in another order."""
+    if not trained or not other or tuple(trained) == tuple(other):
+        return
+    number = next(i for i, names in enumerate(zip(trained, other, strict=True)) if names[0] != names[1])
+    raise ConfigError(
+        f"this network was trained on other classes: number {number} is {trained[number]!r}, and {other[number]!r} in "
+        "the data to evaluate. Give data with the same classes."
+    )
 
 
 def _describe(spec: DataSpec) -> str:

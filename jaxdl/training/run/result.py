@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxdl.core.errors import ConfigError, as_typed, command_line
+from jaxdl.data.images.given import reader_for
 from jaxdl.parallel.cluster import BROKEN, DIVERGED, HALTED, MISTAKE, ClusterError, current, leave_and_exit
 from jaxdl.parallel.cluster.exits import stop_code
 from jaxdl.report import Diverged, Summary, in_ipython, plot_history
 from jaxdl.report.summary import summary_lines
 from jaxdl.training.checkpoint import Unreadable
-from jaxdl.training.run.inference import Inference, held_out, of_phase
+from jaxdl.training.run.inference import Inference, evaluated_size, held_out, of_phase
 from jaxdl.training.run.plan.plan import Plan
 from jaxdl.training.run.signals import HALT
 from jaxdl.training.run.tables.cached_tables import no_inference
@@ -55,7 +56,9 @@ class Run:
         assert self.state is not None
         if self.plan.caches is not None:
             raise no_inference()
-        return Inference(self.plan.parts, self.state.eval_params, self.state.eval_state)
+        phase = self.plan.timeline.segment(max(0, self.summary["steps"] - 1)).phase
+        photos = reader_for(self.plan.experiment.data, self.plan.parts.data_spec, evaluated_size(phase))
+        return Inference(self.plan.parts, self.state.eval_params, self.state.eval_state, photos)
 
     def predict(self, inputs: Any) -> np.ndarray:
         """As `jaxdl.restore(...).predict`, with the last state; see `Inference.predict`."""

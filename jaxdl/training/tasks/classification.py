@@ -21,6 +21,8 @@ from jaxdl.training.tasks.prediction import Prediction
 _DEFAULT_CROP_PADDING = 4
 _TOP = 5
 """Top-5 accuracy is reported only with more classes than this."""
+_MOST_CLASSES = 2000
+"""With more, several processes do not sum the table of confusions, which has the square of their number."""
 
 
 class Classification(Task, kind="classification"):
@@ -185,6 +187,27 @@ class Classification(Task, kind="classification"):
             "weight": self.weight(batch),
             "correct": jnp.sum(mask & (place < 1), dtype=jnp.float32),
             "correct_top5": jnp.sum(mask & (place < _TOP), dtype=jnp.float32),
+        } | ({} if train else self._confusion(logits, label, mask))
+
+    def _confusion(self, logits: jax.Array, label: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
+        """With several processes, how often each class is predicted for each, `[class * class]`; see `of_each`."""
+        count = logits.shape[-1]
+        if jax.process_count() == 1 or count > _MOST_CLASSES:
+            return {}
+        cell = jnp.where(mask, label * count + jnp.argmax(logits, axis=-1), count * count)
+        return {"confusion": jnp.zeros(count * count, jnp.float32).at[cell].add(1, mode="drop")}
+
+    def of_each(self, outputs: jax.Array, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Of each example its `label` (-1 of padding), the `predicted` class, the `confidence` in it, and the
+        `label_probability`: int32 and float32 `[batch]`.
+        """
+        label = _labels(batch)
+        probabilities = self.predictions(outputs)
+        return {
+            "label": jnp.where(counted(batch, label), label, -1).astype(jnp.int32),
+            "predicted": jnp.argmax(probabilities, axis=-1).astype(jnp.int32),
+            "confidence": jnp.max(probabilities, axis=-1),
+            "label_probability": label_logit(probabilities, label),
         }
 
     def metrics(self, sums: Mapping[str, float], spec: DataSpec) -> dict[str, float]:

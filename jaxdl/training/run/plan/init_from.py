@@ -17,13 +17,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.files import CHECKPOINTS_FOLDER, DATA_FILE, INIT_FILE, step_dir
 from jaxdl.core.patterns import check_patterns, matches
 from jaxdl.core.runs import Which, check_checkpoint, check_run, check_which, has_checkpoint
 from jaxdl.core.startup import is_alone
-from jaxdl.data import DataSpec, TextSpec, spec_from_json
+from jaxdl.data import DataSpec, ImageSpec, TextSpec, spec_from_json
 from jaxdl.models import Model
 from jaxdl.parallel.cluster.agree import of_first_process, processes_without
 from jaxdl.training.checkpoint import Damaged, read_model, stored_model
@@ -232,6 +233,42 @@ def _check_base(model: Model, names: Sequence[str], initial: Initial | None, wor
         f"are not taken from it; they are frozen, and would keep random values: {_some(why)}. Make the model as that "
         f"run's, {allow}."
     )
+
+
+def image_remarks(initial: Initial, spec: DataSpec) -> tuple[str, ...]:
+    """What to say where the images of this run are normalized otherwise than those of the run that it begins with.
+
+    Also where it takes the layer of the classes although the names of the classes are others. All processes call it.
+    """
+
+    def there() -> bytes:
+        try:
+            return (initial.workdir / DATA_FILE).read_bytes()
+        except OSError:
+            return b""
+
+    if not isinstance(spec, ImageSpec) or not (content := of_first_process(there)):
+        return ()
+    other = spec_from_json(content.decode()) if json.loads(content).get("modality") == spec.modality else None
+    if not isinstance(other, ImageSpec) or spec.channels != other.channels:
+        return ()
+    remarks = []
+    differ = [name for name in ("mean", "std") if not np.allclose(getattr(spec, name), getattr(other, name), rtol=0.02)]
+    if differ:
+        option = " ".join(
+            f"--data.photos.{name} {' '.join(f'{x:.6g}' for x in getattr(other, name))}" for name in differ
+        )
+        remarks.append(
+            f"{OPTION} {initial.workdir}: its images were normalized otherwise, so it does not see these as it learned "
+            f"to; {option} does as it did"
+        )
+    taken = [name for name in initial.taken if name.partition("/")[0] == "head"]
+    if taken and spec.class_names and other.class_names and spec.class_names != other.class_names:
+        remarks.append(
+            f"{OPTION} {initial.workdir}: {', '.join(taken)} are taken, although its classes are others "
+            f"({', '.join(other.class_names[:_SHOWN])}...)"
+        )
+    return tuple(remarks)
 
 
 def no_effect(workdir: str | Path) -> str:

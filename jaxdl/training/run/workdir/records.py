@@ -29,6 +29,9 @@ from jaxdl.report import replace_file
 from jaxdl.training.run.workdir.kept_layout import Kept
 from jaxdl.training.run.workdir.workdir import read_file, refused, write_file
 
+_MOST_LETTERS = 200
+"""Of a value in a message."""
+
 
 @dataclass(frozen=True)
 class Workdir:
@@ -164,7 +167,10 @@ def keep_spec(workdir: Path, spec: DataSpec) -> None:
         write_file(workdir / DATA_FILE, content.encode())
         return
     there, here = json.loads(spec_to_json(recorded)), json.loads(content)
-    changes = ", ".join(f"{name} was {there.get(name)}, is {here.get(name)}"
+    if there != here and there == {**here, "class_names": []}:  # An earlier version recorded no names.
+        write_file(workdir / DATA_FILE, content.encode())
+        return
+    changes = ", ".join(f"{name} was {_short(there.get(name))}, is {_short(here.get(name))}"
                         for name in here if there.get(name) != here[name])  # fmt: skip
     if there != here:
         raise ConfigError(
@@ -172,6 +178,12 @@ def keep_spec(workdir: Path, spec: DataSpec) -> None:
             f"data are {spec.modality} ({spec.described()[1]}) now: {changes}. Give the data as they were, or choose "
             "another --workdir."
         )
+
+
+def _short(value: Any) -> str:
+    """A value in a message: the names of a thousand classes would hide the rest."""
+    text = str(value)
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
 
 
 def choice_file(workdir: Path, config: Config, reasons: Sequence[str]) -> dict[str, bytes]:
