@@ -2,7 +2,7 @@
 
 A data config (`Arrays`, `Digits`, `TFDS`, `ImageFolder`, `ImageTars`, `TextFiles`, `Documents`, `Mixture`,
 `SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `MovieLens`,
-`Clicks`, `Criteo`, `Tabular`, `ParquetImages`, `ParquetPhotos`)
+`Clicks`, `Criteo`, `Tabular`, `Table`, `ParquetImages`, `ParquetPhotos`)
 builds `Splits`: a training and a held-out `Source`. A source only returns the rows of given examples; `EpochShuffle`
 chooses the examples of a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and place them on the
 mesh.
@@ -29,8 +29,10 @@ from jaxdl.data.synthetic import SyntheticImages, SyntheticText
 from jaxdl.data.synthetic_pairs import SyntheticPairs
 from jaxdl.data.tables.clicks import CRITEO_NUM_IDS, CRITEO_ROWS, Clicks
 from jaxdl.data.tables.columns import NumbersSpec, Tabular
+from jaxdl.data.tables.columns_spec import ColumnsSpec
 from jaxdl.data.tables.criteo import Criteo
 from jaxdl.data.tables.movielens import MovieLens
+from jaxdl.data.tables.table import Table
 from jaxdl.data.tables.tabular import Feature, TabularArrays, TabularSource, TabularSpec, with_statistics
 from jaxdl.data.text.corpus import Documents, Mixture
 from jaxdl.data.text.pair_rows import PairRows, PairSpec
@@ -47,6 +49,7 @@ __all__ = [
     "Cache",
     "Clicks",
     "Codec",
+    "ColumnsSpec",
     "Converted",
     "Criteo",
     "Data",
@@ -78,6 +81,7 @@ __all__ = [
     "SyntheticText",
     "TFDSPairs",
     "Tabular",
+    "Table",
     "TabularArrays",
     "TabularSource",
     "TabularSpec",
