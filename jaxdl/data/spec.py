@@ -98,8 +98,9 @@ class DataSpec(abc.ABC):
         del values
         return predictions
 
-    def rows_of(self, values: Any, what: str) -> Any:
-        """A `Source` of examples with labels that a user gave to evaluate, where the spec knows how to read them."""
+    def labelled(self, values: Any, what: str) -> dict[str, np.ndarray] | None:
+        """The arrays of examples with labels that a user gave to the function `what`, if the spec knows how to read
+        them; None if not."""
         del values, what
         return None
 

@@ -1,6 +1,6 @@
 """Architectures: flax.nnx modules whose parameters carry logical axis names.
 
-`ResNet`, `AlexNet`, `VGG`, `ViT`, `Perceptron` and `Transformer` are configs; their `build()` returns a function that
+`ResNet`, `AlexNet`, `VGG`, `ViT`, `Perceptron`, `TableMLP` and `Transformer` are configs; their `build()` returns a function that
 makes the module from random keys. `FromModule` and `FromFunctions` take a user's flax module or two functions as they
 are. `preset` makes transformers of published shapes. `Network` is such a module, split once into pure functions and
 trees of arrays.
@@ -18,6 +18,7 @@ from jaxdl.models.presets import preset
 from jaxdl.models.recommendation import DLRM, DCNv2
 from jaxdl.models.resnet import ResNet
 from jaxdl.models.rotary import RopeScaling
+from jaxdl.models.table_mlp import TableMLP
 from jaxdl.models.transformer import Transformer
 from jaxdl.models.vit import ViT
 
@@ -36,6 +37,7 @@ __all__ = [
     "Perceptron",
     "ResNet",
     "RopeScaling",
+    "TableMLP",
     "Transformer",
     "ViT",
     "preset",

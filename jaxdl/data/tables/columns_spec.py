@@ -13,6 +13,7 @@ from jaxdl.core.config import ConfigError
 from jaxdl.data.spec import DataSpec
 from jaxdl.data.tables.cells import Cells, cells_of, columns_of_rows
 from jaxdl.data.tables.column_kinds import Column, Surprises
+from jaxdl.data.tables.row_groups import check_columns
 from jaxdl.data.tables.table_files import Format, parts_of_list, read_tables
 from jaxdl.data.tables.table_label import Label
 
@@ -159,6 +160,17 @@ class ColumnsSpec(DataSpec):
         for line in lines:
             warnings.warn(f"{what}: {line}", stacklevel=5)
         return batch
+
+    def labelled(self, values: Any, what: str) -> dict[str, np.ndarray] | None:
+        """The arrays of rows with labels, of which those without are left out. Raises ConfigError where none has one."""
+        columns = self.columns_of(values, what)
+        check_columns(list(columns), [self.label.name], what)
+        labels = self.label.read(Cells.of(columns[self.label.name]), what)
+        known = self.label.known(labels)
+        if not known.any():
+            raise ConfigError(f"{what}: no row has a value of {self.label.name!r}. Give rows with labels.")
+        batch, _ = self.encode(columns)
+        return {name: array[known] for name, array in (batch | {"label": labels}).items()}
 
     @property
     def known(self) -> frozenset[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -12,7 +11,7 @@ import pydantic
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data.draws import GOLDEN, mix_bits
-from jaxdl.data.source import Data, Source, Splits
+from jaxdl.data.source import Data, Source, SpecArrays, Splits
 from jaxdl.data.spec import DataSpec
 from jaxdl.data.staging import Stage
 from jaxdl.data.tables.cells import Cells
@@ -164,12 +163,11 @@ def joined(first: Any, second: Any, name: str) -> Cells:
 
 def _labelled(label: Label, cells: Cells, rows: np.ndarray) -> tuple[np.ndarray, int]:
     """(those of some rows that have a label, how many have none)."""
-    values = label.read(cells.take(rows), "data")
-    known = values >= 0 if label.classes else ~np.isnan(values)
+    known = label.known(label.read(cells.take(rows), "data"))
     return rows[known], int((~known).sum())
 
 
-class TableSource(Source):
+class TableSource(SpecArrays):
     """Some rows of a table in memory, encoded as a spec says; `rows` are their numbers in the files."""
 
     spec: ColumnsSpec
@@ -178,18 +176,10 @@ class TableSource(Source):
         self, columns: Mapping[str, Any], rows: np.ndarray, spec: ColumnsSpec, fitted: Fitted | None = None
     ) -> None:
         """`fitted` has the columns that are left out, and notes, for the source that tells of them."""
-        self._columns, self._rows, self.spec, self._fitted = columns, rows, spec, fitted
+        self._columns, self._rows, self._fitted = columns, rows, fitted
         chosen = select({name: x for name, x in columns.items() if name in spec.known}, rows)
         batch, self._surprises = spec.encode(chosen)
-        labels = spec.label.read(Cells.of(chosen[spec.label.name]), "data")
-        self._arrays = batch | {"label": np.ascontiguousarray(labels, spec.label.dtype)}
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def content(self) -> str:
-        """A checksum of all rows."""
-        return "".join(f"{zlib.crc32(array.data):08x}" for array in self._arrays.values())
+        super().__init__(batch | {"label": spec.label.read(Cells.of(chosen[spec.label.name]), "data")}, spec)
 
     def remark(self) -> str:
         """The columns by kind, and the classes."""
@@ -239,27 +229,3 @@ class TableSource(Source):
         if not isinstance(spec, ColumnsSpec) or not spec.known <= {*self._columns, *spec.left_out}:
             return None
         return TableSource(self._columns, self._rows, spec, self._fitted)
-
-    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Copies of the rows."""
-        return {name: np.take(array, indices, axis=0) for name, array in self._arrays.items()}
-
-
-def table_source(spec: ColumnsSpec, values: Any, what: str) -> TableSource:
-    """The rows that a user gave, with labels, to be evaluated: a data frame, dictionaries, or the path of a file.
-
-    Rows without a label are left out. Raises ConfigError for rows that do not fit, and where none has a label.
-    """
-    columns = spec.columns_of(values, what)
-    check_columns(list(columns), [spec.label.name], what)
-    count = len(columns[spec.label.name])
-    rows, _ = _labelled(spec.label, Cells.of(columns[spec.label.name]), np.arange(count))
-    if not len(rows):
-        raise ConfigError(f"{what}: no row has a value of {spec.label.name!r}. Give rows with labels.")
-    return TableSource(columns, rows, spec)
-
-
-def rows_of_files(spec: ColumnsSpec, patterns: Sequence[str], what: str) -> dict[str, Any]:
-    """The columns of files that were written as those of training."""
-    return dict(read_tables(patterns, what, Format(*spec.format)).columns)
-

@@ -56,6 +56,10 @@ class Label:
         ids = np.array([numbers[text] for text in cells.texts] or [-1], np.int32)
         return np.where(cells.places < 0, np.int32(-1), ids[np.maximum(cells.places, 0)])
 
+    def known(self, labels: np.ndarray) -> np.ndarray:
+        """Which of the labels that `read` gave are not missing, bool [row]."""
+        return labels >= 0 if self.classes else ~np.isnan(labels)
+
     def values(self, classes: np.ndarray) -> np.ndarray:
         """Class numbers as the classes were in the file: texts, whole numbers, or booleans."""
         if self.form == "booleans":

@@ -8,6 +8,18 @@ from jaxdl.training.tasks.binary import Binary
 from jaxdl.training.tasks.classification import Classification
 from jaxdl.training.tasks.language import LanguageModelling
 from jaxdl.training.tasks.own import Loss
+from jaxdl.training.tasks.regression import Regression
+from jaxdl.training.tasks.table import TableTask
 from jaxdl.training.tasks.translation import Translation
 
-__all__ = ["Binary", "Classification", "LanguageModelling", "Loss", "Task", "Translation", "check_task"]
+__all__ = [
+    "Binary",
+    "Classification",
+    "LanguageModelling",
+    "Loss",
+    "Regression",
+    "TableTask",
+    "Task",
+    "Translation",
+    "check_task",
+]
