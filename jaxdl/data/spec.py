@@ -104,6 +104,10 @@ class DataSpec(abc.ABC):
         del values, what
         return None
 
+    def preparation(self) -> dict[str, Any] | None:
+        """How what a user has becomes what an exported function takes, for JSON; None where it is the same."""
+        return None
+
     def to_json(self) -> dict[str, Any]:
         """The fields, for JSON."""
         return dataclasses.asdict(self)

@@ -116,7 +116,7 @@ class TableModule(nnx.Module):
             layer_keys = fold(keys, number)
             if layer_keys is not None:
                 # One mask for all members: on CPUs random bits cost more than the products.
-                mask = kept(layer_keys, rate, (len(x), 1, x.shape[2]))
+                mask = kept(layer_keys, rate, (x.shape[0], 1, x.shape[2]))
                 x = jnp.where(mask, x / (1 - rate), 0).astype(x.dtype)
         outputs = self.head(x)
         if train:
@@ -158,7 +158,7 @@ class Periodic(nnx.Module):
         waves = jnp.cos(x[..., None].astype(jnp.float32) * self.frequency[...] + self.phase[...]).astype(self.dtype)
         mixed = jnp.einsum("bnf,nfc->bnc", waves, self.kernel[...].astype(self.dtype)) + self.bias[...]
         both = jnp.concatenate([x[..., None], mixed.astype(self.dtype)], axis=-1)
-        return both.reshape(len(x), -1)
+        return both.reshape(x.shape[0], both.shape[1] * both.shape[2])
 
 
 class Member(nnx.Module):

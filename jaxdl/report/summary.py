@@ -147,6 +147,7 @@ def what_next(folder: Path | None, status: Status, modality: str, reads: Sequenc
         commands = {
             "text": f"python -m jaxdl.generate {workdir} --prompt ...",
             "pairs": f"python -m jaxdl.translate {workdir} --input FILE",
+            "columns": f"python -m jaxdl.score {workdir} --table FILE --predictions predictions.csv",
         }
         named = ", ".join(f'"{name}": ...' for name in reads)
         arrays = f"{{{named}}}" if len(reads) > 1 else "x"

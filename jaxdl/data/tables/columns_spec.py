@@ -12,7 +12,7 @@ import numpy as np
 from jaxdl.core.config import ConfigError
 from jaxdl.data.spec import DataSpec
 from jaxdl.data.tables.cells import Cells, cells_of, columns_of_rows
-from jaxdl.data.tables.column_kinds import Column, Surprises
+from jaxdl.data.tables.column_kinds import FIRST_ID, MISSING_ID, UNKNOWN_ID, Column, Surprises
 from jaxdl.data.tables.row_groups import check_columns
 from jaxdl.data.tables.table_files import Format, parts_of_list, read_tables
 from jaxdl.data.tables.table_label import Label
@@ -81,7 +81,7 @@ class ColumnsSpec(DataSpec):
         """The scaled numbers, float32 `[batch, num_numbers]`, and the ids of words, int32 `[batch, column]`."""
         import jax.numpy as jnp
 
-        rows = next(len(batch[name]) for name in ("numbers", "words") if name in batch)
+        rows = next(batch[name].shape[0] for name in ("numbers", "words") if name in batch)
         numbers, words = jnp.zeros((rows, 0), jnp.float32), batch.get("words", jnp.zeros((rows, 0), jnp.int32))
         if "numbers" in batch:
             given = batch["numbers"]
@@ -124,6 +124,19 @@ class ColumnsSpec(DataSpec):
             parts.append(f"words are the ids of {words}: 0 where missing, 1 for an unknown word, then in the order")
         return f"{'; '.join(parts)} that columns.json has" if words else "; ".join(parts)
 
+    def preparation(self) -> dict[str, Any]:
+        """How rows become the arrays of an exported function: of "numbers" each with its column, of "words" the ids."""
+        numbers = [
+            {"name": name} | {"column" if key == "name" else key: x for key, x in column.to_json().items()}
+            for column in self.columns
+            for name in column.numbers
+        ]
+        words = [{"column": column.name, "missing": MISSING_ID, "unknown": UNKNOWN_ID}
+                 | {"ids": {word: FIRST_ID + number for number, word in enumerate(column.to_json()["words"])}}
+                 for column in self.word_columns]  # fmt: skip
+        label = {"name": self.label.name, "classes": self.label.classes, "form": self.label.form}
+        return {"numbers": numbers, "words": words, "label": label, "left_out": self.left_out}
+
     def class_counts(self) -> tuple[int, ...]:
         """How many training rows have each class; empty where the label is a number."""
         return self.label.counts
@@ -164,13 +177,17 @@ class ColumnsSpec(DataSpec):
     def labelled(self, values: Any, what: str) -> dict[str, np.ndarray] | None:
         """The arrays of rows with labels, of which those without are left out. Raises ConfigError where none has one."""
         columns = self.columns_of(values, what)
-        check_columns(list(columns), [self.label.name], what)
-        labels = self.label.read(Cells.of(columns[self.label.name]), what)
+        labels = self.label_numbers(columns, what)
         known = self.label.known(labels)
         if not known.any():
             raise ConfigError(f"{what}: no row has a value of {self.label.name!r}. Give rows with labels.")
         batch, _ = self.encode(columns)
         return {name: array[known] for name, array in (batch | {"label": labels}).items()}
+
+    def label_numbers(self, columns: Mapping[str, Any], what: str) -> np.ndarray:
+        """The labels of columns as `Label.read` gives them. Raises ConfigError where there is no column of labels."""
+        check_columns(list(columns), [self.label.name], what)
+        return self.label.read(Cells.of(columns[self.label.name]), what)
 
     @property
     def known(self) -> frozenset[str]:

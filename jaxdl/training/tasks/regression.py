@@ -71,4 +71,4 @@ class Regression(Task, kind="regression"):
     def predictions(self, outputs: jax.Array) -> jax.Array:
         """The numbers in their units, float32 [batch]."""
         mean, std = self._scale
-        return outputs.astype(jnp.float32).reshape(len(outputs)) * std + mean
+        return outputs.astype(jnp.float32).reshape(outputs.shape[0]) * std + mean
