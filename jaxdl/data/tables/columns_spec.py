@@ -258,7 +258,10 @@ def _are_arrays(values: Mapping[str, Any], wanted: Mapping[str, np.ndarray]) -> 
 
 def _has_columns(values: Mapping[str, Any]) -> bool:
     """Whether a dictionary has columns, not one row."""
-    return any(hasattr(x, "__len__") and not isinstance(x, str | bytes) and getattr(x, "shape", (1,)) for x in values.values())
+    return bool(values) and all(
+        hasattr(x, "__len__") and not isinstance(x, str | bytes | Mapping) and getattr(x, "shape", (1,)) != ()
+        for x in values.values()
+    )
 
 
 def _some(names: Sequence[str]) -> str:

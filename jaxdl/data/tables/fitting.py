@@ -23,6 +23,9 @@ _NEARLY_ALL = 0.5
 _FEW_ROWS = 20
 """In fewer rows nothing is said of how many values are different."""
 _LISTED = 20
+_EXACT = 2.0**53
+_GAPS = 20
+"""Numbers of a range of which a growing identifier has one, at least."""
 _DAY_SEC = 86400.0
 
 
@@ -111,13 +114,13 @@ def _fit(
 def _fit_texts(
     name: str, cells: Cells, choice: Choice, chosen: str | None, notes: list[str], *, comma: bool
 ) -> Column | str:
-    style, _ = number_style(cells.texts, comma=comma)
+    style, parsed = number_style(cells.texts, comma=comma)
     numbers, not_numbers = cells.read(lambda text: parse_number(text, style))
     form, _, ambiguous = date_form(cells.texts, day_first=choice.day_first)
     dates, not_dates = cells.read(lambda text: parse_date(text, form))
     least = READ * max(int((cells.places >= 0).sum()), 1)
     is_number, is_date = ((~np.isnan(values)).sum() >= least for values in (numbers, dates))
-    if chosen == "number" or (chosen is None and is_number):
+    if chosen == "number" or (chosen is None and parsed and is_number):
         if np.isnan(numbers).all():
             raise ConfigError(f"--data.numbers: column {name!r} has no numbers, but texts such as {cells.texts[0]!r}.")
         made = _number(name, style, numbers, chosen is not None)
@@ -159,19 +162,23 @@ def _number(name: str, style: Style, values: np.ndarray, chosen: bool) -> Column
     known = values[~np.isnan(values)]
     if (known == known[0]).all() and len(known) == len(values) and not chosen:
         return f"all training rows have {known[0]:g}"
-    if not chosen and len(known) == len(values) and _numbers_rows(values):
-        return f"it numbers the rows, as an identifier does; --data.numbers {_typed(name)} takes it in"
+    if not chosen and len(known) == len(values) and (why := _identifies(values)):
+        return f"{why}; --data.numbers {_typed(name)} takes it in"
     offset = float(np.round(np.median(known))) if np.abs(known).max() > EXACT_WHOLE else 0.0
     return NumberColumn(name, style, offset)
 
 
-def _numbers_rows(values: np.ndarray) -> bool:
-    """Whether whole numbers grow from row to row, or are those of a range, of which other rows have the rest."""
+def _identifies(values: np.ndarray) -> str:
+    """Why whole numbers are those of an identifier: they number the rows, or are too large for a measurement."""
     if len(values) < _FEW_ROWS or (values != np.floor(values)).any():
-        return False
-    if (np.diff(values) > 0).all():
-        return True
-    return values.max() - values.min() < 2 * len(values) and len(np.unique(values)) == len(values)
+        return ""
+    if len(np.unique(values)) == len(values) and np.abs(values).max() > _EXACT:
+        return "all its numbers differ, and are beyond 2^53, as in an identifier"
+    # Rows that were left out make gaps, and held-out rows are missing here.
+    spread, grows = np.ptp(values) / len(values), bool((np.diff(values) > 0).all())
+    if (grows and spread < _GAPS) or (spread < 2 and len(np.unique(values)) == len(values)):
+        return "it numbers the rows, as an identifier does"
+    return ""
 
 
 def _date(name: str, form: str, seconds: np.ndarray) -> Column | str:
