@@ -202,7 +202,7 @@ def test_parquet_of_many_types(tmp_path):
         "map": pa.array([[("k", 1)]] * 40, pa.map_(pa.string(), pa.int64())),
         "bytes": pa.array([b"x" * i for i in ROWS]),
         "nothing": pa.nulls(40),
-        "large": pa.array([2**61 + (i * 7919) % 40 // 2 for i in ROWS]),
+        "large": pa.array([2**40 + (i * 7919) % 40 // 2 for i in ROWS]),
         "code": pa.array([2**62 + (i * 7919) ** 3 for i in ROWS], pa.uint64()),
         "flag": pa.array([None if i % 7 == 0 else i % 3 == 0 for i in ROWS]),
         "infinite": pa.array([float("inf") if i == 3 else i / 3 for i in ROWS]),
