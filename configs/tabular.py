@@ -2,8 +2,8 @@
 
 Whether the label has classes or is a number is found in the file, and so is what each column is:
 
-    python -m jaxdl.train --config configs/tabular.py --data.file penguins.csv --data.label species --workdir runs/penguins
-    python -m jaxdl.score --workdir runs/penguins --table others.csv --predictions predictions.csv
+    python -m jaxdl.train --config configs/tabular.py --data.file my.csv --data.label species --workdir runs/my
+    python -m jaxdl.score --workdir runs/my --table others.csv --predictions predictions.csv
 """
 
 from jaxdl.data import Table
@@ -24,7 +24,7 @@ def config() -> Experiment:
         optimizer=AdamW(learning_rate=2e-3, weight_decay=3e-2),
         schedule=Cosine(),
         batch_size=256,
-        steps=2000,
-        evaluation=EvaluationConfig(every_steps=500),
+        steps=1000,
+        evaluation=EvaluationConfig(every_steps=250),
         mesh=MeshConfig(without_gpus=MeshConfig(cpu_devices=1)),
     )

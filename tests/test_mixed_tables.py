@@ -70,7 +70,9 @@ def test_kinds_of_columns_and_what_is_left_out(people):
     named = Table(file=(people,), label="grade", numbers=("id",), words=("name",), leave_out=("since",)).build()
     assert {"id", "name"} <= {column.name for column in named.train.spec.columns}
     assert "'since' (--data.leave-out names it)" in told(named)
-    assert [c.name for c in Table(file=(people,), label="grade", features=("age",)).build().train.spec.columns] == ["age"]
+    assert [c.name for c in Table(file=(people,), label="grade", features=("age",)).build().train.spec.columns] == [
+        "age"
+    ]
 
 
 def test_the_preparation_is_that_of_the_training_rows(people):
@@ -95,8 +97,8 @@ def test_held_out_rows_stay_held_out_when_rows_are_added(tmp_path):
     head, lines = "x,y\n", [f"{number(i)},{kind(i)}\n" for i in range(300)]
     (tmp_path / "a.csv").write_text(head + "".join(lines[:200]))
     (tmp_path / "b.csv").write_text(head + "".join(lines))
-    first, more = ({float(x) for x in every(Table(file=(str(tmp_path / name),), label="y").build().test)["numbers"][:, 0]}
-                   for name in ("a.csv", "b.csv"))  # fmt: skip
+    tests = [Table(file=(str(tmp_path / name),), label="y").build().test for name in ("a.csv", "b.csv")]
+    first, more = ({float(x) for x in every(test)["numbers"][:, 0]} for test in tests)
     assert first <= more
     assert 25 < len(first) < 55
     assert all(x < 0.25 + 1.5 * 200 for x in first)
@@ -142,7 +144,12 @@ def test_words_keep_quotes_and_newlines_and_codes_their_zeros(tmp_path):
         ("x,y", lambda i: f"{number(i)},", {}, "no row has a value"),
         ("x,y", lambda i: f"{number(i)},n{i}" if i else "1", {}, "Expected 2 columns, got 1"),
         ("x,z", lambda i: f"{number(i)},a", {}, "data.label y: it has no column 'y'; it has x, z"),
-        ("x,y", lambda i: f"same,{kind(i)}", {}, r"no column is left but the label 'y'. 1 column is left out: 'x' \(all"),
+        (
+            "x,y",
+            lambda i: f"same,{kind(i)}",
+            {},
+            r"no column is left but the label 'y'. 1 column is left out: 'x' \(all",
+        ),
         ("d,y", lambda i: f"{i % 12 + 1}/{i % 5 + 1}/2024,{kind(i)}", {}, "Give data.day_first=True, or False"),
         ("x,y", lambda i: f"é{i},{kind(i)}", {}, "is not ascii"),
         ("x,y", lambda i: f"{number(i)},{kind(i)}", {"words": ("z",)}, "data.words z: it has no column 'z'"),
@@ -190,10 +197,9 @@ def test_dates_are_read_in_each_form():
 
 
 def test_parquet_of_many_types(tmp_path):
-    zone = datetime.timezone(datetime.timedelta(hours=2))
+    start = datetime.datetime(2024, 1, 1, 2, tzinfo=datetime.timezone(datetime.timedelta(hours=2)))
     table = pa.table({
-        "when": pa.array([datetime.datetime(2024, 1, 1, 2, tzinfo=zone) + datetime.timedelta(hours=7 * i) for i in ROWS],
-                         pa.timestamp("us", "Europe/Berlin")),
+        "when": pa.array([start + datetime.timedelta(hours=7 * i) for i in ROWS], pa.timestamp("us", "Europe/Berlin")),
         "price": pa.array([decimal.Decimal(i) / 4 for i in ROWS], pa.decimal128(20, 4)),
         "size": pa.array(["lo", "hi"] * 20).dictionary_encode(),
         "person": pa.array([{"age": 0.5 * i, "home": {"town": "uv"[i % 2]}} for i in ROWS]),
@@ -236,7 +242,11 @@ def test_rows_that_users_give(people):
     frame = pandas.read_csv(people)
     from_file, from_frame = spec.to_predict(people, "predict"), spec.to_predict(frame, "predict")
     records = frame.astype(object).where(frame.notna(), None).to_dict("records")
-    for other in (from_frame, spec.to_predict(records, "predict"), spec.to_predict(pa.Table.from_pandas(frame), "predict")):
+    for other in (
+        from_frame,
+        spec.to_predict(records, "predict"),
+        spec.to_predict(pa.Table.from_pandas(frame), "predict"),
+    ):
         for name in ("numbers", "words"):
             np.testing.assert_array_equal(other[name], from_file[name])
     row = {"town": "Rome", "age": 7, "member": True, "since": datetime.date(2024, 3, 11)}

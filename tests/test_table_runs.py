@@ -1,4 +1,4 @@
-"""Runs on tables with words and gaps: they resume bit-equal, name the class, give units; weights, scores and exports."""
+"""Runs on tables with words and gaps: they resume bit-equal, name classes, give units; weights, scores, exports."""
 
 import csv
 import json
@@ -90,7 +90,9 @@ def test_scores_and_predictions_of_a_file(classified, animals, tmp_path, capsys)
     _, _, workdir = classified
     table = tmp_path / "others.csv"
     lines = animals.read_text().splitlines()
-    table.write_text("\n".join([lines[0] + ",colour", *(line + ",red" for line in lines[1:60]), "Pluto,40,,1,red"]) + "\n")
+    table.write_text(
+        "\n".join([lines[0] + ",colour", *(line + ",red" for line in lines[1:60]), "Pluto,40,,1,red"]) + "\n"
+    )
     paths = ["--predictions", str(tmp_path / "predictions.csv"), "--to", str(tmp_path / "scores.json")]
     score(["--workdir", str(workdir), "--table", str(table), *paths])
     printed = capsys.readouterr().out
@@ -131,7 +133,9 @@ def test_an_exported_function_predicts_the_same(classified, animals, tmp_path):
 
 def test_a_number_is_predicted_in_its_units(animals, tmp_path):
     data = Table(file=(str(animals),), label="weight", leave_out=("species",))
-    run = jaxdl.train(experiment(animals, "weight", data=data, steps=200), tmp_path, quiet=True, devices=jax.devices()[:1])
+    run = jaxdl.train(
+        experiment(animals, "weight", data=data, steps=200), tmp_path, quiet=True, devices=jax.devices()[:1]
+    )
     predictor = jaxdl.restore(tmp_path)
     splits = data.build()
     batch, (mean, std) = splits.test.batch(np.arange(len(splits.test))), splits.test.spec.target_scale()

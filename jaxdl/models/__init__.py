@@ -1,7 +1,8 @@
 """Architectures: flax.nnx modules whose parameters carry logical axis names.
 
-`ResNet`, `AlexNet`, `VGG`, `ViT`, `Perceptron`, `TableMLP` and `Transformer` are configs; their `build()` returns a function that
-makes the module from random keys. `FromModule` and `FromFunctions` take a user's flax module or two functions as they
+`ResNet`, `AlexNet`, `VGG`, `ViT`, `Perceptron`, `TableMLP` and `Transformer` are configs; their `build()` returns a
+function that makes the module from random keys. `FromModule` and `FromFunctions` take a user's flax module or two
+functions as they
 are. `preset` makes transformers of published shapes. `Network` is such a module, split once into pure functions and
 trees of arrays.
 """

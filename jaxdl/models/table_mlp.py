@@ -36,11 +36,11 @@ class TableMLP(Model, kind="table_mlp"):
     """Units of each hidden layer."""
     members: int = pydantic.Field(default=8, ge=1)
     """Networks that share the hidden layers; the work of a step grows with them."""
-    dropout: float = pydantic.Field(default=0.1, ge=0, lt=1)
+    dropout: float = pydantic.Field(default=0.2, ge=0, lt=1)
     """Part of the units of each hidden layer that a training step leaves out (Srivastava et al. 2014)."""
     frequencies: int = pydantic.Field(default=16, ge=0)
     """Cosines of each number; 0: numbers are read as they are."""
-    frequency_scale: float = pydantic.Field(default=0.3, gt=0)
+    frequency_scale: float = pydantic.Field(default=0.1, gt=0)
     """Standard deviation of the frequencies at the start, in turns for each unit of a scaled number."""
     number_columns: int = pydantic.Field(default=4, ge=2)
     """How many numbers each one becomes, itself among them."""

@@ -15,13 +15,15 @@ import numpy as np
 
 from jaxdl.data.tables.arrow_numbers import is_list
 
-MISSING = frozenset(
-    "#N/A|#N/A N/A|#NA|-1.#IND|-1.#QNAN|-NaN|-nan|1.#IND|1.#QNAN|<NA>|N/A|NA|NULL|NaN|None|n/a|nan|null|NaT|?".split("|")
-) | {""}
+_OF_PANDAS = """#N/A #NA -1.#IND -1.#QNAN -NaN -nan 1.#IND 1.#QNAN <NA> N/A NA NULL NaN None n/a nan null NaT"""
+MISSING = frozenset(_OF_PANDAS.split()) | {"", "?", "#N/A N/A"}
 """Texts that stand for a missing value: those of pandas, and the question mark of the UCI archive."""
 TRUE, FALSE = "true", "false"
 _PLAIN = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
-_GROUPED = {",": re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d*)?"), ".": re.compile(r"[+-]?\d{1,3}(?:\.\d{3})+(?:,\d*)?")}
+_GROUPED = {
+    ",": re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d*)?"),
+    ".": re.compile(r"[+-]?\d{1,3}(?:\.\d{3})+(?:,\d*)?"),
+}
 _COMMA = re.compile(r"[+-]?(?:\d+(?:,\d*)?|,\d+)(?:[eE][+-]?\d+)?")
 _CODE = re.compile(r"0\d+")
 
@@ -178,9 +180,10 @@ def _text_of(value: Any) -> str:
 def _seconds_of(array: Any) -> Any:
     """Times of day and durations as seconds, float64."""
     import pyarrow
-    import pyarrow.compute as compute
+    import pyarrow.compute
     import pyarrow.types as types
 
+    compute: Any = pyarrow.compute
     unit = {"s": 1, "ms": 1e3, "us": 1e6, "ns": 1e9}[array.type.unit]
     whole = pyarrow.int32() if types.is_time32(array.type) else pyarrow.int64()
     return compute.divide(array.cast(whole).cast(pyarrow.float64()), float(unit))

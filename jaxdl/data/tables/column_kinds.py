@@ -1,4 +1,4 @@
-"""What a network reads of a column of a table: a number, a date, or one of some words. Fitted on training rows, as JSON.
+"""What a network reads of a column of a table: a number, a date, or one of some words; fitted on training rows.
 
 A `Column` says how cells become numbers (NaN where missing) and ids of words, in a network's data as in its use. It is
 made by `jaxdl.data.tables.fitting`, and is a part of the spec of the data, which every run stores in `data.json`.
@@ -87,7 +87,9 @@ class Column(abc.ABC):
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Column:
         """The column of `to_json`."""
-        fields = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items() if name != "kind"}
+        fields: dict[str, Any] = {
+            name: tuple(x) if isinstance(x, list) else x for name, x in values.items() if name != "kind"
+        }
         return _by_kind[values["kind"]](**fields)
 
 

@@ -47,7 +47,7 @@ class ColumnsSpec(DataSpec):
         columns = tuple(Column.from_json(x) if isinstance(x, Mapping) else x for x in self.columns)
         object.__setattr__(self, "columns", columns)
         if isinstance(label := self.label, Mapping):
-            fields = {name: tuple(x) if isinstance(x, list) else x for name, x in label.items()}
+            fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in label.items()}
             object.__setattr__(self, "label", Label(**fields))
 
     def to_json(self) -> dict[str, Any]:
@@ -107,7 +107,9 @@ class ColumnsSpec(DataSpec):
         for kind in dict.fromkeys(column.kind for column in self.columns):
             names = [column.described() for column in self.columns if column.kind == kind]
             more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
-            texts.append(f"{ {'number': 'numbers', 'date': 'dates'}.get(kind, kind)}: {', '.join(names[:_NAMED])}{more}")
+            texts.append(
+                f"{ {'number': 'numbers', 'date': 'dates'}.get(kind, kind) }: {', '.join(names[:_NAMED])}{more}"
+            )
         return "; ".join(texts)
 
     def example(self) -> dict[str, np.ndarray]:
@@ -167,15 +169,19 @@ class ColumnsSpec(DataSpec):
         batch, surprises = self.encode(columns)
         if surprises.unread:
             line = Surprises(unread=surprises.unread).lines({x.name: x.kind for x in self.columns})[0]
-            raise ConfigError(f"{what}: {line.partition(', so there')[0]}. Correct it, or give None where it is missing.")
+            raise ConfigError(
+                f"{what}: {line.partition(', so there')[0]}. Correct it, or give None where it is missing."
+            )
         others = [name for name in columns if name not in self.known]
-        lines = surprises.lines({}) + ([f"not read, since training had no such columns: {_some(others)}"] if others else [])
+        lines = surprises.lines({}) + (
+            [f"not read, since training had no such columns: {_some(others)}"] if others else []
+        )
         for line in lines:
             warnings.warn(f"{what}: {line}", stacklevel=5)
         return batch
 
     def labelled(self, values: Any, what: str) -> dict[str, np.ndarray] | None:
-        """The arrays of rows with labels, of which those without are left out. Raises ConfigError where none has one."""
+        """The arrays of rows with labels; those without are left out. Raises ConfigError where none has one."""
         columns = self.columns_of(values, what)
         labels = self.label_numbers(columns, what)
         known = self.label.known(labels)
@@ -208,13 +214,15 @@ class ColumnsSpec(DataSpec):
             given = columns_of_rows(values)
         else:
             raise ConfigError(
-                f"{what}: got {type(values).__name__}. Give rows as a dictionary, a list of dictionaries, a data frame, "
-                f"or the path of a CSV or Parquet file, with the columns {_some([x.name for x in self.columns])}."
+                f"{what}: got {type(values).__name__}. Give rows as a dictionary, a list of dictionaries, a data "
+                f"frame, or the path of a CSV or Parquet file, with the columns {_some([x.name for x in self.columns])}."
             )
         arrays: dict[str, Any] = {}
         for name, x in given.items():
             array = cells_of(x).arrow
-            arrays |= parts_of_list(name, array) if f"{name}[0]" in self.known and name not in self.known else {name: array}
+            arrays |= (
+                parts_of_list(name, array) if f"{name}[0]" in self.known and name not in self.known else {name: array}
+            )
         if len({len(array) for array in arrays.values()}) > 1:
             raise ConfigError(f"{what}: the columns have different numbers of rows.")
         return arrays

@@ -80,7 +80,8 @@ def date_form(texts: Sequence[str], *, day_first: bool | None) -> tuple[str, int
 
     The last is of days and months of which none is beyond 12. With `day_first` it is known which comes first.
     """
-    wanted = [form for form in FORMS if form != {True: "month first", False: "day first"}.get(day_first)]
+    other = None if day_first is None else "month first" if day_first else "day first"
+    wanted = [form for form in FORMS if form != other]
     counts = {form: sum(parse_date(text, form) is not None for text in texts) for form in wanted}
     form, count = max(counts.items(), key=lambda item: item[1])
     rival = {"day first": "month first", "month first": "day first"}.get(form, "")

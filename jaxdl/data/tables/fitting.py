@@ -66,9 +66,7 @@ def _columns(number: int) -> str:
     return "column is" if number == 1 else "columns are"
 
 
-def fit_columns(
-    columns: Mapping[str, Any], rows: np.ndarray, choice: Choice, *, comma: bool
-) -> Fitted:
+def fit_columns(columns: Mapping[str, Any], rows: np.ndarray, choice: Choice, *, comma: bool) -> Fitted:
     """The kinds of columns (arrays of Arrow) by the values in `rows`, which are those of training.
 
     `comma` says that commas in numbers are decimal ones. Raises ConfigError for a chosen kind that does not fit, and
@@ -88,9 +86,7 @@ def fit_columns(
     return fitted
 
 
-def _fit(
-    name: str, cells: Cells, choice: Choice, notes: list[str], *, comma: bool
-) -> Column | str:
+def _fit(name: str, cells: Cells, choice: Choice, notes: list[str], *, comma: bool) -> Column | str:
     """The column, or why it is left out."""
     chosen = choice.of(name)
     if cells.form == "other":
@@ -204,5 +200,3 @@ def _words(name: str, cells: Cells) -> Column | str:
 def _typed(name: str) -> str:
     """A name as it is typed after an option."""
     return name if name.replace("_", "").replace(".", "").isalnum() else f"'{name}'"
-
-

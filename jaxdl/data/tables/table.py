@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -188,7 +188,9 @@ class TableSource(SpecArrays):
         what = f"classes: {', '.join(counts)}{', ...' if len(label.classes) > 20 else ''}" if counts else (
             f"{label.name}: mean {label.mean:.5g}, standard deviation {label.std:.5g}")  # fmt: skip
         missing = [f"{name} {count:,}" for name, count in self._missing().items() if count]
-        gaps = f"; values are missing: {', '.join(missing[:20])}{', ...' if len(missing) > 20 else ''}" if missing else ""
+        gaps = (
+            f"; values are missing: {', '.join(missing[:20])}{', ...' if len(missing) > 20 else ''}" if missing else ""
+        )
         return f"{self.spec.listed()}; {what}{gaps}"
 
     def _missing(self) -> dict[str, int]:

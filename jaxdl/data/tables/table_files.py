@@ -1,4 +1,4 @@
-"""Files of tables, CSV and Parquet, as columns of Arrow; cells of CSV stay texts until it is known what a column has."""
+"""Files of tables, CSV and Parquet, as columns of Arrow; cells of CSV stay texts until a column is fitted."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ class TableRows(NamedTuple):
         return len(next(iter(self.columns.values()))) if self.columns else 0
 
 
-def read_tables(patterns: Sequence[str], option: str, how: Format = Format()) -> TableRows:
+_USUAL = Format()
+
+
+def read_tables(patterns: Sequence[str], option: str, how: Format = _USUAL) -> TableRows:
     """The rows of the files of some patterns, file after file.
 
     Raises ConfigError for files that cannot be read, have other columns than the first one, or no rows.

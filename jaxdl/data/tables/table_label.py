@@ -1,4 +1,4 @@
-"""The label of a table: classes that are words, booleans or whole numbers, or a number that is predicted in its units."""
+"""The label of a table: classes (words, booleans, whole numbers), or a number that is predicted in its units."""
 
 from __future__ import annotations
 

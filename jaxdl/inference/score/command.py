@@ -24,8 +24,8 @@ from jaxdl.training.run.result import exit_codes
 CONTEXTS, CHOICES, LABELS = ("context", "ctx", "query"), ("choices", "endings"), ("label", "gold", "answer")
 """Names that fields of questions have; those of HellaSwag are ctx, endings and label."""
 
-ABOUT = """Judges a trained language model: perplexity of texts, accuracy on multiple-choice questions. Of a network that
-was trained on a table it judges, and writes, the predictions of the rows of a file.
+ABOUT = """Judges a trained language model: perplexity of texts, accuracy on multiple-choice questions. Of a network
+that was trained on a table it judges, and writes, the predictions of the rows of a file.
 
   python -m jaxdl.score --workdir runs/lm --text book.txt articles.jsonl
   python -m jaxdl.score --workdir runs/lm --choices hellaswag.jsonl --to scores.json

@@ -21,7 +21,9 @@ def columns_spec(predictor: Predictor) -> ColumnsSpec:
     """The spec of the table that the network reads. Raises ConfigError if it reads none."""
     spec = predictor.parts.data_spec
     if spec.modality != ColumnsSpec.modality:
-        raise ConfigError(f"--table: this network reads {spec.modality}, not a table with names of columns. Leave it out.")
+        raise ConfigError(
+            f"--table: this network reads {spec.modality}, not a table with names of columns. Leave it out."
+        )
     assert isinstance(spec, ColumnsSpec)
     return spec
 
@@ -107,6 +109,8 @@ def table_lines(path: str, row: Mapping[str, Any]) -> list[str]:
         metrics = ", ".join(f"{name} {row[name]:.5g}" for name in names)
         lines = [f"  {path}: {metrics} ({row['labelled']:,} of {row['rows']:,} rows have a label)"]
     for name, of in row.get("classes", {}).items():
-        shown = ", ".join(f"{what} {'-' if of[what] is None else f'{of[what]:.4f}'}" for what in ("precision", "recall", "f1"))
+        shown = ", ".join(
+            f"{what} {'-' if of[what] is None else f'{of[what]:.4f}'}" for what in ("precision", "recall", "f1")
+        )
         lines.append(f"    {name}: {shown} ({of['rows']:,} rows)")
     return lines + [f"    {line}" for line in row["notes"]]

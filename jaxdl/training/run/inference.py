@@ -66,8 +66,9 @@ class Inference:
         """The prediction of the task for each input; for classification the probabilities `[batch, num_classes]`.
 
         Rows of a table with words are a dictionary, a list of dictionaries, a data frame, or the path of a file: the
-        predictions are the classes as they are in the file, or numbers in their units. Images are uint8 `[batch, height, width, channel]` with grey levels from 0 to 255, of the size that the network
-        was trained on. For other data give the array that the network reads; if it reads several, a dictionary with
+        predictions are the classes as they are in the file, or numbers in their units. Images are uint8
+        `[batch, height, width, channel]` with grey levels from 0 to 255, of the size that the network was trained on.
+        For other data give the array that the network reads; if it reads several, a dictionary with
         their names, or a tuple in the order of `Loss(fn, inputs=...)`. With a `Loss` the predictions are the outputs.
         Raises ConfigError for another shape or type, and for a network that reads text.
         """

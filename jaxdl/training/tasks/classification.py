@@ -196,7 +196,10 @@ class Classification(Task, kind="classification"):
             loss = loss * jnp.asarray(self._weights, jnp.float32)[label]
         elif self._weights is not None:
             empty = jnp.zeros(len(self._weights), jnp.float32)
-            of_classes = {"of_class": empty.at[label].add(mask), "correct_of_class": empty.at[label].add(mask & (place < 1))}
+            of_classes = {
+                "of_class": empty.at[label].add(mask),
+                "correct_of_class": empty.at[label].add(mask & (place < 1)),
+            }
         return of_classes | {
             "loss": jnp.sum(jnp.where(mask, loss, 0)),
             "weight": self.weight(batch),
@@ -242,8 +245,8 @@ def weights_of(given: ClassWeights, spec: DataSpec) -> tuple[float, ...]:
     names = ", ".join(spec.class_names()[:10])
     if len(given) != count or min(given) < 0 or not np.isfinite(given).all() or max(given) == 0:
         raise ConfigError(
-            f"--task.class-weights {' '.join(map(str, given))}: give balanced, or {count:,} numbers from 0, one for each "
-            f"class{f': {names}' if names else ''}."
+            f"--task.class-weights {' '.join(map(str, given))}: give balanced, or {count:,} numbers from 0, one for "
+            f"each class{f': {names}' if names else ''}."
         )
     return tuple(given)
 

@@ -35,7 +35,9 @@ class Regression(Task, kind="regression"):
         fitted, blank = super().fitted(spec, outputs), spec.blank()
         name = next((name for name in LABELS if name in blank), None)
         if name is None or blank[name].dtype.kind != "f" or blank[name].ndim != 1:
-            given = "no array y or label" if name is None else f"{name} {blank[name].dtype} {list(blank[name].shape[1:])}"
+            given = (
+                "no array y or label" if name is None else f"{name} {blank[name].dtype} {list(blank[name].shape[1:])}"
+            )
             raise ConfigError(
                 f"data: task regression needs one floating-point number for each example, y or label; there is {given}"
                 f" in {spec.described()[1]}. For classes take --task classification; of whole numbers give floats."
