@@ -157,6 +157,8 @@ BUDGETS = {
     "test_packing.py": 10,
     "test_scheme.py": 10,
     "test_sharded_optim.py": 10,
+    "test_table_runs.py": 20,
+    "test_mixed_tables.py": 8,
     "test_table_pieces.py": 10,
     "test_table_search.py": 10,
     "test_workdir.py": 10,

@@ -8,6 +8,7 @@ A data config (`Arrays`, `Digits`, `TFDS`, `ImageFolder`, `ImageTars`, `TextFile
 `Clicks`, `Criteo`, `Tabular`, `ParquetImages`, `ParquetPhotos`)
 `Conversations`, `SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `PreferencePairs`,
 `SyntheticPreferences`, `MovieLens`, `Clicks`, `Criteo`, `Tabular`, `ParquetImages`, `ParquetPhotos`)
+`Clicks`, `Criteo`, `Tabular`, `Table`, `ParquetImages`, `ParquetPhotos`)
 builds `Splits`: a training and a held-out `Source`. A source only returns the rows of given examples; `EpochShuffle`
 chooses the examples of a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and place them on the
 mesh.
@@ -38,8 +39,10 @@ from jaxdl.data.synthetic_pairs import SyntheticPairs
 from jaxdl.data.synthetic_preferences import SyntheticPreferences
 from jaxdl.data.tables.clicks import CRITEO_NUM_IDS, CRITEO_ROWS, Clicks
 from jaxdl.data.tables.columns import NumbersSpec, Tabular
+from jaxdl.data.tables.columns_spec import ColumnsSpec
 from jaxdl.data.tables.criteo import Criteo
 from jaxdl.data.tables.movielens import MovieLens
+from jaxdl.data.tables.table import Table
 from jaxdl.data.tables.tabular import Feature, TabularArrays, TabularSource, TabularSpec, with_statistics
 from jaxdl.data.text.conversations import Conversations
 from jaxdl.data.text.corpus import Documents, Mixture
@@ -60,6 +63,7 @@ __all__ = [
     "Cache",
     "Clicks",
     "Codec",
+    "ColumnsSpec",
     "Conversations",
     "Converted",
     "ConvertedPhotos",
@@ -100,6 +104,7 @@ __all__ = [
     "SyntheticPreferences",
     "SyntheticText",
     "TFDSPairs",
+    "Table",
     "Tabular",
     "TabularArrays",
     "TabularSource",

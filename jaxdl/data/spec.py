@@ -98,6 +98,33 @@ class DataSpec(abc.ABC):
         del modality
         return f"Choose a --model and --task for {self.modality}, or other --data."
 
+    def class_counts(self) -> tuple[int, ...]:
+        """How many training examples have each class; empty where that is not known."""
+        return ()
+
+    def target_scale(self) -> tuple[float, float]:
+        """Mean and standard deviation of a label that is a number and is standardized in batches: 0 and 1, as it is."""
+        return 0.0, 1.0
+
+    def answers(self, predictions: Any, values: Any) -> Any:
+        """What `predict` gives a user for the predictions of a task of `values`: the predictions."""
+        del values
+        return predictions
+
+    def labelled(self, values: Any, what: str) -> dict[str, np.ndarray] | None:
+        """The arrays of examples with labels that a user gave to the function `what`, if the spec knows how to read
+        them; None if not."""
+        del values, what
+        return None
+
+    def preparation(self) -> dict[str, Any] | None:
+        """How what a user has becomes what an exported function takes, for JSON; None where it is the same."""
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return dataclasses.asdict(self)
+
     def why_no_classes(self) -> str:
         """Why there are no class numbers, and what to do, where `sizes` has no `num_classes`."""
         return "Class numbers are an array y (or label) of whole numbers from 0, one for each example."
@@ -402,7 +429,7 @@ def spec_to_json(spec: DataSpec) -> str:
     """The spec as JSON; a run keeps it so that its network can be used without its data."""
     source = source_of(type(spec))
     head = {"modality": spec.modality} | ({SOURCE: source} if source else {})
-    return json.dumps(head | dataclasses.asdict(spec), indent=2)
+    return json.dumps(head | spec.to_json(), indent=2)
 
 
 def spec_from_json(text: str) -> DataSpec:

@@ -76,9 +76,7 @@ class Predictor(Inference):
         parts = _parts(experiment, self.parts.data_spec, self.parts.layout.mesh, self.workdir)
         return Predictor(experiment, parts, params, self.model_state, self.step, self.workdir)
 
-    def evaluate(
-        self, data: Data | Splits | Source | None = None, *, batch_size: int | None = None
-    ) -> dict[str, float]:
+    def evaluate(self, data: Data | Splits | Source | Any = None, *, batch_size: int | None = None) -> dict[str, float]:
         """The metrics of the task over held-out examples, each counted once; by default those of the run.
 
         On the mesh and with the batch size of the run, the default, they are the numbers that the run itself measured

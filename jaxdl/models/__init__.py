@@ -1,7 +1,8 @@
 """Architectures: flax.nnx modules whose parameters carry logical axis names.
 
-`ResNet`, `AlexNet`, `VGG`, `ViT`, `Perceptron` and `Transformer` are configs; their `build()` returns a function that
-makes the module from random keys. `FromModule` and `FromFunctions` take a user's flax module or two functions as they
+`ResNet`, `AlexNet`, `VGG`, `ViT`, `Perceptron`, `TableMLP` and `Transformer` are configs; their `build()` returns a
+function that makes the module from random keys. `FromModule` and `FromFunctions` take a user's flax module or two
+functions as they
 are. `preset` makes transformers of published shapes. `Network` is such a module, split once into pure functions and
 trees of arrays.
 """
@@ -20,6 +21,7 @@ from jaxdl.models.presets import preset
 from jaxdl.models.recommendation import DLRM, DCNv2
 from jaxdl.models.resnet import ResNet
 from jaxdl.models.rotary import RopeScaling
+from jaxdl.models.table_mlp import TableMLP
 from jaxdl.models.transformer import Transformer
 from jaxdl.models.vit import ViT
 
@@ -39,6 +41,7 @@ __all__ = [
     "Perceptron",
     "ResNet",
     "RopeScaling",
+    "TableMLP",
     "Transformer",
     "ViT",
     "encoder_preset",

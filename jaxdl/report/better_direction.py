@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-LOWER = ("loss", "perplexity", "bits_per_byte", "error", "auc_error")
-HIGHER = ("accuracy", "accuracy_top5", "auc", "bleu")
+LOWER = ("loss", "perplexity", "bits_per_byte", "error", "auc_error", "rmse", "mae")
+HIGHER = ("accuracy", "accuracy_top5", "auc", "bleu", "r2", "balanced_accuracy")
 """Words of metrics of which a lower, or higher, value is better: `loss` is that of `eval/loss`, `eval/loss/NAME`."""
 
 Best = tuple[str, str]

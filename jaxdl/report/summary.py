@@ -165,6 +165,7 @@ def what_next(
             **dict.fromkeys(("text", "preferences"), f"python -m jaxdl.generate {workdir} {prompt}"),
             "labelled_texts": f'jaxdl.restore("{folder}").predict("a text").name',
             "pairs": f"python -m jaxdl.translate {workdir} --input FILE",
+            "columns": f"python -m jaxdl.score {workdir} --table FILE --predictions predictions.csv",
         }
         named = ", ".join(f'"{name}": ...' for name in reads)
         arrays = f"{{{named}}}" if len(reads) > 1 else "x"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ def export(
         contents["safetensors"] = parameter_file(predictor)
     if "stablehlo" in formats:
         contents["stablehlo"] = function_file(predictor, platforms, batch_size)
+    if (preparation := predictor.parts.data_spec.preparation()) is not None:
+        contents["columns"] = json.dumps(preparation, indent=1, ensure_ascii=False).encode()
     contents["readme"] = _readme(predictor, formats, platforms, batch_size).encode()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from jaxdl.core.errors import print_out
 from jaxdl.core.runs import check_writable, read_lines
 from jaxdl.data.text.documents import EVERY_FILE, Reading, document_texts
 from jaxdl.inference.predictor import Predictor
+from jaxdl.inference.score.tables import columns_spec, score_table, table_lines, write_predictions
 from jaxdl.inference.scoring import Question, Scorer, score_choices, score_documents
 from jaxdl.inference.trained import RunCommand, check_text, open_output, parse_command, progress, restore_network
 from jaxdl.parallel.cluster import end_together
@@ -23,10 +24,12 @@ from jaxdl.training.run.result import exit_codes
 CONTEXTS, CHOICES, LABELS = ("context", "ctx", "query"), ("choices", "endings"), ("label", "gold", "answer")
 """Names that fields of questions have; those of HellaSwag are ctx, endings and label."""
 
-ABOUT = """Judges a trained language model: perplexity of texts, accuracy on multiple-choice questions.
+ABOUT = """Judges a trained language model: perplexity of texts, accuracy on multiple-choice questions. Of a network
+that was trained on a table it judges, and writes, the predictions of the rows of a file.
 
   python -m jaxdl.score --workdir runs/lm --text book.txt articles.jsonl
-  python -m jaxdl.score --workdir runs/lm --choices hellaswag.jsonl --to scores.json"""
+  python -m jaxdl.score --workdir runs/lm --choices hellaswag.jsonl --to scores.json
+  python -m jaxdl.score --workdir runs/penguins --table others.csv --predictions predictions.csv"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,10 @@ class Score(RunCommand):
     follow ("choices" or "endings") and the number of the right one, from 0 ("label", "gold" or "answer")."""
     delimiter: str = " "
     """What stands between a context and a choice."""
+    table: tuple[str, ...] = ()
+    """CSV or Parquet files with the columns of the training; with the label too they are judged."""
+    predictions: Path | None = None
+    """A CSV file for the predictions of the rows of --table, one line each; None writes none."""
     to: Path | None = None
     """A JSON file for the result, with the score of each choice; None writes none."""
 
@@ -55,14 +62,17 @@ def run(args: list[str], prog: str) -> None:
     """Runs the command line. Exits as `exit_codes` says."""
     with end_together(), exit_codes():
         command = parse_command(Score, args, prog, ABOUT)
-        if not command.text and not command.choices:
-            raise ConfigError("nothing to score: give --text FILE or --choices FILE.")
+        if not command.text and not command.choices and not command.table:
+            raise ConfigError("nothing to score: give --text FILE, --choices FILE or --table FILE.")
         for option, of in (("column", "text"), ("document", "text"), ("stride", "text"), ("delimiter", "choices")):
             if not getattr(command, of) and getattr(command, option) != getattr(Score, option):
                 raise ConfigError(f"--{option}: it has no effect without --{of}. Leave it out.")
         check_text("--delimiter", (command.delimiter,))
-        if command.to is not None:
-            check_writable(command.to, "--to")
+        if command.predictions is not None and len(command.table) != 1:
+            raise ConfigError("--predictions: it is for the rows of one file. Give one --table FILE.")
+        for option, file in (("--to", command.to), ("--predictions", command.predictions)):
+            if file is not None:
+                check_writable(file, option)
         questions = {path: read_questions(path) for path in command.choices}
         result = scores(command, restore_network(command, args), questions)
         if jax.process_index() == 0:
@@ -74,6 +84,9 @@ def run(args: list[str], prog: str) -> None:
 
 def scores(command: Score, predictor: Predictor, questions: dict[Path, list[Question]]) -> dict[str, Any]:
     """The result as it is written: "text" and "choices", each by file. Raises ConfigError for what cannot be read."""
+    result: dict[str, Any] = {"workdir": str(command.workdir), "step": predictor.step, "text": {}, "choices": {}}
+    if command.table:
+        return result | {"table": score_tables(command, predictor)}
     predictor.check_text("score")
     scorer, codec = Scorer(predictor), predictor.codec
     stride = max(1, scorer.context // 2) if command.stride is None else command.stride
@@ -81,7 +94,6 @@ def scores(command: Score, predictor: Predictor, questions: dict[Path, list[Ques
         raise ConfigError(
             f"--stride {stride}: the network reads {scorer.context:,} tokens at a time; give 1 to as many."
         )
-    result: dict[str, Any] = {"workdir": str(command.workdir), "step": predictor.step, "text": {}, "choices": {}}
     reading, files = Reading(command.column, command.document), [[path] for path in command.text]
     for path, texts in zip(command.text, document_texts(files, EVERY_FILE, reading) if files else (), strict=True):
         documents = list(texts.every())
@@ -98,6 +110,20 @@ def scores(command: Score, predictor: Predictor, questions: dict[Path, list[Ques
         ]
         result["choices"][str(path)] = accuracies | {"each": rows}
     return result
+
+
+def score_tables(command: Score, predictor: Predictor) -> dict[str, Any]:
+    """The result of each file of --table; writes --predictions. Raises ConfigError for what is no such table."""
+    if command.text or command.choices:
+        raise ConfigError("--table: it is for a network of tables, --text and --choices are for one of text. Give one.")
+    spec, results = columns_spec(predictor), {}
+    for path in command.table:
+        with progress(path) as advance:
+            results[path], predictions = score_table(predictor, path, advance)
+        if command.predictions is not None and jax.process_index() == 0:
+            with open_output(command.predictions, "--predictions") as file:
+                write_predictions(file, spec, predictions)
+    return results
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -143,4 +169,6 @@ def report(result: dict[str, Any]) -> str:
     for path, row in result["choices"].items():
         accuracies = ", ".join(f"{name} {row[name]:.4f}" for name in ("acc", "acc_norm", "acc_bytes"))
         lines.append(f"  {path}: {accuracies} ({row['questions']:,} questions)")
+    for path, row in result.get("table", {}).items():
+        lines += table_lines(path, row)
     return "\n".join(lines)

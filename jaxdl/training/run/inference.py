@@ -21,6 +21,7 @@ from jaxdl.data.arrays.examples import Examples
 from jaxdl.data.arrays.in_memory import like
 from jaxdl.data.images.given import Given, PhotoReader
 from jaxdl.data.phases import Phase
+from jaxdl.data.source import SpecArrays
 from jaxdl.models.network import Call
 from jaxdl.parallel.mesh import batch_sharding, batch_ways
 from jaxdl.parallel.precision import cast_weights
@@ -75,19 +76,35 @@ class Inference:
         Images are uint8 `[batch, height, width, channel]` with grey levels from 0 to 255, of the size that the network
         was trained on; photographs of another size are cropped as in the evaluation. A classifier names the class of a
         photograph, `predict("cat.jpg").name`: a path, an image of Pillow or an array `[height, width, 3]` gives a
-        `Prediction`, and a folder or a list gives a list of them. For other data give the array that the network reads;
-        if it reads several, a dictionary with their names, or a tuple in the order of `Loss(fn, inputs=...)`. With a
-        `Loss` the predictions are the outputs.
+        `Prediction`, and a folder or a list gives a list of them. Rows of a table with words are a dictionary, a list
+        of dictionaries, a data frame, or the path of a file: the predictions are the classes as they are in the file,
+        or numbers in their units. For other data give the array that the network reads; if it reads several, a
+        dictionary with their names, or a tuple in the order of `Loss(fn, inputs=...)`. With a `Loss` the predictions
+        are the outputs.
         Raises ConfigError for another shape or type, and for a network that reads text.
         """
         if isinstance(self.parts.data_spec, TextSpec):
             raise ConfigError("predict: this network reads text; use generate(prompt), or logits(tokens).")
         given = None if self.photos is None else self.photos.find(inputs)
         if given is None:
-            return self._of_batch(self._probabilities, "predict", inputs)
+            return self.parts.data_spec.answers(self._of_batch(self._probabilities, "predict", inputs), inputs)
         sources, values = self._of_photographs(self._probabilities, "predict", given)
         named = self.parts.task.named(values, sources, self.parts.data_spec)
         return values if named is None else named[0] if given.is_one else named
+
+    def predict_probabilities(self, inputs: Any) -> np.ndarray:
+        """The probability of each class, float32 `[batch, num_classes]`, where `predict` names the class.
+
+        The classes are in the order of `classes`. Raises ConfigError as `predict`, and for a network without classes.
+        """
+        if "num_classes" not in self.parts.data_spec.sizes():
+            raise ConfigError("predict_probabilities: this network has no classes. Use predict.")
+        return self._of_batch(self._probabilities, "predict_probabilities", inputs)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes in the order of their numbers; empty where they have none."""
+        return self.parts.data_spec.class_names
 
     def logits(self, inputs: Any) -> Any:
         """The outputs of the network before they become probabilities, float32.
@@ -250,6 +267,9 @@ def held_out(data: Any, spec: DataSpec, recorded: Mapping[str, Any] | None = Non
         yield data
         return
     if not isinstance(data, Data | Splits):
+        if (arrays := spec.labelled(data, "evaluate")) is not None:
+            yield SpecArrays(arrays, spec)
+            return
         if isinstance(data, str):
             raise ConfigError(
                 f"evaluate: {data!r} is of type str. Give a data config, such as jaxdl.data.Digits(), its splits, a "

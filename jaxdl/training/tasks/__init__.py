@@ -9,6 +9,8 @@ from jaxdl.training.tasks.classification import Classification
 from jaxdl.training.tasks.language import LanguageModelling
 from jaxdl.training.tasks.own import Loss
 from jaxdl.training.tasks.preferences import Preferences
+from jaxdl.training.tasks.regression import Regression
+from jaxdl.training.tasks.table import TableTask
 from jaxdl.training.tasks.translation import Translation
 
 __all__ = [
@@ -17,6 +19,8 @@ __all__ = [
     "LanguageModelling",
     "Loss",
     "Preferences",
+    "Regression",
+    "TableTask",
     "Task",
     "Translation",
     "check_task",

@@ -18,6 +18,8 @@ from jaxdl.models.logits import label_logit
 from jaxdl.training.tasks.base import Task, counted_weight
 from jaxdl.training.tasks.prediction import Prediction
 
+ClassWeights = Literal["balanced"] | tuple[float, ...]
+"""Weights of classes: by their frequency, or given; none for weights of 1."""
 _DEFAULT_CROP_PADDING = 4
 _TOP = 5
 """Top-5 accuracy is reported only with more classes than this."""
@@ -45,10 +47,17 @@ class Classification(Task, kind="classification"):
     """Paste a rectangle of the other image of a pair, its area drawn from Beta(x, x) (arXiv 1905.04899); 0: off. With
     `mixup` too, each pair gets one of them."""
 
+    class_weights: ClassWeights = ()
+    """Weights of the classes in the training loss, for classes of which some are rare. balanced: the mean number of
+    examples of a class over its own, where the data say these; or a number for each class. None: all count the same.
+    With them evaluations have `balanced_accuracy`, the mean over the classes of the part that is found."""
+
     modality: ClassVar[str] = "images"
     best_metric: ClassVar[str] = "accuracy"
     best_mode: ClassVar[Literal["max", "min"]] = "max"
     unit: ClassVar[str] = "examples"
+
+    _weights: tuple[float, ...] | None = pydantic.PrivateAttr(default=None)
 
     @pydantic.model_validator(mode="after")
     def _padding_fits(self) -> Classification:
@@ -68,6 +77,7 @@ class Classification(Task, kind="classification"):
         """Label smoothing, mixup and cutmix, where set; empty when none is."""
         changes = {"label smoothing": self.label_smoothing, "mixup": self.mixup, "cutmix": self.cutmix}
         used = [f"{name} {value:g}" for name, value in changes.items() if value]
+        used += ["weights of classes"] if self.class_weights else []
         return f"with {', '.join(used)}" if used else ""
 
     def output_shape(self, spec: DataSpec) -> tuple[int, ...] | None:
@@ -89,7 +99,13 @@ class Classification(Task, kind="classification"):
                 f"data: {spec.described()[1]} are no uint8 images [height, width, channel], so augment, mixup and "
                 "cutmix cannot be applied. Remove them, or give uint8 images."
             )
-        return self
+        if not self.class_weights:
+            return self
+        if self.mixup or self.cutmix:
+            raise ConfigError("--task.class-weights: mixed images have two classes. Leave out mixup and cutmix.")
+        fitted = self.model_copy()
+        fitted._weights = weights_of(self.class_weights, spec)
+        return fitted
 
     def units_per_example(self, spec: DataSpec) -> float:
         """One: the throughput counts images."""
@@ -182,7 +198,16 @@ class Classification(Task, kind="classification"):
             uniform = normalizer - jnp.mean(logits, axis=-1)
             loss = (1 - self.label_smoothing) * loss + self.label_smoothing * uniform
         place = rank(logits, label)
-        return {
+        of_classes: dict[str, jax.Array] = {}
+        if self._weights is not None and train:
+            loss = loss * jnp.asarray(self._weights, jnp.float32)[label]
+        elif self._weights is not None:
+            empty = jnp.zeros(len(self._weights), jnp.float32)
+            of_classes = {
+                "of_class": empty.at[label].add(mask),
+                "correct_of_class": empty.at[label].add(mask & (place < 1)),
+            }
+        return of_classes | {
             "loss": jnp.sum(jnp.where(mask, loss, 0)),
             "weight": self.weight(batch),
             "correct": jnp.sum(mask & (place < 1), dtype=jnp.float32),
@@ -220,6 +245,9 @@ class Classification(Task, kind="classification"):
         metrics = {"loss": float(sums["loss"]) / weight, "accuracy": float(sums["correct"]) / weight}
         if spec.sizes()["num_classes"] > _TOP:
             metrics["accuracy_top5"] = float(sums["correct_top5"]) / weight
+        if "of_class" in sums:
+            count, correct = np.asarray(sums["of_class"]), np.asarray(sums["correct_of_class"])
+            metrics["balanced_accuracy"] = float(np.mean(correct[count > 0] / count[count > 0]))
         return metrics
 
     def predictions(self, outputs: jax.Array) -> jax.Array:
@@ -230,6 +258,30 @@ class Classification(Task, kind="classification"):
         """A `Prediction` of each example, with the names of the classes where the data have them."""
         names = getattr(spec, "class_names", ())
         return [Prediction(source, x, names) for source, x in zip(sources, np.asarray(predictions), strict=True)]
+
+
+def weights_of(given: ClassWeights, spec: DataSpec) -> tuple[float, ...]:
+    """The weight of each class. Raises ConfigError for weights that do not fit the classes.
+
+    Balanced weights are those of King and Zeng (2001): the number of examples over that of classes times the class's
+    own; their mean over the training examples is 1.
+    """
+    count, counts = spec.sizes()["num_classes"], spec.class_counts()
+    if given == "balanced":
+        if not counts:
+            raise ConfigError(
+                "--task.class-weights balanced: these data do not say how many examples a class has. Give a number for "
+                f"each of the {count:,} classes."
+            )
+        present = sum(number > 0 for number in counts)
+        return tuple(sum(counts) / (present * number) if number else 0.0 for number in counts)
+    names = ", ".join(spec.class_names[:10])
+    if len(given) != count or min(given) < 0 or not np.isfinite(given).all() or max(given) == 0:
+        raise ConfigError(
+            f"--task.class-weights {' '.join(map(str, given))}: give balanced, or {count:,} numbers from 0, one for "
+            f"each class{f': {names}' if names else ''}."
+        )
+    return tuple(given)
 
 
 def _labels(batch: Mapping[str, jax.Array]) -> jax.Array:
