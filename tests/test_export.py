@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 import jaxdl
 from jaxdl.data import Clicks, ImageSpec, Tabular, TextSpec
-from jaxdl.data.spec import ArrayInfo, ArraySpec
+from jaxdl.data.array_spec import ArrayInfo, ArraySpec
 from jaxdl.data.tables.columns import NumbersSpec
 from jaxdl.data.tables.tabular import Feature, TabularSpec
 from jaxdl.inference.export.__main__ import main

@@ -6,8 +6,8 @@ from test_arrays import IMAGES, Frame, X, Y, arrays
 
 from jaxdl.core.errors import ConfigError
 from jaxdl.data import ArraySpec, spec_to_json
+from jaxdl.data.array_spec import ArrayInfo
 from jaxdl.data.arrays.in_memory import like
-from jaxdl.data.spec import ArrayInfo
 from jaxdl.training.run.workdir.records import Workdir, keep_spec
 from jaxdl.training.tasks import Classification, Task
 

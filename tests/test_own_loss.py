@@ -12,7 +12,7 @@ import jaxdl
 from jaxdl.core.errors import ConfigError
 from jaxdl.core.kinds import forgotten
 from jaxdl.data import ArraySpec, TrainLoader
-from jaxdl.data.spec import ArrayInfo
+from jaxdl.data.array_spec import ArrayInfo
 from jaxdl.models import Model
 from jaxdl.models.layers import Linear
 from jaxdl.optim import AdamW, Constant

@@ -17,6 +17,7 @@ Encoded photographs (`Photos`) come from `Records`, local or remote; `Maker` tur
 worker processes of a `Pool`, and keeps what it has read or decoded in `Store`s, the tiers of the cache.
 """
 
+from jaxdl.data.array_spec import ArraySpec
 from jaxdl.data.arrays.in_memory import Arrays
 from jaxdl.data.codec import Codec
 from jaxdl.data.converted import Converted, ConvertedPhotos
@@ -30,7 +31,7 @@ from jaxdl.data.order import EpochShuffle
 from jaxdl.data.pairs import PairData, Pairs, TFDSPairs
 from jaxdl.data.preferences import PreferencePairs
 from jaxdl.data.source import Data, ImageArrays, Source, Splits
-from jaxdl.data.spec import ArraySpec, DataSpec, ImageSpec, TextSpec, spec_from_json, spec_to_json
+from jaxdl.data.spec import DataSpec, ImageSpec, TextSpec, spec_from_json, spec_to_json
 from jaxdl.data.staging import Stage
 from jaxdl.data.streams.image_stream import ImageStream
 from jaxdl.data.streams.text_stream import TextStream

@@ -21,13 +21,12 @@ from jaxdl.data import Codec, Data, DataSpec, Source, Splits, TextSpec, spec_fro
 from jaxdl.data.images.given import reader_for
 from jaxdl.data.phases import Phase, make_timeline
 from jaxdl.data.text.chat_template import ChatTemplate
-from jaxdl.data.text.labelled_spec import is_text
 from jaxdl.exchange import Dense
-from jaxdl.inference.classified_texts import as_texts, outputs_of_texts, shown
 from jaxdl.inference.decoding.settings import Sampling, texts_of
 from jaxdl.inference.decoding.text import Completion
 from jaxdl.inference.drafting import Drafter
 from jaxdl.inference.generation import Decoder
+from jaxdl.inference.predictions import Predictions
 from jaxdl.inference.texts import Texts
 from jaxdl.inference.translation import Translator
 from jaxdl.parallel.cluster import start_devices
@@ -36,7 +35,7 @@ from jaxdl.parallel.mesh import MeshConfig, make_mesh
 from jaxdl.parallel.sharding import Params
 from jaxdl.training.checkpoint import Checkpoints, read_reference, restore_mean
 from jaxdl.training.experiment import Experiment, read_experiment
-from jaxdl.training.run.inference import Inference, evaluated_size, held_out, of_phase
+from jaxdl.training.run.inference import evaluated_size, held_out, of_phase
 from jaxdl.training.run.plan.build import make_parts
 from jaxdl.training.run.plan.init_from import reading_spec
 from jaxdl.training.run.plan.validate import check_axes
@@ -46,7 +45,7 @@ from jaxdl.training.state import REFERENCE, ModelState
 from jaxdl.training.step import Parts
 
 
-class Predictor(Inference):
+class Predictor(Predictions):
     """A trained network, restored from a checkpoint.
 
     Attributes:
@@ -105,30 +104,6 @@ class Predictor(Inference):
             check_data(self.workdir, data)
         with held_out(data, self.parts.data_spec, self._recorded_examples(data)) as source:
             yield source.begun_by(self._mark) if isinstance(data, Data) and self._mark is not None else source
-
-    def predict(self, inputs: Any) -> Any:
-        """The prediction of the task for each input, see `jaxdl.training.run.inference.Inference.predict`.
-
-        Of a network that classifies texts, a `Prediction` of a text, or a list of them for a list of texts; pairs of
-        texts are tuples. `predict("a text").name` is its class.
-        """
-        given = as_texts(inputs)
-        if given is None or (outputs := self._of_texts(super().predict, "predict", given)) is None:
-            return super().predict(inputs)
-        named = self.parts.task.named(outputs, [shown(text) for text in given], self.parts.data_spec)
-        values = outputs if named is None else named
-        return values[0] if is_text(inputs) else values
-
-    def logits(self, inputs: Any) -> Any:
-        """The outputs of the network before they become probabilities, float32; inputs are as in `predict`."""
-        given = as_texts(inputs)
-        outputs = None if given is None else self._of_texts(super().logits, "logits", given)
-        return super().logits(inputs) if outputs is None else outputs
-
-    def _of_texts(self, function: Callable[[Any], Any], what: str, texts: Sequence[Any]) -> Any:
-        """The outputs of a function of batches of texts; None for a network that does not classify texts."""
-        spec = self.parts.data_spec
-        return outputs_of_texts(function, lambda part: spec.of_texts(part, what, lambda: self.codec), texts)
 
     def _recorded_examples(self, data: Any) -> Any:
         """The content of the run's examples, if these are its data: earlier versions may have read them otherwise."""

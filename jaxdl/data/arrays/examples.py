@@ -12,11 +12,11 @@ from jaxdl.core.config import ConfigError
 from jaxdl.core.fields import SOURCE
 from jaxdl.core.reference import Reference, describe, resolve
 from jaxdl.core.user_code import user_code
+from jaxdl.data.array_spec import LABELS
 from jaxdl.data.arrays.labels import class_numbers
 from jaxdl.data.arrays.readers import find_reader, rows_of
 from jaxdl.data.arrays.rows import Columns, Rows
 from jaxdl.data.draws import set_generators
-from jaxdl.data.spec import LABELS
 
 _CONVERTED = "class_numbers"
 """Key in the JSON of a function: whether the labels that it returns are converted to class numbers."""

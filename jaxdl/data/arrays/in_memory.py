@@ -10,12 +10,13 @@ import numpy as np
 import pydantic
 
 from jaxdl.core.config import ConfigError
+from jaxdl.data.array_spec import INPUTS, LABELS, ArrayInfo, ArraySpec
 from jaxdl.data.arrays.examples import Examples, Given
 from jaxdl.data.arrays.labels import are_class_numbers
 from jaxdl.data.arrays.rows import Rows, Subset
 from jaxdl.data.draws import example_seeds
 from jaxdl.data.source import Data, Source, Splits, TrainRows, channel_statistics, check_classes, num_held_out
-from jaxdl.data.spec import INPUTS, LABELS, ArrayInfo, ArraySpec, DataSpec, ImageSpec, TextSpec
+from jaxdl.data.spec import DataSpec, ImageSpec, TextSpec
 
 _RENAMED = {"image": "x", "label": "y"}
 """Arrays of images -> their other names."""

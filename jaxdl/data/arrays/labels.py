@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from jaxdl.core.config import ConfigError
+from jaxdl.data.array_spec import LABELS, ArrayInfo, ArraySpec
 from jaxdl.data.arrays.rows import Rows
-from jaxdl.data.spec import LABELS, ArrayInfo, ArraySpec
 
 ALWAYS_CLASSES = 1000
 """Whole numbers below this are class numbers even if there are fewer examples."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.user_code import user_code
-from jaxdl.data.spec import LABELS
+from jaxdl.data.array_spec import LABELS
 
 _PIECE = 4096
 """Examples that are read at a time when all are."""

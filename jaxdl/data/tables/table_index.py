@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdl.data.spec import LABELS
+from jaxdl.data.array_spec import LABELS
 
 _INDEX = re.compile(r"|__index_level_\d+__|Unnamed: \d+(?:\.\d+|_level_\d+)*")
 """Names of an index that has none: pandas writes "" into CSV, reads it as `Unnamed: 0`, and has its own in Parquet."""

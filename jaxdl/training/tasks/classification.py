@@ -12,8 +12,8 @@ import pydantic
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data import DataSpec, LabelledTextSpec
+from jaxdl.data.array_spec import LABELS
 from jaxdl.data.source import check_classes
-from jaxdl.data.spec import LABELS
 from jaxdl.models.logits import label_logit
 from jaxdl.training.tasks.base import Task, counted_weight
 from jaxdl.training.tasks.prediction import Prediction
@@ -207,12 +207,16 @@ class Classification(Task, kind="classification"):
                 "of_class": empty.at[label].add(mask),
                 "correct_of_class": empty.at[label].add(mask & (place < 1)),
             }
-        return of_classes | {
-            "loss": jnp.sum(jnp.where(mask, loss, 0)),
-            "weight": self.weight(batch),
-            "correct": jnp.sum(mask & (place < 1), dtype=jnp.float32),
-            "correct_top5": jnp.sum(mask & (place < _TOP), dtype=jnp.float32),
-        } | ({} if train else self._confusion(logits, label, mask))
+        return (
+            of_classes
+            | {
+                "loss": jnp.sum(jnp.where(mask, loss, 0)),
+                "weight": self.weight(batch),
+                "correct": jnp.sum(mask & (place < 1), dtype=jnp.float32),
+                "correct_top5": jnp.sum(mask & (place < _TOP), dtype=jnp.float32),
+            }
+            | ({} if train else self._confusion(logits, label, mask))
+        )
 
     def _confusion(self, logits: jax.Array, label: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
         """With several processes, how often each class is predicted for each, `[class * class]`; see `of_each`."""

@@ -12,7 +12,7 @@ import pydantic
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data import DataSpec
-from jaxdl.data.spec import LABELS
+from jaxdl.data.array_spec import LABELS
 from jaxdl.training.tasks.base import Task, counted_weight, mask_of
 
 
