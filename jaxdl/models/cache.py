@@ -2,7 +2,7 @@
 
 A cache has one array of keys and one of values, [layers, rows, slots, kv_heads, head_dim]. The token at position p of a
 row is in slot p modulo the number of slots. Each query attends to all slots that are filled: where attention has a
-window, there are no more slots than its tokens.
+window in all layers, there are no more slots than its tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxdl.models.attention import attend, portable_attention
+from jaxdl.models.attention import PLAIN, Weighing, attend, portable_attention
 from jaxdl.parallel import sharding
 
 
@@ -52,19 +52,32 @@ def with_prompt(cache: KeyValues, prompt: KeyValues, layer: jax.Array | int, len
 
 
 def attend_cached(
-    query: jax.Array, new: KeyValues, cache: KeyValues, layer: jax.Array | int, position: jax.Array
+    query: jax.Array,
+    new: KeyValues,
+    cache: KeyValues,
+    layer: jax.Array | int,
+    position: jax.Array,
+    *,
+    window: int | None = None,
+    limited: jax.Array | None = None,
+    weighing: Weighing = PLAIN,
 ) -> tuple[jax.Array, KeyValues]:
     """(attention of one new token in each row, [rows, 1, heads, head_dim]; the cache with that token).
 
     `query` is [rows, 1, heads, head_dim], `new` [rows, 1, kv_heads, head_dim], and the token is at `position`, int32
-    scalar or [rows]. `layer` says which of the cache.
+    scalar or [rows]. `layer` says which of the cache. `limited`, `window` and `weighing` are those of `attend`: where
+    not all layers have the window, there is a slot for every token.
     """
     slots = cache.key.shape[2]
     cache = KeyValues(*(_written(whole, x, layer, position % slots) for whole, x in zip(cache, new, strict=True)))
     key, value = (lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in cache)
     filled = jnp.broadcast_to(jnp.minimum(position + 1, slots), query.shape[:1])
+    first = None
+    if limited is not None:
+        assert window is not None, "only a window can be limited to some layers"
+        first = jnp.where(limited, jnp.broadcast_to(position + 1 - window, query.shape[:1]), 0)
     with portable_attention():  # The scores of one query are few, and kernels for long sequences may not take it.
-        return attend(query, key, value, causal=False, key_lengths=filled), cache
+        return attend(query, key, value, causal=False, key_lengths=filled, first_keys=first, weighing=weighing), cache
 
 
 def _written(cache: jax.Array, x: jax.Array, layer: jax.Array | int, slot: jax.Array) -> jax.Array:
