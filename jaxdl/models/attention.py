@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -138,8 +139,7 @@ def attend(
 
     Args:
       query: of each token.
-      key: [batch, key_length, kv_heads, head_dim]; each head serves heads / kv_heads query heads.
-      value: likewise.
+      key, value: [batch, key_length, kv_heads, head_dim]; each head serves heads / kv_heads query heads.
       causal: a token sees itself and those before it.
       window: with `causal`, it sees itself and the window - 1 tokens before it.
       limited: with `window`, whether there is one, bool; None: there is.
@@ -158,8 +158,7 @@ def attend(
     assert segments is None or key_lengths is None, "packed documents have no lengths"
     query, key, value = checkpoint_name((query, key, value), ATTENTION)
     layout, dtype = sharding.current_layout(), query.dtype
-    if key_lengths is not None:
-        key_lengths = jnp.maximum(key_lengths, 1)
+    key_lengths = None if key_lengths is None else jnp.maximum(key_lengths, 1)
     pattern = Pattern(causal, window, packed=segments is not None, padded=key_lengths is not None)
     rows = key_lengths if segments is None else (segments, segments if key_segments is None else key_segments)
     drops = dropout > 0 and dropout_key is not None
@@ -167,26 +166,15 @@ def attend(
     if order is not None and by_kernel:
         assert (causal, key_lengths, key_segments) == (True, None, None), "an order is that of a text, read by itself"
         return _either(limited, window, lambda window: _split(query, key, value, segments, window, layout))
-    if order is not None:  # Weights are dropped by their place in the text.
+    if order is not None:  # Weights are dropped by their place in the text; blocks are of neighbours.
         query, key, value = _whole_texts(query, key, value, order)
     mesh = layout.mesh if layout else None
     patterns = {pattern, replace(pattern, window=None)} if limited is not None else {pattern}
     if by_kernel and all(whole_scores(mesh, dtype, query.shape[-1], each) is None for each in patterns):
-        return _either(
-            limited, window, lambda window: _flash(query, key, value, rows, replace(pattern, window=window), layout)
-        )
-    if dtype == jnp.float16 and jax.default_backend() == "cpu":
-        # JAX requests float16 products with float32 sums by name ("F16_F16_F32"), which XLA lacks on CPUs.
-        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+        flash = functools.partial(_flash, query, key, value, rows, layout=layout)
+        return _either(limited, window, lambda window: flash(replace(pattern, window=window)))
     visible = _Visible(pattern, rows, limited, first_keys)
-    if by_kernel:
-        mixed = jax.nn.dot_product_attention(query, key, value, mask=visible.mask(query, key))
-        return checkpoint_name(mixed.astype(dtype), ATTENTION)
-    if drops or query.shape[1] <= _BLOCK:
-        mask = visible.mask(query, key)
-        mixed = _weighed(query, key, value, mask, weighing, dropout, dropout_key if drops else None)
-    else:
-        mixed = _in_blocks(query, key, value, visible, weighing)
+    mixed = _by_scores(query, key, value, visible, weighing, dropout, dropout_key if drops else None)
     mixed = mixed if order is None else _unsplit(order.stored(_unsplit(mixed, "heads")), "heads")
     return checkpoint_name(mixed.astype(dtype), ATTENTION)
 
@@ -236,6 +224,27 @@ class _Visible(NamedTuple):
         if self.first_keys is not None:
             mask &= other >= self.first_keys[:, None, None, None]
         return mask
+
+
+def _by_scores(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    visible: _Visible,
+    weighing: Weighing,
+    dropout: float,
+    dropout_key: jax.Array | None,
+) -> jax.Array:
+    """Attention from scores in memory, without dropout where there is no key; its arguments are those of `attend`."""
+    if query.dtype == jnp.float16 and jax.default_backend() == "cpu":
+        # JAX requests float16 products with float32 sums by name ("F16_F16_F32"), which XLA lacks on CPUs.
+        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+    if dropout_key is None and not weighing.is_plain and query.shape[1] > _BLOCK:
+        return _in_blocks(query, key, value, visible, weighing)
+    mask = visible.mask(query, key)
+    if dropout_key is None and weighing.is_plain:
+        return jax.nn.dot_product_attention(query, key, value, mask=mask)
+    return _weighed(query, key, value, mask, weighing, dropout, dropout_key)
 
 
 def _weighed(
