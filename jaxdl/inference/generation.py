@@ -24,6 +24,7 @@ from jaxdl.inference.decoding.sampling import sample
 from jaxdl.inference.decoding.settings import RowSettings, Sampling, num_sorted, row_settings
 from jaxdl.models.logits import of_tokens
 from jaxdl.models.network import Call
+from jaxdl.models.rotary import as_document
 from jaxdl.parallel.mesh import batch_ways
 from jaxdl.training.run.inference import Inference
 from jaxdl.training.state import replicated
@@ -176,6 +177,8 @@ class Decoder:
     def _logits_of_texts(self, params: Any, model_state: Any, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """The logits after the tokens at these positions, [rows, 1, vocab], from the whole texts."""
         batch = {"tokens": with_targets(tokens, jnp)}
+        if self.parts.network.next_change(0) is not None:
+            batch["segments"] = as_document(batch["tokens"].shape, positions + 1)
         call = Call(train=False, materialize_logits=False)
         outputs, _ = apply_network(self.parts, self.parts.layout, params, model_state, batch, call)
         return of_tokens(outputs, positions)
@@ -235,9 +238,12 @@ class Writing:
             self._done[:] = True
         if self._done.all():
             return [[] for _ in range(self._num)]
-        limit, longest = self._decoder.context, max(len(x) for x, done in zip(self._texts, self._done, strict=True)
-                                                    if not done)  # fmt: skip
-        room = left if limit is None else limit - longest + 1
+        limit, sizes = self._decoder.context, [len(x) for x, done in zip(self._texts, self._done, strict=True)
+                                               if not done]  # fmt: skip
+        room = left if limit is None else limit - max(sizes) + 1
+        # The cache has all tokens but the last, which a network may read otherwise in a longer text.
+        changes = [(self._decoder.parts.network.next_change(size - 1), size) for size in sizes]
+        room = min([room, *(change - size for change, size in changes if change is not None)])
         if self._rows is None or room < 1:
             written = self._read()[:, None]
         else:

@@ -15,6 +15,7 @@ from jaxdl.data import Codec, TextSpec
 from jaxdl.inference.decoding.padding import SHORTEST, power_of_two
 from jaxdl.models.logits import are_likeliest, log_likelihoods
 from jaxdl.models.network import Call
+from jaxdl.models.rotary import as_document
 from jaxdl.parallel.mesh import batch_ways
 from jaxdl.training.run.inference import Inference
 from jaxdl.training.state import replicated
@@ -102,6 +103,9 @@ class Scorer:
         self, params: Any, model_state: Any, tokens: jax.Array, scored: jax.Array, *, likeliest: bool
     ) -> jax.Array:
         batch = {"tokens": tokens}
+        if self._parts.network.next_change(0) is not None:  # The tokens that fill up rows are not the text's.
+            sizes = jnp.max(jnp.where(scored, jnp.arange(1, tokens.shape[1]), 0), axis=1)
+            batch["segments"] = as_document(tokens.shape, sizes)
         parts, most = self._parts, self._most_logits * batch_ways(self._parts.layout.mesh)
         call = Call(train=False, materialize_logits=False)
         outputs, _ = apply_network(parts, parts.layout, params, model_state, batch, call)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +26,30 @@ from jaxdl.parallel.collectives.split_attention import Region, method, split_att
 from jaxdl.parallel.mesh import LENGTH_AXES, STAGE_AXES, platform, ways
 from jaxdl.parallel.zigzag import Zigzag, split_axes
 
+_BLOCK = 512
+"""Queries whose scores are made at a time, where no kernel can."""
+
+
+class Weighing(NamedTuple):
+    """What changes the weights that attention makes of scores. No flash kernel has any of it.
+
+    Attributes:
+      cap: scores become cap * tanh(score / cap); None leaves them.
+      sinks: a score of each head, float32 [heads], of a key that is always there, and has a value of 0 (Xiao et al.,
+        arXiv 2309.17453; learned as in gpt-oss); None: there are none.
+    """
+
+    cap: float | None = None
+    sinks: jax.Array | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether weights are the softmax of scores."""
+        return self.cap is None and self.sinks is None
+
+
+PLAIN = Weighing()
+"""The softmax of scores."""
 _portable: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxdl_portable_attention", default=False)
 
 
@@ -48,9 +75,21 @@ def whole_scores(mesh: Mesh | None, dtype: DTypeLike, head_dim: int, pattern: Pa
 
 
 def attention_remarks(
-    mesh: Mesh, dtype: DTypeLike, head_dim: int, *, window: int | None = None, dropout: float = 0.0
+    mesh: Mesh,
+    dtype: DTypeLike,
+    head_dim: int,
+    *,
+    window: int | None = None,
+    dropout: float = 0.0,
+    weighs: str = "",
 ) -> tuple[str, ...]:
-    """What a user should know of the kernel of self-attention: a line on GPUs."""
+    """What a user should know of the kernel of self-attention: a line on GPUs. `weighs` names what no kernel has."""
+    if weighs:
+        remarks = _of_split_length(mesh, window, 1.0)
+        if platform(mesh) != "gpu":
+            return remarks
+        how = "all pairs of tokens in training (dropout)" if dropout else f"{_BLOCK} tokens at a time"
+        return (f"attention: not by a flash kernel, which has no {weighs}: the scores of {how} are in memory", *remarks)
     why, remarks = whole_scores(mesh, dtype, head_dim, Pattern(window=window)), _of_split_length(mesh, window, dropout)
     if why is None and dropout:
         return (
@@ -86,21 +125,25 @@ def attend(
     *,
     causal: bool,
     window: int | None = None,
+    limited: jax.Array | None = None,
+    first_keys: jax.Array | None = None,
     segments: jax.Array | None = None,
     key_segments: jax.Array | None = None,
     key_lengths: jax.Array | None = None,
     dropout: float = 0.0,
     dropout_key: jax.Array | None = None,
     order: Zigzag | None = None,
+    weighing: Weighing = PLAIN,
 ) -> jax.Array:
     """Softmax attention of `query` [batch, length, heads, head_dim] to the keys that it may see: its shape and dtype.
 
     Args:
       query: of each token.
-      key: [batch, key_length, kv_heads, head_dim]; each head serves heads / kv_heads query heads.
-      value: likewise.
+      key, value: [batch, key_length, kv_heads, head_dim]; each head serves heads / kv_heads query heads.
       causal: a token sees itself and those before it.
       window: it sees itself and the window - 1 tokens before it; without `causal`, also as many after it.
+      limited: with `window`, whether there is one, bool; None: there is.
+      first_keys: int32 [batch], the first key of an example that is seen, inside of `portable_attention`.
       segments: of packed documents, int32 [batch, length], their numbers in each row from 1, of neighbouring tokens:
         a token sees the keys of its number alone. 0 is padding, whose results have no meaning.
       key_segments: those of the keys, int32 [batch, key_length]; None where they are those of the queries.
@@ -109,32 +152,37 @@ def attend(
       dropout_key: random keys [batch], one for each row, see `jaxdl.models.dropout`; None drops nothing.
       order: that of the tokens of `query`, `key` and `value`, and of the result; those of `segments` have the order of
         the text. For causal attention of a text to itself. None: that of the text.
+      weighing: what changes the weights.
     """
     assert segments is None or key_lengths is None, "packed documents have no lengths"
     query, key, value = checkpoint_name((query, key, value), ATTENTION)
     layout, dtype = sharding.current_layout(), query.dtype
-    if key_lengths is not None:
-        key_lengths = jnp.maximum(key_lengths, 1)
+    key_lengths = None if key_lengths is None else jnp.maximum(key_lengths, 1)
     pattern = Pattern(causal, window, packed=segments is not None, padded=key_lengths is not None)
     rows = key_lengths if segments is None else (segments, segments if key_segments is None else key_segments)
     drops = dropout > 0 and dropout_key is not None
-    if order is not None and not drops:
+    by_kernel = not drops and weighing.is_plain
+    if order is not None and by_kernel:
         assert (causal, key_lengths, key_segments) == (True, None, None), "an order is that of a text, read by itself"
-        return _split(query, key, value, segments, window, layout)
-    if order is not None:  # Weights are dropped by their place in the text.
+        return _either(limited, window, lambda window: _split(query, key, value, segments, window, layout))
+    if order is not None:  # Weights are dropped by their place in the text; blocks are of neighbours.
         query, key, value = _whole_texts(query, key, value, order)
-    if not drops and whole_scores(layout.mesh if layout else None, dtype, query.shape[-1], pattern) is None:
-        return _flash(query, key, value, rows, pattern, layout)
-    if dtype == jnp.float16 and jax.default_backend() == "cpu":
-        # JAX requests float16 products with float32 sums by name ("F16_F16_F32"), which XLA lacks on CPUs.
-        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-    mask = _visible(pattern, query, key, rows)
-    if drops:
-        mixed = _with_dropout(query, key, value, mask, dropout, dropout_key)
-        mixed = mixed if order is None else _unsplit(order.stored(_unsplit(mixed, "heads")), "heads")
-    else:
-        mixed = jax.nn.dot_product_attention(query, key, value, mask=mask)
+    mesh = layout.mesh if layout else None
+    patterns = {pattern, replace(pattern, window=None)} if limited is not None else {pattern}
+    if by_kernel and all(whole_scores(mesh, dtype, query.shape[-1], each) is None for each in patterns):
+        flash = functools.partial(_flash, query, key, value, rows, layout=layout)
+        return _either(limited, window, lambda window: flash(replace(pattern, window=window)))
+    visible = _Visible(pattern, rows, limited, first_keys)
+    mixed = _by_scores(query, key, value, visible, weighing, dropout, dropout_key if drops else None)
+    mixed = mixed if order is None else _unsplit(order.stored(_unsplit(mixed, "heads")), "heads")
     return checkpoint_name(mixed.astype(dtype), ATTENTION)
+
+
+def _either(limited: jax.Array | None, window: int | None, attention: Callable[[int | None], jax.Array]) -> jax.Array:
+    """`attention(window)`, or where `limited` is false `attention(None)`. One of the two is computed."""
+    if limited is None:
+        return attention(window)
+    return lax.cond(limited, lambda: attention(window), lambda: attention(None))
 
 
 def _whole_texts(query: jax.Array, key: jax.Array, value: jax.Array, order: Zigzag) -> tuple[jax.Array, ...]:
@@ -148,34 +196,105 @@ def _unsplit(x: jax.Array, heads: str) -> jax.Array:
     return sharding.constrain(x, "batch", sharding.UNNAMED, heads, "head_dim")
 
 
-def _visible(pattern: Pattern, query: jax.Array, key: jax.Array, rows: Rows) -> jax.Array:
-    """Whether a query may see a key: bool [batch or 1, 1, length, key_length]."""
-    at, other = (lax.broadcasted_iota(jnp.int32, (1, 1, query.shape[1], key.shape[1]), dim) for dim in (2, 3))
-    mask = jnp.ones_like(at, bool)
-    if pattern.causal:
-        mask &= other <= at
-    if pattern.window is not None:
-        mask &= other > at - pattern.window
-    if pattern.window is not None and not pattern.causal:
-        mask &= other < at + pattern.window
-    if isinstance(rows, tuple):
-        mask &= rows[0][:, None, :, None] == rows[1][:, None, None, :]
-    elif rows is not None:
-        mask &= other < rows[:, None, None, None]
-    return mask
+class _Visible(NamedTuple):
+    """Which keys a query may see; fields are those of `attend`."""
+
+    pattern: Pattern
+    rows: Rows
+    limited: jax.Array | None = None
+    first_keys: jax.Array | None = None
+
+    def mask(self, query: jax.Array, key: jax.Array, first: jax.Array | None = None) -> jax.Array:
+        """Whether a query may see a key: bool [batch or 1, 1, length, key_length]; `first` is the first query."""
+        pattern, rows = self.pattern, self.rows
+        at, other = (lax.broadcasted_iota(jnp.int32, (1, 1, query.shape[1], key.shape[1]), dim) for dim in (2, 3))
+        mask = jnp.ones_like(at, bool)
+        at = at if first is None else at + first
+        if pattern.causal:
+            mask &= other <= at
+        if pattern.window is not None:
+            near = other > at - pattern.window
+            if not pattern.causal:
+                near &= other < at + pattern.window
+            mask &= near if self.limited is None else near | ~self.limited
+        if isinstance(rows, tuple):
+            mine = rows[0] if first is None else lax.dynamic_slice_in_dim(rows[0], first, query.shape[1], axis=1)
+            mask &= mine[:, None, :, None] == rows[1][:, None, None, :]
+        elif rows is not None:
+            mask &= other < rows[:, None, None, None]
+        if self.first_keys is not None:
+            mask &= other >= self.first_keys[:, None, None, None]
+        return mask
 
 
-def _with_dropout(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, dropout: float, dropout_key: jax.Array | None
+def _by_scores(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    visible: _Visible,
+    weighing: Weighing,
+    dropout: float,
+    dropout_key: jax.Array | None,
 ) -> jax.Array:
-    """As `jax.nn.dot_product_attention`, which has no dropout."""
+    """Attention from scores in memory, without dropout where there is no key; its arguments are those of `attend`."""
+    if query.dtype == jnp.float16 and jax.default_backend() == "cpu":
+        # JAX requests float16 products with float32 sums by name ("F16_F16_F32"), which XLA lacks on CPUs.
+        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+    if dropout_key is None and not weighing.is_plain and query.shape[1] > _BLOCK:
+        return _in_blocks(query, key, value, visible, weighing)
+    mask = visible.mask(query, key)
+    if dropout_key is None and weighing.is_plain:
+        return jax.nn.dot_product_attention(query, key, value, mask=mask)
+    return _weighed(query, key, value, mask, weighing, dropout, dropout_key)
+
+
+def _weighed(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array,
+    weighing: Weighing,
+    dropout: float = 0.0,
+    dropout_key: jax.Array | None = None,
+) -> jax.Array:
+    """As `jax.nn.dot_product_attention`, which has no dropout, and nothing else that weighs."""
     batch, length, heads, head_dim = query.shape
     query = query.reshape(batch, length, key.shape[2], -1, head_dim)
     scores = jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=jnp.float32) / math.sqrt(head_dim)
-    weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
-    assert dropout_key is not None
-    weights = jnp.where(kept(dropout_key, dropout, weights.shape), weights / (1 - dropout), 0).astype(value.dtype)
+    if weighing.cap is not None:
+        scores = weighing.cap * jnp.tanh(scores / weighing.cap)
+    scores = jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1) if weighing.sinks is None else _beside_sinks(scores, weighing.sinks)
+    if dropout_key is not None:
+        weights = jnp.where(kept(dropout_key, dropout, weights.shape), weights / (1 - dropout), 0)
+    weights = weights.astype(value.dtype)
     return jnp.einsum("bkgts,bskh->btkgh", weights, value).reshape(batch, length, heads, head_dim)
+
+
+def _beside_sinks(scores: jax.Array, sinks: jax.Array) -> jax.Array:
+    """The softmax of scores [batch, kv_heads, group, length, keys] with one more key, without the weight of that."""
+    sink = sinks.reshape(1, *scores.shape[1:3], 1, 1)
+    highest = lax.stop_gradient(jnp.maximum(scores.max(axis=-1, keepdims=True), sink))
+    weights = jnp.exp(scores - highest)
+    return weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - highest))
+
+
+def _in_blocks(query: jax.Array, key: jax.Array, value: jax.Array, visible: _Visible, weighing: Weighing) -> jax.Array:
+    """What `_weighed` returns, with the scores of `_BLOCK` queries at a time, in the backward pass too."""
+    length = query.shape[1]
+    num = -(-length // _BLOCK)
+    fill = (0, num * _BLOCK - length)
+    query = jnp.pad(query, ((0, 0), fill, (0, 0), (0, 0)))
+    if isinstance(visible.rows, tuple):
+        visible = visible._replace(rows=(jnp.pad(visible.rows[0], ((0, 0), fill)), visible.rows[1]))
+
+    @jax.checkpoint
+    def block(first: jax.Array) -> jax.Array:
+        queries = lax.dynamic_slice_in_dim(query, first, _BLOCK, axis=1)
+        return _weighed(queries, key, value, visible.mask(queries, key, first), weighing)
+
+    mixed = jnp.moveaxis(lax.map(block, _BLOCK * jnp.arange(num, dtype=jnp.int32)), 0, 1)
+    return mixed.reshape(query.shape)[:, :length]
 
 
 def _flash(

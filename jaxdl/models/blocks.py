@@ -14,17 +14,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxdl.models.attention import attend
-from jaxdl.models.elementwise import gelu, layer_norm, rms_norm, swiglu
+from jaxdl.models.attention import Weighing, attend
+from jaxdl.models.elementwise import geglu, gelu, gelu_erf, layer_norm, rms_norm, swiglu
 from jaxdl.models.lora import adapt
 from jaxdl.models.products import add_bias, head_products, weight_product
 from jaxdl.models.rotary import Angles, rotate
 from jaxdl.parallel import sharding
 from jaxdl.parallel.zigzag import Zigzag
 
-NormKind = Literal["rms", "layer"]
-MLPKind = Literal["swiglu", "gelu", "relu"]
-Biases = Literal["none", "qkv", "all"]
+NormKind = Literal["rms", "rms_plus_one", "layer"]
+MLPKind = Literal["swiglu", "geglu", "gelu", "gelu_erf", "relu"]
+GATES = {"swiglu": swiglu, "geglu": geglu}
+"""The kinds of MLP with a gate, and what they compute of (x gate, x up)."""
+Biases = Literal["none", "qkv", "attention", "all"]
 IN_PRODUCT = "in_product"
 """Metadata of a parameter that `weight_product` and `head_products` alone use: true. Then it may be an
 `jaxdl.parallel.collectives.fp8.Kernel`."""
@@ -77,20 +79,22 @@ def _add_biases(module: nnx.Module, sizes: dict[str, int]) -> None:
         setattr(module, f"{name}_bias", nnx.Param(jnp.zeros((size,), jnp.float32), axes=("norm",)))
 
 
-def _scale(size: int) -> nnx.Param[jax.Array]:
-    return nnx.Param(jnp.ones((size,), jnp.float32), axes=("norm",))
+def _scale(size: int, *, plus_one: bool = False) -> nnx.Param[jax.Array]:
+    made = jnp.zeros if plus_one else jnp.ones
+    return nnx.Param(made((size,), jnp.float32), axes=("norm",))
 
 
 class RMSNorm(nnx.Module):
-    """`rms_norm` (Zhang and Sennrich 2019) with a scale for each of `size` numbers."""
+    """`rms_norm` (Zhang and Sennrich 2019) with a scale for each of `size` numbers; `plus_one` adds 1 to it."""
 
-    def __init__(self, size: int, epsilon: float, *, dtype: DTypeLike):
-        self.scale = _scale(size)
-        self.epsilon, self.dtype = epsilon, dtype
+    def __init__(self, size: int, epsilon: float, *, dtype: DTypeLike, plus_one: bool = False):
+        self.scale = _scale(size, plus_one=plus_one)
+        self.epsilon, self.dtype, self.plus_one = epsilon, dtype, plus_one
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., size] -> [..., size]."""
-        return rms_norm(x, self.scale[...], self.epsilon, self.dtype)
+        scale = self.scale[...]
+        return rms_norm(x, 1 + scale if self.plus_one else scale, self.epsilon, self.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -108,7 +112,9 @@ class LayerNorm(nnx.Module):
 
 def make_norm(kind: NormKind, size: int, epsilon: float, *, dtype: DTypeLike) -> RMSNorm | LayerNorm:
     """The norm of this kind over `size` numbers; its results are in `dtype`."""
-    return {"rms": RMSNorm, "layer": LayerNorm}[kind](size, epsilon, dtype=dtype)
+    if kind == "layer":
+        return LayerNorm(size, epsilon, dtype=dtype)
+    return RMSNorm(size, epsilon, dtype=dtype, plus_one=kind == "rms_plus_one")
 
 
 class Attention(nnx.Module):
@@ -130,11 +136,16 @@ class Attention(nnx.Module):
         biases: Biases = "none",
         qk_norm_epsilon: float | None = None,
         norms_all_heads: bool = False,
+        norms_plus_one: bool = False,
         init: Init = Init(),
         dropout: float = 0.0,
+        scale: float | None = None,
+        cap: float | None = None,
+        sinks: bool = False,
     ):
-        """`causal`, `window` and `dropout` are those of `attend`. `qk_norm_epsilon` norms queries and keys, each head
-        by itself unless `norms_all_heads`."""
+        """`causal`, `window` and `dropout` are those of `attend`, `cap` that of its `Weighing`; with `sinks` each head
+        has one. `qk_norm_epsilon` norms queries and keys, each head by itself unless `norms_all_heads`, by one more
+        than their scales with `norms_plus_one`. `scale` is the factor of scores, 1 / sqrt(head_dim) by default."""
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         for name, heads in (("query", num_heads), ("key", kv_heads), ("value", kv_heads)):
             axes = ("embed", "heads" if name == "query" else "kv_heads", "head_dim")
@@ -142,11 +153,15 @@ class Attention(nnx.Module):
         shape, axes = (num_heads, head_dim, embed_dim), ("heads", "head_dim", "embed")
         self.out = init.kernel(rngs, shape, axes, fan_in=num_heads * head_dim, residual=True)
         sizes = dict.fromkeys(("key", "value"), kv_heads * head_dim) | {"query": num_heads * head_dim}
-        _add_biases(self, {"none": {}, "qkv": sizes, "all": {**sizes, "out": embed_dim}}[biases])
+        _add_biases(self, {"none": {}, "qkv": sizes}.get(biases, {**sizes, "out": embed_dim}))
         if qk_norm_epsilon is not None:
             ways = (num_heads, kv_heads) if norms_all_heads else (1, 1)
-            self.query_norm, self.key_norm = (_scale(num * head_dim) for num in ways)
+            self.query_norm, self.key_norm = (_scale(num * head_dim, plus_one=norms_plus_one) for num in ways)
+        if sinks:
+            self.sinks = nnx.Param(jnp.zeros((num_heads,), jnp.float32), axes=("norm",))
         self.qk_norm_epsilon, self.causal, self.window, self.dropout = qk_norm_epsilon, causal, window, dropout
+        self.norms_plus_one, self.cap = norms_plus_one, cap
+        self.query_factor = 1.0 if scale is None else scale * math.sqrt(head_dim)
 
     def __call__(
         self,
@@ -154,6 +169,7 @@ class Attention(nnx.Module):
         source: jax.Array | None = None,
         *,
         angles: Angles | None = None,
+        limited: jax.Array | None = None,
         segments: jax.Array | None = None,
         key_segments: jax.Array | None = None,
         key_lengths: jax.Array | None = None,
@@ -162,8 +178,8 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """`x` [batch, length, embed] attends to itself, or to `source` [batch, key_length, embed]: shaped like `x`.
 
-        `angles` rotate queries and keys; `segments`, `key_segments`, `key_lengths` and `order` are those of `attend`;
-        `keys` are the random keys of the rows, for dropout.
+        `angles` rotate queries and keys; `limited`, `segments`, `key_segments`, `key_lengths` and `order` are those of
+        `attend`; `keys` are the random keys of the rows, for dropout.
         """
         if source is None and self._heads_are_sharded_alike():
             kernels, biases = (
@@ -184,14 +200,22 @@ class Attention(nnx.Module):
             value,
             causal=self.causal,
             window=self.window,
+            limited=limited,
             segments=segments,
             key_segments=key_segments,
             key_lengths=key_lengths,
             dropout=self.dropout,
             dropout_key=keys,
             order=order,
+            weighing=self.weighing,
         )
         return self.merged(mixed)
+
+    @property
+    def weighing(self) -> Weighing:
+        """What changes the weights of attention."""
+        sinks = getattr(self, "sinks", None)
+        return Weighing(self.cap, None if sinks is None else sinks[...])
 
     def queries(self, x: jax.Array, angles: Angles | None = None) -> jax.Array:
         """The queries of `x`, [batch, length, heads, head_dim]."""
@@ -207,7 +231,10 @@ class Attention(nnx.Module):
         return linear(self, "out", mixed, 2)
 
     def _query(self, query: jax.Array, angles: Angles | None) -> jax.Array:
-        return sharding.constrain(self._placed("query", query, angles), "batch", "length", "heads", "head_dim")
+        placed = self._placed("query", query, angles)
+        if self.query_factor != 1:
+            placed = (self.query_factor * placed.astype(jnp.float32)).astype(placed.dtype)
+        return sharding.constrain(placed, "batch", "length", "heads", "head_dim")
 
     def _key_value(self, key: jax.Array, value: jax.Array, angles: Angles | None) -> tuple[jax.Array, jax.Array]:
         key = sharding.constrain(self._placed("key", key, angles), "batch", "length", "kv_heads", "head_dim")
@@ -217,6 +244,7 @@ class Attention(nnx.Module):
         """Queries or keys `x`: normed, then rotated."""
         if self.qk_norm_epsilon is not None:
             scale: jax.Array = getattr(self, f"{name}_norm")[...]
+            scale = 1 + scale if self.norms_plus_one else scale
             # Of one head, or of all.
             normed = jnp.reshape(x, x.shape if scale.shape[0] == x.shape[-1] else (*x.shape[:2], -1))
             x = jnp.reshape(rms_norm(normed, scale, self.qk_norm_epsilon, x.dtype), x.shape)
@@ -232,7 +260,8 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """`swiglu` (Shazeer 2020): (silu(x gate) * (x up)) down. `gelu` (its tanh form) and `relu`: f(x up) down."""
+    """`swiglu` (Shazeer 2020): (silu(x gate) * (x up)) down, `geglu` with GELU in place of silu. `gelu` (its tanh form,
+    the exact one is `gelu_erf`) and `relu`: f(x up) down."""
 
     def __init__(
         self,
@@ -245,7 +274,7 @@ class MLP(nnx.Module):
         init: Init = Init(),
     ):
         """`biases` are for `up` and `down`."""
-        for name in ("gate", "up") if kind == "swiglu" else ("up",):
+        for name in ("gate", "up") if kind in GATES else ("up",):
             setattr(self, name, init.kernel(rngs, (embed_dim, hidden_dim), ("embed", "mlp"), fan_in=embed_dim))
         self.down = init.kernel(rngs, (hidden_dim, embed_dim), ("mlp", "embed"), fan_in=hidden_dim, residual=True)
         _add_biases(self, {"up": hidden_dim, "down": embed_dim} if biases else {})
@@ -253,12 +282,12 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, length, embed] -> [batch, length, embed]."""
-        if self.kind == "swiglu":
-            hidden = swiglu(linear(self, "gate", x), linear(self, "up", x))
-        elif self.kind == "gelu":
+        if self.kind in GATES:
+            hidden = GATES[self.kind](linear(self, "gate", x), linear(self, "up", x))
+        elif self.kind in ("gelu", "gelu_erf"):
             kernel, bias = (getattr(self, name, None) for name in ("up", "up_bias"))
             assert kernel is not None
-            hidden = gelu(
+            hidden = (gelu if self.kind == "gelu" else gelu_erf)(
                 _plus_adapter(self, "up", x, weight_product(x, kernel[...])),
                 None if bias is None else bias[...],
             )

@@ -2,7 +2,7 @@
 
 A cache has one array of keys and one of values, [layers, rows, slots, kv_heads, head_dim]. The token at position p of a
 row is in slot p modulo the number of slots. Each query attends to all slots that are filled: where attention has a
-window, there are no more slots than its tokens.
+window in all layers, there are no more slots than its tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxdl.models.attention import attend, portable_attention
+from jaxdl.models.attention import PLAIN, Weighing, attend, portable_attention
 from jaxdl.parallel import sharding
 
 _read: contextvars.ContextVar[int | None] = contextvars.ContextVar("jaxdl_slots_read", default=None)
@@ -70,24 +70,43 @@ def with_prompt(cache: KeyValues, prompt: KeyValues, layer: jax.Array | int, len
 
 
 def attend_cached(
-    query: jax.Array, new: KeyValues, cache: KeyValues, layer: jax.Array | int, position: jax.Array
+    query: jax.Array,
+    new: KeyValues,
+    cache: KeyValues,
+    layer: jax.Array | int,
+    position: jax.Array,
+    *,
+    window: int | None = None,
+    limited: jax.Array | None = None,
+    weighing: Weighing = PLAIN,
 ) -> tuple[jax.Array, KeyValues]:
     """(attention of one new token in each row, [rows, 1, heads, head_dim]; the cache with that token).
 
     `query` is [rows, 1, heads, head_dim], `new` [rows, 1, kv_heads, head_dim], and the token is at `position`, int32
     scalar or [rows]. `layer` says which of the cache, whose rows may be more: these are the first. See `reads_slots`.
+    `limited`, `window` and `weighing` are those of `attend`: where not all layers have the window, there is a slot for
+    every token.
     """
     slots, rows = cache.key.shape[2], query.shape[0]
     read = min(slots, _read.get() or slots)
     cache = KeyValues(*(_written(whole, x, layer, position % slots) for whole, x in zip(cache, new, strict=True)))
     key, value = (lax.dynamic_index_in_dim(x, layer, keepdims=False)[:rows, :read] for x in cache)
     filled = jnp.broadcast_to(jnp.minimum(position + 1, slots), (rows,))
+    first = _first_keys(position, window, limited, rows)
     with portable_attention():  # The scores of one query are few, and kernels for long sequences may not take it.
-        return attend(query, key, value, causal=False, key_lengths=filled), cache
+        return attend(query, key, value, causal=False, key_lengths=filled, first_keys=first, weighing=weighing), cache
 
 
 def attend_several(
-    query: jax.Array, new: KeyValues, cache: KeyValues, layer: jax.Array | int, position: jax.Array
+    query: jax.Array,
+    new: KeyValues,
+    cache: KeyValues,
+    layer: jax.Array | int,
+    position: jax.Array,
+    *,
+    window: int | None = None,
+    limited: jax.Array | None = None,
+    weighing: Weighing = PLAIN,
 ) -> tuple[jax.Array, KeyValues]:
     """As `attend_cached` for several tokens of each row, which see each other too: [rows, num, heads, head_dim].
 
@@ -103,11 +122,22 @@ def attend_several(
     )  # fmt: skip
     key, value = (lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in cache)
 
-    def one(query: jax.Array, filled: jax.Array) -> jax.Array:
-        return attend(query[:, None], key, value, causal=False, key_lengths=filled)[:, 0]
+    def one(query: jax.Array, at: jax.Array) -> jax.Array:
+        first = _first_keys(at, window, limited, rows)
+        return attend(
+            query[:, None], key, value, causal=False, key_lengths=at + 1, first_keys=first, weighing=weighing
+        )[:, 0]
 
     with portable_attention():
-        return jax.vmap(one, in_axes=1, out_axes=1)(query, positions + 1), cache
+        return jax.vmap(one, in_axes=1, out_axes=1)(query, positions), cache
+
+
+def _first_keys(position: jax.Array, window: int | None, limited: jax.Array | None, rows: int) -> jax.Array | None:
+    """The first keys that tokens at these positions see, int32 [rows], where some layers alone have the window."""
+    if limited is None:
+        return None
+    assert window is not None, "only a window can be limited to some layers"
+    return jnp.where(limited, jnp.broadcast_to(position + 1 - window, (rows,)), 0)
 
 
 def _written(cache: jax.Array, x: jax.Array, layer: jax.Array | int, slot: jax.Array) -> jax.Array:

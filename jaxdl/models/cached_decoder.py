@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxdl.models.attention import attend
+from jaxdl.models.attention import Weighing, attend
 from jaxdl.models.block import Block
 from jaxdl.models.cache import KeyValues, attend_cached, attend_several, empty_cache, with_prompt
+from jaxdl.models.layer_kinds import Places
 from jaxdl.models.logits import Logits
 from jaxdl.parallel import sharding
 
@@ -18,15 +19,19 @@ from jaxdl.parallel import sharding
 def read_prompts(decoder: Any, tokens: jax.Array, lengths: jax.Array, slots: int) -> tuple[Logits, KeyValues]:
     """`TransformerModule.prefill` of a `decoder`."""
     config, (rows, length) = decoder.config, tokens.shape
+    # Where some layers have no window, all have the slots of these.
+    kept = None if config.full_layers else config.window
     cache = empty_cache(
-        config.num_layers, rows, slots, config.kv_heads, config.head_dim, dtype=decoder.dtype, window=config.window
+        config.num_layers, rows, slots, config.kv_heads, config.head_dim, dtype=decoder.dtype, window=kept
     )
 
-    def mix(query: jax.Array, new: KeyValues, cache: KeyValues, layer: jax.Array | int) -> Any:
-        mixed = attend(query, new.key, new.value, causal=True, window=config.window)
+    def mix(query: jax.Array, new: KeyValues, cache: KeyValues, layer: jax.Array | int, **how: Any) -> Any:
+        mixed = attend(query, new.key, new.value, causal=True, window=config.window, **how)
         return mixed, with_prompt(cache, new, layer, lengths)
 
-    x, cache = _cached(decoder, decoder.embed(tokens), jnp.arange(length)[None], cache, mix)
+    x, positions = decoder.embed(tokens), jnp.arange(length)[None]
+    places = decoder.places(positions, lengths[:, None] if _depends_on_length(decoder) else None)
+    x, cache = _cached(decoder, x, places, cache, mix)
     return decoder.logits(jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)), cache
 
 
@@ -34,10 +39,12 @@ def read_token(decoder: Any, tokens: jax.Array, cache: KeyValues, position: jax.
     """`TransformerModule.decode` of a `decoder`."""
     positions = jnp.broadcast_to(position, tokens.shape)[:, None]
 
-    def mix(query: jax.Array, new: KeyValues, cache: KeyValues, layer: jax.Array | int) -> Any:
-        return attend_cached(query, new, cache, layer, position)
+    def mix(query: jax.Array, new: KeyValues, cache: KeyValues, layer: jax.Array | int, **how: Any) -> Any:
+        return attend_cached(query, new, cache, layer, position, window=decoder.config.window, **how)
 
-    x, cache = _cached(decoder, decoder.embed(tokens[:, None], positions), positions, cache, mix)
+    x = decoder.embed(tokens[:, None], positions)
+    places = decoder.places(positions, positions + 1 if _depends_on_length(decoder) else None)
+    x, cache = _cached(decoder, x, places, cache, mix)
     return decoder.logits(x), cache
 
 
@@ -45,21 +52,32 @@ def read_tokens(decoder: Any, tokens: jax.Array, cache: KeyValues, position: jax
     """`TransformerModule.extend` of a `decoder`."""
     positions = position[:, None] + jnp.arange(tokens.shape[1])
 
-    def mix(query: jax.Array, new: KeyValues, cache: KeyValues, layer: jax.Array | int) -> Any:
-        return attend_several(query, new, cache, layer, position)
+    def mix(query: jax.Array, new: KeyValues, cache: KeyValues, layer: jax.Array | int, **how: Any) -> Any:
+        return attend_several(query, new, cache, layer, position, window=decoder.config.window, **how)
 
-    x, cache = _cached(decoder, decoder.embed(tokens, positions), positions, cache, mix)
+    x = decoder.embed(tokens, positions)
+    places = decoder.places(positions, positions + 1 if _depends_on_length(decoder) else None)
+    x, cache = _cached(decoder, x, places, cache, mix)
     return decoder.logits(x), cache
 
 
+def _depends_on_length(decoder: Any) -> bool:
+    """Whether tokens are read otherwise in longer texts."""
+    return decoder.next_change(0) is not None
+
+
 def _cached(
-    decoder: Any, x: jax.Array, positions: jax.Array, cache: KeyValues, mix: Callable[..., Any]
+    decoder: Any, x: jax.Array, places: Places, cache: KeyValues, mix: Callable[..., Any]
 ) -> tuple[jax.Array, KeyValues]:
-    """`(x, cache)` after the layers, where `mix` is that of `Block.cached`, with cache and layer."""
-    angles = decoder.angles(positions)
+    """`(x, cache)` after the layers, where `mix` is that of `Block.cached`, with cache, layer and options."""
 
     def block(carry: Any, layer: Block, index: jax.Array | int) -> Any:
         x, cache = carry
-        return layer.cached(x, angles, lambda query, new: mix(query, new, cache, index))
+        place = places.of(index)
+
+        def attention(query: jax.Array, new: KeyValues, weighing: Weighing) -> Any:
+            return mix(query, new, cache, index, limited=place.limited, weighing=weighing)
+
+        return layer.cached(x, place, attention)
 
     return decoder.through_layers(block, (sharding.constrain(x, "batch", "length", "embed"), cache))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -18,10 +19,11 @@ from jaxdl.models.cache import KeyValues
 from jaxdl.models.cached_decoder import read_prompts, read_token, read_tokens
 from jaxdl.models.dropout import RowKeys, dropout, fold
 from jaxdl.models.fp8 import bodies_of
+from jaxdl.models.layer_kinds import Places
 from jaxdl.models.logits import Logits
 from jaxdl.models.loop import BESIDE_LOOP, body_of, through_each, through_layers
 from jaxdl.models.products import add_bias
-from jaxdl.models.rotary import Angles, positions_of, rotary_angles
+from jaxdl.models.rotary import Angles, RopeScaling, lengths_of, positions_of, rotary_angles
 from jaxdl.parallel import sharding, token_vectors
 from jaxdl.parallel.zigzag import Zigzag, current_order
 
@@ -108,12 +110,13 @@ class TransformerModule(nnx.Module):
     ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array | None]:
         """What `inside` returns, and the output layer's kernel if it has one of its own."""
         keys, (positions, order) = fold(self._keys(train), 1), _positions(tokens, segments)
-        angles, first = self.angles(positions), 0
+        places, first = self.places(positions, self._lengths(tokens, segments, order)), 0
         if self.config.scan_layers:
             first = sharding.first_layer(jax.tree.leaves(nnx.state(self.layers))[0].shape[0])
 
         def block(x: jax.Array, layer: Block, index: jax.Array | int) -> jax.Array:
-            return layer(x, angles, segments, fold(keys, index + first), order)
+            number = index + first
+            return layer(x, places.of(number), segments, fold(keys, number), order)
 
         return self.blocks(block, x, train=train)
 
@@ -157,6 +160,8 @@ class TransformerModule(nnx.Module):
         `order` is that of both.
         """
         x = token_vectors.lookup(self.embedding[...], tokens, self.dtype)
+        if self.config.scaled_embedding:
+            x = x * jnp.asarray(math.sqrt(self.config.embed_dim), self.dtype)
         if self.config.max_length is None:
             return x
         if tokens.shape[1] > self.config.max_length:
@@ -170,19 +175,40 @@ class TransformerModule(nnx.Module):
             return add_bias(x, rows if order is None else order.stored_whole(rows, dim=0))
         return x + token_vectors.lookup(table, positions, self.dtype)
 
-    def angles(self, positions: jax.Array) -> Angles | None:
-        """The angles of rotary positions, int [batch or 1, length]; None for learned ones."""
+    def places(self, positions: jax.Array, lengths: jax.Array | int | None = None) -> Places:
+        """Where tokens at these positions, int [batch or 1, length], are in each layer.
+
+        `lengths` are those of their texts, see `jaxdl.models.rotary.RopeScaling.frequencies`.
+        """
         config = self.config
         if config.positions != "rotary":
+            return Places(config, None)
+
+        def angles(theta: float, scaling: RopeScaling | None) -> Angles:
+            made = rotary_angles(positions, config.rotated, theta, scaling, lengths)
+            return Angles(*(sharding.constrain(x, "batch", "length", "head_dim") for x in made))
+
+        windowed = None if config.window_rope_theta is None else angles(config.window_rope_theta, None)
+        return Places(config, angles(config.rope_theta, config.rope_scaling), windowed)
+
+    def _lengths(self, tokens: jax.Array, segments: jax.Array | None, order: Zigzag | None) -> jax.Array | int | None:
+        """The length of each token's text, where rotary positions depend on it."""
+        if self.next_change(0) is None:
             return None
-        angles = rotary_angles(positions, config.head_dim, config.rope_theta, config.rope_scaling)
-        return Angles(*(sharding.constrain(x, "batch", "length", "head_dim") for x in angles))
+        if segments is None:
+            return tokens.shape[1]
+        return lengths_of(segments) if order is None else order.stored_whole(lengths_of(segments))
+
+    def next_change(self, length: int) -> int | None:
+        """The next length of a text, above this one, of which all tokens are read otherwise; None: there is none."""
+        scaling = self.config.rope_scaling
+        return None if scaling is None else scaling.next_change(length)
 
     def logits(self, x: jax.Array, head: jax.Array | None = None) -> Logits:
         """The logits from what the last layer gives; `head` is the kernel of an output layer of its own."""
         if head is None:
             head = self.embedding[...].T if self.config.tied_embeddings else self.head[...]
-        return Logits(self.final_norm(x), head)
+        return Logits(self.final_norm(x), head, cap=self.config.logit_cap)
 
     def through_layers(
         self, block: Callable[[Any, Block, jax.Array | int], Any], x: Any

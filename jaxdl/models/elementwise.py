@@ -91,6 +91,26 @@ swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
 @jax.custom_vjp
+def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """gelu(gate) * up (Shazeer 2020) with the tanh form of GELU, computed in float32, in the dtype of `up`."""
+    return (jax.nn.gelu(gate.astype(jnp.float32), approximate=True) * up).astype(up.dtype)
+
+
+def _geglu_forward(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return geglu(gate, up), (gate, up)
+
+
+def _geglu_backward(residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    gate, up, wide = (x.astype(jnp.float32) for x in (*_again(residuals), cotangent))
+    shrunk, transpose = jax.vjp(lambda x: jax.nn.gelu(x, approximate=True), gate)
+    gate_gradient = transpose(wide * up)[0]
+    return gate_gradient.astype(residuals[0].dtype), (wide * shrunk).astype(residuals[1].dtype)
+
+
+geglu.defvjp(_geglu_forward, _geglu_backward)
+
+
+@jax.custom_vjp
 def gelu(x: jax.Array, bias: jax.Array | None) -> jax.Array:
     """GELU (Hendrycks and Gimpel, arXiv 1606.08415) in its tanh form of `x` [..., features] + `bias`, like `x`."""
     return jax.nn.gelu(_wide_sum(x, bias), approximate=True).astype(x.dtype)
@@ -110,6 +130,28 @@ def _gelu_backward(
 
 
 gelu.defvjp(_gelu_forward, _gelu_backward)
+
+
+@jax.custom_vjp
+def gelu_erf(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """`gelu` in its exact form, with the error function."""
+    return jax.nn.gelu(_wide_sum(x, bias), approximate=False).astype(x.dtype)
+
+
+def _gelu_erf_forward(x: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+    return gelu_erf(x, bias), (x, bias)
+
+
+def _gelu_erf_backward(
+    residuals: tuple[jax.Array, jax.Array | None], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    x, bias = _again(residuals)
+    _, transpose = jax.vjp(lambda x: jax.nn.gelu(x, approximate=False), _wide_sum(x, bias))
+    x_gradient = transpose(cotangent.astype(jnp.float32))[0].astype(x.dtype)
+    return x_gradient, None if bias is None else sum_of_rows(x_gradient).astype(bias.dtype)
+
+
+gelu_erf.defvjp(_gelu_erf_forward, _gelu_erf_backward)
 
 
 def _again(residuals: Any) -> Any:

@@ -40,6 +40,8 @@ class Logits:
         default_factory=lambda: jax.config.values["jax_default_matmul_precision"], metadata={"static": True}
     )
     """Of float32 products, likewise."""
+    cap: float | None = field(default=None, metadata={"static": True})
+    """The logits are cap * tanh(product / cap); None: the product."""
     order: Zigzag | None = field(default=None, metadata={"static": True})
     """That of the tokens in `x`; None: that of the text, which all results have."""
     remarks: dict[str, jax.Array] = field(default_factory=dict)
@@ -65,6 +67,7 @@ class Logits:
         """The logits, float32 [batch, length, vocab]."""
         with self._context():
             logits = weight_product(self.in_text_order.x, self.kernel, float32_result=True)
+            logits = logits if self.cap is None else self.cap * jnp.tanh(logits / self.cap)
             return sharding.constrain(logits, "batch", "length", "vocab")
 
     def most_tokens(self, *, train: bool) -> int | None:
@@ -102,7 +105,7 @@ class Logits:
         with self._context():
             if self.order is not None:
                 target, mask = self.order.stored_whole(target), self.order.stored_whole(mask)
-            how = TokenLoss(chunk_tokens, z_loss, batch_axes, length_axes, vocab_axis, mesh, label_smoothing)
+            how = TokenLoss(chunk_tokens, z_loss, batch_axes, length_axes, vocab_axis, mesh, label_smoothing, self.cap)
             return how.sums(self.x, self.kernel, target, mask)
 
     def _split(self) -> tuple[tuple[str, ...], tuple[str, ...], str | None]:

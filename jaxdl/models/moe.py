@@ -19,8 +19,8 @@ from jaxdl.models.blocks import Init
 from jaxdl.models.decoder import TransformerModule
 from jaxdl.models.dropout import fold
 from jaxdl.models.experts import LARGEST, LOAD, LOST, Experts, Seen
+from jaxdl.models.layer_kinds import UNPLACED, Place
 from jaxdl.models.logits import PENALTY
-from jaxdl.models.rotary import Angles
 from jaxdl.models.transformer import Transformer
 from jaxdl.parallel import sharding
 from jaxdl.parallel.collectives.experts import Dispatch
@@ -77,6 +77,11 @@ class MixtureOfExperts(Transformer, kind="moe"):
         if self.mlp != "swiglu" or self.biases == "all":
             given = f"mlp = {self.mlp}" if self.mlp != "swiglu" else "biases = all"
             raise ValueError(f"{given}: experts are `swiglu`, and have no biases. Leave it out.")
+        for name in ("norm_place", "parallel_residual"):
+            if (value := getattr(self, name)) != Transformer.model_fields[name].default:
+                raise ValueError(
+                    f"{name} = {value}: a mixture's blocks have norms before their branches. Leave it out."
+                )
         if not self.scan_layers:
             raise ValueError("scan_layers = False: a mixture's layers are stacked. Leave it out.")
         if self.balance_rate is not None and self.balance == "none":
@@ -135,7 +140,7 @@ class MoEBlock(Block):
     def __call__(
         self,
         x: Any,
-        angles: Angles | None = None,
+        place: Place = UNPLACED,
         segments: jax.Array | None = None,
         keys: jax.Array | None = None,
         order: Zigzag | None = None,
@@ -143,7 +148,7 @@ class MoEBlock(Block):
         """([batch, length, embed], what the routers before have done) -> the same after this layer."""
         x, seen = x
         hidden = self.attention_norm(x)
-        mixed = self.attention(hidden, angles=angles, segments=segments, keys=fold(keys, 0), order=order)
+        mixed = self.attention(hidden, **place._asdict(), segments=segments, keys=fold(keys, 0), order=order)
         x = self.plus(x, mixed, fold(keys, 1), order)
         counted = None if segments is None else segments > 0
         counted = counted if counted is None or order is None else order.stored_whole(counted)

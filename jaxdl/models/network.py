@@ -68,6 +68,8 @@ class Network:
         ones that were taken.
       key_argument: the argument of a user's function that is a random key, or empty.
       switches: further arguments of each call.
+      next_change: of jaxdl's transformers: the next length of a text, above the one that is given, of which the tokens
+        are read otherwise than in those before, so that a key-value cache is of no use any more; None: there is none.
     """
 
     axes: LogicalAxes
@@ -106,6 +108,7 @@ class Network:
             abstract = nnx.eval_shape(lambda: self._made(_rngs(0)))
         self._graphdef, params, keys, rest = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
         self._type = type(abstract)
+        self.next_change: Callable[[int], int | None] = getattr(abstract, "next_change", lambda length: None)
         self._keys = [(path, variable) for path, variable in nnx.to_flat_state(keys)]
         self._param_names, self._state_names = Names(nnx.to_pure_dict(params)), Names(nnx.to_pure_dict(rest))
         axes = jax.tree.map(self._axes, params, is_leaf=lambda node: isinstance(node, nnx.Variable))

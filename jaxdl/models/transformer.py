@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from jaxdl.core.errors import ConfigError
 from jaxdl.models.attention import attention_remarks
-from jaxdl.models.blocks import MLP, Biases, Init, MLPKind, NormKind
+from jaxdl.models.blocks import GATES, MLP, Biases, Init, MLPKind, NormKind
 from jaxdl.models.config import Model
 from jaxdl.models.decoder import TransformerModule
 from jaxdl.models.lora import LoRA
@@ -26,13 +26,21 @@ from jaxdl.models.rotary import RopeScaling
 from jaxdl.parallel.sharding import Params
 
 
+def _further(default: Any, **limits: Any) -> Any:
+    """A field that is written only where it has another value: most networks do without it."""
+    return pydantic.Field(default=default, exclude_if=lambda value: value == default, **limits)
+
+
 class Transformer(Model, kind="transformer"):
     """A decoder-only transformer."""
 
     modality: ClassVar[str] = "text"
     splits_layers: ClassVar[bool] = True
     splits_length: ClassVar[bool] = True
-    position_fields: ClassVar[tuple[str, ...]] = ("positions", "max_length", "rope_theta", "rope_scaling", "window")
+    position_fields: ClassVar[tuple[str, ...]] = (
+        "positions", "max_length", "rope_theta", "rope_scaling", "window", "full_layers", "window_rope_theta",
+        "unrotated_layers", "rotary_dim",
+    )  # fmt: skip
     num_layers: int = pydantic.Field(default=4, ge=1)
     """Number of blocks (attention and MLP)."""
     embed_dim: int = pydantic.Field(default=256, ge=1)
@@ -44,18 +52,21 @@ class Transformer(Model, kind="transformer"):
     head_size: int | None = pydantic.Field(default=None, ge=1)
     """Size of each head; None takes embed_dim / num_heads. Rotary positions need an even one."""
     mlp: MLPKind = "swiglu"
-    """What the MLP computes: `swiglu`, (silu(x gate) * (x up)) down; `gelu` (its tanh form) or `relu`, f(x up) down."""
+    """What the MLP computes: `swiglu`, (silu(x gate) * (x up)) down, or `geglu` with GELU (its tanh form) in place of
+    silu; `gelu` (its tanh form), `gelu_erf` (its exact form) or `relu`, f(x up) down."""
     mlp_dim: int | None = pydantic.Field(default=None, ge=1)
     """Size of the MLP's hidden layer; None takes 8/3 of embed_dim, rounded up to a multiple of 64, and 4 times
     embed_dim without a gate."""
     norm: NormKind = "rms"
-    """`rms` divides by the root of the mean square; `layer` subtracts the mean first, and has biases."""
+    """`rms` divides by the root of the mean square; `rms_plus_one` also multiplies by one more than its scales, which
+    begin at 0 (Gemma); `layer` subtracts the mean first, and has biases."""
     norm_epsilon: float = pydantic.Field(default=1e-5, gt=0)
     """Added to the mean square, or to the variance, before the square root."""
     qk_norm: bool | Literal["all"] = False
     """RMSNorm of each query and key over its head, before they are rotated; `all`: over all heads of a token."""
     biases: Biases = "none"
-    """Which products have biases: `none`, those of queries, keys and values (`qkv`), or `all` inside of the blocks."""
+    """Which products have biases: `none`, those of queries, keys and values (`qkv`), also that of attention's output
+    (`attention`), or `all` inside of the blocks."""
     positions: Literal["rotary", "learned"] = "rotary"
     """How positions are known: `rotary` turns queries and keys, `learned` adds a row of a table to each token."""
     max_length: int | None = pydantic.Field(default=None, ge=1)
@@ -66,6 +77,31 @@ class Transformer(Model, kind="transformer"):
     """Stretches the rotary wavelengths, for longer texts than the network was first trained on."""
     window: int | None = pydantic.Field(default=None, ge=1)
     """Each token attends to itself and the window - 1 tokens before it; None: to all before it."""
+    full_layers: tuple[int, ...] = _further(())
+    """With `window`: the numbers of the layers, from 0, that have none."""
+    window_rope_theta: float | None = _further(None, gt=1)
+    """With `full_layers`: rope_theta of the other layers, whose wavelengths are not stretched; None takes those of all.
+    """
+    unrotated_layers: tuple[int, ...] = _further(())
+    """With rotary positions: the numbers of layers, from 0, that do not know positions."""
+    rotary_dim: int | None = _further(None, ge=2)
+    """With rotary positions: how many of the numbers of a head are turned, the leading ones; None turns all."""
+    attention_scale: float | None = _further(None, gt=0)
+    """The factor of attention's scores; None takes 1 / sqrt(size of a head)."""
+    attention_cap: float | None = _further(None, gt=0)
+    """Attention's scores s become cap * tanh(s / cap) (Gemma 2); no flash kernel has it."""
+    attention_sinks: bool = _further(default=False)
+    """Each head has a trained score of a key without a value, so that its weights may add up to less than 1 (gpt-oss);
+    no flash kernel has it."""
+    norm_place: Literal["before", "after", "both"] = _further("before")
+    """Where the norms of a block are: `before` attention and MLP, `after` them, before they are added to the residual
+    stream (OLMo 2), or `both` (Gemma 2)."""
+    parallel_residual: bool = _further(default=False)
+    """The MLP reads what attention reads, not what comes after it: x + attention(x) + mlp(x) (GPT-NeoX)."""
+    scaled_embedding: bool = _further(default=False)
+    """Multiply the embedding's vectors by sqrt(embed_dim) (Gemma)."""
+    logit_cap: float | None = _further(None, gt=0)
+    """The logits z become cap * tanh(z / cap) (Gemma 2)."""
     tied_embeddings: bool = True
     """Use the embedding table as the output layer too."""
     vocab_size: int | None = pydantic.Field(default=None, ge=1)
@@ -132,6 +168,52 @@ class Transformer(Model, kind="transformer"):
             )
         return self
 
+    @pydantic.model_validator(mode="after")
+    def _layers_fit(self) -> Transformer:
+        for name in ("full_layers", "unrotated_layers"):
+            layers = getattr(self, name)
+            if layers and not (list(layers) == sorted(set(layers)) and 0 <= layers[0] <= layers[-1] < self.num_layers):
+                raise ValueError(
+                    f"{name} = {list(layers)}: give numbers of layers in their order, from 0 to {self.num_layers - 1}."
+                )
+        if self.full_layers and self.window is None:
+            raise ValueError("full_layers has no effect without window, which the other layers have. Set it.")
+        if self.full_layers and len(self.full_layers) == self.num_layers:
+            raise ValueError("full_layers has all layers, so that window has no effect: remove both.")
+        if self.window_rope_theta is not None and not self.full_layers:
+            raise ValueError(
+                "window_rope_theta is of the layers with a window beside full_layers, which are not given: set them, "
+                "or set rope_theta alone."
+            )
+        if self.positions == "learned":
+            for name in ("window_rope_theta", "unrotated_layers", "rotary_dim"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} has no effect with positions = learned: remove one of them.")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _rotation_fits(self) -> Transformer:
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or self.rotary_dim > self.head_dim):
+            raise ValueError(
+                f"rotary_dim = {self.rotary_dim}: give an even number, at most the size of a head, {self.head_dim}."
+            )
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.form == "longrope" and 2 * len(scaling.long_factors) != self.rotated:
+            raise ValueError(
+                f"long_factors has {len(scaling.long_factors)} numbers: longrope needs {self.rotated // 2}, one for "
+                "each pair of numbers of a head that is rotated."
+            )
+        if scaling is not None and scaling.form in ("yarn", "dynamic") and self.rotated < 4:
+            raise ValueError(
+                f"form = {scaling.form} needs at least 4 rotated numbers of a head: there are {self.rotated}."
+            )
+        return self
+
+    @property
+    def rotated(self) -> int:
+        """How many numbers of a head rotary positions turn."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
     @property
     def head_dim(self) -> int:
         """Size of one head."""
@@ -147,11 +229,11 @@ class Transformer(Model, kind="transformer"):
         """Size of the MLP's hidden layer, resolved."""
         if self.mlp_dim is not None:
             return self.mlp_dim
-        return math.ceil(8 * self.embed_dim / 3 / 64) * 64 if self.mlp == "swiglu" else 4 * self.embed_dim
+        return math.ceil(8 * self.embed_dim / 3 / 64) * 64 if self.mlp in GATES else 4 * self.embed_dim
 
     def context(self, length: int) -> int | None:
         """The tokens that it reads at a time; None, any number, where a window limits what each token sees."""
-        limited = self.positions == "learned" or self.window is None or self.window > length
+        limited = self.positions == "learned" or self.window is None or self.window > length or self.full_layers
         return super().context(length) if limited else None
 
     @property
@@ -167,7 +249,7 @@ class Transformer(Model, kind="transformer"):
     @property
     def mlp_weights(self) -> int:
         """Weights of an MLP by which a token is multiplied."""
-        return (3 if self.mlp == "swiglu" else 2) * self.embed_dim * self.hidden_dim
+        return (3 if self.mlp in GATES else 2) * self.embed_dim * self.hidden_dim
 
     def output_layers(self, *, vocab_size: int, **sizes: Any) -> float:
         """By the weights of both."""
@@ -193,7 +275,11 @@ class Transformer(Model, kind="transformer"):
         """The kernel of attention, but not of a class of the user's, which may have another."""
         if self.users_name:
             return ()
-        return attention_remarks(mesh, dtype, self.head_dim, window=self.window, dropout=self.attention_dropout)
+        caps = {"cap of scores": self.attention_cap, "sinks": self.attention_sinks}
+        return attention_remarks(
+            mesh, dtype, self.head_dim, window=self.window, dropout=self.attention_dropout,
+            weighs=" or ".join(name for name, value in caps.items() if value),
+        )  # fmt: skip
 
     def make_mlp(self, rngs: nnx.Rngs, init: Init) -> Callable[[jax.Array], jax.Array]:
         """The MLP of a block, [batch, length, embed] -> [batch, length, embed]."""

@@ -18,11 +18,16 @@ from jaxdl.inference.convert import (  # noqa: F401  (these register their layou
     HF_CONFIG,
     bert,
     distilbert,
+    gemma,
     gpt2,
+    gpt_neox,
     llama,
     modernbert,
     moe,
+    olmo,
+    phi,
     roberta,
+    smollm,
 )
 from jaxdl.inference.convert.layouts import HFLayout, Tensor, layout_of
 from jaxdl.inference.convert.tensors import Stored, find_tensors
@@ -31,8 +36,6 @@ from jaxdl.models import Transformer
 
 _SHOWN = 3
 """How many names a message has."""
-_HEAD = "lm_head.weight"
-"""The matrix of the output layer, in every layout."""
 _TABLES = {"embedding": 0, "head": 1}
 """The parameters with a vector for each token, and in which dimension its tokens are."""
 _ROWS = 4096
@@ -106,6 +109,7 @@ class Checkpoint:
       model: the model that computes what it does.
       vocab_size: rows of its embedding table.
       length: how many tokens the network can read.
+      longest: how many at most, if more are asked for.
       notes: what a user should know of its tensors, once they are read.
     """
 
@@ -119,6 +123,7 @@ class Checkpoint:
             with one_message():
                 self.model = self.layout.model(self.config)
             self.vocab_size, self.length = int(self.config["vocab_size"]), self.layout.length(self.config)
+            self.longest = self.layout.longest(self.config)
         except KeyError as error:
             raise ConfigError(f"{where}: it has no {error}. Fetch the file again.") from None
         except ConfigError as error:
@@ -175,12 +180,12 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _match(folder: Path, wanted: list[Place], stored: Mapping[str, Stored], layout: HFLayout) -> dict[str, Stored]:
     """Name of each tensor -> where it is. Raises ConfigError, with all names, for missing, unexpected or other ones."""
-    prefix = layout.prefix
+    prefix, output = layout.prefix, layout.head
     full = any(name.startswith(prefix) for name in stored)  # Older files lack it.
-    there = dict(stored) if full else {name if name == _HEAD else prefix + name: x for name, x in stored.items()}
+    there = dict(stored) if full else {name if name == output else prefix + name: x for name, x in stored.items()}
     by_name = {place.name: place for place in wanted}
     table = next(place.name for place in wanted if place.tensor.params == ("embedding",))
-    again = None if _HEAD in by_name else there.pop(_HEAD, None)
+    again = None if output in by_name else there.pop(output, None)
     if again is not None:
         there.setdefault(table, again)  # A shared tensor is stored once, under either name.
     unexpected = [name for name in there if name not in by_name and not name.endswith(layout.ignored)]
@@ -200,11 +205,11 @@ def _match(folder: Path, wanted: list[Place], stored: Mapping[str, Stored], layo
             f"{folder}: its tensors are not those of {layout.model_type} by its config.json. {'; '.join(problems)}."
         )
     if again is not None:
-        _check_tied(folder, again, table, there[table])
+        _check_tied(folder, again, output, table, there[table])
     return {name: there[name] for name in by_name}
 
 
-def _check_tied(folder: Path, head: Stored, name: str, table: Stored) -> None:
+def _check_tied(folder: Path, head: Stored, output: str, name: str, table: Stored) -> None:
     """Raises ConfigError unless the matrix of the output layer is the embedding table."""
     why = f"is {list(head.shape)}, and {name} is {list(table.shape)}" if head.shape != table.shape else ""
     if not why:
@@ -214,8 +219,8 @@ def _check_tied(folder: Path, head: Stored, name: str, table: Stored) -> None:
     if why:
         raise ConfigError(
             f"{folder}: by its config.json the output layer is the embedding table (tie_word_embeddings is true), but "
-            f'{_HEAD} {why}. Write "tie_word_embeddings": false there if the network was trained with its own output '
-            f"layer, as transformers reads it; or save the checkpoint again without {_HEAD}."
+            f'{output} {why}. Write "tie_word_embeddings": false there if the network was trained with its own output '
+            f"layer, as transformers reads it; or save the checkpoint again without {output}."
         )
 
 

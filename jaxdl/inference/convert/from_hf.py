@@ -41,8 +41,8 @@ def from_hf(folder: Path, workdir: Path, *, length: int | None, progress: Progre
     ConfigError for what cannot be converted, and for a workdir with a run.
     """
     checkpoint = Checkpoint(folder)
-    if length is not None and not 0 < length <= checkpoint.length:
-        raise ConfigError(f"--length {length}: the network reads 1 to {checkpoint.length} tokens.")
+    if length is not None and not 0 < length <= checkpoint.longest:
+        raise ConfigError(f"--length {length}: the network reads 1 to {checkpoint.longest} tokens.")
     # Before anything is written.
     tokens = check_tokenizer(folder, checkpoint.config, byte_bpe=checkpoint.layout.byte_bpe)
     check_workdir(workdir)

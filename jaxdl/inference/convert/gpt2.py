@@ -23,6 +23,11 @@ class GPT2(HFLayout):
     prefix = "transformer."
     ignored = (".attn.bias", ".attn.masked_bias")
     byte_bpe = True
+    others = (
+        "activation_function", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn",
+        "n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+        "summary_use_proj", "gradient_checkpointing",
+    )  # fmt: skip
     forms: ClassVar[Mapping[str, Form]] = {
         **dict.fromkeys(("n_layer", "n_embd", "n_head", "n_positions"), COUNT), "n_inner": COUNT.or_null,
         "layer_norm_epsilon": POSITIVE, "tie_word_embeddings": FLAG,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxdl.core.errors import ConfigError
 from jaxdl.data import DataSpec, TextSpec
-from jaxdl.inference.convert.settings import COUNT, Form
+from jaxdl.inference.convert.settings import COUNT, HARMLESS, NEVER, Form
 from jaxdl.inference.convert.tensors import Stored
 from jaxdl.models import Transformer
 from jaxdl.training.tasks import LanguageModelling, Task
@@ -90,8 +90,12 @@ class HFLayout(abc.ABC):
     """Ends of the names of tensors that hold no parameters."""
     prefix: ClassVar[str] = ""
     """What all names but that of the output layer begin with; older files lack it."""
+    head: ClassVar[str] = "lm_head.weight"
+    """The matrix of the output layer, if it has one of its own."""
     forms: ClassVar[Mapping[str, Form]]
     """What the settings of a config.json must be that are read."""
+    others: ClassVar[Collection[str]] = ()
+    """The settings that `model` checks itself, and those that change nothing that a network computes."""
     reads_sentencepiece: ClassVar[bool] = True
     """Whether `transformers` reads a tokenizer.model of sentencepiece of it as what it is."""
     byte_bpe: ClassVar[bool] = False
@@ -142,11 +146,24 @@ class HFLayout(abc.ABC):
         del shapes
         return stored, ()
 
+    def longest(self, config: Mapping[str, Any]) -> int:
+        """How many it can read at most, if more are asked for."""
+        return self.length(config)
+
     def check(self, config: Mapping[str, Any]) -> None:
-        """Raises ConfigError for a setting of config.json of another type, or out of range."""
+        """Raises ConfigError for a setting of config.json of another type, out of range, or that is not known."""
         for name, form in {"vocab_size": COUNT, **self.forms}.items():
             if name in config:
                 form.check(name, config[name])
+        for name, value in config.items():
+            if name in NEVER and value:
+                raise ConfigError(f"{name} = {value!r} is not converted: jaxdl's Transformer has none of it.")
+            known = name.startswith("_") or name in {*HARMLESS, *NEVER, *self.forms, *self.others}
+            if not known and value is not None:
+                raise ConfigError(
+                    f"{name} = {value!r} is no setting of {self.model_type} that jaxdl knows: the network might "
+                    f"compute something else than what it says. If it does not matter, take {name} out of the file."
+                )
 
     def remarks(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """What a user should know of a config.json whose settings have no exact equivalent."""

@@ -29,6 +29,10 @@ class _MoE(Llama):
     names: ClassVar[Mapping[str, str]] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     """Our name of a matrix of an expert -> the one there."""
     forms: ClassVar[Mapping[str, Form]] = Llama.forms
+    others = (
+        *Llama.others, "num_experts", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
+        "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "clip_qkv",
+    )  # fmt: skip
 
     def model(self, config: Mapping[str, Any]) -> Transformer:
         """The model of a config.json."""

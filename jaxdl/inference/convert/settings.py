@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxdl.core.errors import ConfigError
-from jaxdl.models import MixtureOfExperts, RopeScaling, Transformer
+from jaxdl.models import MixtureOfExperts, Transformer
 
-_FORMS = {"linear": "linear", "llama3": "llama3"}
-"""The kinds of rope scaling that jaxdl computes, by their names there."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 """What the attention of a layer is, in `layer_types`: to all tokens before, or to those of a window."""
 
@@ -49,10 +47,80 @@ FLAG = Form("true or false", lambda x: type(x) is bool)
 TEXTS = Form("a list of texts", lambda x: isinstance(x, list) and all(isinstance(text, str) for text in x))
 OBJECT = Form("an object", lambda x: isinstance(x, dict))
 TEXT = Form("a text", lambda x: isinstance(x, str))
-_ROPE = {"rope_type": TEXT, "type": TEXT, "rope_theta": POSITIVE, "factor": POSITIVE, "low_freq_factor": POSITIVE,
-         "high_freq_factor": POSITIVE, "original_max_position_embeddings": COUNT,
-         "partial_rotary_factor": POSITIVE.or_null}  # fmt: skip
-"""The settings of rotary positions."""
+HARMLESS = frozenset(
+    [
+        "architectures",
+        "model_type",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "jaxdl_version",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "chunk_size_feed_forward",
+        "use_cache",
+        "initializer_range",
+        "tokenizer_class",
+        "prefix",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "unk_token_id",
+        "cls_token_id",
+        "mask_token_id",
+        "decoder_start_token_id",
+        "task_specific_params",
+        "finetuning_task",
+        "use_bfloat16",
+        "tf_legacy_loss",
+        "torchscript",
+        "auto_map",
+        "attn_implementation",
+        "cache_implementation",
+        "is_decoder",
+        "unsloth_fixed",
+        "unsloth_version",
+        "tie_word_embeddings",
+        "vocab_size",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "min_p",
+        "min_length",
+        "max_length",
+        "max_new_tokens",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "diversity_penalty",
+        "length_penalty",
+        "repetition_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "num_return_sequences",
+        "output_scores",
+        "return_dict_in_generate",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+    ]
+)
+"""Settings of every config.json that say nothing of what a decoder computes, or that are read elsewhere."""
+NEVER = ("is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size", "pruned_heads",
+         "tie_encoder_decoder", "quantization_config")  # fmt: skip
+"""Settings that must be false, empty or null where they are."""
 
 
 @dataclass(frozen=True)
@@ -80,71 +148,26 @@ class Settings:
         return MixtureOfExperts(**{name: getattr(dense, name) for name in dense.model_fields_set}, **fields)
 
 
-def common_window(config: Mapping[str, Any], window: int | None, usual: Sequence[str]) -> int | None:
-    """How many tokens a token sees in all layers, itself included; None: all before it.
+def windows(config: Mapping[str, Any], window: int | None, usual: Sequence[str]) -> dict[str, Any]:
+    """The fields `window` and `full_layers` of a `Transformer`: how many tokens a token sees, and where it sees all.
 
     `window` is how many in the layers of sliding attention. Which these are, `layer_types` of the config says; without
-    it, `usual`, one kind for each layer. Raises ConfigError where not all layers are alike.
+    it, `usual`, one kind for each layer. Raises ConfigError for other kinds.
     """
     kinds = usual if config.get("layer_types") is None else config["layer_types"]
     other = sorted({str(kind) for kind in kinds} - {FULL, SLIDING})
     if other or len(kinds) != len(usual):
         what = f"has {other[0]}" if other else f"has {len(kinds)} entries for {len(usual)} layers"
         raise ConfigError(f"layer_types {what}: {FULL} or {SLIDING} of each layer is converted.")
-    sliding = list(kinds).count(SLIDING)
-    if not sliding:
-        return None
+    full = tuple(layer for layer, kind in enumerate(kinds) if kind == FULL)
+    if len(full) == len(kinds):
+        return {"window": None}
     if window is None:
         raise ConfigError(f"layer_types has {SLIDING}, and no sliding_window is in use. Fetch the file again.")
-    if sliding < len(kinds):
-        raise ConfigError(
-            f"{sliding} of its {len(kinds)} layers have a sliding window of {window:,} tokens, the others none; "
-            "jaxdl's Transformer has one for all layers. Texts of up to so many tokens are read alike without it: for "
-            f'these, write "sliding_window": null and "layer_types": null there, and give --length {window}.'
-        )
-    return window
+    return {"window": window, "full_layers": full}
 
 
-def rope_scaling(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """(theta, how wavelengths are stretched) of a config.json. Raises ConfigError for what jaxdl does not compute."""
-    old = config.get("rope_scaling")
-    rope = config.get("rope_parameters") or old or {}
-    if several := [name for name, value in rope.items() if isinstance(value, Mapping)]:
-        raise ConfigError(f"rope_parameters of each kind of layer, {', '.join(several)}, are not converted.")
-    for name, form in _ROPE.items():
-        if name in rope:
-            form.check(name, rope[name])
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10_000.0
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1):
-        raise ConfigError("partial_rotary_factor is not converted: jaxdl rotates whole heads.")
-    if kind == "default":
-        return theta, None
-    if kind not in _FORMS:
-        raise ConfigError(f"rope_type = {kind!r} is not converted, only default, {', '.join(_FORMS)}.")
-    values: dict[str, Any] = {"form": _FORMS[kind], "factor": rope["factor"]}
-    if kind == "llama3":
-        values |= {name: rope[name] for name in ("low_freq_factor", "high_freq_factor")}
-        values["original_length"] = rope["original_max_position_embeddings"]
-    return theta, RopeScaling(**values)
-
-
-def rope_fields(model: Transformer) -> dict[str, Any]:
-    """The settings of rotary positions: `rope_parameters` of transformers 5, the others of transformers 4."""
-    scaling = model.rope_scaling
-    if scaling is None:
-        rope: dict[str, Any] = {"rope_type": "default"}
-    else:
-        rope = {"rope_type": scaling.form, "factor": scaling.factor}
-    if scaling is not None and scaling.form == "llama3":
-        rope |= {
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_length,
-        }
-    old = None if scaling is None else rope
-    return {
-        "rope_theta": model.rope_theta,
-        "rope_scaling": old,
-        "rope_parameters": rope | {"rope_theta": model.rope_theta},
-    }
+def layer_types(model: Transformer) -> list[str]:
+    """Of each layer of a model, `layer_types` of a config.json."""
+    full = range(model.num_layers) if model.window is None else model.full_layers
+    return [FULL if layer in full else SLIDING for layer in range(model.num_layers)]

@@ -43,6 +43,7 @@ class TokenLoss:
       mesh: the mesh; None inside of a `shard_map`, whose mesh it then is.
       label_smoothing: the share of the target's probability that is spread evenly over all words (Szegedy et al. 2016,
         section 7).
+      cap: the logits are cap * tanh(product / cap); None: the product.
     """
 
     chunk_tokens: int
@@ -52,6 +53,7 @@ class TokenLoss:
     vocab_axis: str | None = None
     mesh: Mesh | None = None
     label_smoothing: float = 0.0
+    cap: float | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -158,6 +160,8 @@ def _token_sums(
     The logits are rounded to `dtype`.
     """
     logits = _product(x, kernel, ((2,), (0,)), dtype).astype(jnp.float32)
+    if how.cap is not None:
+        logits = how.cap * jnp.tanh(logits / how.cap)
     num_words = kernel.shape[1]
     classes = lax.broadcasted_iota(jnp.int32, logits.shape, 2)
     device = lax.axis_index(how.vocab_axis) if how.vocab_axis else 0
@@ -184,6 +188,8 @@ def _token_sums(
     if how.label_smoothing:
         loss -= everywhere * of_all[0]
         grad -= everywhere * mask[..., None]
+    if how.cap is not None:
+        grad *= 1 - jnp.square(logits / how.cap)
     is_correct = mask & (rank < 1) & ~jnp.isnan(total)
     sums = jnp.sum(jnp.where(mask, loss, 0)), jnp.sum(is_correct, dtype=jnp.float32)
     return *sums, (grad * _scale(x.dtype)).astype(x.dtype)

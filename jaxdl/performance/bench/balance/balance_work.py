@@ -59,7 +59,7 @@ class Work:
         width = model.embed_dim
         projections = 2 * width * (2 * heads + 2 * kv_width)
         scores = 2 * 2 * self.length * heads
-        mlp = 2 * (3 if model.mlp == "swiglu" else 2) * width * model.hidden_dim
+        mlp = 2 * (3 if model.mlp in ("swiglu", "geglu") else 2) * width * model.hidden_dim
         logits = 2 * width * self.vocab_size
         per_token = model.num_layers * (projections + scores + mlp) + logits
         return float(_PASSES * per_token * self.length * examples)
