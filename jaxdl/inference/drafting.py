@@ -15,7 +15,7 @@ from jaxdl.inference.decoding.loop import Place, text_keys
 from jaxdl.inference.decoding.padding import SHORTEST, power_of_two
 from jaxdl.inference.decoding.settings import RowSettings, Sampling, num_sorted, row_settings
 from jaxdl.inference.decoding.speculation import Drafted, speculate
-from jaxdl.inference.generation import MOST, Decoder, seen_in
+from jaxdl.inference.generation import MOST, Decoder, check_positions, seen_in
 from jaxdl.parallel.mesh import batch_ways
 from jaxdl.training.state import replicated
 
@@ -35,6 +35,7 @@ class Drafter:
         if num_drafted < 1:
             raise ConfigError(f"--draft-tokens {num_drafted}: give a whole number, 1 or more.")
         for what, each in (("network", decoder), ("draft", draft)):
+            check_positions(each.parts, f"--draft: the {what}")
             if not each.cached or not each.parts.network.has("extend"):
                 raise ConfigError(
                     f"--draft: the {what} has no key-value cache that several tokens are added to at once (methods "

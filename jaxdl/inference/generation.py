@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdl.core.config import ConfigError
 from jaxdl.data import TextSpec
 from jaxdl.data.spec import with_targets
 from jaxdl.inference.decoding.loop import Draw, Place, Rows, draw_next, text_keys, write_on
@@ -28,7 +29,7 @@ from jaxdl.models.rotary import as_document
 from jaxdl.parallel.mesh import batch_ways
 from jaxdl.training.run.inference import Inference
 from jaxdl.training.state import replicated
-from jaxdl.training.step import apply_network, run_network
+from jaxdl.training.step import Parts, apply_network, run_network
 
 MOST = 32
 """Tokens of each row that one call writes at most."""
@@ -42,6 +43,15 @@ class Read(NamedTuple):
     cache: Any
     seen: jax.Array
     """The tokens of each row so far, bool [1, rows, vocab]."""
+
+
+def check_positions(parts: Parts, what: str) -> None:
+    """Raises ConfigError, beginning with `what`, for a network that reads a token otherwise in a longer text."""
+    if parts.network.next_change(0) is not None:
+        raise ConfigError(
+            f"{what}: the rotary positions of this network depend on the length of the text (rope_scaling dynamic or "
+            "longrope), so what was read before has to be read again. Generate without it: python -m jaxdl.generate."
+        )
 
 
 class Decoder:

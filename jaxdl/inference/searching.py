@@ -14,7 +14,7 @@ from jaxdl.inference.decoding.padding import SHORTEST, power_of_two
 from jaxdl.inference.decoding.row_sampling import mark_seen, penalize
 from jaxdl.inference.decoding.settings import Sampling
 from jaxdl.inference.decoding.text_beams import Beams, search_texts
-from jaxdl.inference.generation import Decoder, Read, seen_in
+from jaxdl.inference.generation import Decoder, Read, check_positions, seen_in
 from jaxdl.parallel.mesh import batch_ways
 from jaxdl.training.state import replicated
 
@@ -23,6 +23,7 @@ class Searcher:
     """The compiled programs that search with the network of a decoder."""
 
     def __init__(self, decoder: Decoder) -> None:
+        check_positions(decoder.parts, "--beams")
         self._decoder = decoder
         static = ("slots", "num_beams", "max_length")
         shown = replicated(decoder.parts.layout)  # Every process has the whole result.

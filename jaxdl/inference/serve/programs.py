@@ -15,6 +15,7 @@ from jaxdl.data.spec import with_targets
 from jaxdl.inference.decoding.padding import SHORTEST, power_of_two
 from jaxdl.inference.decoding.row_sampling import mark_seen, seen_in
 from jaxdl.inference.decoding.settings import Sampling, row_settings
+from jaxdl.inference.generation import check_positions
 from jaxdl.inference.serve.drawing import Drawn, Settings, draw
 from jaxdl.models.cache import reads_slots
 from jaxdl.models.logits import of_tokens
@@ -75,6 +76,7 @@ class Programs:
         """`same_rows`: the network has a `decode` of its own, which takes no cache with more rows than tokens. Without
         `cached` no key-value cache is used, as if the network had none."""
         self._parts, self._inference = inference.parts, inference
+        check_positions(inference.parts, "serve")
         self._vocab_size, self.context = vocab_size, context
         self._ways = batch_ways(self._parts.layout.mesh)
         self.num_slots = -(-num_slots // self._ways) * self._ways
