@@ -116,8 +116,8 @@ class Predictor(Inference):
 
     def _of_texts(self, function: Callable[[Any], Any], what: str, texts: Sequence[Any]) -> Any:
         """The outputs of a function of batches of texts; None for a network that does not classify texts."""
-        spec = self.parts.data_spec
-        return outputs_of_texts(function, lambda part: spec.of_texts(part, what, lambda: self.codec), texts)
+        of_texts = getattr(self.parts.data_spec, "of_texts", None)
+        return of_texts and outputs_of_texts(function, lambda part: of_texts(part, what, self.codec), texts)
 
     def _recorded_examples(self, data: Any) -> Any:
         """The content of the run's examples, if these are its data: earlier versions may have read them otherwise."""
