@@ -21,6 +21,7 @@ from jaxdl.optim import AdamW, Constant
 from jaxdl.parallel.mesh import MeshConfig, batch_sharding, make_mesh
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.run.compile import shared_programs
+from jaxdl.training.run.plan.build import make_plan
 from jaxdl.training.tasks import Classification
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrstuvwxyz"]
@@ -312,12 +313,12 @@ def test_what_may_be_a_mistake_is_warned_of(tmp_path):
 def experiment(folder, **changes):
     """A small run on texts whose class is whether there is an "a" in them; the lengths of batches differ."""
     rng = np.random.default_rng(1)
-    texts = [" ".join(rng.choice(list("abcdefgh"), size=size)) for size in rng.choice([2, 20], 96)]
+    texts = [" ".join(rng.choice(list("abcdefgh"), size=size)) for size in rng.choice([2, 30], 96)]
     path = write_csv(folder / "x.csv", [(text, "yes" if "a" in text else "no") for text in dict.fromkeys(texts)])
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     return Experiment(
-        data=LabelledTexts(train=(path,), tokenizer=str(folder / "tokenizer.json"), length=24),
-        model=Encoder(num_layers=1, embed_dim=16, num_heads=2, max_length=24),
+        data=LabelledTexts(train=(path,), tokenizer=str(folder / "tokenizer.json"), length=32),
+        model=Encoder(num_layers=1, embed_dim=16, num_heads=2, max_length=32),
         task=Classification(),
         optimizer=AdamW(learning_rate=1e-2),
         schedule=Constant(),
@@ -361,6 +362,11 @@ def test_a_trained_classifier_names_the_class_of_a_text(trained):
     np.testing.assert_allclose(np.exp(logits) / np.exp(logits).sum(1, keepdims=True),
                                [prediction.probabilities for prediction in several], atol=1e-6)  # fmt: skip
     assert predictor.evaluate()["loss"] == run.metrics["loss"]
+    # Other files, whose classes have other numbers, are counted by the names of the network's.
+    every = made.data.replaced({"test": made.data.train})
+    assert predictor.evaluate(every.replaced({"classes": ("yes", "no")})) == predictor.evaluate(every)
+    with pytest.raises(jaxdl.ConfigError, match="the class 'maybe' of these texts is none of the network's: no, yes"):
+        predictor.evaluate(made.data.replaced({"classes": ("yes", "no", "maybe")}))
     held_out = made.data.build().test.batch(np.arange(5))
     del held_out["label"]
     assert predictor.predict(held_out).shape == (5, 2)
@@ -390,6 +396,12 @@ def test_losses_are_equal_on_every_mesh(trained):
     wanted, _ = losses_and_params(made)
     found, _ = losses_and_params(made.replaced({"mesh": MeshConfig(replica=2, fsdp=2, tensor=2)}))
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_replicas_that_differ_take_one_length(trained):
+    _, made, _ = trained
+    with pytest.raises(jaxdl.ConfigError, match="have 2 lengths, and replicas that differ take one"):
+        make_plan(made.replaced({"mesh": MeshConfig(replica=8), "agreement": "local_sgd"}))
 
 
 def test_pairs_are_read_by_their_types(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -58,19 +58,6 @@ class DataSpec(abc.ABC):
     def example_text(self) -> str:
         """What else must be known to give inputs to an exported network, beside their shapes; empty for nothing."""
         return ""
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """The names of the classes, by number; none where the data has no names for them."""
-        return ()
-
-    def of_texts(self, values: Any, what: str, codec: Callable[[], Any]) -> dict[str, np.ndarray] | None:
-        """The batch of texts that a user gave to the function called `what`; None where the network reads none.
-
-        `codec` makes the `Codec` of the run. Raises ConfigError for texts that do not fit.
-        """
-        del values, what, codec
-        return None
 
     def id_features(self) -> tuple[Any, ...]:
         """The features whose values are ids, for embedding tables, each with `name`, `rows` and `num_ids`: none."""

@@ -28,18 +28,16 @@ def shown(text: Any) -> str:
 
 def outputs_of_texts(
     function: Callable[[Any], Any],
-    batch_of: Callable[[Sequence[Any]], Mapping[str, np.ndarray] | None],
+    batch_of: Callable[[Sequence[Any]], Mapping[str, np.ndarray]],
     texts: Sequence[Any],
 ) -> Any:
-    """What `function` gives for batches of texts, [text, ...]; None where `batch_of` makes none of them."""
+    """What `function` gives for the batches that `batch_of` makes of texts, [text, ...]."""
     sizes = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
     order = np.argsort(sizes, kind="stable")
     outputs: np.ndarray | None = None
     for first in range(0, len(texts), _AT_ONCE):
         rows = order[first : first + _AT_ONCE]
         batch = batch_of([texts[row] for row in rows])
-        if batch is None:
-            return None
         # As many rows in each batch: few programs are compiled.
         size = min(_AT_ONCE, 1 << (len(texts) - 1).bit_length())
         filled = {name: np.concatenate([x, np.repeat(x[:1], size - len(x), axis=0)]) for name, x in batch.items()}

@@ -41,5 +41,5 @@ class Predictions(Inference, abc.ABC):
 
     def _of_texts(self, function: Callable[[Any], Any], what: str, texts: Sequence[Any]) -> Any:
         """The outputs of a function of batches of texts; None for a network that does not classify texts."""
-        spec = self.parts.data_spec
-        return outputs_of_texts(function, lambda part: spec.of_texts(part, what, lambda: self.codec), texts)
+        of_texts = getattr(self.parts.data_spec, "of_texts", None)
+        return of_texts and outputs_of_texts(function, lambda part: of_texts(part, what, self.codec), texts)

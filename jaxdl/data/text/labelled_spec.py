@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -90,20 +90,17 @@ class LabelledTextSpec(DataSpec):
             )
         return {name: array.astype(np.int32) for name, array in arrays.items()}
 
-    def of_texts(self, values: Any, what: str, codec: Callable[[], Codec]) -> dict[str, np.ndarray] | None:
-        """The batch of a list of texts, or of pairs of them; None for what is neither.
+    def of_texts(self, given: Sequence[Any], what: str, codec: Codec) -> dict[str, np.ndarray]:
+        """The batch of texts, or of pairs of them, that a user gave to the function called `what`.
 
-        Raises ConfigError for a pair where single texts are read.
+        Raises ConfigError for pairs where single texts are read, and for both together.
         """
-        given: Sequence[Any] = values
-        if not isinstance(given, list | tuple) or not given or not all(map(is_text, given)):
-            return None
         pairs = [text for text in given if not isinstance(text, str)]
         if pairs and (self.num_types < 2 or len(pairs) < len(given)):
             why = "this network reads single texts" if self.num_types < 2 else "some are pairs, and others single texts"
             raise ConfigError(f"{what}: {pairs[0]!r}: {why}. Give texts of one kind.")
         firsts, seconds = ([pair[0] for pair in pairs], [pair[1] for pair in pairs]) if pairs else (given, None)
-        framed = Framer(codec(), self.length)(list(map(str, firsts)), seconds)
+        framed = Framer(codec, self.length)(list(map(str, firsts)), seconds)
         longest = max(map(len, framed.tokens))
         length = next(size for size in buckets_of(self.length, self.length) if size >= longest)
         batch = {

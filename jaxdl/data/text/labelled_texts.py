@@ -15,6 +15,7 @@ from jaxdl.data.codec import Codec
 from jaxdl.data.digits import stratified_split
 from jaxdl.data.order import Order
 from jaxdl.data.source import FilesOfSplits, Source, Splits, TrainRows
+from jaxdl.data.spec import DataSpec
 from jaxdl.data.text.buckets import GroupedOrder, buckets_of, padded
 from jaxdl.data.text.classes import check_classes_of, class_indices, find_classes
 from jaxdl.data.text.framing import Framer
@@ -195,6 +196,23 @@ class LabelledTextSource(Source):
         texts = self._texts
         arrays = (texts.tokens, texts.types, texts.sizes, texts.labels)
         return "".join(f"{zlib.crc32(np.ascontiguousarray(array).data):08x}" for array in arrays)
+
+    def read_as(self, spec: DataSpec) -> Source | None:
+        """These texts with the numbers that a network's classes of the same names have; None for other data.
+
+        Raises ConfigError where the network does not know a class.
+        """
+        if not isinstance(spec, LabelledTextSpec) or spec.classes == self.spec.classes:
+            return self if isinstance(spec, LabelledTextSpec) else None
+        if lost := [name for name in self.spec.classes if name not in spec.classes]:
+            raise ConfigError(
+                f"the class {lost[0]!r} of these texts is none of the network's: {', '.join(spec.classes[:_SHOWN])}"
+                f"{', ...' if len(spec.classes) > _SHOWN else ''}. Correct the labels, or give its --data.classes."
+            )
+        numbers = np.array([spec.classes.index(name) for name in self.spec.classes], np.int32)
+        texts = dataclasses.replace(self._texts, labels=numbers[self._texts.labels])
+        known = dataclasses.replace(self.spec, classes=spec.classes)
+        return type(self)(texts, known, self._sizes, remark=self._remark, warnings=self._warnings)
 
     def remark(self) -> str:
         """The classes, and what is cut or left out."""

@@ -48,6 +48,7 @@ from jaxdl.training.run.plan.validate import (
     check_norms,
     check_phases,
     check_profile,
+    check_shapes,
     check_table_settings,
     check_tensor_dims,
     check_warmup,
@@ -130,6 +131,7 @@ def open_data(
     start.data(experiment.data, splits)
     check_length(splits.train.spec, mesh.shape)
     check_phases(experiment, splits)
+    check_shapes(experiment, splits)
     timeline = timeline_of(experiment, len(splits.train), splits.train.spec)
     check_profile(experiment, timeline.total_steps)
     check_warmup(experiment, timeline.total_steps)

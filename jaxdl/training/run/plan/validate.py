@@ -189,6 +189,15 @@ def check_length(spec: DataSpec, sizes: Mapping[str, int]) -> None:
         )
 
 
+def check_shapes(experiment: Experiment, splits: Splits) -> None:
+    """Raises ConfigError for batches of several shapes where replicas differ between merges, with one program."""
+    if experiment.agreement.keeps_replicas and splits.train.num_shapes > 1:
+        raise ConfigError(
+            f"--agreement {experiment.agreement.kind}: batches of data {experiment.data.kind} have "
+            f"{splits.train.num_shapes} lengths, and replicas that differ take one. Give --data.padding fixed."
+        )
+
+
 def check_batches(experiment: Experiment, ways: int, eval_batch_size: int) -> None:
     """Raises ConfigError for batches that cannot be split over `ways` devices."""
     unit, split = ways * experiment.step.microbatches, " x ".join(BATCH_AXES)
