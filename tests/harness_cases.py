@@ -14,28 +14,11 @@ RECORDED = Path(__file__).parent / "harness_scores.json"
 TASKS = ("small_choice", "small_rolling", "small_written")
 LENGTH = 96
 _CASE = "llama3"
-_WORDS = [
-    "the",
-    "a",
-    "red",
-    "blue",
-    "fish",
-    "cat",
-    "runs",
-    "swims",
-    "over",
-    "under",
-    "two",
-    "three",
-    "and",
-    "then",
-    "é",
-    "naïve",
-]
+_WORDS = tuple("the a red blue fish cat runs swims over under two three and then é naïve".split())  # noqa: SIM905
 
 
 def write_checkpoint(folder):
-    """A Llama whose tokens are bytes and some pairs of them, with a start token before every text; returns the folder."""
+    """A Llama whose tokens are bytes and pairs of them, with a start token before every text; returns the folder."""
     import tokenizers
 
     folder.mkdir(parents=True)

@@ -5,15 +5,25 @@ It needs the package lm-eval, of the extra `lm-eval`, and is skipped without.
 
 import json
 
+import jax
+import numpy as np
 import pytest
 from harness_cases import LENGTH, TASKS, answers, recorded, write_checkpoint, write_tasks
 from mistakes import refusal
+from runs import tiny_experiment
 
+import jaxdl
 from jaxdl.core.config import ConfigError
+from jaxdl.data import TextFiles
 from jaxdl.inference.convert.__main__ import main as convert
 from jaxdl.inference.evaluate.__main__ import main as evaluate
 from jaxdl.inference.lm_eval import register
-from jaxdl.inference.lm_eval.model import model_class
+from jaxdl.inference.lm_eval.model import HarnessParts, model_class
+from jaxdl.inference.lm_eval.tasks import TaskOptions, evaluate_tasks, scores_of
+from jaxdl.models import Transformer
+from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.measures import LmEval
+from jaxdl.training.tasks import LanguageModelling
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs the package lm-eval: pip install 'jaxdl[lm-eval]'")
 
@@ -105,3 +115,40 @@ def test_settings_of_tasks_that_cannot_be_kept(made):
     assert (how.num_tokens, how.temperature, how.top_k, how.stop, how.stop_tokens) == (9, 0.5, 3, ("x", "</s>"), (1,))
     with pytest.raises(ConfigError, match="needs the workdir of a run"):
         model_class()()
+
+
+def test_a_run_measures_tasks_on_its_schedule(made, tmp_path):
+    """The run is otherwise the same, and its last scores are those of its checkpoint."""
+    (tmp_path / "a.txt").write_text("".join(f"{n} fish, {word} fish\n" for n in range(60) for word in ("red", "blue")))
+    experiment = tiny_experiment(
+        data=TextFiles(paths=(str(tmp_path / "a.txt"),), length=LENGTH, test_fraction=0.25),
+        model=Transformer(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=32),
+        task=LanguageModelling(),
+        batch_size=8,
+        steps=5,
+        mesh=MeshConfig(),
+        evaluation={"every_steps": 1},
+    )
+    measure = LmEval(tasks=("small_choice", "small_written"), include_path=str(made[1]), every=2, limit=3)
+    measured = experiment.replaced({"evaluation": experiment.evaluation.model_copy(update={"measures": (measure,)})})
+    devices = jax.devices()[:1]
+    plain = jaxdl.train(experiment, tmp_path / "plain", quiet=True, devices=devices)
+    run = jaxdl.train(measured, tmp_path / "run", quiet=True, devices=devices)
+    np.testing.assert_array_equal(run.history["train/loss"], plain.history["train/loss"])
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    names = {name for row in rows for name in row if name.startswith("eval/lm_eval/")}
+    assert names == {
+        f"eval/lm_eval/{x}" for x in ("small_choice/acc", "small_choice/acc_norm", "small_written/exact_match")
+    }
+    assert [row["step"] for row in rows if names <= row.keys()] == [2, 4, 5]
+    parts = HarnessParts.of(jaxdl.restore(tmp_path / "run"), "it")
+    options = TaskOptions(measure.tasks, measure.include_path, limit=3)
+    scores = scores_of(evaluate_tasks(model_class()(parts=parts), options))
+    assert {f"eval/lm_eval/{name}": value for name, value in scores.items()} == {name: rows[-1][name] for name in names}
+
+
+def test_a_network_that_reads_no_text_has_no_tasks(made):
+    measure = LmEval(tasks=("small_choice",), include_path=str(made[1]))
+    experiment = tiny_experiment(evaluation={"measures": (measure,)}, mesh=MeshConfig())
+    with pytest.raises(ConfigError, match="this network reads images, and tasks are texts"):
+        jaxdl.train(experiment, quiet=True, devices=jax.devices()[:1])

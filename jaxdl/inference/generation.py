@@ -70,7 +70,7 @@ class Decoder:
         self.parts, self.vocab_size = parts, vocab_size
         self.cached = cached and parts.network.has("decode")
         self.context = context if self.cached else context or parts.data_spec.length
-        self.state = (inference.rounded_params, inference.model_state)
+        self.state: Any = (inference.rounded_params, inference.model_state)
         shown = replicated(parts.layout)
         self._read = jax.jit(self._read_prompts, static_argnames=("slots", *_STATIC), out_shardings=(None, shown))
         each: Any = [shown for _ in Rows._fields[1:]]
@@ -80,6 +80,10 @@ class Decoder:
         )
         self._programs: set[Any] = set()
         self.num_written, self.num_steady, self.steady_sec = 0, 0, 0.0
+
+    def follow(self, inference: Inference | None) -> None:
+        """Writes with another state of the same network from now on; with None nothing is held."""
+        self.state = None if inference is None else (inference.rounded_params, inference.model_state)
 
     def read(
         self, tokens: np.ndarray, lengths: np.ndarray, keys: Any, count: Any, *, slots: int, how: Sampling,

@@ -42,7 +42,8 @@ class Scorer:
         """`most_logits` are made at a time on one device."""
         assert isinstance(inference.parts.data_spec, TextSpec)
         self._most_logits = most_logits
-        self._inference, self._parts = inference, inference.parts
+        self._inference: Inference | None = inference
+        self._parts = inference.parts
         self.context = inference.parts.data_spec.length
         shown = replicated(inference.parts.layout)
         self._score = jax.jit(self._sums, static_argnames="likeliest", out_shardings=shown)
@@ -64,8 +65,8 @@ class Scorer:
         scores = self._scores(texts, advance, likeliest=True)
         return scores[:, 0], scores[:, 1] == 0
 
-    def follow(self, inference: Inference) -> None:
-        """Scores with another state of the same network from now on."""
+    def follow(self, inference: Inference | None) -> None:
+        """Scores with another state of the same network from now on; with None nothing is held."""
         self._inference = inference
 
     def _scores(self, texts: Sequence[ScoredText], advance: Callable[[int], None], *, likeliest: bool) -> np.ndarray:
@@ -85,6 +86,7 @@ class Scorer:
                 text = texts[index]
                 tokens[row, : len(text.tokens)] = text.tokens
                 scored[row, text.start - 1 : len(text.tokens) - 1] = True
+            assert self._inference is not None
             state = (self._inference.params, self._inference.model_state)
             sums = self._score(*state, tokens, scored, likeliest=likeliest)
             sums_of_texts[batch] = np.asarray(sums, np.float64)[: len(batch)]

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pydantic
 
-from jaxdl.core.config import Periodic
+from jaxdl.core.config import Periodic, Several
 from jaxdl.models.mode_check import Allowed
 from jaxdl.models.network import Call
 from jaxdl.parallel.cluster import wait_for_all
 from jaxdl.parallel.mesh import batch_sharding
 from jaxdl.parallel.sharding import Params
+from jaxdl.training.measures import Measure
 from jaxdl.training.state import REFERENCE, ModelState, TrainState, replicated
 from jaxdl.training.step import Batch, Parts, apply_network, num_stages, pipelined_sums, split, with_reference
 
@@ -46,10 +47,18 @@ class EvaluationConfig(Periodic):
     """Before each evaluation, replace batch norm's running statistics by the means over this many training batches, at
     the parameters that are evaluated (Wu and Johnson, arXiv 2105.07576: precise batch norm). They are saved with them.
     Other state of a network stays as it is. None keeps the running ones, which lag behind when a run has few steps."""
+    measures: tuple[Measure, ...] = ()
+    """What is measured besides: `lm_eval`, tasks of lm-evaluation-harness (needs jaxdl[lm-eval]), whose options are
+    `--evaluation.measures.lm-eval.tasks` and so on; or kinds of your own."""
     allows: tuple[Allowed, ...] = ()
     """What a network of your own may do in evaluation though it looks like training: `random`, draw random numbers, as
     a sampled model does, the same ones for each batch; `state`, change what it keeps, which is then dropped. Otherwise
     such a network is refused, since it would be evaluated with dropout on, or by the statistics of the batch."""
+
+    @pydantic.field_validator("measures", mode="before")
+    @classmethod
+    def _make_measures(cls, value: Any) -> Any:
+        return value.build(Measure) if isinstance(value, Several) else value
 
 
 def make_eval_step(parts: Parts) -> jax.stages.Wrapped:

@@ -105,7 +105,12 @@ class HarnessModel:
             whole = [*context, *continuation][-(self.max_length + 1) :]
             texts.append(ScoredText(whole, len(whole) - len(continuation)))
         with import_harness("tqdm").tqdm(total=len(texts), desc="log-likelihoods", disable=disable_tqdm or None) as bar:
-            sums, greedy = self._parts.scorer.are_likeliest(texts, advance=bar.update)
+
+            def advance(count: int) -> None:
+                bar.update(count)
+                self._parts.poll()
+
+            sums, greedy = self._parts.scorer.are_likeliest(texts, advance=advance)
         answers = [(float(x), bool(is_greedy)) for x, is_greedy in zip(sums, greedy, strict=True)]
         for (texts_of, _, _), answer in zip(requests, answers, strict=True):
             if texts_of is not None:
@@ -153,6 +158,7 @@ class HarnessModel:
         writing = Writing(self._parts.decoder(), prompts, how, places=places, rows=rows)
         tokens: list[list[int]] = [[] for _ in prompts]
         while not writing.done.all():
+            self._parts.poll()
             for row, news in enumerate(writing.more()):
                 tokens[row] += [
                     token for token in news if token not in self._unwritten and token not in how.stop_tokens
@@ -193,6 +199,8 @@ class HarnessParts:
     decoder: Callable[[], Decoder]
     codec: Codec
     what: str
+    poll: Callable[[], None] = lambda: None
+    """Called after each batch; what it raises ends the measurement."""
 
     @classmethod
     def of(cls, predictor: Any, what: str) -> HarnessParts:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jaxdl.core.errors import ConfigError
 from jaxdl.inference.lm_eval.package import import_harness, quiet
@@ -50,20 +54,28 @@ def load_tasks(options: TaskOptions) -> tuple[list[str], Any]:
     """`(the names of the tasks, the harness's manager of them)`. Raises ConfigError for a task that does not exist."""
     options.check()
     quiet()
-    manager = import_harness("lm_eval.tasks").TaskManager(include_path=options.include_path)
+    make = import_harness("lm_eval.tasks").TaskManager
+    if options.include_path is not None:  # The index of the harness's own tasks, thousands of files, takes a while.
+        manager = make(include_path=options.include_path, include_defaults=False)
+        if all(manager.match_tasks([given]) for given in options.tasks):
+            return _names(options, manager), manager
+    manager = make(include_path=options.include_path)
+    return _names(options, manager), manager
+
+
+def _names(options: TaskOptions, manager: Any) -> list[str]:
+    """The tasks that options name, each once."""
     names: list[str] = []
     for given in options.tasks:
         matching = manager.match_tasks([given])
         if not matching:
-            import difflib
-
             near = difflib.get_close_matches(given, manager.all_tasks, n=1)
             advice = f" Did you mean {near[0]}?" if near else " python -m lm_eval ls tasks lists them."
             if options.include_path is None:
                 advice += " Tasks of your own need --include-path FOLDER."
             raise ConfigError(f"--tasks {given}: there is no such task.{advice}")
         names += [name for name in matching if name not in names]
-    return names, manager
+    return names
 
 
 def evaluate_tasks(model: Any, options: TaskOptions, loaded: tuple[list[str], Any] | None = None) -> dict[str, Any]:
@@ -73,7 +85,7 @@ def evaluate_tasks(model: Any, options: TaskOptions, loaded: tuple[list[str], An
     """
     names, manager = loaded or load_tasks(options)
     limit: Any = int(options.limit) if options.limit is not None and options.limit > 1 else options.limit
-    with _as_messages(names):
+    with _as_messages(names), _random_numbers_kept():
         return import_harness("lm_eval").simple_evaluate(
             model=model,
             tasks=names,
@@ -83,6 +95,17 @@ def evaluate_tasks(model: Any, options: TaskOptions, loaded: tuple[list[str], An
             log_samples=False,
             bootstrap_iters=0,
         )
+
+
+@contextlib.contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Context: the harness seeds the generators of the process, which a run that trains may use too."""
+    before = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])  # noqa: NPY002
 
 
 @contextlib.contextmanager

@@ -26,6 +26,8 @@ class Evaluation:
         self.is_empty = False
         """Whether nothing of the held-out data counted in the last evaluation: then its metrics are NaN."""
         self._told: set[str] = set()
+        measures = plan.experiment.evaluation.measures
+        self._measures = [(one, one.build(plan.experiment, plan.parts)) for one in measures]
 
     def _nothing_counts(self, name: str) -> None:
         self.is_empty |= not name
@@ -84,4 +86,14 @@ class Evaluation:
                 evaluate = (steps.evaluate_own, params, replicas.model_state)
                 metrics = evaluate_once(parts, *evaluate, source, size, poll=self._poll, empty=lambda _: None)
                 values |= {"replicas/loss": metrics["loss"]}
-            return values
+            return values | self._measured(state, step)
+
+    def _measured(self, state: TrainState, step: int) -> dict[str, float]:
+        """What is measured besides, where it is due: `KIND/NAME` -> value."""
+        period = self._plan.experiment.evaluation
+        values: dict[str, float] = {}
+        for measure, measurement in self._measures:
+            if measure.due(step, self._plan.timeline, period):
+                named = measurement(state.eval_params, state.eval_state, self._poll)
+                values |= {f"{measure.kind}/{name}": value for name, value in named.items()}
+        return values
