@@ -3,10 +3,13 @@
 `tokenizer FILES... --out FILE --vocab-size N` trains a tokenizer on text files (.txt, .jsonl, .csv, .parquet, .tsv,
 also compressed, and folders of them); `tokenizer --help` has its options.
 
-`prepare` tokenizes documents and pairs of texts (data of the kinds documents, mixture, pairs and tfds_pairs) into
-shards on disk (`--data.shards`). Of photographs it reads every image once into the disk cache
-(`--data.photos.cache.disk`), so that the first epoch is as fast as the others. What is done already is only checked, so
-a stopped `prepare` resumes where it was. Options after the config change it, as in training.
+`prepare` tokenizes documents, conversations and pairs of texts (data of the kinds documents, mixture, conversations,
+pairs and tfds_pairs) into shards on disk (`--data.shards`). Of photographs it reads every image once into the disk
+cache (`--data.photos.cache.disk`), so that the first epoch is as fast as the others. What is done already is only
+checked, so a stopped `prepare` resumes where it was. Options after the config change it, as in training.
+
+`show --config configs/....py [--rows 3]` prints a few rows of texts as training reads them; the tokens that are learned
+are in colour.
 """
 
 from __future__ import annotations
@@ -23,12 +26,16 @@ from jaxdl.core.errors import ConfigError, command_line, print_out
 from jaxdl.core.modules import load_file
 from jaxdl.core.options import parse, parse_options, split_words
 from jaxdl.core.paths import expand_home
+from jaxdl.core.runs import find_option
 from jaxdl.core.startup import no_config, split_options
 from jaxdl.data.images.photos import ImagePipeline, PhotoSource
 from jaxdl.data.images.store import num_records
+from jaxdl.data.text.shown import show
 from jaxdl.data.text.tokenizer import Train, train_tokenizer
 from jaxdl.parallel.cluster import BROKEN, ClusterError
 
+_ROWS = 3
+"""Rows that are shown."""
 _PIECE = 64
 """Images per piece of work."""
 
@@ -135,7 +142,28 @@ def _settle(pipeline: ImagePipeline, pending: deque[tuple[int, Any]]) -> int:
     return count
 
 
-_COMMANDS = {"prepare": lambda args: prepare(*_experiment(args)), "tokenizer": _tokenizer}
+def _show(args: list[str]) -> None:
+    """Prints rows of texts; see `jaxdl.data.text.shown.show`."""
+    words, rest = list(args), list[str]()
+    given = find_option(args, "--rows", "a whole number")
+    while words:
+        word = words.pop(0)
+        if word == "--rows":
+            words = words[1:]
+        elif not word.startswith("--rows="):
+            rest.append(word)
+    if given is not None and not (given.isdecimal() and 0 < int(given) < 1 << 31):
+        raise ConfigError(f"--rows {given}: give a whole number, 1 or more.")
+    data, _ = _experiment(rest)
+    codec = data.codec()
+    source = data.build().train
+    try:
+        show(source, codec, int(given or _ROWS), Console())
+    finally:
+        source.close()
+
+
+_COMMANDS = {"prepare": lambda args: prepare(*_experiment(args)), "show": _show, "tokenizer": _tokenizer}
 
 if __name__ == "__main__":
     main()

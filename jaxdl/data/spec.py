@@ -178,7 +178,7 @@ class TextSpec(DataSpec):
 
     def described(self) -> tuple[str, str]:
         """Length and vocabulary."""
-        what = "rows of packed documents" if self.packed else "windows"
+        what = f"rows of {'conversations' if self.masked else 'packed documents'}" if self.packed else "windows"
         return what, f"{self.length:,} tokens, vocabulary of {self.vocab_size:,}"
 
     def example(self) -> np.ndarray:

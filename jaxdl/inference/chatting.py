@@ -87,7 +87,7 @@ class Chat:
 
 
 def checked_messages(value: Any, where: str) -> list[dict[str, Any]]:
-    """Messages that end with what is to be answered. Raises ConfigError, which begins with `where`, for other values."""
+    """Messages that end with what is to be answered. Raises ConfigError, which begins with `where`, for others."""
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{where}: give a list of messages, each with a role and a content.")
     for message in value:

@@ -217,13 +217,22 @@ class Predictor(Inference):
         """Between text and tokens, texts beginning as in the training. Raises ConfigError for a replaced tokenizer."""
         return codec_of_run(self.workdir, self.experiment.data)
 
-    @functools.cached_property
+    @property
     def chat_template(self) -> ChatTemplate:
         """What makes texts of conversations: of the run, or of its checkpoint's tokenizer, or else a plain one.
 
         Raises ConfigError for a damaged one, and for a network that reads no text.
         """
-        return chat_of_run(self.workdir, self.experiment.data)[0]
+        return self._chat[0]
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the run, or its checkpoint's tokenizer, has a chat template of its own."""
+        return self._chat[1]
+
+    @functools.cached_property
+    def _chat(self) -> tuple[ChatTemplate, bool]:
+        return chat_of_run(self.workdir, self.experiment.data)
 
     def _sampling(self, how: Sampling, stop: Sequence[str], stop_at_end: bool) -> Sampling:
         self.check_text("generate")

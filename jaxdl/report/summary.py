@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxdl.core.errors import as_typed
-from jaxdl.core.files import CHECKPOINTS_FOLDER, CURVES_FILE, LOAD_PLOT_FILE, replace_file
+from jaxdl.core.files import CHAT_FILE, CHECKPOINTS_FOLDER, CURVES_FILE, LOAD_PLOT_FILE, replace_file
 from jaxdl.parallel.compiler.times import in_words
 from jaxdl.parallel.mesh import mesh_text
 from jaxdl.report.history import json_value
@@ -144,8 +144,9 @@ def what_next(folder: Path | None, status: Status, modality: str, reads: Sequenc
     if (folder / CHECKPOINTS_FOLDER).is_dir():
         lines.append(("checkpoints", str(folder / CHECKPOINTS_FOLDER)))
         workdir = f"--workdir {shlex.quote(str(folder))}"
+        prompt = "--chat" if (folder / CHAT_FILE).exists() else "--prompt ..."
         commands = {
-            "text": f"python -m jaxdl.generate {workdir} --prompt ...",
+            "text": f"python -m jaxdl.generate {workdir} {prompt}",
             "pairs": f"python -m jaxdl.translate {workdir} --input FILE",
         }
         named = ", ".join(f'"{name}": ...' for name in reads)

@@ -135,7 +135,7 @@ class ChatTexts(FileTexts):
     def why_none(self) -> str:
         """The message for files without a row that can be used."""
         names = ", ".join(name for name, _ in self.files[:3])
-        return f"{names}: none of the rows can be used."
+        return f"{names}: there is no row that can be used."
 
     def told(self, notes: Mapping[str, int]) -> str:
         """How many rows were left out and why, and the columns that are not used; empty where there is nothing."""
@@ -147,9 +147,10 @@ class ChatTexts(FileTexts):
             reasons = "; ".join(f"{count:,} {reason}" for reason, count in shown[:_MOST_TOLD])
             more = sum(count for _, count in shown[_MOST_TOLD:])
             others = f"; {more:,} for {_OTHERS}" if more else ""
-            sentences.append(f"{sum(left_out.values()):,} rows are left out: {reasons}{others}.")
+            count = sum(left_out.values())
+            sentences.append(f"{count:,} {'row is' if count == 1 else 'rows are'} left out: {reasons}{others}.")
         if unused:
-            names = ", ".join(f"{name} ({count:,} rows)" for name, count in sorted(unused.items())[:_MOST_NAMES])
+            names = ", ".join(f"{name} (in {count:,})" for name, count in sorted(unused.items())[:_MOST_NAMES])
             sentences.append(f"Columns that are not used: {names}.")
         return " ".join(sentences)
 

@@ -96,7 +96,8 @@ class Conversations(Data, kind="conversations"):
             packed=True,
             masked=True,
         )
-        told = self._texts(self.paths).told(store.notes)
+        texts = self.texts()
+        told = f"They are texts by {texts.template.origin}. {texts.told(store.notes)}"
         made = [
             ChatRows(store, fitted, spec, packing=self.packing, seed=self.split_seed, notes=told)
             for (store, _), fitted in zip(parts, fitting, strict=True)

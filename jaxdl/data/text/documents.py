@@ -369,8 +369,9 @@ def open_dataset(path: str) -> Any:
     datasets = import_text("datasets", path)
     try:
         data = datasets.load_from_disk(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: the datasets library cannot load it ({error}).") from None
+    except (OSError, ValueError, IndexError, KeyError) as error:  # The library checks little.
+        why = error if isinstance(error, OSError | ValueError) else "it has no rows, or is damaged"
+        raise ConfigError(f"{path}: the datasets library cannot load it ({why}).") from None
     if isinstance(data, dict):
         raise ConfigError(
             f"{path}: it has the splits {', '.join(data)}. Name the folder of one, {path}/{next(iter(data))}."

@@ -85,7 +85,7 @@ class _ParquetRows(RowFormat):
                 yield from (dict(others) for _ in range(file.metadata.row_group(span.start).num_rows))
                 return
             for batch in file.iter_batches(_BATCH, row_groups=list(range(span.start, span.stop)), columns=taken):
-                yield from (without_nones(row) | others for row in batch.to_pylist())
+                yield from (_cleaned(row) | others for row in batch.to_pylist())
 
 
 class _DatasetRows(RowFormat):
@@ -113,7 +113,12 @@ class _DatasetRows(RowFormat):
         for start in range(span.start, span.stop, _BATCH):
             values = data[start : min(start + _BATCH, span.stop)]
             for row in zip(*(values[name] for name in taken), strict=True):
-                yield without_nones(dict(zip(taken, row, strict=True))) | others
+                yield _cleaned(dict(zip(taken, row, strict=True))) | others
+
+
+def _cleaned(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose values are `without_nones`; one that is None stays."""
+    return {name: without_nones(value) for name, value in row.items()}
 
 
 def without_nones(value: Any) -> Any:

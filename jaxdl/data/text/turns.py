@@ -66,7 +66,7 @@ class Columns:
         names = {name: next((x for x in known if row.get(x) is not None), None) for name, known in self._names.items()}
         values = {name: row[column] for name, column in names.items() if column is not None}
         used, read = _form(values, row)
-        taken = {names[name] for name in used}
+        taken = {names[name] for name in used} | {name for name in self.every if row.get(name) is None}
         return read, tuple(str(name) for name in row if name not in taken)
 
 
@@ -94,7 +94,8 @@ def _form(values: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[tuple[str,
         return used, _conversation(turns, values)
     missing = next((f"{one} without {other}" for one, other in (("prompt", "completion"), ("instruction", "output"),
                     ("completion", "prompt"), ("output", "instruction")) if one in values), None)  # fmt: skip
-    names = ", ".join(sorted(map(str, row)))[:200]
+    names = ", ".join(sorted(f"{name} (null)" if value is None and name in COLUMNS else str(name)
+                             for name, value in row.items()))[:200]  # fmt: skip
     raise Unusable(
         f"{missing or 'no messages, no prompt and completion, no instruction and output'} (the columns are {names})"
     )
@@ -113,7 +114,9 @@ def _listed(value: Any, what: str) -> list[Any]:
 
 
 def _turns(value: Any, role: str) -> list[Any]:
-    return [{"role": role, "content": value}] if isinstance(value, str) else _listed(value, "a prompt or a completion")
+    if not isinstance(value, str | list):
+        raise Unusable("a prompt or a completion that is neither a text nor messages")
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
 def _conversation(turns: Sequence[Any], values: Mapping[str, Any]) -> Conversation:
@@ -147,11 +150,11 @@ def _message(turn: Any) -> dict[str, Any]:
         raise Unusable("a message that is not an object with a role and a content")
     share_gpt = "role" not in turn and "from" in turn
     given = turn.get("from" if share_gpt else "role")
-    if given not in ROLES if isinstance(given, str) else True:
-        raise Unusable(f"the unknown role {str(given)[:_LONGEST_NAME]!r}" if given is not None else "no role")
+    if not isinstance(given, str) or given not in ROLES:
+        raise Unusable("no role" if given is None else f"the unknown role {str(given)[:_LONGEST_NAME]!r}")
     content = turn.get("value", turn.get("content")) if share_gpt else turn.get("content")
     names = ("from", "value", "role", "content")
-    message = {"role": ROLES[given], "content": _content(content)}
+    message: dict[str, Any] = {"role": ROLES[given], "content": _content(content)}
     message |= {name: value for name, value in turn.items() if name not in names and value is not None}
     if message.get("weight", 1) not in (0, 1):
         raise Unusable("a weight of a message that is not 0 or 1")
@@ -170,7 +173,7 @@ def _content(content: Any) -> str:
         kinds = {part.get("type", "text") if isinstance(part, dict) else "text" for part in content}
         if others := sorted(str(kind)[:_LONGEST_NAME] for kind in kinds if kind != "text"):
             raise Unusable(f"a content with {', '.join(others)}, which is not text")
-        texts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
     if not isinstance(content, str):
         raise Unusable("a content that is not a text")

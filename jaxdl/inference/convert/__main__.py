@@ -32,7 +32,14 @@ used with jaxdl.restore, python -m jaxdl.generate and --init-from. to-hf writes 
 With from-hf --help or to-hf --help: the options."""
 _NUM_FOLDERS = 2
 """Folders that each command is given."""
-_WRITTEN = (HF_CONFIG, "*.safetensors*", "generation_config.json", "tokenizer*", "special_tokens_map.json")
+_WRITTEN = (
+    HF_CONFIG,
+    "*.safetensors*",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 """Patterns of the files that `to-hf` writes; it replaces none."""
 
 

@@ -12,14 +12,17 @@ from jaxdl.core.errors import ConfigError
 from jaxdl.core.paths import expand_home
 from jaxdl.data import Codec
 from jaxdl.data.codec import GENERATION_FILE, SENTENCEPIECE_FILE, TOKENIZER_FILE
+from jaxdl.data.text.chat_template import TEMPLATE_FILE, TEMPLATES_FOLDER, ChatTemplate
 from jaxdl.inference.convert import HF_CONFIG
 from jaxdl.inference.convert.byte_bpe import ADDED, CONFIG, MERGES, SPECIAL, VOCAB, gpt2_tokenizer
 
 FOLDER = "tokenizer"
 """The folder of a converted workdir that has them."""
 JSON, SENTENCEPIECE, GENERATION = TOKENIZER_FILE, SENTENCEPIECE_FILE, GENERATION_FILE
+TOOLS_TEMPLATE = f"{TEMPLATES_FOLDER}/tool_use.jinja"
 FILES = (
-    JSON, SENTENCEPIECE, CONFIG, SPECIAL, ADDED, VOCAB, MERGES, "chat_template.jinja", GENERATION,
+    JSON, SENTENCEPIECE, CONFIG, SPECIAL, ADDED, VOCAB, MERGES, TEMPLATE_FILE, "chat_template.json", TOOLS_TEMPLATE,
+    GENERATION,
 )  # fmt: skip
 """What a checkpoint may have."""
 NUMBERS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -104,6 +107,14 @@ def write_tokenizer(codec: Codec, folder: Path) -> dict[str, Any]:
     return numbers
 
 
+def write_chat_template(template: ChatTemplate, folder: Path) -> None:
+    """Writes the chat template of a run beside its tokenizer, as transformers reads it. Raises OSError."""
+    (folder / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
+    if template.with_tools is not None:
+        (folder / TEMPLATES_FOLDER).mkdir(exist_ok=True)
+        (folder / TOOLS_TEMPLATE).write_text(template.with_tools, encoding="utf-8")
+
+
 def _write_config(codec: Codec, begin: int | None, folder: Path) -> None:
     """Makes the tokenizer in a folder put before every text what the codec does, and names its special tokens.
 
@@ -160,6 +171,7 @@ def bytes_tokenizer() -> dict[str, Any]:
 def _copy(source: Path, folder: Path) -> None:
     for name in FILES:
         if (source / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, folder / name)
 
 

@@ -17,7 +17,7 @@ from jaxdl.data import TextSpec
 from jaxdl.inference.convert import HF_CONFIG
 from jaxdl.inference.convert.checkpoint import Place, Progress, at, places
 from jaxdl.inference.convert.layouts import HFLayout, layout_for
-from jaxdl.inference.convert.special import FOLDER, special_numbers, write_tokenizer
+from jaxdl.inference.convert.special import FOLDER, special_numbers, write_chat_template, write_tokenizer
 from jaxdl.inference.convert.tensors import DTYPES, ToWrite, write_tensors
 from jaxdl.inference.predictor import Predictor, restore
 from jaxdl.models import Transformer
@@ -125,6 +125,8 @@ def _tokenizer(predictor: Predictor, folder: Path) -> tuple[dict[str, Any], str]
             "tokenizer, put its tokenizer.json there"
         )
     numbers = write_tokenizer(codec, folder)
+    if predictor.has_chat_template:
+        write_chat_template(predictor.chat_template, folder)
     if not codec.is_bytes:
         return numbers, ""
     return numbers, (

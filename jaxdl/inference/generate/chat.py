@@ -62,7 +62,8 @@ def say(chat: Chat, messages: list[dict[str, Any]], options: dict[str, Any]) -> 
 def read_conversations(path: Path, system: str | None) -> list[dict[str, Any]]:
     """What is to be answered: rows with "messages", and perhaps "tools". Raises ConfigError.
 
-    A line is a question, or with the ending .jsonl an object with "messages" (or a "prompt", a text or messages).
+    A line is a question, or with the ending .jsonl an object with "messages" (or a "prompt", a text or messages); what
+    else it has stays in the row.
     """
     as_json = path.suffix in (".jsonl", ".json")
     rows = []
@@ -88,16 +89,13 @@ def _row(line: str, where: str) -> dict[str, Any]:
         value: Any = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{where} is not JSON ({error}).") from None
-    said = value.get("messages", value.get("prompt")) if isinstance(value, dict) else value
-    if isinstance(said, str):
-        return _question(said)
-    row = {"messages": checked_messages(said, where)}
-    tools = value.get("tools") if isinstance(value, dict) else None
-    if tools is not None:
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise ConfigError(f"{where}: its tools are not a list of objects.")
-        row["tools"] = tools
-    return row
+    row = value if isinstance(value, dict) else {"messages": value}
+    said = row.get("messages", row.get("prompt"))
+    others = {name: entry for name, entry in row.items() if name != "prompt"}
+    tools = row.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ConfigError(f"{where}: its tools are not a list of objects.")
+    return others | (_question(said) if isinstance(said, str) else {"messages": checked_messages(said, where)})
 
 
 def _lines(is_terminal: bool) -> Iterator[str]:

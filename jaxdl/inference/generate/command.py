@@ -166,7 +166,7 @@ def _rows(command: Generate) -> list[dict[str, Any]]:
 def _chat(command: Generate, predictor: Predictor, rows: Sequence[dict[str, Any]], *, many: bool) -> None:
     """Answers conversations, or holds one."""
     chat, options = Chat(predictor), _options(command)
-    if chat.template.origin == PLAIN_ORIGIN and jax.process_index() == 0:
+    if not predictor.has_chat_template and jax.process_index() == 0:
         print(f"note: the run has no chat template; {PLAIN_ORIGIN} is used", file=sys.stderr)
     if many:
         prompts = [chat.prompt(row["messages"], row.get("tools")) for row in rows]

@@ -1,0 +1,332 @@
+"""Conversations as data: what rows mean, what is left out and said, how they are packed and cut, and odd files."""
+
+import gzip
+import importlib.util
+import json
+import re
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+from mistakes import refusal
+from rich.console import Console
+
+from jaxdl.core.config import ConfigError
+from jaxdl.data import Codec, Conversations
+from jaxdl.data.__main__ import main
+from jaxdl.data.text.answers import Renderer, Unusable
+from jaxdl.data.text.chat_template import ChatTemplate, TemplateRefusal, template_of
+
+HAS_DATASETS = importlib.util.find_spec("datasets") is not None
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def answer(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def chats(number):
+    return [{"messages": [user(f"question {at}"), answer("yes " * at), user("and?"), answer(f"no {at}")]}
+            for at in range(1, number + 1)]  # fmt: skip
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def data(tmp_path, rows, **fields):
+    (tmp_path / "rows.jsonl").write_bytes(rows if isinstance(rows, bytes) else lines(rows))
+    return Conversations(paths=(str(tmp_path / "rows.jsonl"),), shards=str(tmp_path / "shards"), **fields)
+
+
+def learned(source, codec=None, **fields):
+    """The learned texts of each document of a source, in no order."""
+    codec, found = codec or Codec(None), []
+    batch = source.batch(np.arange(len(source)))
+    for tokens, segments, mask in zip(batch["tokens"], batch["segments"], batch["mask"], strict=True):
+        for number in range(1, segments.max() + 1):
+            here = (segments[1:] == number) & mask
+            found.append(codec.decode(tokens[1:][here].tolist()))
+    return sorted(found)
+
+
+TURNS = [user("Hi"), answer("Yo")]
+FORMS = [
+    ({"messages": TURNS}, "Yo\0"),
+    ({"messages": json.dumps(TURNS)}, "Yo\0"),
+    ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]}, "Yo\0"),
+    ({"conversation": TURNS, "system": "Be short."}, "Yo\0"),
+    ({"prompt": "1 + 1 =", "completion": " 2"}, " 2\0"),
+    ({"prompt": [user("Hi")], "completion": [answer("Yo")]}, "Yo\0"),
+    ({"instruction": "Add", "input": "1, 1", "output": "2"}, "2\0"),
+    ({"instruction": "Add", "input": None, "output": "2"}, "2\0"),
+    ({"messages": [user("Hi"), answer("Yo"), user("?"), answer("Lo")]}, "Yo\0Lo\0"),
+    ({"messages": [user("Hi"), answer("Yo", weight=0), user("?"), answer("Lo", weight=1)]}, "Lo\0"),
+    ({"messages": [user([{"type": "text", "text": "Hi"}]), answer([{"type": "text", "text": "Yo"}])]}, "Yo\0"),
+]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "parquet", "datasets"])
+def test_what_rows_mean_in_every_format(form, tmp_path):
+    for number, (row, expected) in enumerate(FORMS):
+        rows, path = [row] * 2, tmp_path / f"{number}.{form}"
+        if form == "datasets":
+            if not HAS_DATASETS:
+                return
+            import datasets
+
+            datasets.Dataset.from_list(rows).save_to_disk(path)
+        elif form == "parquet":
+            parquet.write_table(pa.Table.from_pylist(rows), path)
+        else:
+            path.write_bytes(lines(rows) if form == "jsonl" else json.dumps(rows, indent=1).encode())
+        made = Conversations(paths=(str(path),), length=90, shards=str(tmp_path / "shards")).build()
+        assert (learned(made.train), learned(made.test)) == ([expected], [expected]), row
+
+
+def test_which_tokens_are_learned(tmp_path):
+    for learn, expected in (("answers", "Yo\0Lo\0"), ("last", "Lo\0"),
+                            ("all", "User:\nHi\n\nAssistant:\nYo\0\nUser:\n?\n\nAssistant:\nLo\0\n")):  # fmt: skip
+        made = data(
+            tmp_path, [{"messages": [user("Hi"), answer("Yo"), user("?"), answer("Lo")]}] * 2, length=90, learn=learn
+        )
+        splits = made.build()
+        assert learned(splits.train) == [expected]
+        assert splits.train.spec.bytes_per_token == 1, "of bytes"
+        assert splits.train.spec.mean_targets == len(expected)
+
+
+def test_a_completion_begins_with_the_mark_of_a_text(tmp_path):
+    splits = data(tmp_path, [{"prompt": "ab", "completion": "cd"}] * 2, length=8).build()
+    batch = splits.train.batch(np.arange(1))
+    assert batch["tokens"].tolist() == [[0, *b"abcd", 0, 0, 0, 0]]
+    assert batch["mask"].tolist() == [[False, False, True, True, True, False, False, False]]
+    assert splits.train.eval_batch(np.arange(2))["mask"].sum(axis=1).tolist() == [3, 0], "the second is padding"
+
+
+def test_conversations_are_packed_whole_and_apart(tmp_path):
+    rows = chats(30)
+    made = data(tmp_path, rows, length=256, test_fraction=0.1)
+    template = made.chat_template()
+    splits = made.build()
+    texts = sorted(template.render(row["messages"]) for row in rows)
+    found, places = [], 0
+    for source in (splits.train, splits.test):
+        batch = source.batch(np.arange(len(source)))
+        for tokens, segments in zip(batch["tokens"], batch["segments"], strict=True):
+            assert (np.diff(segments[segments != 0]) >= 0).all(), "a conversation is in one piece"
+            numbers = range(1, segments.max() + 1)
+            found += [bytes(tokens[segments == number].tolist()).decode() for number in numbers]
+            places += 1
+    assert sorted(found) == texts
+    assert places < 30, "several are in a row"
+    alone = data(tmp_path, rows, length=256, test_fraction=0.1, packing=False).build()
+    assert len(alone.train) + len(alone.test) == 30
+    assert learned(alone.train) == learned(splits.train)
+
+
+def test_what_is_too_long_is_cut_or_left_out_and_counted(tmp_path):
+    rows = [{"messages": [user("x"), answer("y" * size)]} for size in (1, 5, 60, 70)] + [
+        {"messages": [user("x" * 80), answer("never read")]}
+    ]
+    (tmp_path / "test.jsonl").write_bytes(lines(rows[:1]))
+    fields = {"length": 40, "test_paths": (str(tmp_path / "test.jsonl"),)}
+    cut, dropped = (data(tmp_path, rows, too_long=how, **fields).build().train for how in ("cut", "drop"))
+    head = len("\0User:\nx\n\nAssistant:\n")
+    assert learned(cut) == sorted(["y\0", "y" * 5 + "\0", "y" * (41 - head), "y" * (41 - head)])
+    assert learned(dropped) == sorted(["y\0", "y" * 5 + "\0"])
+    assert (
+        "2 conversations are longer than a row, and cut. 1 conversations are longer than a row, and left"
+        in cut.remark()
+    )
+    assert "3 conversations are longer than a row, and left out" in dropped.remark()
+    assert cut.spec.mean_targets * len(cut) == 2 + 6 + 2 * (41 - head)
+
+
+def test_what_cannot_be_used_is_counted_and_named(tmp_path, capsys):
+    bad = [
+        ({"messages": []}, "empty: no messages"),
+        ({"messages": [user("x")]}, "no answer: no text of the assistant"),
+        ({"messages": [user("x"), answer(" ")]}, "no answer: no text of the assistant"),
+        ({"messages": [{"role": "alien", "content": "x"}, answer("y")]}, "the unknown role 'alien'"),
+        ({"messages": [user("x"), answer([{"type": "image_url"}])]}, "a content with image_url"),
+        ({"messages": [user("\ud800"), answer("y")]}, "half a surrogate pair"),
+        ({"prompt": "x"}, "prompt without completion (the columns are prompt)"),
+        ({"messages": [user("x"), answer("y", tool_calls=[{"function": {}}])]}, "a tool call without the name"),
+        ({"messages": [{"role": "tool", "content": "1"}, answer("y")]}, "the plain template knows the roles"),
+    ]
+    rows = [*chats(3), *(row for row, _ in bad), {**chats(1)[0], "score": 1}]
+    source = data(tmp_path, rows).build().train
+    said = capsys.readouterr().err
+    assert said.count(f"{len(bad)} rows are left out") == 1
+    for _, reason in bad:
+        assert reason in said
+        assert reason in source.remark()
+    assert "Columns that are not used: score (in 1)." in said
+    assert "are texts by the plain chat template" in source.remark()
+    assert f"{len(bad)} rows are left out" in data(tmp_path, rows).prepare(Console()), "also when it was done before"
+
+
+TABLE = {"messages": [row["messages"] for row in chats(3)]}
+ODD = {
+    "empty.jsonl": (b"", "there is no row"),
+    "words.jsonl": (b"hello\n", "line 1 is not JSON"),
+    "utf16.jsonl": ("{}".encode("utf-16"), "byte order mark of UTF-16"),
+    "cut.jsonl.gz": (gzip.compress(lines(chats(3)))[:-9], "it cannot be read"),
+    "text.jsonl": (lines([{"text": "a"}]), r"1 row is left out: 1 no messages, .* \(the columns are text\)"),
+    "numbers.jsonl": (b"1\n2\n", "a row that is not an object"),
+    "deep.jsonl": (b"[" * 100_000, "it cannot be read"),
+    "single.jsonl": (lines(chats(1)), "there is one conversation"),
+    "silent.jsonl": (lines([{"messages": [user("x")]}]), "no answer"),
+    "words.txt": (b"hello", "it has no rows by its name"),
+    "cut.json": (json.dumps(chats(3))[:-4].encode(), "begins like a JSON array, but is not one"),
+    "object.json": (json.dumps({"data": chats(3)}).encode(), r"\(the columns are data\)"),
+    "pretty.json": (json.dumps({"data": chats(3)}, indent=1).encode(), "Each line must be one JSON object"),
+    "empty.json": (b"[]", "there is no row"),
+    "strings.json": (b'["a", "b"]', "a row that is not an object"),
+    "null.json": (b"[null]", "a row that is not an object"),
+    "latin.json": ('[{"prompt": "é"}]'.encode("latin1"), "utf-8"),
+    "number.json": (b'[{"messages": 5}]', "messages that are not a list"),
+    "half.json": (b'[{"instruction": "x"}]', "instruction without output"),
+    "string.json": (b'[{"messages": "hello"}]', "messages that are a text, not a list"),
+    "words.parquet": (b"hello", "it cannot be read as Parquet"),
+    "text.parquet": (pa.table({"text": ["a"]}), r"\(the columns are text\)"),
+    "empty.parquet": (pa.table(TABLE).slice(0, 0), "there is no row"),
+    "null.parquet": (pa.table({"messages": pa.array([None, None], pa.list_(pa.string()))}), r"messages \(null\)"),
+    "ints.parquet": (pa.table({"prompt": [1], "completion": [2]}), "neither a text nor messages"),
+    "bytes.parquet": (pa.table({"prompt": [b"a"], "completion": [b"b"]}), "neither a text nor messages"),
+    "strings.parquet": (pa.table({"messages": [["a", "b"]]}), "a message that is not an object"),
+    "single.parquet": (pa.table(TABLE).slice(0, 1), "there is one conversation"),
+    "roles.parquet": (pa.table({"messages": [[{"content": "x"}]]}), "no role"),
+    "none.parquet": (pa.table({"a": [1]}).select([]), "there is no row"),
+}
+CONFIG = """
+from jaxdl.data import Conversations
+from jaxdl.models import Transformer
+from jaxdl.training.experiment import Experiment
+from jaxdl.training.tasks import LanguageModelling
+
+def config():
+    return Experiment(data=Conversations(), model=Transformer(), task=LanguageModelling(), steps=1)
+"""
+
+
+def show(tmp_path, path, *options):
+    (tmp_path / "config.py").write_text(CONFIG)
+    return ["show", "--config", str(tmp_path / "config.py"), "--data.paths", str(path),
+            "--data.shards", str(tmp_path / "shards"), *options]  # fmt: skip
+
+
+def test_odd_files_are_one_message(tmp_path, capsys):
+    for name, (content, reason) in ODD.items():
+        path = tmp_path / name
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            parquet.write_table(content, path)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("mistakes.MAX_LINES", 6)  # Paths of temporary folders are long.
+            message = refusal(capsys, *show(tmp_path, path), run=main)
+        assert re.search(reason, message), (name, message)
+        assert name in message
+
+
+@pytest.mark.skipif(not HAS_DATASETS, reason="needs datasets")
+def test_odd_folders_of_data_sets_are_one_message(tmp_path, capsys):
+    import datasets
+
+    def saved(name, made):
+        made.save_to_disk(tmp_path / name)
+        return tmp_path / name
+
+    good = datasets.Dataset.from_list(chats(3))
+    saved("state", good).joinpath("state.json").write_text("{")
+    for path in (*saved("gone", good).glob("*.arrow"), *saved("cut", good).glob("*.arrow")):
+        path.unlink() if path.parent.name == "gone" else path.write_bytes(path.read_bytes()[:90])
+    (tmp_path / "nothing").mkdir()
+    odd = {
+        "state": "cannot load it", "gone": "cannot load it", "cut": "cannot load it",
+        "nothing": "no file in it matches",
+        saved("several", datasets.DatasetDict(train=good, test=good)).name: "it has the splits train, test",
+        saved("empty", good.select([])).name: "it has no rows, or is damaged",
+        saved("text", datasets.Dataset.from_dict({"text": ["a"]})).name: "the columns are text",
+        saved("single", good.select([0])).name: "there is one conversation",
+        saved("ints", datasets.Dataset.from_dict({"prompt": [1], "completion": [2]})).name: "neither a text",
+        saved("nulls", datasets.Dataset.from_dict({"messages": [None, None]})).name: r"messages (null)",
+    }  # fmt: skip
+    for name, reason in odd.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("mistakes.MAX_LINES", 8)
+            message = refusal(capsys, *show(tmp_path, tmp_path / name), run=main)
+        assert reason in message, (name, message)
+    for made in (good.with_format("numpy"), good.select([2, 0]), good):
+        path = saved(f"right{len(made)}{made.format['type']}", made)
+        splits = Conversations(paths=(str(path),), length=99, shards=str(tmp_path / "shards")).build()
+        assert len(learned(splits.train)) == len(made) - 1
+
+
+def test_rows_are_shown_with_what_is_learned(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_bytes(lines([{"messages": [user("Hi"), answer("Yo")]}] * 3))
+    main(show(tmp_path, tmp_path / "rows.jsonl", "--data.length", "64", "--rows", "1"))
+    shown = capsys.readouterr().out
+    assert "document 1 of 2: 3 of" in shown or "document 1 of 1: 3 of" in shown
+    assert "\\x00User:\nHi\n\nAssistant:\n[[Yo\\x00]]" in shown
+    assert "--rows 0" in refusal(capsys, *show(tmp_path, tmp_path / "rows.jsonl", "--rows", "0"), run=main)
+
+
+def test_settings_of_conversations_are_checked(tmp_path):
+    fails = [
+        ({"columns": {"question": "q"}}, "there is no such column to be found"),
+        ({"template": str(tmp_path / "no.jinja")}, "no such file"),
+        ({"template": str(tmp_path)}, "there is no chat template in this folder"),
+        ({"length": 4}, "none of the .* conversations has a token to learn"),
+        ({"paths": ()}, "data.paths: it is empty"),
+    ]
+    for fields, reason in fails:
+        with pytest.raises(ConfigError, match=reason):
+            data(tmp_path, chats(3)).replaced(fields).build()
+    with pytest.raises(ConfigError, match="write a day as 2026-01-31"):
+        Conversations(date="today")
+    renamed = data(tmp_path, [{"q": "Hi", "a": "Yo"}] * 2, columns={"instruction": "q", "output": "a"}, length=60)
+    assert learned(renamed.build().train) == ["Yo\0"]
+
+
+def test_where_the_template_of_a_tokenizer_is_found(tmp_path):
+    import tokenizers
+
+    file = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2}, "a"))
+    file.save(str(tmp_path / "tokenizer.json"))
+    codec, config = Codec(str(tmp_path)), tmp_path / "tokenizer_config.json"
+    assert template_of(codec).render([user("x")]) == "<s>User:\nx\n\n"
+    config.write_text(json.dumps({"chat_template": "one {{ bos_token }}", "bos_token": {"content": "<b>"}}))
+    assert template_of(codec).render([]) == "one <b>"
+    config.write_text(json.dumps({"chat_template": [{"name": "default", "template": "two"},
+                                                    {"name": "tool_use", "template": "tools"}]}))  # fmt: skip
+    assert (template_of(codec).render([]), template_of(codec).render([], tools=[{}])) == ("two", "tools")
+    (tmp_path / "chat_template.jinja").write_text("three\n  {% if x %}\n{{ x }}{% endif %}")
+    assert template_of(codec).render([], x=4) == "three\n4"
+    again = ChatTemplate.from_json(template_of(codec).to_json(), "here")
+    assert again.render([], tools=[{}]) == "tools"
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(ConfigError, match=r"chat_template.jinja: it is not a template of Jinja \(line 1"):
+        template_of(codec)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ raise_exception('no') }}", "{{ 1 / 0 }}",
+     "{{ messages[0].content.x.y }}", "{% set n = namespace() %}{% set n.__a__ = 1 %}"],
+)  # fmt: skip
+def test_a_template_runs_in_a_sandbox_and_its_errors_are_messages(source):
+    with pytest.raises(TemplateRefusal, match="does not take this conversation"):
+        ChatTemplate(source).render([user("x")])
+
+
+def test_a_template_without_a_consistent_prefix_is_refused():
+    source = "{% for m in messages %}{{ messages | length }}{{ m.content | upper }}.{% endfor %}"
+    with pytest.raises(Unusable, match="the chat template gives no consistent prefix"):
+        Renderer(ChatTemplate(source)).answers([user("x"), answer("y"), user("z"), answer("w")])
