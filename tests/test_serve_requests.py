@@ -157,6 +157,22 @@ def test_limits_of_requests(guarded):
     guarded.until(lambda: guarded.engine.num_live == 0)
 
 
+def test_an_error_of_the_device_ends_the_server(workdir, capfd):
+    with Server(workdir) as server:
+
+        def fail(*_):
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+        server.engine._programs.write = fail
+        answer = server.ask(max_tokens=9)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
+        assert "RESOURCE_EXHAUSTED" in server.engine.failure
+        assert server.server.should_exit
+        assert server.engine.num_live == 1, "its text was being written"
+    assert "out of memory" not in answer.text
+    assert "RESOURCE_EXHAUSTED: out of memory" in capfd.readouterr().err
+
+
 def test_exact_texts_do_not_depend_on_others_bit_for_bit(guarded):
     """The log-probabilities too, which show each rounding."""
     guarded.client.headers["Authorization"] = "Bearer first-token"

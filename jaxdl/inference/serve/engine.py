@@ -7,6 +7,7 @@ request these are of.
 from __future__ import annotations
 
 import collections
+import sys
 import threading
 import time
 import traceback
@@ -151,7 +152,7 @@ class Engine:
                 self._turn()
         except Exception:  # Of the device, such as memory that ran out: the cache may be lost.
             self.failure = traceback.format_exc()
-            print(self.failure, flush=True)
+            print(self.failure, file=sys.stderr, flush=True)
         with self._changed:
             self._stopping = True
             left = [*self._waiting, *filter(None, self._jobs)]
