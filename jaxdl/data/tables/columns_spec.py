@@ -154,7 +154,7 @@ class ColumnsSpec(DataSpec):
     # Rows that users give
 
     def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
-        """The batch of rows: a dictionary (one row, or columns), a list of dictionaries, a data frame, or a file's path.
+        """The batch of rows: a dictionary (one row, or columns), a list of dictionaries, a data frame, or a path.
 
         Warns of unknown words and of columns that training did not have. Raises ConfigError for missing columns, and
         for values that are no numbers or no dates where training has such.
@@ -215,7 +215,7 @@ class ColumnsSpec(DataSpec):
         else:
             raise ConfigError(
                 f"{what}: got {type(values).__name__}. Give rows as a dictionary, a list of dictionaries, a data "
-                f"frame, or the path of a CSV or Parquet file, with the columns {_some([x.name for x in self.columns])}."
+                f"frame, or the path of a file, with the columns {_some([x.name for x in self.columns])}."
             )
         arrays: dict[str, Any] = {}
         for name, x in given.items():
