@@ -99,6 +99,14 @@ class DataSpec(abc.ABC):
         del values, what
         return None
 
+    def of_columns(self, columns: Mapping[str, Any], what: str) -> dict[str, np.ndarray] | None:
+        """The batch, without labels, of columns of Arrow by name, where the spec knows how to read them; None if not.
+
+        Raises ConfigError, which begins with `what`, for columns that do not fit.
+        """
+        del columns, what
+        return None
+
     def preparation(self) -> dict[str, Any] | None:
         """How what a user has becomes what an exported function takes, for JSON; None where it is the same."""
         return None

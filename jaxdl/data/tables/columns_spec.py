@@ -155,7 +155,7 @@ class ColumnsSpec(DataSpec):
     # Rows that users give
 
     def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
-        """The batch of rows: a dictionary (one row, or columns), a list of dictionaries, a data frame, or a file's path.
+        """The batch of rows: a dictionary (one row, or columns), a list of dictionaries, a data frame, or a path.
 
         Warns of unknown words and of columns that training did not have. Raises ConfigError for missing columns, and
         for values that are no numbers or no dates where training has such.
@@ -167,12 +167,7 @@ class ColumnsSpec(DataSpec):
         if isinstance(values, Mapping) and values.keys() == wanted.keys() and _are_arrays(values, wanted):
             return {name: np.asarray(values[name], wanted[name].dtype) for name in wanted}
         columns = self.columns_of(values, what)
-        batch, surprises = self.encode(columns)
-        if surprises.unread:
-            line = Surprises(unread=surprises.unread).lines({x.name: x.kind for x in self.columns})[0]
-            raise ConfigError(
-                f"{what}: {line.partition(', so there')[0]}. Correct it, or give None where it is missing."
-            )
+        batch, surprises = self._encoded(columns, what)
         others = [name for name in columns if name not in self.known]
         lines = surprises.lines({}) + (
             [f"not read, since training had no such columns: {_some(others)}"] if others else []
@@ -180,6 +175,24 @@ class ColumnsSpec(DataSpec):
         for line in lines:
             warnings.warn(f"{what}: {line}", stacklevel=5)
         return batch
+
+    def _encoded(self, columns: Mapping[str, Any], what: str) -> tuple[dict[str, np.ndarray], Surprises]:
+        """As `encode`. Raises ConfigError for cells that are no numbers, or no dates, where training has such."""
+        batch, surprises = self.encode(columns)
+        if surprises.unread:
+            line = Surprises(unread=surprises.unread).lines({x.name: x.kind for x in self.columns})[0]
+            raise ConfigError(
+                f"{what}: {line.partition(', so there')[0]}. Correct it, or give None where it is missing."
+            )
+        return batch, surprises
+
+    def of_columns(self, columns: Mapping[str, Any], what: str) -> dict[str, np.ndarray]:
+        """The batch of columns of Arrow, by name. Raises ConfigError as `to_predict`."""
+        parts: dict[str, Any] = {}
+        for name, array in columns.items():
+            vector = name not in self.known and f"{name}[0]" in self.known
+            parts |= parts_of_list(name, array) if vector else {name: array}
+        return self._encoded(parts, what)[0]
 
     def labelled(self, values: Any, what: str) -> dict[str, np.ndarray] | None:
         """The arrays of rows with labels; those without are left out. Raises ConfigError where none has one."""
@@ -216,7 +229,7 @@ class ColumnsSpec(DataSpec):
         else:
             raise ConfigError(
                 f"{what}: got {type(values).__name__}. Give rows as a dictionary, a list of dictionaries, a data "
-                f"frame, or the path of a CSV or Parquet file, with the columns {_some([x.name for x in self.columns])}."
+                f"frame, or the path of a file, with the columns {_some([x.name for x in self.columns])}."
             )
         arrays: dict[str, Any] = {}
         for name, x in given.items():

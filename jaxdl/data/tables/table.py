@@ -176,7 +176,7 @@ class TableSource(SpecArrays):
         self, columns: Mapping[str, Any], rows: np.ndarray, spec: ColumnsSpec, fitted: Fitted | None = None
     ) -> None:
         """`fitted` has the columns that are left out, and notes, for the source that tells of them."""
-        self._columns, self._rows, self._fitted = columns, rows, fitted
+        self._columns, self.rows, self._fitted = columns, rows, fitted
         chosen = select({name: x for name, x in columns.items() if name in spec.known}, rows)
         batch, self._surprises = spec.encode(chosen)
         super().__init__(batch | {"label": spec.label.read(Cells.of(chosen[spec.label.name]), "data")}, spec)
@@ -230,4 +230,4 @@ class TableSource(SpecArrays):
             return self
         if not isinstance(spec, ColumnsSpec) or not spec.known <= {*self._columns, *spec.left_out}:
             return None
-        return TableSource(self._columns, self._rows, spec, self._fitted)
+        return TableSource(self._columns, self.rows, spec, self._fitted)

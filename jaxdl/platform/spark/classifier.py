@@ -39,6 +39,7 @@ from jaxdl.platform.spark.frames import (
     check_new,
     feature_columns,
     form_of,
+    takes_gaps,
     write_rows,
 )
 from jaxdl.platform.spark.params import ClassifierParams, ScoringParams
@@ -211,7 +212,8 @@ class JaxdlClassifierModel(Model, ScoringParams, DefaultParamsReadable, DefaultP
         check_new(dataset, made)
         features = as_trained(dataset, self.features, self.getWorkdir())
         handling, batch_size = self.getHandleInvalid(), check_batch_size(self.getBatchSize())
-        dataset = dataset.filter(are_valid(dataset, features)) if handling == "skip" else dataset
+        skips = handling == "skip" and not takes_gaps(self.getWorkdir())
+        dataset = dataset.filter(are_valid(dataset, features)) if skips else dataset
         score = score_udf(self.getWorkdir(), features, batch_size, handling)
         scored = dataset.withColumn(_SCORES, score(*feature_columns(dataset, features)))
         raw, probability, prediction = made.values()

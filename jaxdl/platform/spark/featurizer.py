@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.errors import without_frames
-from jaxdl.platform.spark.frames import are_valid, as_trained, check_new, feature_columns
+from jaxdl.platform.spark.frames import are_valid, as_trained, check_new, feature_columns, takes_gaps
 from jaxdl.platform.spark.params import HasFeatures, HasOutputCol, HasWorkdir, setter
 from jaxdl.platform.spark.udf import check_batch_size, feature_udf
 
@@ -78,6 +78,7 @@ class JaxdlFeaturizer(Transformer, HasFeatures, HasWorkdir, HasOutputCol, Defaul
         check_new(dataset, {"outputCol": self.getOutputCol()})
         layer, features = self.getLayer(), as_trained(dataset, self.features, self.getWorkdir())
         handling, batch_size = self.getHandleInvalid(), check_batch_size(self.getBatchSize())
-        dataset = dataset.filter(are_valid(dataset, features)) if handling == "skip" else dataset
+        skips = handling == "skip" and not takes_gaps(self.getWorkdir())
+        dataset = dataset.filter(are_valid(dataset, features)) if skips else dataset
         feature = feature_udf(self.getWorkdir(), features, layer, batch_size, handling, pool=self.getPool())
         return dataset.withColumn(self.getOutputCol(), array_to_vector(feature(*feature_columns(dataset, features))))

@@ -32,10 +32,10 @@ from pyspark.sql.types import (
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.runs import check_run
-from jaxdl.data import NumbersSpec
+from jaxdl.data import ColumnsSpec, NumbersSpec
 from jaxdl.inference.predictor import data_spec_of
 from jaxdl.platform.spark.rows import LABEL, SPLITS, Columns, PartitionWriter, Written
-from jaxdl.platform.spark.scoring import plain, training_columns
+from jaxdl.platform.spark.scoring import plain, table_columns, training_columns
 
 IMAGE = "image"
 IMAGE_GROUP_ROWS, TABLE_GROUP_ROWS = 16, 4096
@@ -110,7 +110,10 @@ def as_trained(frame: DataFrame, names: Sequence[str], workdir: str) -> list[str
 
     Raises ConfigError for columns that are missing, and for others than the network was trained on.
     """
-    form, spec = form_of(frame, names), data_spec_of(check_run(workdir))
+    spec = data_spec_of(check_run(workdir))
+    if spec.modality == ColumnsSpec.modality:
+        return _as_table(frame, names, table_columns(spec), workdir)
+    form = form_of(frame, names)
     if (form == "numbers") != (spec.modality == NumbersSpec.modality):
         raise ConfigError(
             f"featuresCol={list(names)}: they hold {form}; the network of {workdir} reads {spec.modality}."
@@ -121,6 +124,22 @@ def as_trained(frame: DataFrame, names: Sequence[str], workdir: str) -> list[str
     if sorted(names) != sorted(columns):
         raise ConfigError(
             f"featuresCol={list(names)}: the network of {workdir} was trained on {', '.join(columns)}. Give these."
+        )
+    return columns
+
+
+def takes_gaps(workdir: str) -> bool:
+    """Whether the network of a run reads a table, in which values may be missing."""
+    return data_spec_of(check_run(workdir)).modality == ColumnsSpec.modality
+
+
+def _as_table(frame: DataFrame, names: Sequence[str], columns: list[str], workdir: str) -> list[str]:
+    """The columns of a table in the order of training; others may be among the names. Raises ConfigError."""
+    check_columns(frame, names, "featuresCol")
+    if missing := [name for name in columns if name not in names]:
+        raise ConfigError(
+            f"featuresCol={list(names)}: the network of {workdir} was trained on {', '.join(columns)}. Give "
+            f"{', '.join(missing)} too."
         )
     return columns
 

@@ -16,7 +16,7 @@ from jaxdl.core.config import ConfigError
 from jaxdl.core.files import CHECKPOINTS_FOLDER, step_folder
 from jaxdl.core.paths import expand_home
 from jaxdl.core.runs import check_checkpoint, check_run
-from jaxdl.data import ImageSpec, Photos
+from jaxdl.data import ColumnsSpec, ImageSpec, Photos
 from jaxdl.data.images.image_values import eval_pixels, pixels_of
 from jaxdl.data.images.photo import BadImage
 from jaxdl.data.tables.arrow_numbers import Where, feature_numbers
@@ -86,18 +86,31 @@ class Scorer:
         return outputs.reshape(len(outputs), -1)
 
     def _run_batches(self, function: Any, columns: Sequence[Any], names: Sequence[str] = ()) -> np.ndarray:
-        values, outputs = self.inputs(columns, names), []
-        for start in range(0, max(len(values), 1), self.batch_size):
-            batch = values[start : start + self.batch_size]
-            padding = np.zeros((self.batch_size - len(batch), *batch.shape[1:]), batch.dtype)
-            outputs.append(np.asarray(function(np.concatenate([batch, padding])))[: len(batch)])
+        values, count, outputs = self.inputs(columns, names), len(columns[0]), []
+        named = values if isinstance(values, dict) else {"": values}
+        for start in range(0, max(count, 1), self.batch_size):
+            batch = {name: _padded(x[start : start + self.batch_size], self.batch_size) for name, x in named.items()}
+            outputs.append(np.asarray(function(batch.get("", batch)))[: min(self.batch_size, count - start)])
         return np.concatenate(outputs)
 
-    def inputs(self, columns: Sequence[Any], names: Sequence[str] = ()) -> np.ndarray:
+    @property
+    def takes_gaps(self) -> bool:
+        """Whether the network was trained on a table, in which values may be missing."""
+        return self._spec.modality == ColumnsSpec.modality
+
+    def inputs(self, columns: Sequence[Any], names: Sequence[str] = ()) -> np.ndarray | dict[str, np.ndarray]:
         """What the network reads of columns: images uint8 [row, height, width, channel], or numbers [row, column].
 
-        Raises ConfigError for a null, and for what the network was not trained on.
+        Of a table with words it is the dictionary of its arrays. Raises ConfigError for a null (but in a table), and
+        for what the network was not trained on.
         """
+        if self.takes_gaps:
+            names = names or table_columns(self._spec)
+            if len(names) != len(columns):
+                raise ConfigError(f"featuresCol: got {len(columns)} columns. Give these, in order: {', '.join(names)}.")
+            batch = self._spec.of_columns(dict(zip(names, columns, strict=True)), "featuresCol")
+            assert batch is not None
+            return batch
         if isinstance(self._spec, ImageSpec):
             if columns[0].null_count:
                 raise ConfigError("featuresCol: a row has null. Fill it, or drop such rows: df.na.drop().")
@@ -127,6 +140,15 @@ class Scorer:
                     f"{' x '.join(map(str, shape))}. Resize it."
                 )
         return np.stack(images) if images else np.zeros((0, *shape), np.uint8)
+
+
+def _padded(values: np.ndarray, size: int) -> np.ndarray:
+    return np.concatenate([values, np.zeros((size - len(values), *values.shape[1:]), values.dtype)])
+
+
+def table_columns(spec: Any) -> list[str]:
+    """The columns of a DataFrame that a network of a table reads, vectors once."""
+    return list(dict.fromkeys(plain(column.name) for column in spec.columns))
 
 
 def plain(name: str) -> str:
@@ -164,10 +186,12 @@ def score_batches(
 
     network = scorer(trained, batch_size)
     for columns in batches:
-        logits, invalid = of_valid_rows(lambda some: network.logits(some, names), columns, handling)
-        if logits.ndim != 2:
+        how = "error" if network.takes_gaps else handling
+        logits, invalid = of_valid_rows(lambda some: network.logits(some, names), columns, how)
+        if logits.ndim != 2 or (network.takes_gaps and not network.predictor.classes):
             raise ConfigError(
-                f"{trained.workdir}: its network has outputs {list(logits.shape[1:])}, so it is no classifier."
+                f"{trained.workdir}: its network has outputs {list(logits.shape[1:])}, so it is no "
+                "classifier. Use predictor_udf."
             )
         classes = np.where(invalid, np.nan, logits.argmax(axis=1).astype(np.float64))
         probabilities = np.where(invalid[:, None], np.float32(np.nan), network.probabilities_of(logits))

@@ -28,7 +28,8 @@ def predictor_udf(workdir: str | Path, batch_size: int = 256, *, handleInvalid: 
         df.withColumn("y", predictor_udf("/shared/runs/leo", batch_size=256)("image"))
 
     For a classifier these are the probabilities of the classes. It takes one column of images, vectors or arrays, or
-    the numeric columns that the network was trained on, in their order. A null, NaN or infinity ends the job, unless
+    the numeric columns that the network was trained on, in their order; of a table with words its columns, in which
+    nulls are missing values. Else a null, NaN or infinity ends the job, unless
     `handleInvalid` is skip (null for such a row, since a function cannot leave it out) or keep (an array of NaN). The
     network is that of the newest checkpoint now. Raises ConfigError for a workdir without one.
     """
@@ -38,7 +39,8 @@ def predictor_udf(workdir: str | Path, batch_size: int = 256, *, handleInvalid: 
         use_own_gpus()
         network = scorer(trained, size)
         for batch in batches:
-            values, invalid = of_valid_rows(network.predictions, columns_of(batch), handling)
+            how = "error" if network.takes_gaps else handling
+            values, invalid = of_valid_rows(network.predictions, columns_of(batch), how)
             yield lists_of(values, invalid if handling == "skip" else None)
 
     return _iterator_udf(predictions, "array<float>")
@@ -68,8 +70,9 @@ def feature_udf(
         use_own_gpus()
         network = scorer(trained, batch_size)
         for batch in batches:
+            how = "error" if network.takes_gaps else handling
             of_layer = functools.partial(network.features, layer=layer, names=names, pool=pool)
-            yield lists_of(of_valid_rows(of_layer, columns_of(batch), handling)[0])
+            yield lists_of(of_valid_rows(of_layer, columns_of(batch), how)[0])
 
     return _iterator_udf(features, "array<float>")
 
