@@ -7,7 +7,6 @@ import copy
 import hashlib
 import importlib
 import inspect
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +15,7 @@ import numpy as np
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.paths import expand_home
+from jaxdl.data.tokenizer_files import end_tokens, json_object
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Ends of documents: the first one that a tokenizer has is used, unless its folder names another."""
@@ -146,7 +146,7 @@ class _SentencePiece(Encoder):
         numbers = (self._processor.pad_id(), self._processor.bos_id(), self._processor.eos_id())
         self.pad, self.start, self.end = (None if number < 0 else number for number in numbers)
         if self._path.name == SENTENCEPIECE_FILE:  # The files beside it are those of the same checkpoint.
-            adds = _json_object(self._path.with_name(TOKENIZER_CONFIG_FILE), path).get("add_bos_token")
+            adds = json_object(self._path.with_name(TOKENIZER_CONFIG_FILE), path).get("add_bos_token")
             if isinstance(adds, bool):
                 self.opening = (self.start,) if adds and self.start is not None else ()
             self.ends = end_tokens(self._path.with_name(GENERATION_FILE))
@@ -210,7 +210,7 @@ class _Tokenizers(Encoder):
 
     def _special_tokens(self, path: str) -> dict[str, str | None]:
         """The special tokens that the folder names: "pad_token" and the like."""
-        config = _json_object(self._config, path)
+        config = json_object(self._config, path)
         names = {name: config[name] for name in ("pad_token", "bos_token", "eos_token") if name in config}
         contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in names.items()}
         if wrong := [name for name, value in contents.items() if not isinstance(value, str | None)]:
@@ -364,32 +364,6 @@ class Codec:
         for path in self._encoder.files():
             digest.update(hashlib.sha256(path.read_bytes()).digest())
         return digest.hexdigest()[:16]
-
-
-def end_tokens(path: Path) -> tuple[int, ...]:
-    """The tokens at which texts end by a generation_config.json: its `eos_token_id`, one or a list; none without it.
-
-    Raises ConfigError for what is not the number of a token.
-    """
-    given = _json_object(path, str(path.parent)).get("eos_token_id")
-    numbers = given if isinstance(given, list) else [] if given is None else [given]
-    if not all(type(number) is int for number in numbers):
-        raise ConfigError(
-            f"{path}: eos_token_id = {json.dumps(given)} must be the number of a token, or a list of such. Correct it "
-            "there, or leave it out."
-        )
-    return tuple(dict.fromkeys(number for number in numbers if number >= 0))  # Older files have -1 for none.
-
-
-def _json_object(path: Path, tokenizer: str) -> dict[str, Any]:
-    """The content of a JSON file beside a tokenizer; nothing where there is none. Raises ConfigError."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"tokenizer {tokenizer}: {path.name} cannot be read ({error}).") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"tokenizer {tokenizer}: {path.name} cannot be read (it is not a JSON object).")
-    return content
 
 
 def import_text(name: str, what: str) -> Any:

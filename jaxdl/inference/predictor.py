@@ -238,9 +238,8 @@ class Predictor(Predictions):
             distribution, though other tokens are drawn from a seed.
           draft_tokens: how many are drafted at a time.
 
-        A network with a key-value cache (jaxdl's own) writes a token in one pass of it alone. Where the text is as long
-        as the network was trained on, it goes on from its last half, unless attention has a window. Raises ConfigError
-        for a network that does not read text, and for options that are out of range.
+        Where the text is as long as the network was trained on, it goes on from its last half, unless attention has a
+        window. Raises ConfigError for a network that does not read text, and for options that are out of range.
         """
         if isinstance(prompts, str):
             raise ConfigError("complete: give a list of prompts; generate(prompt) continues one.")
