@@ -20,7 +20,7 @@ from jaxdl.core.runs import Which, check_run, check_which
 from jaxdl.data import Codec, Data, DataSpec, Source, Splits, TextSpec, spec_from_json
 from jaxdl.data.images.given import reader_for
 from jaxdl.data.phases import Phase, make_timeline
-from jaxdl.data.text.chat_template import ChatTemplate
+from jaxdl.data.text.chat_template import ChatTemplate, plain_template
 from jaxdl.exchange import Dense
 from jaxdl.inference.decoding.settings import Sampling, texts_of
 from jaxdl.inference.decoding.text import Completion
@@ -269,15 +269,15 @@ class Predictor(Predictions):
 
         Raises ConfigError for a damaged one, and for a network that reads no text.
         """
-        return self._chat[0]
+        return self._kept_template or plain_template(self.codec)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the run, or its checkpoint's tokenizer, has a chat template of its own."""
-        return self._chat[1]
+        return self._kept_template is not None
 
     @functools.cached_property
-    def _chat(self) -> tuple[ChatTemplate, bool]:
+    def _kept_template(self) -> ChatTemplate | None:
         return chat_of_run(self.workdir, self.experiment.data)
 
     @functools.cached_property
