@@ -1,8 +1,8 @@
 """A language model that is trained here, and then prefers the shorter of two right answers: DPO from start to end.
 
-The texts are sums of two numbers below 20, answered by the number alone or by a sentence, each half of the time. DPO is given
-pairs of the two, of which the number alone is chosen. Before and after, the answers to held-out sums are counted: how
-many are the number alone, and how many are right.
+The texts are sums of two numbers below 20, answered by the number alone or by a sentence, each half of the time. DPO is
+given pairs of the two, of which the number alone is chosen. Before and after, the answers to held-out sums are counted:
+how many are the number alone, and how many are right.
 
 python -m benchmarks.studies.preferences --folder runs/preferences
 """
