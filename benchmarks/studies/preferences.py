@@ -1,8 +1,8 @@
 """A language model that is trained here, and then prefers the shorter of two right answers: DPO from start to end.
 
-The texts are sums of two numbers, answered by the number alone or by a sentence, each half of the time. DPO is given
-pairs of the two, of which the number alone is chosen. Before and after, the answers to held-out sums are counted: how
-many are the number alone, and how many are right.
+The texts are sums of two numbers below 20, answered by the number alone or by a sentence, each half of the time. DPO is
+given pairs of the two, of which the number alone is chosen. Before and after, the answers to held-out sums are counted:
+how many are the number alone, and how many are right.
 
 python -m benchmarks.studies.preferences --folder runs/preferences
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 import jaxdl
 from jaxdl.data import Documents, PreferencePairs
-from jaxdl.data.synthetic_preferences import sums
+from jaxdl.data.synthetic_preferences import sum_row
 from jaxdl.models import LoRA, Transformer
 from jaxdl.optim import AdamW, Cosine, Linear
 from jaxdl.parallel.mesh import MeshConfig
@@ -28,15 +28,20 @@ from jaxdl.training.experiment import Experiment
 from jaxdl.training.step import StepConfig
 from jaxdl.training.tasks import LanguageModelling, Preferences
 
-TEXTS, PAIRS, HELD_OUT = 20_000, 1_000, 200
+TEXTS, BELOW, PAIRS = 20_000, 20, 300
+"""Texts; what the numbers are below; sums of which both answers are given. Those of the others are held out."""
 MESH = MeshConfig(cpu_devices=1)
 
 
 def write_files(folder: Path) -> None:
     """The texts, the pairs, and the held-out pairs, as JSON lines."""
     rng = np.random.default_rng(0)
-    texts = ({"text": row["prompt"] + row["chosen" if rng.random() < 0.5 else "rejected"]} for row in sums(0, 0, TEXTS))
-    pairs = list(sums(1, 0, PAIRS + HELD_OUT))
+    every = [sum_row(a, b) for a in range(BELOW) for b in range(BELOW)]
+    texts = [
+        {"text": every[number]["prompt"] + every[number]["chosen" if short else "rejected"]}
+        for number, short in zip(rng.integers(len(every), size=TEXTS), rng.random(TEXTS) < 0.5, strict=True)
+    ]
+    pairs = [every[number] for number in rng.permutation(len(every))]
     for name, rows in (("texts", texts), ("pairs", pairs[:PAIRS]), ("held_out", pairs[PAIRS:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
@@ -69,7 +74,7 @@ def preferred(folder: Path, loss: str, rank: int) -> Experiment:
         schedule=Linear(warmup_steps=5),
         step=StepConfig(clip_norm=1.0),
         batch_size=32,
-        epochs=2,
+        epochs=8,
         evaluation=EvaluationConfig(every_steps=10),
         checkpoint=CheckpointConfig(every_steps=20),
         report=ReportConfig(every_steps=5),

@@ -17,15 +17,20 @@ from jaxdl.data.text.preference_texts import Columns
 from jaxdl.data.text.preference_tokens import Reader, tokenized
 
 LENGTH = 64
-"""Tokens of each text, in bytes; the longest pair has 47."""
+"""Tokens of each text, in bytes."""
 _LARGEST = 100
 
 
-def sums(seed: int, first: int, count: int) -> Iterator[dict[str, str]]:
-    """The rows `first` to `first + count` of an infinite table: "prompt", "chosen" and "rejected"."""
+def sum_row(a: int, b: int) -> dict[str, str]:
+    """A prompt and two answers: "prompt", "chosen" and "rejected"."""
+    return {"prompt": f"What is {a} + {b}?\n", "chosen": f"{a + b}", "rejected": f"The answer is {a + b}."}
+
+
+def _rows(seed: int, first: int, count: int) -> Iterator[tuple[str, dict[str, str]]]:
+    """The rows `first` to `first + count` of an infinite table, each with its number."""
     words = random_bits(seed, 8, np.arange(2 * first, 2 * (first + count))).reshape(-1, 2)
-    for a, b in (words % np.uint64(_LARGEST)).tolist():
-        yield {"prompt": f"What is {a} + {b}?\n", "chosen": f"{a + b}", "rejected": f"The answer is {a + b}."}
+    for number, (a, b) in enumerate((words % np.uint64(_LARGEST)).tolist(), first):
+        yield str(number), sum_row(a, b)
 
 
 class SyntheticPreferences(Data, kind="synthetic_preferences"):
@@ -44,8 +49,7 @@ class SyntheticPreferences(Data, kind="synthetic_preferences"):
         reader = Reader(Columns(), codec, plain_template(codec), datetime.datetime(2026, 1, 1))
 
         def part(first: int, count: int) -> PreferenceRows:
-            rows = ((str(number), row) for number, row in enumerate(sums(self.seed, first, count)))
-            pairs = tokenized(rows, reader, "").pairs
+            pairs = tokenized(_rows(self.seed, first, count), reader, "").pairs
             return PreferenceRows(pairs, np.arange(len(pairs)), spec)
 
         return Splits(part(0, self.num_train), part(self.num_train, self.num_test))
