@@ -111,6 +111,8 @@ BUDGETS = {
     "test_exchange_edges.py": 16,
     "test_classics.py": 15,
     "test_convert.py": 15,
+    "test_labelled_runs.py": 28,
+    "test_encoders.py": 6,
     "test_decoder_topk.py": 15,
     "test_encoder_decoder.py": 15,
     "test_image_models.py": 15,
