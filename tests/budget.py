@@ -56,6 +56,7 @@ BUDGETS = {
     "test_dawnbench.py": 39,
     "test_generate.py": 38,
     "test_texts.py": 25,
+    "test_lm_eval.py": 33,
     "test_select.py": 37,
     "test_learning_processes.py": 36,
     "test_measure_gpu.py": 44,
