@@ -279,8 +279,8 @@ ELSEWHERE = {
     "train/empty_steps": "report/consumed.py", "input/per_sec/STAGE": "report/inputs.py",
     "train/experts/lost": "models/experts.py", "eval/auc": "training/tasks/binary.py",
     "epochs/NAME": "data/text/mixture.py", "tokens/NAME": "data/text/mixture.py", "input/hits/TIER": "report/inputs.py",
-    "tokens_seen": "report/consumed.py",
     **{f"{when}/{name}": "training/tasks/preferences.py" for when in ("train", "eval") for name in METRICS[2:]},
+    "tokens_seen": "report/consumed.py", "eval/lm_eval/TASK/METRIC": "training/measures.py",
 }  # fmt: skip
 """Metrics that a small run on digits does not write -> where they are made."""
 

@@ -234,8 +234,7 @@ class Predictor(Predictions):
           beams: with 2 or more nothing is drawn: the likeliest text is searched, with so many hypotheses at a time.
           length_penalty: hypotheses are compared by log P / length^length_penalty.
           draft: a smaller network with the same tokenizer, or its workdir: it drafts tokens, which this one checks
-            together. Nothing else changes: at temperature 0 the text is the same, and above it has the same
-            distribution, though other tokens are drawn from a seed.
+            together. At temperature 0 the text stays the same, and above it its distribution, not what a seed draws.
           draft_tokens: how many are drafted at a time.
 
         Where the text is as long as the network was trained on, it goes on from its last half, unless attention has a
