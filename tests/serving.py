@@ -99,4 +99,4 @@ class Server:
 
     def ask(self, path="/v1/completions", **body):
         """The answer to a request."""
-        return self.client.post(path, json={"prompt": "1 f", "max_tokens": 4} | body)
+        return self.client.post(path, json={"prompt": "1 f", "max_tokens": 4, "ignore_eos": True} | body)
