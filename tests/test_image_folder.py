@@ -1,5 +1,6 @@
 """A folder of photographs: its layouts, what is held out, what is said of it, and odd files; and what names a class."""
 
+import dataclasses
 import json
 import os
 import unicodedata
@@ -20,7 +21,7 @@ from jaxdl.models import ResNet
 from jaxdl.optim import SGD
 from jaxdl.report.judged import judged
 from jaxdl.training.experiment import Experiment
-from jaxdl.training.run.plan.init_from import Initial, image_remarks
+from jaxdl.training.run.plan.init_images import colour_remark, has_other_classes
 
 PLAIN = Photos(size=32, workers=0)
 JPEG = encoded(photograph(40, 50))
@@ -279,6 +280,9 @@ def test_a_network_that_saw_other_colours_is_told_of(tmp_path):
     other = {"modality": "images", "height": 32, "width": 32, "channels": 3, "num_classes": 2,
              "mean": [127.5] * 3, "std": [127.5] * 3, "class_names": ["oak", "elm"]}  # fmt: skip
     (tmp_path / "data.json").write_text(json.dumps(other))
-    colours, classes = image_remarks(Initial(tmp_path, 0, (), ("head/kernel",), {}, (), False), spec)
-    assert "--data.photos.mean 127.5 127.5 127.5 --data.photos.std 127.5 127.5 127.5 does as it did" in colours
-    assert "head/kernel are taken, although its classes are others (oak, elm...)" in classes
+    assert "--data.photos.mean 127.5 127.5 127.5 --data.photos.std 127.5 127.5 127.5 does as" in colour_remark(
+        tmp_path, spec
+    )
+    assert has_other_classes(tmp_path, spec), "so that its layer of as many classes is not taken"
+    assert not has_other_classes(tmp_path, dataclasses.replace(spec, class_names=("oak", "elm")))
+    assert not has_other_classes(tmp_path, dataclasses.replace(spec, class_names=())), "not known"

@@ -75,11 +75,11 @@ class ImageFolder(Data, kind="image_folder"):
             )
         if layout.not_read:
             train.unread.add("folders beside the ones that are read", *layout.not_read)
-        sources = [FolderRecords(part.files, classes, part.lost, part.unread) for part in (train, test)]
+        known, held = (FolderRecords(part.files, classes, part.lost, part.unread) for part in (train, test))
         splits = self.photos.build(
-            *sources, len(classes), name=layout.root.rsplit("/", 1)[-1], class_names=tuple(map(readable, classes))
+            known, held, len(classes), name=layout.root.rsplit("/", 1)[-1], class_names=tuple(map(readable, classes))
         )
-        return dataclasses.replace(splits, facts=lambda: folder_facts(layout.text, *sources, classes))
+        return dataclasses.replace(splits, facts=lambda: folder_facts(layout.text, known, held, classes))
 
     def staged(self, stage: Stage) -> ImageFolder:
         """The config of copies of the folders that are read."""
@@ -90,11 +90,11 @@ class ImageFolder(Data, kind="image_folder"):
     def _layout(self) -> Layout:
         if not self.folder:
             raise ConfigError(f"--data.folder is not set. Set it to the folder with the images. {LAYOUTS}")
-        asked = (
+        train, test = (
             None if value == type(self).model_fields[name].default else value
             for name, value in (("train_folder", self.train_folder), ("test_folder", self.test_folder))
         )
-        return find_layout(self.folder.rstrip("/") or "/", *asked, self.test_fraction)
+        return find_layout(self.folder.rstrip("/") or "/", train, test, self.test_fraction)
 
 
 class Part(NamedTuple):

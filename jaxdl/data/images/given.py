@@ -115,7 +115,7 @@ class PhotoReader:
         if self._short_side is not None and (factor := self._short_side / min(pixels.shape[:2])) < 1:
             size = [max(self._short_side, round(length * factor)) for length in pixels.shape[:2]]
             shrunk = np.empty((*size, 3), np.uint8)
-            resize(pixels, Box(0.0, 0.0, *map(float, pixels.shape[:2])), shrunk)
+            resize(pixels, Box(0.0, 0.0, float(pixels.shape[0]), float(pixels.shape[1])), shrunk)
             pixels = shrunk
         return self._crop(pixels, self._view)
 
@@ -131,7 +131,7 @@ class PhotoReader:
 
     def _crop(self, pixels: np.ndarray, view: View) -> np.ndarray:
         out = np.empty((view.size, view.size, 3), np.uint8)
-        resize(pixels, view.box(*pixels.shape[:2], view.random(0, 0, 0)), out)
+        resize(pixels, view.box(pixels.shape[0], pixels.shape[1], view.random(0, 0, 0)), out)
         return out
 
     def _as_it_is(self, given: Any) -> np.ndarray:

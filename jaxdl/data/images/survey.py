@@ -65,7 +65,7 @@ def _classes(train: np.ndarray, test: np.ndarray, classes: Sequence[str]) -> str
     if len(classes) > _SHOWN_CLASSES:
         shown += f", ...; the fewest {text[int(there.argmin())]}, the most {text[int(there.argmax())]}"
     line = f"{len(classes):,}: {shown} (training + held out)"
-    if lacking := [readable(classes[i]) for i in np.flatnonzero(held == 0)]:
+    if lacking := [readable(classes[i]) for i in np.flatnonzero(held == 0).tolist()]:
         more = f" and {len(lacking) - _SHOWN:,} more" if len(lacking) > _SHOWN else ""
         line += f"; nothing is held out of {', '.join(lacking[:_SHOWN])}{more}"
     return line

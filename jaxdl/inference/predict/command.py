@@ -23,6 +23,7 @@ from jaxdl.parallel.cluster import end_together
 from jaxdl.training.run.result import exit_codes
 from jaxdl.training.tasks.prediction import Prediction
 
+ABOUT = "Names the classes of photographs, and of those in folders, by a trained network."
 _FLAGS = ("--json", "-h", "--help")
 """The options without a value."""
 
@@ -43,7 +44,7 @@ def run(args: list[str], prog: str) -> None:
     """Runs the command line. Exits as `exit_codes` says."""
     with end_together(), exit_codes():
         files, options = split_files(args)
-        command = parse_command(Predict, options, f"{prog} FILES...")
+        command = parse_command(Predict, options, f"{prog} FILES...", ABOUT)
         check(command, files)
         predictor = restore_network(command, options)
         made: list[Prediction] = []

@@ -31,7 +31,8 @@ from jaxdl.training.experiment import LENGTH, Experiment, as_experiment
 from jaxdl.training.run.plan.data import RunData, copy_data, read_data
 from jaxdl.training.run.plan.exchange import choose_exchange, loop_sum_dtype, make_exchange
 from jaxdl.training.run.plan.fp8 import fp8_remarks
-from jaxdl.training.run.plan.init_from import InitFrom, beginning, image_remarks
+from jaxdl.training.run.plan.init_from import InitFrom, beginning
+from jaxdl.training.run.plan.init_images import colour_remark
 from jaxdl.training.run.plan.layout import ChosenLayout, choose_layout
 from jaxdl.training.run.plan.length import timeline_of
 from jaxdl.training.run.plan.memory import check_memory
@@ -181,12 +182,19 @@ def add_initial(plan: Plan, init: InitFrom | None, workdir: Workdir) -> Plan:
     Raises ConfigError for what cannot be taken, on all processes.
     """
     abstract, start_over = plan.parts.state_spec.filled(), plan.experiment.checkpoint.start_over
+<<<<<<< HEAD
     initial, note = beginning(workdir.path, init, start_over, abstract, model=plan.experiment.model)
     notes = [note] if note else []
     notes += () if initial is None else image_remarks(initial, plan.parts.data_spec)
     if plan.parts.task.needs_reference and initial is None:
         notes.append("the reference is a network of random numbers; give --init-from, the workdir of a trained one")
     return dataclasses.replace(plan, initial=initial, reasons=(*plan.reasons, *notes))
+=======
+    spec, model = plan.parts.data_spec, plan.experiment.model
+    initial, note = beginning(workdir.path, init, start_over, abstract, model=model, spec=spec)
+    colours = "" if initial is None else colour_remark(initial.workdir, spec)
+    return dataclasses.replace(plan, initial=initial, reasons=(*plan.reasons, *filter(None, (note, colours))))
+>>>>>>> w43-photos
 
 
 def start_mesh(experiment: Experiment, devices: Sequence[Device] | None = None) -> Mesh:

@@ -17,20 +17,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.files import CHECKPOINTS_FOLDER, DATA_FILE, INIT_FILE, step_dir
 from jaxdl.core.patterns import check_patterns, matches
 from jaxdl.core.runs import Which, check_checkpoint, check_run, check_which, has_checkpoint
 from jaxdl.core.startup import is_alone
-from jaxdl.data import DataSpec, ImageSpec, TextSpec, spec_from_json
+from jaxdl.data import DataSpec, TextSpec, spec_from_json
 from jaxdl.models import Model
 from jaxdl.parallel.cluster.agree import of_first_process, processes_without
 from jaxdl.training.checkpoint import Damaged, read_model, stored_model
 from jaxdl.training.checkpoint.agree import on_first
 from jaxdl.training.checkpoint.retention import Best
 from jaxdl.training.experiment import read_experiment
+from jaxdl.training.run.plan.init_images import HEAD, has_other_classes
 from jaxdl.training.run.workdir.workdir import read_file, write_file
 from jaxdl.training.state import TrainState
 
@@ -144,6 +144,7 @@ def beginning(
     abstract: TrainState,
     *,
     model: Model | None = None,
+    spec: DataSpec | None = None,
 ) -> tuple[Initial | None, str]:
     """(what the run in `workdir` takes from another run when it begins, a note for the user); all processes call it.
 
@@ -151,7 +152,7 @@ def beginning(
     not what is asked for now, what `find_initial` raises, and when the `model` would train adapters beside random
     values.
     """
-    initial, note = _choose(workdir, asked, start_over, abstract, model)
+    initial, note = _choose(workdir, asked, start_over, abstract, model, spec)
     if model is not None and model.needs_base:
         names = [name for name, (path, _) in _arrays(abstract).items() if path.startswith("params.")]
         _check_base(model, names, initial, workdir)
@@ -159,7 +160,12 @@ def beginning(
 
 
 def _choose(
-    workdir: Path | None, asked: InitFrom | None, start_over: bool, abstract: TrainState, model: Model | None
+    workdir: Path | None,
+    asked: InitFrom | None,
+    start_over: bool,
+    abstract: TrainState,
+    model: Model | None,
+    spec: DataSpec | None,
 ) -> tuple[Initial | None, str]:
     recorded = read_initial(workdir) if workdir is not None else None
     if asked is None or (recorded is not None and recorded.same_as(asked)):
@@ -171,7 +177,7 @@ def _choose(
         )
     if not start_over and workdir is not None and of_first_process(lambda: b"1" if has_checkpoint(workdir) else b""):
         return None, no_effect(asked.workdir)
-    initial = find_initial(asked, abstract)
+    initial = find_initial(asked, abstract, spec)
     if model is not None:
         initial = replace(initial, context=_context(initial, model))
     return initial, "" if workdir is not None else initial.text
@@ -235,53 +241,18 @@ def _check_base(model: Model, names: Sequence[str], initial: Initial | None, wor
     )
 
 
-def image_remarks(initial: Initial, spec: DataSpec) -> tuple[str, ...]:
-    """What to say where the images of this run are normalized otherwise than those of the run that it begins with.
-
-    Also where it takes the layer of the classes although the names of the classes are others. All processes call it.
-    """
-
-    def there() -> bytes:
-        try:
-            return (initial.workdir / DATA_FILE).read_bytes()
-        except OSError:
-            return b""
-
-    if not isinstance(spec, ImageSpec) or not (content := of_first_process(there)):
-        return ()
-    other = spec_from_json(content.decode()) if json.loads(content).get("modality") == spec.modality else None
-    if not isinstance(other, ImageSpec) or spec.channels != other.channels:
-        return ()
-    remarks = []
-    differ = [name for name in ("mean", "std") if not np.allclose(getattr(spec, name), getattr(other, name), rtol=0.02)]
-    if differ:
-        option = " ".join(
-            f"--data.photos.{name} {' '.join(f'{x:.6g}' for x in getattr(other, name))}" for name in differ
-        )
-        remarks.append(
-            f"{OPTION} {initial.workdir}: its images were normalized otherwise, so it does not see these as it learned "
-            f"to; {option} does as it did"
-        )
-    taken = [name for name in initial.taken if name.partition("/")[0] == "head"]
-    if taken and spec.class_names and other.class_names and spec.class_names != other.class_names:
-        remarks.append(
-            f"{OPTION} {initial.workdir}: {', '.join(taken)} are taken, although its classes are others "
-            f"({', '.join(other.class_names[:_SHOWN])}...)"
-        )
-    return tuple(remarks)
-
-
 def no_effect(workdir: str | Path) -> str:
     """The note of a run that has a checkpoint of its own, and takes nothing from the run in `workdir`."""
     return f"{OPTION} {workdir}: no effect, the run goes on from its own checkpoint"
 
 
-def find_initial(asked: InitFrom, abstract: TrainState) -> Initial:
+def find_initial(asked: InitFrom, abstract: TrainState, spec: DataSpec | None = None) -> Initial:
     """What a run takes from another run's checkpoint, whose description alone is read; all processes call it.
 
-    `abstract` is the state of this run, as shapes. Raises ConfigError, on all processes, when there is no such
-    checkpoint or not all of them see it, when a pattern matches nothing of this network, and when the checkpoint has
-    none of the parameters asked for in the same shape.
+    `abstract` is the state of this run, as shapes, and `spec` that of its data: the layer of other classes is not
+    taken, although it may have the same shape. Raises ConfigError, on all processes, when there is no such checkpoint
+    or not all of them see it, when a pattern matches nothing of this network, and when the checkpoint has none of the
+    parameters asked for in the same shape.
     """
     folder, which = Path(asked.workdir).absolute(), check_which(asked.step, "--init-step")
     step, content = json.loads(on_first(lambda: json.dumps(_describe(asked.workdir, which))))
@@ -292,11 +263,14 @@ def find_initial(asked: InitFrom, abstract: TrainState) -> Initial:
     averaged = any(name.startswith("ema_params.") for name in stored)
     initial = Initial(folder, step, names, (), {}, (), averaged)
     taken, left = [], {}
+    other_head = not names and has_other_classes(folder, spec)
     for name, (path, x) in every.items():
         there, here = stored.get(initial._stored(path)), (tuple(x.shape), str(x.dtype))
         if names and not any(matches(name, pattern) for pattern in names):
             continue
-        if there == here:
+        if there == here and other_head and name.partition("/")[0] == HEAD:
+            left[name] = "of other classes"
+        elif there == here:
             taken.append(name)
         else:
             left[name] = "not in the checkpoint" if there is None else f"{_shape(there)} there, {_shape(here)} here"
