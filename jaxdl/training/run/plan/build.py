@@ -182,19 +182,12 @@ def add_initial(plan: Plan, init: InitFrom | None, workdir: Workdir) -> Plan:
     Raises ConfigError for what cannot be taken, on all processes.
     """
     abstract, start_over = plan.parts.state_spec.filled(), plan.experiment.checkpoint.start_over
-<<<<<<< HEAD
-    initial, note = beginning(workdir.path, init, start_over, abstract, model=plan.experiment.model)
-    notes = [note] if note else []
-    notes += () if initial is None else image_remarks(initial, plan.parts.data_spec)
-    if plan.parts.task.needs_reference and initial is None:
-        notes.append("the reference is a network of random numbers; give --init-from, the workdir of a trained one")
-    return dataclasses.replace(plan, initial=initial, reasons=(*plan.reasons, *notes))
-=======
     spec, model = plan.parts.data_spec, plan.experiment.model
     initial, note = beginning(workdir.path, init, start_over, abstract, model=model, spec=spec)
-    colours = "" if initial is None else colour_remark(initial.workdir, spec)
-    return dataclasses.replace(plan, initial=initial, reasons=(*plan.reasons, *filter(None, (note, colours))))
->>>>>>> w43-photos
+    notes = [note, "" if initial is None else colour_remark(initial.workdir, spec)]
+    if plan.parts.task.needs_reference and initial is None:
+        notes.append("the reference is a network of random numbers; give --init-from, the workdir of a trained one")
+    return dataclasses.replace(plan, initial=initial, reasons=(*plan.reasons, *filter(None, notes)))
 
 
 def start_mesh(experiment: Experiment, devices: Sequence[Device] | None = None) -> Mesh:
