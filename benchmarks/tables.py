@@ -4,10 +4,10 @@
     python -m benchmarks.tables --seeds 3 --to tables.json
 
 Every method is given the same rows, held out by `--data.split-seed`, and its defaults: `MLPClassifier` and
-`MLPRegressor` (500 iterations at most; the label standardized) after a `ColumnTransformer` that fills gaps, scales numbers
-and makes words one-hot; `HistGradientBoostingClassifier` and `-Regressor` with words as categories; jaxdl as the config
-has it. Reported are log loss and accuracy, or the root of the mean squared error and R2, of held-out rows: the mean over
-the seeds, and the standard deviation.
+`MLPRegressor` (500 iterations at most; the label standardized) after a `ColumnTransformer` that fills gaps, scales
+numbers and makes words one-hot; `HistGradientBoostingClassifier` and `-Regressor` with words as categories; jaxdl as
+the config has it. Reported are log loss and accuracy, or the root of the mean squared error and R2, of held-out rows:
+the mean over the seeds, and the standard deviation.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def config() -> Experiment:
         data=Table(),
         model=TableMLP(),
         task=TableTask(),
-        optimizer=AdamW(learning_rate=2e-3, weight_decay=3e-2),
+        optimizer=AdamW(learning_rate=2e-3, weight_decay=0.1),
         schedule=Cosine(),
         batch_size=256,
         steps=1000,

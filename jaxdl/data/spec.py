@@ -13,12 +13,13 @@ import numpy as np
 from jaxdl.core.config import ConfigError
 from jaxdl.core.fields import SOURCE
 from jaxdl.core.kinds import import_object, source_of
+from jaxdl.data.named_rows import NamedRows
 
 _by_modality: dict[str, type[DataSpec]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
-class DataSpec(abc.ABC):
+class DataSpec(NamedRows, abc.ABC):
     """What the rows of a data set are like. A subclass, a frozen dataclass, registers itself by its `modality`."""
 
     modality: ClassVar[str]
@@ -80,6 +81,7 @@ class DataSpec(abc.ABC):
         del modality
         return f"Choose a --model and --task for {self.modality}, or other --data."
 
+<<<<<<< HEAD
     def class_counts(self) -> tuple[int, ...]:
         """How many training examples have each class; empty where that is not known."""
         return ()
@@ -111,6 +113,8 @@ class DataSpec(abc.ABC):
         """How what a user has becomes what an exported function takes, for JSON; None where it is the same."""
         return None
 
+=======
+>>>>>>> w43-tables
     def to_json(self) -> dict[str, Any]:
         """The fields, for JSON."""
         return dataclasses.asdict(self)

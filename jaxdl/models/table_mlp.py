@@ -36,7 +36,7 @@ class TableMLP(Model, kind="table_mlp"):
     """Units of each hidden layer."""
     members: int = pydantic.Field(default=8, ge=1)
     """Networks that share the hidden layers; the work of a step grows with them."""
-    dropout: float = pydantic.Field(default=0.2, ge=0, lt=1)
+    dropout: float = pydantic.Field(default=0.3, ge=0, lt=1)
     """Part of the units of each hidden layer that a training step leaves out (Srivastava et al. 2014)."""
     frequencies: int = pydantic.Field(default=16, ge=0)
     """Cosines of each number; 0: numbers are read as they are."""

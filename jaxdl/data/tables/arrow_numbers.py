@@ -111,7 +111,7 @@ def label_numbers(column: Any, where: Where) -> np.ndarray:
     if values.dtype.kind not in "iufb":
         raise ConfigError(
             f"{where.table}: the label {where.column!r} contains {type_name(column.type)}, not whole numbers. Number "
-            "the classes from 0; in Spark StringIndexer does it."
+            "the classes from 0 (in Spark StringIndexer does it), or take --data table (configs/tabular.py)."
         )
     wrong = (values < 0) | (values >= _LARGEST_LABEL + 1)  # In float32 2^31 - 1 is 2^31.
     if values.dtype.kind == "f":
@@ -165,9 +165,9 @@ def _float32(flat: Any, where: Where) -> np.ndarray:
 def _advice(kind: Any) -> str:
     import pyarrow.types as types
 
-    if types.is_temporal(kind):
-        return "Make numbers of it, such as days since a date, the hour or the weekday, or leave it out."
-    return "Encode it, or leave it out."
+    if types.is_nested(kind):
+        return "Encode it, or leave it out."
+    return "--data table (configs/tabular.py) reads words, dates and missing values; or leave it out."
 
 
 def is_list(kind: Any) -> bool:

@@ -23,6 +23,7 @@ from jaxdl.data.tables.table_index import index_columns, suspects
 from jaxdl.data.tables.table_label import Label, Target, fit_label
 
 _INDEX = "an index that pandas wrote"
+_FEW_ROWS, _SAME_ORDER = 20, 0.9999
 
 
 class Table(Data, kind="table"):
@@ -161,6 +162,15 @@ def joined(first: Any, second: Any, name: str) -> Cells:
         raise ConfigError(f"--data.test: its label {name!r} has another type ({error}). Make them alike.") from None
 
 
+def _orders_as(column: np.ndarray, label: np.ndarray) -> bool:
+    """Whether the rank correlation of a column with a label is 1 or -1, nearly."""
+    known = ~np.isnan(column)
+    if known.sum() < _FEW_ROWS or np.ptp(column[known]) == 0:
+        return False
+    ranks = [np.unique(values[known], return_inverse=True)[1].astype(np.float64) for values in (column, label)]
+    return bool(abs(np.corrcoef(*ranks)[0, 1]) > _SAME_ORDER)
+
+
 def _labelled(label: Label, cells: Cells, rows: np.ndarray) -> tuple[np.ndarray, int]:
     """(those of some rows that have a label, how many have none)."""
     known = label.known(label.read(cells.take(rows), "data"))
@@ -216,10 +226,17 @@ class TableSource(SpecArrays):
                 warn(f"data table: {line}")
 
     def _suspects(self) -> list[str]:
-        """Lines on numbers that have one value for all rows of a class."""
-        if not self.spec.label.classes or "numbers" not in self._arrays:
+        """Lines on numbers that have one value for all rows of a class, or that order the rows as the label does."""
+        if "numbers" not in self._arrays:
             return []
         numbers = np.nan_to_num(self._arrays["numbers"])
+        if not self.spec.label.classes:
+            return [
+                f"column {name!r} orders the rows as the label does, so it tells the label. If it is not a "
+                f"measurement: --data.leave-out {name}"
+                for name, column in zip(self.spec.numbers, self._arrays["numbers"].T, strict=True)
+                if _orders_as(column, self._arrays["label"])
+            ]
         found = suspects(numbers, self.spec.numbers, self._arrays["label"])
         return [f"column {name!r} {why}. If it is not a measurement: --data.leave-out {name}"
                 for name, why in found if "tells the label" in why and "numbers the rows" not in why]  # fmt: skip

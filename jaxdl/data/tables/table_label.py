@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data.source import check_classes
-from jaxdl.data.tables.cells import FALSE, TRUE, Cells, Style, number_style, parse_number
+from jaxdl.data.tables.cells import FALSE, TRUE, Cells, Style, cells_of, number_style, parse_number
 
 MOST_NUMBERED = 20
 """A label of whole numbers has classes if so many values differ, or fewer."""
@@ -48,6 +48,9 @@ class Label:
         if not self.classes:
             numbers = _numbers(cells, self.style, f"{what}: the label {self.name!r}")
             return ((numbers - self.mean) / self.std).astype(np.float32)
+        if self.form == "numbers":  # 3 and 3.0 are one class.
+            values = _numbers(cells, self.style, f"{what}: the label {self.name!r}")
+            cells = cells_of([None if np.isnan(value) else value for value in values.tolist()])
         numbers = {text: number for number, text in enumerate(self.classes)}
         for text in cells.texts:
             if text not in numbers:
@@ -65,7 +68,8 @@ class Label:
         if self.form == "booleans":
             return np.array([text == TRUE for text in self.classes])[classes]
         if self.form == "numbers":
-            return np.array([float(text) if "." in text else int(text) for text in self.classes])[classes]
+            values = [float(text) for text in self.classes]
+            return np.array([int(x) for x in values] if all(map(float.is_integer, values)) else values)[classes]
         return np.array(self.classes)[classes]
 
     def described(self) -> str:
@@ -124,6 +128,11 @@ def _number_label(name: str, cells: Cells, rows: np.ndarray, style: Style) -> La
 
 
 def _class_label(name: str, cells: Cells, rows: np.ndarray, *, is_number: bool, style: Style) -> Label:
+    given, given_style = cells, style
+    if is_number:
+        values = _numbers(cells, style, f"--data.label {name}: it")
+        cells = cells_of([None if np.isnan(value) else value for value in values.tolist()])
+        style = "point"
     different, known = len(cells.texts), int((cells.places >= 0).sum())
     check_classes(different, f"--data.label {name}")
     if different > known / 2 and known > 2 * MOST_NUMBERED:
@@ -132,8 +141,8 @@ def _class_label(name: str, cells: Cells, rows: np.ndarray, *, is_number: bool, 
             "column that is to be predicted" + (", or --data.target number." if is_number else ".")
         )
     order = sorted(cells.texts, key=(lambda text: (parse_number(text, style) or 0.0, text)) if is_number else str)
-    form = "booleans" if set(cells.texts) <= {TRUE, FALSE} else "numbers" if is_number and style == "point" else "texts"
-    label: Any = Label(name, tuple(order), form=form, style=style)
-    numbers = label.read(cells, "data")[rows]
+    form = "booleans" if set(cells.texts) <= {TRUE, FALSE} else "numbers" if is_number else "texts"
+    label: Any = Label(name, tuple(order), form=form, style=given_style)
+    numbers = label.read(given, "data")[rows]
     counts = np.bincount(numbers[numbers >= 0], minlength=different)
     return dataclasses.replace(label, counts=tuple(counts.tolist()))

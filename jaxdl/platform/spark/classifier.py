@@ -20,6 +20,7 @@ from jaxdl.core.config import ConfigError
 from jaxdl.core.errors import without_frames
 from jaxdl.core.files import SPARK_FOLDER
 from jaxdl.core.runs import check_run
+from jaxdl.data import Table
 from jaxdl.inference.predictor import data_spec_of
 from jaxdl.platform.spark.distributor import JaxDistributor
 from jaxdl.platform.spark.fitting import (
@@ -132,6 +133,7 @@ class JaxdlClassifier(Estimator, ClassifierParams, DefaultParamsReadable, Defaul
         form = form_of(dataset, features)
         check_columns(dataset, [self.getLabelCol()], "labelCol")
         experiment = load(config, self.getOverrides(), gpus=gpus > 0)
+        form = "table" if form == "numbers" and experiment.data.kind == Table.kind else form
         names = [IMAGE] if form == "images" else features
         check_overrides(self.getOverrides(), experiment, data_of(experiment.data, form, (), (), names, None))
         distributor = JaxDistributor(processes, local_mode=False, use_gpu=gpus > 0)
@@ -140,7 +142,7 @@ class JaxdlClassifier(Estimator, ClassifierParams, DefaultParamsReadable, Defaul
             check_workdir(workdir, experiment, with_data=False)
         held_out = self.getValidationIndicatorCol() if self.isSet(self.validationIndicatorCol) else ""
         folder, written = write_rows(
-            dataset, features, self.getLabelCol(), held_out, workdir / SPARK_FOLDER, group_rows or None
+            dataset, features, self.getLabelCol(), held_out, workdir / SPARK_FOLDER, group_rows or None, form
         )
         if held_out and not any(file.split == SPLITS[1] for file in written):
             raise ConfigError(
@@ -196,6 +198,11 @@ class JaxdlClassifierModel(Model, ScoringParams, DefaultParamsReadable, DefaultP
         if num_classes is None:
             raise ConfigError(f"workdir {self.getWorkdir()}: its network has no classes. Give that of a classifier.")
         return num_classes
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the classes in the order of their numbers, of a table with words; else empty."""
+        return data_spec_of(check_run(self.getWorkdir())).class_names()
 
     @property
     def metrics(self) -> dict[str, Any]:

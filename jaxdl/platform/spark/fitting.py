@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.files import CONFIG_FILE, SPARK_FOLDER, SUMMARY_FILE
-from jaxdl.data import Data, ParquetImages, ParquetPhotos, Photos, Tabular
+from jaxdl.data import Data, ParquetImages, ParquetPhotos, Photos, Table, Tabular
 from jaxdl.parallel.cluster.consistency import flat
 from jaxdl.report import replace_file
 from jaxdl.training.experiment import Experiment, identity
@@ -30,7 +30,7 @@ _LOCKS_LOCK = threading.Lock()
 def data_of(
     given: Data, form: str, train: Sequence[str], test: Sequence[str], features: Sequence[str], num_classes: int | None
 ) -> Data:
-    """The data config of written rows; `form` is "images" or "numbers", `features` are the columns.
+    """The data config of written rows; `form` is "images", "numbers" or "table", `features` are the columns.
 
     Settings of the config's own data stay where they are of the same kind. Photographs, where the config's data have
     `photos`, are cropped and augmented as it says; other images are taken as they are.
@@ -38,8 +38,11 @@ def data_of(
     known = getattr(given, "num_classes", None)  # A subset may lack the last classes.
     files = {"train": tuple(train), "test": tuple(test), "label": "label", "num_classes": known or num_classes}
     photos = getattr(given, "photos", None)
+    if form == "table":
+        base: Data = given if given.kind == Table.kind else Table()
+        return base.replaced({"file": tuple(train), "test": tuple(test), "label": "label"})
     if form == "numbers":
-        base: Data = given if given.kind == Tabular.kind else Tabular()
+        base = given if given.kind == Tabular.kind else Tabular()
         return base.replaced(files | {"features": tuple(features)})
     if isinstance(photos, Photos):
         base = given if given.kind == ParquetPhotos.kind else ParquetPhotos(photos=photos)

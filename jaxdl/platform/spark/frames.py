@@ -24,10 +24,14 @@ from pyspark.sql.types import (
     BinaryType,
     BooleanType,
     DataType,
+    DateType,
     DoubleType,
     FloatType,
     NumericType,
+    StringType,
     StructType,
+    TimestampNTZType,
+    TimestampType,
 )
 
 from jaxdl.core.config import ConfigError
@@ -44,7 +48,8 @@ _APPEAR_SEC = 60.0
 """How long the driver waits for a file that an executor wrote: NFS clients may cache that it is missing."""
 _OUTCOME = "split string, file string, num_rows long, num_classes long, digest string, problem string"
 
-Form = Literal["images", "numbers"]
+Form = Literal["images", "numbers", "table"]
+"""A table has columns of words or dates, or values that are missing."""
 
 
 def check_columns(frame: DataFrame, names: Sequence[str], param: str) -> None:
@@ -66,7 +71,7 @@ def check_new(frame: DataFrame, outputs: Mapping[str, str]) -> None:
 
 
 def form_of(frame: DataFrame, names: Sequence[str], param: str = "featuresCol") -> Form:
-    """Whether feature columns hold images or numbers. Raises ConfigError for anything else."""
+    """Whether feature columns hold images, numbers, or words and dates too. Raises ConfigError for anything else."""
     check_columns(frame, names, param)
     _check_distinct(frame, names, param)
     forms = [_form(frame.schema[name].dataType) for name in names]
@@ -74,12 +79,12 @@ def form_of(frame: DataFrame, names: Sequence[str], param: str = "featuresCol") 
         if form is None:
             raise ConfigError(
                 f"{param}={name!r}: its type is {frame.schema[name].dataType.simpleString()}. Give images (files as "
-                "binary, Spark's image rows, arrays of arrays of grey levels) or numbers (numeric columns, a vector, "
-                "an array)."
+                "binary, Spark's image rows, arrays of arrays of grey levels), numbers (numeric columns, a vector, an "
+                "array), or columns of words and dates."
             )
     if "images" in forms and len(forms) > 1:
         raise ConfigError(f"{param}={list(names)}: images are one column alone. Give that.")
-    return "images" if forms == ["images"] else "numbers"
+    return "images" if forms == ["images"] else "table" if "table" in forms else "numbers"
 
 
 def _check_distinct(frame: DataFrame, names: Sequence[str], param: str) -> None:
@@ -101,6 +106,8 @@ def _form(kind: DataType) -> Form | None:
         return "images"
     if isinstance(kind, ArrayType) and isinstance(kind.elementType, ArrayType):
         return "images"
+    if isinstance(kind, StringType | DateType | TimestampType | TimestampNTZType):
+        return "table"
     inner = kind.elementType if isinstance(kind, ArrayType) else kind
     return "numbers" if isinstance(inner, NumericType | BooleanType | VectorUDT) else None
 
@@ -114,9 +121,10 @@ def as_trained(frame: DataFrame, names: Sequence[str], workdir: str) -> list[str
     if spec.modality == ColumnsSpec.modality:
         return _as_table(frame, names, table_columns(spec), workdir)
     form = form_of(frame, names)
-    if (form == "numbers") != (spec.modality == NumbersSpec.modality):
+    if form == "table" or (form == "numbers") != (spec.modality == NumbersSpec.modality):
+        held = "words or dates" if form == "table" else form
         raise ConfigError(
-            f"featuresCol={list(names)}: they hold {form}; the network of {workdir} reads {spec.modality}."
+            f"featuresCol={list(names)}: they hold {held}; the network of {workdir} reads {spec.modality}."
         )
     if form == "images" or (len(names) == 1 and _is_list(frame, names[0])):
         return list(names)  # A vector alone has all numbers in their order, whatever its name.
@@ -189,17 +197,24 @@ def _column(frame: DataFrame, name: str) -> Column:
 
 
 def write_rows(
-    frame: DataFrame, features: Sequence[str], label: str, held_out: str, folder: Path, group_rows: int | None
+    frame: DataFrame,
+    features: Sequence[str],
+    label: str,
+    held_out: str,
+    folder: Path,
+    group_rows: int | None,
+    form: Form | None = None,
 ) -> tuple[Path, list[Written]]:
     """Writes features and labels as Parquet files below `folder`; (the folder with the files, what is in it).
 
     `held_out` is a column of booleans, or empty. The folder is named by the digest of the rows; if it is there already,
-    from an earlier call on the same rows, it stays as it is. Raises ConfigError for columns that are missing or have
+    from an earlier call on the same rows, it stays as it is. `form` is what the features hold, if that is known; labels
+    of a table may be words, and its values may be missing. Raises ConfigError for columns that are missing or have
     wrong values, and for a folder that is not the same for the driver and the executors.
     """
-    form = form_of(frame, features)
+    form = form or form_of(frame, features)
     check_columns(frame, [label], "labelCol")
-    if not isinstance(kind := frame.schema[label].dataType, NumericType | BooleanType):
+    if form != "table" and not isinstance(kind := frame.schema[label].dataType, NumericType | BooleanType):
         raise ConfigError(
             f"labelCol={label!r}: it holds {kind.simpleString()}, not whole numbers from 0. Number the classes first: "
             f"StringIndexer(inputCol={label!r}, outputCol='label')."
@@ -209,14 +224,14 @@ def write_rows(
         if not isinstance(kind := frame.schema[held_out].dataType, BooleanType):
             raise ConfigError(f"validationIndicatorCol={held_out!r}: it holds {kind.simpleString()}, not booleans.")
     taken = [name for name in features if name in (label, held_out, LABEL)]
-    if taken and form == "numbers":
+    if taken and form != "images":
         raise ConfigError(f"featuresCol={taken[0]!r}: that name is for another column of the rows. Rename the feature.")
     names = [IMAGE] if form == "images" else list(features)
     given = [*feature_columns(frame, features), _column(frame, label)]
     given.append(_column(frame, held_out) if held_out else F.lit(False))
     # Spark looks for the names once more, and would take a dot in one for a field: the executors do not need them.
     numbered = [column.alias(f"c{place}") for place, column in enumerate(given)]
-    columns = Columns(tuple(features), label, held_out, tuple(names))
+    columns = Columns(tuple(features), label, held_out, tuple(names), is_table=form == "table")
     partial = folder / f"writing-{secrets.token_hex(4)}"
     try:
         partial.mkdir(parents=True)

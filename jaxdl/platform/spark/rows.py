@@ -39,6 +39,8 @@ class Columns:
     held_out: str
     written: tuple[str, ...]
     """The names of the features in the files."""
+    is_table: bool = False
+    """Whether they are columns of a table, whose labels may be words, and whose values may be missing."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Written:
     file: str
     num_rows: int
     num_classes: int
-    """The largest label plus 1."""
+    """The largest label plus 1; 0 in a table, whose classes the run counts."""
     digest: int
     """The sum of a 64-bit hash of each row, modulo 2^64."""
 
@@ -94,20 +96,24 @@ class PartitionWriter:
             return
         names, (*arrays, label, held_out) = self._columns, batch.columns
         for name, column in zip([*names.features, names.held_out], [*arrays, held_out], strict=True):
-            if column.null_count:
+            if column.null_count and not (names.is_table and column is not held_out):
                 raise ConfigError(f"column {name!r}: a row has null. Fill it, or drop such rows: df.na.drop().")
-        labels = label_numbers(label, Where("labelCol", names.label, ROW))
+        labels = None if names.is_table else label_numbers(label, Where("labelCol", names.label, ROW))
         for name, array in zip(names.features, arrays, strict=True):
-            if holds_numbers(array.type):  # Else images. The run would refuse these too, after its processes started.
+            if not names.is_table and holds_numbers(
+                array.type
+            ):  # Else images. The run would refuse these too, after its processes started.
                 feature_numbers(array, Where("featuresCol", name, ROW))
-        kept = pyarrow.RecordBatch.from_arrays([*arrays, pyarrow.array(labels)], [*names.written, LABEL])
+        kept = pyarrow.RecordBatch.from_arrays(
+            [*arrays, label if labels is None else pyarrow.array(labels)], [*names.written, LABEL]
+        )
         held = np.asarray(held_out.to_numpy(zero_copy_only=False), bool)
         for split, chosen in ((SPLITS[0], ~held), (SPLITS[1], held)):
             rows = kept.filter(pyarrow.array(chosen))
             if len(rows):
                 totals = self._totals[split]
                 totals[0] += len(rows)
-                totals[1] = max(totals[1], int(labels[chosen].max()) + 1)
+                totals[1] = max(totals[1], 0 if labels is None else int(labels[chosen].max()) + 1)
                 totals[2] = (totals[2] + digest_of(rows)) % _DIGITS
                 self._waiting[split].append(rows)
                 self._write_groups(split, rest=False)
