@@ -11,6 +11,7 @@ import numpy as np
 class NamedRows:
     """The part of `jaxdl.data.spec.DataSpec` for classes with names, labels in units, and rows with named columns."""
 
+    @property
     def class_names(self) -> tuple[str, ...]:
         """The names of the classes in the order of their numbers; empty where they have none."""
         return ()

@@ -81,40 +81,6 @@ class DataSpec(NamedRows, abc.ABC):
         del modality
         return f"Choose a --model and --task for {self.modality}, or other --data."
 
-<<<<<<< HEAD
-    def class_counts(self) -> tuple[int, ...]:
-        """How many training examples have each class; empty where that is not known."""
-        return ()
-
-    def target_scale(self) -> tuple[float, float]:
-        """Mean and standard deviation of a label that is a number and is standardized in batches: 0 and 1, as it is."""
-        return 0.0, 1.0
-
-    def answers(self, predictions: Any, values: Any) -> Any:
-        """What `predict` gives a user for the predictions of a task of `values`: the predictions."""
-        del values
-        return predictions
-
-    def labelled(self, values: Any, what: str) -> dict[str, np.ndarray] | None:
-        """The arrays of examples with labels that a user gave to the function `what`, if the spec knows how to read
-        them; None if not."""
-        del values, what
-        return None
-
-    def of_columns(self, columns: Mapping[str, Any], what: str) -> dict[str, np.ndarray] | None:
-        """The batch, without labels, of columns of Arrow by name, where the spec knows how to read them; None if not.
-
-        Raises ConfigError, which begins with `what`, for columns that do not fit.
-        """
-        del columns, what
-        return None
-
-    def preparation(self) -> dict[str, Any] | None:
-        """How what a user has becomes what an exported function takes, for JSON; None where it is the same."""
-        return None
-
-=======
->>>>>>> w43-tables
     def to_json(self) -> dict[str, Any]:
         """The fields, for JSON."""
         return dataclasses.asdict(self)

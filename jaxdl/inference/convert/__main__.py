@@ -26,8 +26,9 @@ ABOUT = f"""usage: {PROG} from-hf FOLDER WORKDIR [OPTIONS]
        {PROG} from-timm FILE WORKDIR [OPTIONS]
        {PROG} to-timm WORKDIR FOLDER [OPTIONS]
 
-from-hf makes a workdir of a checkpoint of Hugging Face (GPT-2, Llama, Mistral, Qwen 2 and 3; BERT, RoBERTa, DistilBERT,
-ModernBERT; as safetensors or .bin): to be used with jaxdl.restore, python -m jaxdl.generate and --init-from. to-hf writes the network of a run for transformers.
+from-hf makes a workdir of a checkpoint of Hugging Face (decoders such as GPT-2, Llama, Mistral, Qwen, Gemma and Phi;
+BERT, RoBERTa, DistilBERT, ModernBERT; as safetensors or .bin): to be used with jaxdl.restore, python -m jaxdl.generate
+and --init-from. to-hf writes the network of a run for transformers.
 
   {PROG} from-hf downloads/Qwen3-0.6B runs/qwen3
   {PROG} to-hf runs/tuned tuned --dtype bfloat16

@@ -202,7 +202,7 @@ class JaxdlClassifierModel(Model, ScoringParams, DefaultParamsReadable, DefaultP
     @property
     def labels(self) -> tuple[str, ...]:
         """The names of the classes in the order of their numbers, of a table with words; else empty."""
-        return data_spec_of(check_run(self.getWorkdir())).class_names()
+        return data_spec_of(check_run(self.getWorkdir())).class_names
 
     @property
     def metrics(self) -> dict[str, Any]:
