@@ -92,7 +92,7 @@ def test_adapters_are_tuned_merged_and_exported(base, tmp_path):
     assert {name for name in after if before[name] != after[name]} == {
         name for name in before if "self_attn" in name or ".mlp." in name
     }
-    main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "back")])
+    main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "back"), "--length", "16"])
     tokens = np.random.default_rng(0).integers(0, 32, (2, 16))
     logits = jaxdl.restore(tmp_path / "tuned").logits(tokens)
     np.testing.assert_allclose(logits, jaxdl.restore(tmp_path / "back").logits(tokens), atol=1e-4)
