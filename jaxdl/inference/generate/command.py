@@ -201,7 +201,13 @@ def _chat(
     if many and not rows:
         raise ConfigError(f"--samples {command.samples}: with --chat give a question, --prompt or --prompts.")
     if many:
-        prompts = [chat.prompt(row["messages"], row.get("tools")) for row in rows]
+        fitting = [chat.fitting(row["messages"], command.num_tokens, row.get("tools")) for row in rows]
+        prompts = [prompt for prompt, _ in fitting]
+        if (cut := sum(left_out > 0 for _, left_out in fitting)) and jax.process_index() == 0:
+            print(
+                f"note: of {cut:,} conversations the first messages are not read, so that the rest fits",
+                file=sys.stderr,
+            )
         _write_many(command, chat.answers(prompts, **options, **_several(command)), rows)
     elif rows:
         say(chat, rows[0]["messages"], options)
