@@ -24,7 +24,8 @@ ABOUT = f"""usage: {PROG} from-hf FOLDER WORKDIR [OPTIONS]
        {PROG} to-hf WORKDIR FOLDER [OPTIONS]
 
 from-hf makes a workdir of a checkpoint of Hugging Face (GPT-2, Llama, Mistral, Qwen 2 and 3; BERT, RoBERTa, DistilBERT,
-ModernBERT; as safetensors or .bin): to be used with jaxdl.restore, python -m jaxdl.generate and --init-from. to-hf writes the network of a run for transformers.
+ModernBERT; as safetensors or .bin): to be used with jaxdl.restore, python -m jaxdl.generate and --init-from. to-hf
+writes the network of a run for transformers.
 
   {PROG} from-hf downloads/Qwen3-0.6B runs/qwen3
   {PROG} to-hf runs/tuned tuned --dtype bfloat16
@@ -42,6 +43,9 @@ class FromHF:
 
     length: int | None = None
     """How many tokens the network reads at most; None: as many as its config says."""
+    add_tokens: str | None = None
+    """Tokens that its tokenizer gets, with commas between them: '<|user|>,<|bot|>'. Each gets the mean of the rows of
+    the others; None adds none."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,8 @@ def _from_hf(line: Sequence[str]) -> None:
         raise ConfigError(f"{source}: there is no {HF_CONFIG} in it. Give the folder of a checkpoint of Hugging Face.")
     from jaxdl.inference.convert.from_hf import from_hf
 
-    _run("reading", lambda progress: from_hf(source, workdir, length=command.length, progress=progress))
+    chosen = {"length": command.length, "add_tokens": command.add_tokens}
+    _run("reading", lambda progress: from_hf(source, workdir, **chosen, progress=progress))
 
 
 def _to_hf(line: Sequence[str]) -> None:
