@@ -11,11 +11,13 @@ import numpy as np
 import pydantic
 
 from jaxdl.core.config import ConfigError
+from jaxdl.core.paths import expand_home
 from jaxdl.data.codec import Codec
 from jaxdl.data.digits import stratified_split
 from jaxdl.data.order import Order
 from jaxdl.data.source import FilesOfSplits, Source, Splits, TrainRows
 from jaxdl.data.spec import DataSpec
+from jaxdl.data.staging import Stage
 from jaxdl.data.text.buckets import GroupedOrder, buckets_of, padded
 from jaxdl.data.text.classes import check_classes_of, class_indices, find_classes
 from jaxdl.data.text.framing import Framer
@@ -64,6 +66,14 @@ class LabelledTexts(FilesOfSplits, kind="labelled_texts"):
     def codec(self) -> Codec:
         """Between text and tokens. Raises ConfigError for a tokenizer that cannot be read."""
         return Codec(self.tokenizer)
+
+    def staged(self, stage: Stage) -> Self:
+        """The config of copies of the files, and of the folders of the `datasets` library."""
+
+        def copy(path: str) -> str:
+            return stage.folder(path) if expand_home(path).is_dir() else stage.files(path)
+
+        return self.replaced({name: tuple(map(copy, getattr(self, name))) for name in ("train", "test")})
 
     def build(self) -> Splits:
         """Training and held-out texts. Raises ConfigError for what cannot be read."""

@@ -59,6 +59,9 @@ class FromHF:
 
     length: int | None = None
     """How many tokens the network reads at most; None: as many as its config says."""
+    add_tokens: str | None = None
+    """Tokens that its tokenizer gets, with commas between them: '<|user|>,<|bot|>'. Each gets the mean of the rows of
+    the others; None adds none."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ def _from_hf(line: Sequence[str]) -> None:
         raise ConfigError(f"{source}: there is no {HF_CONFIG} in it. Give the folder of a checkpoint of Hugging Face.")
     from jaxdl.inference.convert.from_hf import from_hf
 
-    _run("reading", lambda progress: from_hf(source, workdir, length=command.length, progress=progress))
+    chosen = {"length": command.length, "add_tokens": command.add_tokens}
+    _run("reading", lambda progress: from_hf(source, workdir, **chosen, progress=progress))
 
 
 def _to_hf(line: Sequence[str]) -> None:

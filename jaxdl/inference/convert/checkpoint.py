@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,14 +129,16 @@ class Checkpoint:
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
         self._stored, self.notes = find_tensors(folder, READERS), ()
+        self._new: tuple[int, ...] = ()
 
-    def grow(self, vocab_size: int) -> int:
+    def grow(self, vocab_size: int, new: Collection[int] = ()) -> int:
         """Gives the network as many rows of tokens as the tokenizer has tokens; returns how many are added.
 
         The matrices of the embedding and the output layer get them: each the mean of the rows that are there, as
         `resize_token_embeddings` of transformers draws them around it (`mean_resizing`). Such a token means nothing
-        before it is trained.
+        before it is trained. So do the tokens `new`, whose numbers may be those of rows that no token had.
         """
+        self._new = tuple(new)
         added = max(0, vocab_size - self.vocab_size)
         if added:
             self.model = self.model.replaced({"vocab_size": vocab_size})
@@ -156,8 +158,11 @@ class Checkpoint:
         arranged, self.notes = self.layout.arranged(self._stored, {place.name: place.shape for place in wanted})
         stored = _match(self.folder, wanted, arranged, self.layout)
         params = _params(there, wanted, stored, progress)
-        return params | {name: _grow_table(params[name], shapes[name].shape[dim], dim) for name, dim in _TABLES.items()
-                         if name in params}  # fmt: skip
+        return params | {
+            name: _grow_table(params[name], shapes[name].shape[dim], dim, self._new)
+            for name, dim in _TABLES.items()
+            if name in params
+        }
 
     def _as_stored(self, shape: Any, dim: int) -> Any:
         """The shape of a matrix with a row, or column, for each token of the config."""
@@ -224,12 +229,15 @@ def _check_tied(folder: Path, head: Stored, output: str, name: str, table: Store
         )
 
 
-def _grow_table(table: jax.Array, size: int, dim: int) -> jax.Array:
-    """A table with means of its vectors added, until there are `size`."""
-    if table.shape[dim] == size:
-        return table
-    mean = jnp.mean(table, axis=dim, keepdims=True)
-    return jnp.concatenate([table, jnp.repeat(mean, size - table.shape[dim], axis=dim)], axis=dim)
+def _grow_table(table: jax.Array, size: int, dim: int, new: Sequence[int] = ()) -> jax.Array:
+    """A table with means of its vectors added, until there are `size`; those at `new` are the mean of the others."""
+    num = table.shape[dim]
+    spare = [number for number in new if number < num]
+    others = jnp.delete(table, jnp.array(spare, int), axis=dim, assume_unique_indices=True) if spare else table
+    mean = jnp.mean(others, axis=dim, keepdims=True)
+    if spare:
+        table = table.at[(slice(None),) * dim + (jnp.array(spare),)].set(mean if dim == 0 else mean[..., :])
+    return jnp.concatenate([table, jnp.repeat(mean, size - num, axis=dim)], axis=dim) if size > num else table
 
 
 def _rows(table: np.ndarray) -> Iterator[np.ndarray]:

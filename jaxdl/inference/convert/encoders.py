@@ -84,7 +84,7 @@ class EncoderLayout(HFLayout):
         """Classification."""
         return Classification()
 
-    def about(self, spec: DataSpec) -> dict[str, Any]:
+    def about(self, spec: Any) -> dict[str, Any]:
         """The settings of a config.json that name the classes."""
         names = spec.class_names
         return {

@@ -19,6 +19,7 @@ from jaxdl.data import Codec, Converted
 from jaxdl.data.phases import make_timeline
 from jaxdl.inference.convert.byte_bpe import MERGES, VOCAB
 from jaxdl.inference.convert.checkpoint import Checkpoint, Progress
+from jaxdl.inference.convert.growth import Grown, names_of
 from jaxdl.inference.convert.special import JSON, SENTENCEPIECE, check_tokenizer, keep_tokenizer
 from jaxdl.optim import SGD, Constant
 from jaxdl.parallel.cluster import start_devices
@@ -34,11 +35,19 @@ from jaxdl.training.state import TrainState
 from jaxdl.training.step import Parts
 
 
-def from_hf(folder: Path, workdir: Path, *, length: int | None, progress: Progress = lambda done, every: None) -> str:
+def from_hf(
+    folder: Path,
+    workdir: Path,
+    *,
+    length: int | None,
+    add_tokens: str | None = None,
+    progress: Progress = lambda done, every: None,
+) -> str:
     """Makes a workdir, with a checkpoint of step 0, of the checkpoint in a folder; returns a text on what was made.
 
-    Parameters become float32. `length` is how many tokens the network reads, by default all that it can. Raises
-    ConfigError for what cannot be converted, and for a workdir with a run.
+    Parameters become float32. `length` is how many tokens the network reads, by default all that it can; `add_tokens`
+    are tokens that are added to its tokenizer, with commas between them. Raises ConfigError for what
+    cannot be converted, and for a workdir with a run.
     """
     checkpoint = Checkpoint(folder)
     if length is not None and not 0 < length <= checkpoint.longest:
@@ -47,14 +56,18 @@ def from_hf(folder: Path, workdir: Path, *, length: int | None, progress: Progre
     tokens = check_tokenizer(folder, checkpoint.config, byte_bpe=checkpoint.layout.byte_bpe)
     check_workdir(workdir)
     check_new(workdir)
-    added = checkpoint.grow(tokens or 0)
+    grown = Grown(folder, names_of(add_tokens))
+    tokens = max(tokens or 0, grown.num_tokens) or tokens
+    added = checkpoint.grow(tokens or 0, grown.added.values())
+    added -= sum(number >= checkpoint.vocab_size for number in grown.added.values())  # These are named.
     with contextlib.suppress(ConfigError):  # In a program that runs on other devices these will do.
         start_devices(MeshConfig(cpu_devices=1))
     with all_or_nothing(workdir):
-        parts = _write_run(checkpoint, workdir, length or checkpoint.length, progress)
+        parts = _write_run(checkpoint, workdir, length or checkpoint.length, grown, progress)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(parts.network.param_shapes))
     lines = [f"{folder} is now the run {workdir}: {checkpoint.layout.model_type}, {count:,} parameters"]
     lines += (*checkpoint.layout.remarks(checkpoint.config), *checkpoint.notes)
+    lines += grown.about()
     if added:
         lines.append(
             f"its tokenizer has {tokens:,} tokens, and its table {checkpoint.vocab_size:,} rows: {added:,} rows are "
@@ -63,10 +76,12 @@ def from_hf(folder: Path, workdir: Path, *, length: int | None, progress: Progre
     return "\n".join((*lines, *(() if tokens else (_without_tokenizer(folder),))))
 
 
-def _write_run(checkpoint: Checkpoint, workdir: Path, length: int, progress: Progress) -> Parts:
+def _write_run(checkpoint: Checkpoint, workdir: Path, length: int, grown: Grown, progress: Progress) -> Parts:
     """Writes the run of a checkpoint; returns what its network is made of. Raises ConfigError."""
     try:
         tokenizer = keep_tokenizer(checkpoint.folder, checkpoint.config, workdir, byte_bpe=checkpoint.layout.byte_bpe)
+        if tokenizer is not None:
+            grown.write(workdir / tokenizer)
         vocab_size = checkpoint.vocab_size if tokenizer is None else Codec(str(workdir / tokenizer)).vocab_size
         spec = checkpoint.layout.spec(checkpoint.config, vocab_size, length)
         experiment = _experiment(checkpoint, tokenizer)

@@ -198,15 +198,15 @@ def reads(model: Any, spec: DataSpec) -> bool:
 
 
 def layouts() -> tuple[str, ...]:
-    """The names of all layouts."""
-    return tuple(_layouts)
+    """The names of all layouts, those of encoders last."""
+    return tuple(sorted(_layouts, key=lambda name: _layouts[name].kind == "encoder"))
 
 
 def layout_of(config: Mapping[str, Any], where: str) -> HFLayout:
     """The layout of a config.json. Raises ConfigError for an unknown one."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _layouts:
-        raise ConfigError(f"{where}: its model_type is {model_type}; jaxdl converts {', '.join(_layouts)}.")
+        raise ConfigError(f"{where}: its model_type is {model_type}; jaxdl converts {', '.join(layouts())}.")
     return _layouts[model_type]
 
 
@@ -214,7 +214,7 @@ def layout_for(model: Transformer, wanted: str | None = None) -> HFLayout:
     """The first layout, or the wanted one, whose models compute what a model does. Raises ConfigError."""
     known = [_layouts[wanted]] if wanted else list(_layouts.values())
     others = {layout: layout.other(model) for layout in known}
-    nearest = min(known, key=lambda layout: len(others[layout]))
+    nearest = min(known, key=lambda layout: (layout.kind != model.kind, len(others[layout])))
     if model.users_name or others[nearest]:
         why = (
             "its class is your own" if model.users_name else f"{nearest.model_type} has no {', '.join(others[nearest])}"

@@ -70,7 +70,7 @@ class ModernBERT(EncoderLayout):
             global_every=_global_every(config),
             num_types=0,
             vocab_size=config.get("vocab_size"),
-            pooling={"cls": "first", "mean": "mean"}[config.get("classifier_pooling", "cls")],
+            pooling="mean" if config.get("classifier_pooling") == "mean" else "first",
             head_activation=activation(config, "classifier_activation", "gelu"),
             head_norm=True,
             head_biases=config.get("classifier_bias", False),
