@@ -7,6 +7,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
@@ -48,7 +49,7 @@ def main() -> None:
     RECORDED.write_text(json.dumps(found) + "\n", encoding="utf-8")
 
 
-def _generate(model: transformers.PreTrainedModel, prompt: list[int], **options: object) -> object:
+def _generate(model: transformers.PreTrainedModel, prompt: list[int], **options: object) -> Any:
     given = {"eos_token_id": None, "pad_token_id": 31, "do_sample": False, "return_dict_in_generate": True}
     tokens = torch.tensor([prompt])
     return model.generate(

@@ -81,7 +81,7 @@ def speculate(
             counts=rows.counts + count,
             left=jnp.where(stopped, 0, rows.left - count),
             keys=rows.keys,
-            seen=None if seen is None else _after(rows.seen, seen, count),
+            seen=None if seen is None or rows.seen is None else _after(rows.seen, seen, count),
         )
         written = lax.dynamic_update_slice(written, new, (0, index * size))
         return index + 1, after, written, accepted + jnp.minimum(num, count)
@@ -167,7 +167,7 @@ def _keys(keys: jax.Array, counts: jax.Array, what: int) -> jax.Array:
     return jax.vmap(jax.random.fold_in, in_axes=(0, None))(of_token, what)
 
 
-def _after(before: jax.Array | None, seen: jax.Array, count: jax.Array) -> jax.Array:
+def _after(before: jax.Array, seen: jax.Array, count: jax.Array) -> jax.Array:
     """The tokens seen by the last one of `count` that were kept, bool [rows, vocab]; where none was, those before."""
     kept = jnp.take_along_axis(seen, jnp.maximum(count - 1, 0)[None, :, None], 0)[0]
     return jnp.where((count > 0)[:, None], kept, before)

@@ -180,7 +180,7 @@ class HarnessModel:
                 f"lm_eval: a task writes up to {num_tokens:,} tokens, and the network reads {self.max_length:,} at a "
                 "time, prompt included. Give fewer (max_gen_toks in its generation_kwargs), or leave it out."
             )
-        drawn = {_NAMES[name]: left.pop(name) for name in _NAMES if name in left}
+        drawn: dict[str, Any] = {_NAMES[name]: left.pop(name) for name in _NAMES if name in left}
         if left:
             raise ConfigError(f"lm_eval: a task has generation_kwargs that are not known here: {', '.join(left)}.")
         if not samples:
