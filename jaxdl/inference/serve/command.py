@@ -21,7 +21,7 @@ from jaxdl.core.config import ConfigError
 from jaxdl.data.text.chat_template import PLAIN_ORIGIN
 from jaxdl.inference.chatting import Chat
 from jaxdl.inference.predictor import Predictor
-from jaxdl.inference.serve.engine import NUM_STOP, Engine
+from jaxdl.inference.serve.engine import Engine
 from jaxdl.inference.serve.listening import (
     TOKEN_VARIABLE,
     address_of,
@@ -238,7 +238,7 @@ def make_server(
     served = make_served(command, predictor, programs)
     programs.allocate()
     if command.warm_up:
-        start, count = time.perf_counter(), programs.warm_up(NUM_STOP)
+        start, count = time.perf_counter(), programs.warm_up()
         print(f"{count} programs are ready after {time.perf_counter() - start:.1f} s", file=sys.stderr)
     engine = Engine(programs, max_waiting=command.queue)
     limits = Limits(command.max_requests, command.max_body_bytes, command.timeout_sec)

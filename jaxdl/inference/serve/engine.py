@@ -21,12 +21,10 @@ import numpy as np
 from jaxdl.inference.decoding.loop import row_keys
 from jaxdl.inference.decoding.settings import Sampling, row_settings
 from jaxdl.inference.serve.drawing import Drawn, Settings
-from jaxdl.inference.serve.programs import MOST, Programs, Rows, blank_rows, blank_settings
+from jaxdl.inference.serve.programs import MOST, NUM_STOP, Programs, Rows, blank_rows, blank_settings
 
-NUM_STOP = 16
-"""Tokens that may end a text."""
 _row_keys = jax.jit(row_keys)
-_CALL_SEC = 0.04
+_CALL_SEC = 0.06
 """How long a call of the device should take: new texts wait for its end, and clients for its tokens."""
 
 Finish = Literal["length", "stop", "cancelled", "failed"]
@@ -95,7 +93,7 @@ class Engine:
         self._changed = threading.Condition()
         self._stopping = False
         self._jobs: list[Job | None] = [None] * programs.num_slots
-        self._rows = blank_rows(programs.num_slots, NUM_STOP)
+        self._rows = blank_rows(programs.num_slots)
         self._blank = blank_settings(1)
         self._step_sec: dict[int, float] = {}
         self.num_written, self.num_read = 0, 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import math
+import os
+import threading
 from typing import Any, NamedTuple
 
 import jax
@@ -27,8 +30,13 @@ from jaxdl.training.step import apply_network, run_network
 
 MOST = 32
 """Tokens of each row that one call writes at most."""
-_LEAST_READ, _READ_FACTOR = 256, 4
-"""The tokens of the cache that the smallest program reads, and how many times as many the next one does."""
+NUM_STOP = 16
+"""Tokens that may end a text."""
+_LEAST_READ = 128
+"""The tokens of the cache that the smallest program reads; the next one reads twice as many. Attention to a cache takes
+as long however much of it is filled, on CPUs most of the time of a small network."""
+_COMPILERS = 8
+"""Programs that are compiled at once at most."""
 
 
 class Rows(NamedTuple):
@@ -43,7 +51,7 @@ class Rows(NamedTuple):
     left: Any
     """How many more may be, int32; 0 for a row without a text."""
     stop: Any
-    """Tokens that end it, int32 [rows, any]; -1 is none."""
+    """Tokens that end it, int32 [rows, NUM_STOP]; -1 is none."""
     settings: Settings
 
 
@@ -84,12 +92,16 @@ class Programs:
         powers = {min(2**power, self.num_slots) for power in range(self.num_slots.bit_length() + 1)}
         whole = exact or same_rows or self._ways > 1 or not self._cached
         self.sizes = [self.num_slots] if whole else sorted(powers)
-        lengths = [_LEAST_READ * _READ_FACTOR**power for power in range(16)]
-        self.reads = [context] if exact or not self._cached else [x for x in lengths if 4 * x <= context] + [context]
+        lengths = [_LEAST_READ * 2**power for power in range(24)]
+        self.reads = [context] if exact or not self._cached else [x for x in lengths if x < context] + [context]
         self._network = (inference.rounded_params, inference.model_state)
         self._shapes = jax.eval_shape(self._empty, *self._network)
         self.cache_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self._shapes))
         self._texts: Any = None
+        self._shardings: Any = None
+        self._abstract: Any = None
+        self._compiled: dict[Any, Any] = {}
+        self._tracing = threading.Lock()
         self._shown = replicated(self._parts.layout)
 
     @property
@@ -100,14 +112,20 @@ class Programs:
     def allocate(self) -> None:
         """Makes the cache."""
         self._texts = jax.jit(self._empty)(*self._network)
+        # What each program takes and returns in its place, so that they follow each other without copies.
+        self._shardings = jax.tree.map(lambda x: x.sharding, self._texts)
+        self._abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._texts
+        )
 
     def read(self, prompt: list[int], row: int, settings: Settings) -> Drawn:
         """Reads a prompt into a row, and draws the token after it: arrays of the host, [1, ...]."""
-        length = min(power_of_two(len(prompt), SHORTEST), self.context)
+        length = self._padded(len(prompt))
         tokens = np.zeros((self._ways, length), np.int32)
         tokens[:, : len(prompt)] = prompt
         lengths = np.full(self._ways, len(prompt), np.int32)
-        self._texts, drawn = self._reading(*self._network, self._texts, tokens, lengths, np.int32(row), settings)
+        program = self._read_program(length)
+        self._texts, drawn = program(*self._network, self._texts, tokens, lengths, np.int32(row), settings)
         return self._fetched(drawn, settings)
 
     def write(self, rows: Rows, num_tokens: int) -> Drawn:
@@ -115,34 +133,44 @@ class Programs:
 
         The number of rows is one of `sizes`. Token -1 says that there was none: the text had ended.
         """
-        longest = int(np.max(rows.positions)) + num_tokens
-        read = next(length for length in self.reads if length >= min(longest, self.context))
-        self._texts, written = self._writing(*self._network, self._texts, rows, np.int32(num_tokens), read=read)
+        longest = min(int(np.max(rows.positions)) + num_tokens, self.context)
+        read = next(length for length in self.reads if length >= longest)
+        program = self._write_program(len(rows.tokens), read)
+        self._texts, written = program(*self._network, self._texts, rows, np.int32(num_tokens))
         return self._fetched(written, rows.settings)
 
     def move(self, source: int, target: int) -> None:
         """Moves a text to another row."""
         self._texts = self._moving(self._texts, np.int32(source), np.int32(target))
 
-    def warm_up(self, stop_size: int) -> int:
-        """Compiles all programs by calling them, and returns how many these are; no text may be in a slot."""
-        length, count = SHORTEST, 0
-        while True:
-            self.read([0] * min(length, self.context), 0, blank_settings(1))
-            count += 1
-            if length >= self.context:
-                break
-            length *= 2
-        for size in self.sizes:
-            for read in self.reads:
-                rows = blank_rows(size, stop_size)
-                rows = rows._replace(positions=np.full_like(rows.positions, max(0, read - MOST - 1)))
-                self.write(rows, 1)
-                count += 1
+    def warm_up(self) -> int:
+        """Compiles all programs, several at once, and returns how many these are; no text may be in a slot."""
+        prompts = sorted({self._padded(2**power) for power in range(self.context.bit_length() + 1)})
+        tasks = [functools.partial(self._read_program, length) for length in prompts]
+        tasks += [functools.partial(self._write_program, size, read) for size in self.sizes for read in self.reads]
+        with concurrent.futures.ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool:
+            list(pool.map(lambda task: task(), tasks))
         if len(self.sizes) > 1:
             self.move(1, 0)
-            count += 1
-        return count
+        return len(self._compiled) + (len(self.sizes) > 1)
+
+    def _padded(self, length: int) -> int:
+        return min(power_of_two(length, SHORTEST), self.context)
+
+    def _read_program(self, length: int) -> Any:
+        tokens, lengths = np.zeros((self._ways, length), np.int32), np.zeros(self._ways, np.int32)
+        return self._program(("read", length), self._reading, tokens, lengths, np.int32(0), blank_settings(1))
+
+    def _write_program(self, size: int, read: int) -> Any:
+        return self._program(("write", size, read), self._writing, blank_rows(size), np.int32(0), read=read)
+
+    def _program(self, key: Any, function: Any, *inputs: Any, **options: Any) -> Any:
+        """A compiled function of the network, the texts and inputs such as these."""
+        if key not in self._compiled:
+            with self._tracing:  # Flax does not promise that several threads may trace.
+                lowered = function.lower(*self._network, self._abstract, *inputs, **options)
+            self._compiled[key] = lowered.compile()
+        return self._compiled[key]
 
     def _fetched(self, drawn: Drawn, settings: Settings) -> Drawn:
         """On the host; of the log-probabilities only those that are asked for."""
@@ -158,10 +186,6 @@ class Programs:
         tokens, lengths = jnp.zeros((self.num_slots, SHORTEST), jnp.int32), jnp.ones(self.num_slots, jnp.int32)
         tokens = tokens[:, : self.context]
         return State(self._run(params, model_state, tokens, lengths, self.context, method="prefill")[1], seen)
-
-    @functools.cached_property
-    def _shardings(self) -> Any:
-        return jax.tree.map(lambda x: x.sharding, self._texts)
 
     @functools.cached_property
     def _reading(self) -> Any:
@@ -269,7 +293,7 @@ def blank_settings(num_rows: int) -> Settings:
     return Settings(np.tile(key, (num_rows, 1)), sampling, np.zeros(num_rows, bool))
 
 
-def blank_rows(num_rows: int, stop_size: int) -> Rows:
+def blank_rows(num_rows: int) -> Rows:
     """Rows without a text."""
-    zeros, stop = np.zeros(num_rows, np.int32), np.full((num_rows, stop_size), -1, np.int32)
+    zeros, stop = np.zeros(num_rows, np.int32), np.full((num_rows, NUM_STOP), -1, np.int32)
     return Rows(zeros, zeros.copy(), zeros.copy(), zeros.copy(), stop, blank_settings(num_rows))

@@ -15,8 +15,8 @@ from jaxdl.inference.chatting import Chat
 from jaxdl.inference.decoding.settings import Sampling
 from jaxdl.inference.serve.answers import ChatForm, CompletionForm, Form
 from jaxdl.inference.serve.bodies import Body, ChatBody, CompletionBody
-from jaxdl.inference.serve.engine import NUM_STOP
 from jaxdl.inference.serve.errors import Refusal, of_invalid
+from jaxdl.inference.serve.programs import NUM_STOP
 
 _USUAL_TOKENS = 16
 """Of `/v1/completions` without `max_tokens`, as OpenAI's reference says."""
