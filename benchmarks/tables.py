@@ -64,7 +64,7 @@ def jaxdl_scores(table: Set, seed: int, changes: dict[str, Any]) -> dict[str, fl
     fields |= {"report.tensorboard": False, "report.curves": False, "evaluation.every_steps": None}
     root = Path(__file__).resolve().parents[1]
     run = jaxdl.train(jaxdl.load(str(root / "configs" / "tabular.py"), fields), quiet=True, devices=jax.devices()[:1])
-    return run.metrics
+    return {name: float(value) for name, value in run.metrics.items() if value is not None}
 
 
 def scikit_learn(table: Set, seed: int) -> dict[str, dict[str, float]]:
@@ -94,7 +94,7 @@ def scikit_learn(table: Set, seed: int) -> dict[str, dict[str, float]]:
     ordinal = make_column_transformer(
         ("passthrough", numbers), (OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=np.nan), words)
     )
-    categories = [False] * len(numbers) + [True] * len(words)
+    categories: Any = [False] * len(numbers) + [True] * len(words)
     mlp = MLPClassifier if classes else MLPRegressor
     boosting = HistGradientBoostingClassifier if classes else HistGradientBoostingRegressor
     models = {

@@ -167,8 +167,8 @@ def _orders_as(column: np.ndarray, label: np.ndarray) -> bool:
     known = ~np.isnan(column)
     if known.sum() < _FEW_ROWS or np.ptp(column[known]) == 0:
         return False
-    ranks = [np.unique(values[known], return_inverse=True)[1].astype(np.float64) for values in (column, label)]
-    return bool(abs(np.corrcoef(*ranks)[0, 1]) > _SAME_ORDER)
+    of_column, of_label = (np.unique(values[known], return_inverse=True)[1] for values in (column, label))
+    return bool(abs(np.corrcoef(of_column, of_label)[0, 1]) > _SAME_ORDER)
 
 
 def _labelled(label: Label, cells: Cells, rows: np.ndarray) -> tuple[np.ndarray, int]:
