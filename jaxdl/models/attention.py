@@ -85,7 +85,7 @@ def attention_remarks(
 ) -> tuple[str, ...]:
     """What a user should know of the kernel of self-attention: a line on GPUs. `weighs` names what no kernel has."""
     if weighs:
-        remarks = _of_split_length(mesh, window, 1.0)
+        remarks = _of_split_length(mesh, window, dropout, weighs)
         if platform(mesh) != "gpu":
             return remarks
         how = "all pairs of tokens in training (dropout)" if dropout else f"{_BLOCK} tokens at a time"
@@ -107,14 +107,15 @@ def attention_remarks(
     return (line, *remarks)
 
 
-def _of_split_length(mesh: Mesh, window: int | None, dropout: float) -> tuple[str, ...]:
+def _of_split_length(mesh: Mesh, window: int | None, dropout: float, weighs: str = "") -> tuple[str, ...]:
     """A line on how texts are attended to whose length is split over devices."""
     if (num := ways(mesh.shape, LENGTH_AXES)) == 1:
         return ()
     axes = " x ".join(LENGTH_AXES)
     why = "window" if window is not None else "stages" if ways(mesh.shape, STAGE_AXES) > 1 else ""
     how = f"each gathers all keys and values ({why})" if why else "keys and values go around them in a ring"
-    dropped = "; in training attention_dropout gathers whole texts" if dropout else ""
+    how = f"each gathers whole texts ({weighs})" if weighs else how
+    dropped = "; in training attention_dropout gathers whole texts" if dropout and not weighs else ""
     return (f"{axes} {num}: each device has two chunks of each text of {2 * num}; {how}{dropped}",)
 
 

@@ -29,7 +29,6 @@ class Gemma2(Llama):
     """One layer of so many sees all tokens, the last."""
     forms: ClassVar[Mapping[str, Form]] = {
         **Llama.forms, "query_pre_attn_scalar": POSITIVE, **dict.fromkeys(_CAPS, POSITIVE.or_null),
-        "sliding_window_pattern": COUNT,
     }  # fmt: skip
     others = (*Llama.others, "hidden_activation", "use_bidirectional_attention")
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -48,7 +47,7 @@ class Gemma2(Llama):
 
     def windows(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Every layer has a window but the last of each `pattern`, unless `layer_types` says otherwise."""
-        every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", self.pattern))
+        every = config.get("sliding_window_pattern", self.pattern)
         kinds = [FULL if (layer + 1) % every == 0 else SLIDING for layer in range(config["num_hidden_layers"])]
         return windows(config, config["sliding_window"], kinds)
 
@@ -95,7 +94,9 @@ class Gemma3(Gemma2):
     architecture = "Gemma3ForCausalLM"
     pattern = 6
     qk_norm = True
-    forms: ClassVar[Mapping[str, Form]] = {**Gemma2.forms, "rope_local_base_freq": POSITIVE}
+    forms: ClassVar[Mapping[str, Form]] = {
+        **Gemma2.forms, "rope_local_base_freq": POSITIVE, "sliding_window_pattern": COUNT,
+    }  # fmt: skip
     others = (*Gemma2.others, "attn_logit_softcapping")
     defaults: ClassVar[Mapping[str, Any]] = {
         **Gemma2.defaults, "max_position_embeddings": 131_072, "final_logit_softcapping": None,

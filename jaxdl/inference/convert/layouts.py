@@ -206,7 +206,9 @@ def layout_of(config: Mapping[str, Any], where: str) -> HFLayout:
     """The layout of a config.json. Raises ConfigError for an unknown one."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _layouts:
-        raise ConfigError(f"{where}: its model_type is {model_type}; jaxdl converts {', '.join(layouts())}.")
+        text = config.get("text_config")
+        part = f" (the part that reads text is {text.get('model_type')})" if isinstance(text, Mapping) else ""
+        raise ConfigError(f"{where}: its model_type is {model_type}{part}; jaxdl converts {', '.join(layouts())}.")
     return _layouts[model_type]
 
 

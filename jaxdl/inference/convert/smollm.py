@@ -30,8 +30,6 @@ class SmolLM3(Llama):
         """How many tokens a token sees: without `layer_types` it is the layers without positions that have a window."""
         window = config["sliding_window"] if config["use_sliding_window"] else None
         kinds = [FULL if rotates or window is None else SLIDING for rotates in _switches(config)]
-        if window is None:  # Then transformers ignores the setting.
-            config = {**config, "layer_types": None}
         return windows(config, window, kinds)
 
     def further(self, config: Mapping[str, Any]) -> dict[str, Any]:
