@@ -68,7 +68,7 @@ def finetune() -> Experiment:
         model=base.model.replaced({"lora": LoRA(rank=64, alpha=16, targets=("*",))}),
         task=LanguageModelling(),
         optimizer=AdamW(learning_rate=2e-4, weight_decay=0),
-        schedule=Constant(warmup_steps=100),
+        schedule=Constant(warmup_epochs=0.03),
         precision=BFloat16(),
         step=StepConfig(clip_norm=0.3),
         batch_size=16,

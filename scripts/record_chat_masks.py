@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import chat_cases  # pyright: ignore[reportMissingImports]
 import numpy as np
-import transformers
+import transformers  # pyright: ignore[reportMissingImports]
 
 
 def main() -> None:

@@ -278,6 +278,14 @@ def test_rows_are_shown_with_what_is_learned(tmp_path, capsys):
     assert "--rows 0" in refusal(capsys, *show(tmp_path, tmp_path / "rows.jsonl", "--rows", "0"), run=main)
 
 
+def test_files_without_rows_are_named(tmp_path):
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(lines(chats(2)))
+    (tmp_path / "README.md").write_text("about")
+    made = Conversations(paths=(str(tmp_path),), length=99, shards=str(tmp_path.parent / "shards"))
+    assert "and are not read: README.md" in made.build().train.remark()
+
+
 def test_settings_of_conversations_are_checked(tmp_path):
     fails = [
         ({"columns": {"question": "q"}}, "there is no such column to be found"),

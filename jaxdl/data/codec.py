@@ -343,8 +343,8 @@ class Codec:
 
         Raises ConfigError for a tokenizer of sentencepiece.
         """
-        made = self._encoder.offsets(texts)
-        return [(np.array(tokens, np.int64), *np.array(at, np.int64).reshape(-1, 2).T) for tokens, at in made]
+        made = [(np.array(x, np.int64), np.array(at, np.int64)) for x, at in self._encoder.offsets(texts)]
+        return [(tokens, at.reshape(-1, 2)[:, 0], at.reshape(-1, 2)[:, 1]) for tokens, at in made]
 
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens; bytes that are not UTF-8, such as half a character, become U+FFFD."""

@@ -47,7 +47,9 @@ class Chat:
         )
         return self._predictor.codec.encode(text)
 
-    def fitting(self, messages: Sequence[Message], num_tokens: int) -> tuple[list[int], int]:
+    def fitting(
+        self, messages: Sequence[Message], num_tokens: int, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[list[int], int]:
         """(the prompt of a conversation, how many messages are left out of it so that an answer fits in).
 
         The oldest questions are left out, each with what follows it; a message of the system stays, and so does the
@@ -56,12 +58,12 @@ class Chat:
         limit = self._predictor.decoder.context
         first = 1 if messages and messages[0]["role"] == "system" else 0
         starts = [number for number, message in enumerate(messages) if message["role"] == "user" and number >= first]
-        prompt = self.prompt(messages)
+        prompt = self.prompt(messages, tools)
         if limit is None:
             return prompt, 0
         room = limit - min(num_tokens, limit // _ANSWER_SHARE)
         for start in starts:
-            prompt = self.prompt([*messages[:first], *messages[start:]])
+            prompt = self.prompt([*messages[:first], *messages[start:]], tools)
             if len(prompt) <= room:
                 return prompt, start - first
         return prompt, (starts[-1] - first) if starts else 0

@@ -20,7 +20,7 @@ from jaxdl.core.files import DATA_FILE, EXAMPLES_FILE, step_folder
 from jaxdl.core.runs import Which, check_run, check_which
 from jaxdl.data import Codec, Data, DataSpec, Source, Splits, TextSpec, spec_from_json
 from jaxdl.data.phases import make_timeline
-from jaxdl.data.text.chat_template import ChatTemplate
+from jaxdl.data.text.chat_template import ChatTemplate, plain_template
 from jaxdl.exchange import Dense
 from jaxdl.inference.decoding.text import Completion, Continued, TextStream
 from jaxdl.inference.generation import Decoder, Sampling, Writing
@@ -231,15 +231,15 @@ class Predictor(Inference):
 
         Raises ConfigError for a damaged one, and for a network that reads no text.
         """
-        return self._chat[0]
+        return self._kept_template or plain_template(self.codec)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the run, or its checkpoint's tokenizer, has a chat template of its own."""
-        return self._chat[1]
+        return self._kept_template is not None
 
     @functools.cached_property
-    def _chat(self) -> tuple[ChatTemplate, bool]:
+    def _kept_template(self) -> ChatTemplate | None:
         return chat_of_run(self.workdir, self.experiment.data)
 
     def _sampling(self, how: Sampling, stop: Sequence[str], stop_at_end: bool) -> Sampling:

@@ -47,8 +47,8 @@ def fit(store: TokenStore, documents: np.ndarray, length: int, codec: Codec, *, 
         num_bytes[place] = max(0, num_bytes[place] - len(codec.decode(lost.tolist()).encode()))
     taken = ~too_long if not cut else ~too_long | (learned > 0)
     num_cut = int((too_long & taken).sum())
-    chosen = (values[taken] for values in (documents, used, learned, num_bytes))
-    return Fitting(*chosen, num_cut, int((~taken).sum()))
+    dropped = int((~taken).sum())
+    return Fitting(documents[taken], used[taken], learned[taken], num_bytes[taken], num_cut, dropped)
 
 
 class ChatRows(Source):

@@ -61,6 +61,8 @@ class ChatTexts(FileTexts):
     columns: tuple[tuple[str, str], ...]
     learn: Learned
     date: str
+    others: tuple[str, ...] = ()
+    """The names of files that were found, and have no rows."""
     noun = "conversations"
     notes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter, compare=False)
 
@@ -138,7 +140,7 @@ class ChatTexts(FileTexts):
         return f"{names}: there is no row that can be used."
 
     def told(self, notes: Mapping[str, int]) -> str:
-        """How many rows were left out and why, and the columns that are not used; empty where there is nothing."""
+        """How many rows were left out and why, columns and files that are not used; empty where there is nothing."""
         left_out = {name.removeprefix(LEFT_OUT): count for name, count in notes.items() if name.startswith(LEFT_OUT)}
         unused = {name.removeprefix(UNUSED): count for name, count in notes.items() if name.startswith(UNUSED)}
         sentences = []
@@ -152,6 +154,10 @@ class ChatTexts(FileTexts):
         if unused:
             names = ", ".join(f"{name} (in {count:,})" for name, count in sorted(unused.items())[:_MOST_NAMES])
             sentences.append(f"Columns that are not used: {names}.")
+        if self.others:
+            names = ", ".join(self.others[:_MOST_TOLD])
+            more = f" and {len(self.others) - _MOST_TOLD:,} more" if len(self.others) > _MOST_TOLD else ""
+            sentences.append(f"Files that have no rows by their names, and are not read: {names}{more}.")
         return " ".join(sentences)
 
     def _note(self, name: str, other: str) -> None:

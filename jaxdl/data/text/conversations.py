@@ -142,9 +142,9 @@ class Conversations(Data, kind="conversations"):
         if not paths:
             raise ConfigError("--data.paths: it is empty. Name files or folders of conversations.")
         Columns(self.columns)
-        files, _ = find_rows(paths, self.glob)
+        files, others = find_rows(paths, self.glob)
         columns = tuple(sorted(self.columns.items()))
-        return ChatTexts(tuple(files), self.chat_template(), columns, self.learn, self.date)
+        return ChatTexts(tuple(files), self.chat_template(), columns, self.learn, self.date, tuple(others))
 
     def _what(self) -> str:
         return f"data {', '.join(self.paths)}"

@@ -150,11 +150,11 @@ def _message(turn: Any) -> dict[str, Any]:
         raise Unusable("a message that is not an object with a role and a content")
     share_gpt = "role" not in turn and "from" in turn
     given = turn.get("from" if share_gpt else "role")
-    if given not in ROLES if isinstance(given, str) else True:
-        raise Unusable(f"the unknown role {str(given)[:_LONGEST_NAME]!r}" if given is not None else "no role")
+    if not isinstance(given, str) or given not in ROLES:
+        raise Unusable("no role" if given is None else f"the unknown role {str(given)[:_LONGEST_NAME]!r}")
     content = turn.get("value", turn.get("content")) if share_gpt else turn.get("content")
     names = ("from", "value", "role", "content")
-    message = {"role": ROLES[given], "content": _content(content)}
+    message: dict[str, Any] = {"role": ROLES[given], "content": _content(content)}
     message |= {name: value for name, value in turn.items() if name not in names and value is not None}
     if message.get("weight", 1) not in (0, 1):
         raise Unusable("a weight of a message that is not 0 or 1")
@@ -173,7 +173,7 @@ def _content(content: Any) -> str:
         kinds = {part.get("type", "text") if isinstance(part, dict) else "text" for part in content}
         if others := sorted(str(kind)[:_LONGEST_NAME] for kind in kinds if kind != "text"):
             raise Unusable(f"a content with {', '.join(others)}, which is not text")
-        texts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
     if not isinstance(content, str):
         raise Unusable("a content that is not a text")

@@ -169,7 +169,13 @@ def _chat(command: Generate, predictor: Predictor, rows: Sequence[dict[str, Any]
     if not predictor.has_chat_template and jax.process_index() == 0:
         print(f"note: the run has no chat template; {PLAIN_ORIGIN} is used", file=sys.stderr)
     if many:
-        prompts = [chat.prompt(row["messages"], row.get("tools")) for row in rows]
+        fitting = [chat.fitting(row["messages"], command.num_tokens, row.get("tools")) for row in rows]
+        prompts = [prompt for prompt, _ in fitting]
+        if (cut := sum(left_out > 0 for _, left_out in fitting)) and jax.process_index() == 0:
+            print(
+                f"note: of {cut:,} conversations the first messages are not read, so that the rest fits",
+                file=sys.stderr,
+            )
         _write_many(command, chat.answers(prompts, batch_size=command.batch_size, **options), rows)
     elif rows:
         say(chat, rows[0]["messages"], options)

@@ -14,7 +14,7 @@ from typing import Any
 from jaxdl.core.config import ConfigError
 from jaxdl.core.files import CHAT_FILE, CODEC_FILE
 from jaxdl.data import Codec, Data
-from jaxdl.data.text.chat_template import ChatTemplate, own_template, plain_template
+from jaxdl.data.text.chat_template import ChatTemplate, own_template
 from jaxdl.parallel.cluster.agree import of_first_process
 from jaxdl.report import replace_file
 
@@ -82,22 +82,20 @@ def codec_of_run(workdir: Path, data: Data) -> Codec:
     return codec if opening is None else codec.with_opening(opening)
 
 
-def chat_of_run(workdir: Path, data: Data) -> tuple[ChatTemplate, bool]:
-    """(the chat template of the run in a workdir, whose data these are; whether it has one of its own).
+def chat_of_run(workdir: Path, data: Data) -> ChatTemplate | None:
+    """The chat template of the run in a workdir, whose data these are; None for a run that has none of its own.
 
-    Without one it is the plain template. Raises ConfigError for a damaged file, and as `plain_template` does.
+    Raises ConfigError for a damaged file.
     """
     path = workdir / CHAT_FILE
     try:
         if path.exists():
-            return ChatTemplate.from_json(json.loads(path.read_bytes()), str(path)), True
+            return ChatTemplate.from_json(json.loads(path.read_bytes()), str(path))
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path}: it cannot be read. Restore it, or choose another --workdir.") from None
-    codec = data.codec()
-    own = own_template(codec)  # Of runs that are older than the file.
-    return (plain_template(codec), False) if own is None else (own, True)
+    return own_template(data.codec())  # Of runs that are older than the file.
 
 
 def _chat(data: Data, codec: Codec) -> dict[str, Any] | None:
