@@ -97,7 +97,7 @@ def main() -> None:
     """Trains, tunes with each loss, and prints what became of the answers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=800, help="of the training on texts")
+    parser.add_argument("--steps", type=int, default=1200, help="of the training on texts")
     parser.add_argument("--losses", nargs="+", default=["dpo", "ipo", "simpo"])
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
