@@ -68,7 +68,7 @@ def serving(command: ServeBench) -> Iterator[tuple[str, str]]:
     options = ["--workdir", str(command.workdir), "--port", "0", "--slots", str(command.num_requests)]
     options += ["--exact"] if command.exact else []
     with subprocess.Popen(
-        [sys.executable, "-m", "jaxdl.serve", *options], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "jaxdl.serve", *options], stdout=subprocess.PIPE, encoding="utf-8"
     ) as process:
         try:
             assert process.stdout is not None

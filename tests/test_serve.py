@@ -126,6 +126,7 @@ def test_a_network_without_a_cache_reads_the_texts_again(server):
     tokens = [[] for _ in hows]
     while sum(map(len, tokens)) < 64:
         at, written = news.get(timeout=120)
+        assert written.finish != "failed", engine.failure
         tokens[at] += [token.token for token in written.tokens]
     engine.stop()
     for how, each in zip(hows, tokens, strict=True):
