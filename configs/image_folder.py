@@ -12,8 +12,8 @@ than a thousand take --epochs 200, with more than 20,000 --epochs 30; on GPUs --
 and --precision bfloat16 cost little. With a network that was trained before, far fewer photographs are enough:
 configs/image_folder_pretrained.py.
 
-Expected: top-1 0.95 after 30 epochs of 240 crops of 12 photographs (of the stand-in of configs/photographs.py), of which
-a fifth is held out. Logistic regression on 16 x 16 pixels gets 0.70 of the same.
+Expected: top-1 0.95 after 30 epochs of 240 crops of 12 photographs (of the stand-in of configs/photographs.py), a fifth
+of which is held out. Logistic regression on 16 x 16 pixels gets 0.70 of the same.
 """
 
 from jaxdl.data import Cache, ImageFolder, Photos
