@@ -1,4 +1,4 @@
-"""Photographs in a folder, a class in each of its folders: a ResNet-18 learns them from nothing. Three commands:
+"""Photographs in a folder, a class in each of its folders: a ResNet-18 learns them from nothing. Two commands:
 
 python -m jaxdl.train --config configs/image_folder.py --data.folder my/photos --workdir runs/mine
 python -m jaxdl.predict --workdir runs/mine new/photo.jpg
@@ -12,7 +12,8 @@ than a thousand take --epochs 200, with more than 20,000 --epochs 30; on GPUs --
 and --precision bfloat16 cost little. With a network that was trained before, far fewer photographs are enough:
 configs/image_folder_pretrained.py.
 
-Expected: top-1 0.95 on held-out crops of 12 photographs (240 crops; docs/howto/images.md), in 3 minutes on 2 cores.
+Expected: top-1 0.95 after 30 epochs of 240 crops of 12 photographs (of the stand-in of configs/photographs.py), a fifth
+of which is held out. Logistic regression on 16 x 16 pixels gets 0.70 of the same.
 """
 
 from jaxdl.data import Cache, ImageFolder, Photos

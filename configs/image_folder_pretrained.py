@@ -10,8 +10,8 @@ layer of the classes is new, and learns ten times as fast. The folder is laid ou
 time is short, train that layer alone: --step.freeze "stem*" "stage*" of a ResNet, "embedding*" "layers*" of a ViT, with
 --optimizer.learning-rate 0.001.
 
-Expected: no weights can be downloaded where jaxdl is tested; with 12 photographs (docs/howto/images.md) and a network
-trained on crops of 12 others, see RESULTS.md.
+Expected: with a small ViT that had learned crops of 12 other photographs, top-1 0.61 after 5 epochs of 196 crops, and
+0.45 from random values. No weights of ImageNet can be downloaded where jaxdl is tested.
 
 Small, on a CPU: --config configs/image_folder_pretrained.py:smoke
 """

@@ -118,7 +118,7 @@ def _lists(axes: Axes, top: float, table: np.ndarray, names: Sequence[str]) -> N
         if wrong[row, column]
     ]
     recall = np.where(there > 0, np.diag(table) / np.maximum(there, 1), np.inf)
-    order = [i for i in np.argsort(recall, kind="stable")[:_LISTED].tolist() if recall[i] < 1]
+    order = [int(i) for i in np.argsort(recall, kind="stable")[:_LISTED] if recall[i] < 1]
     found = [(f"{100 * recall[i]:.0f} %", f"{_short(names[i])}: {table[i, i]:,} of {there[i]:,}") for i in order]
     room = max(2, min(_LISTED, int((top - 1.2) / 2 / 0.215) - 1))
     for title, entries in (("Confused most often", lines), ("Found least often", found)):
