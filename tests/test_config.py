@@ -11,8 +11,8 @@ import jaxdl
 from jaxdl.core.config import Config
 from jaxdl.core.kinds import choices
 from jaxdl.core.modules import load_file
-from jaxdl.data import MovieLens, Pairs, SyntheticImages, SyntheticPreferences, SyntheticText
-from jaxdl.models import DLRM, EncoderDecoder, ResNet, Transformer
+from jaxdl.data import MovieLens, Pairs, SyntheticImages, SyntheticPreferences, SyntheticText, Table
+from jaxdl.models import DLRM, EncoderDecoder, ResNet, TableMLP, Transformer
 from jaxdl.optim import LARS, SGD, Polynomial
 from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.parallel.precision import Float16
@@ -20,7 +20,7 @@ from jaxdl.parallel.sharding import ShardingConfig
 from jaxdl.train import main
 from jaxdl.training.command import parse_command
 from jaxdl.training.experiment import Experiment, as_experiment
-from jaxdl.training.tasks import Binary, LanguageModelling, Preferences, Translation
+from jaxdl.training.tasks import Binary, LanguageModelling, Preferences, TableTask, Translation
 
 ROOT = Path(__file__).parent.parent
 DIGITS = str(ROOT / "configs" / "digits.py")
@@ -40,6 +40,7 @@ TEXT = {
 FITTING = {"text": TEXT, "pairs": {"model": EncoderDecoder(), "data": Pairs(), "task": Translation()}}
 FITTING["table"] = {"model": DLRM(), "data": MovieLens(), "task": Binary()}
 FITTING["preferences"] = {"model": Transformer(), "data": SyntheticPreferences(), "task": Preferences()}
+FITTING["columns"] = {"model": TableMLP(), "data": Table(), "task": TableTask()}
 IMAGES = {"model": ResNet(depth=8, width=8), "data": SyntheticImages(height=8, width=8, num_train=64, num_test=8)}
 
 

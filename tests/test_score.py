@@ -147,7 +147,7 @@ def test_the_command(text, writer, files, capsys):  # noqa: F811
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "nothing to score: give --text FILE or --choices FILE"),
+        ([], "nothing to score: give --text FILE, --choices FILE or --table FILE"),
         (["--text", "F/nowhere"], "F/nowhere: no such file"),
         (["--text", "F/empty.txt"], "--text F/empty.txt: it is empty"),
         (["--text", "F/plain.txt", "--stride", "17"], "--stride 17: the network reads 16 tokens at a time"),
