@@ -19,6 +19,7 @@ from jaxdl.data import Codec, Converted, TextSpec
 from jaxdl.data.phases import make_timeline
 from jaxdl.inference.convert.byte_bpe import MERGES, VOCAB
 from jaxdl.inference.convert.checkpoint import Checkpoint, Progress
+from jaxdl.inference.convert.layouts import layout_for
 from jaxdl.inference.convert.special import JSON, SENTENCEPIECE, check_tokenizer, keep_tokenizer
 from jaxdl.models import Transformer
 from jaxdl.optim import SGD, Constant
@@ -57,6 +58,11 @@ def from_hf(folder: Path, workdir: Path, *, length: int | None, progress: Progre
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(parts.network.param_shapes))
     lines = [f"{folder} is now the run {workdir}: {checkpoint.layout.model_type}, {count:,} parameters"]
     lines += checkpoint.layout.remarks(checkpoint.config)
+    if (first := layout_for(checkpoint.model)) is not checkpoint.layout:
+        lines.append(
+            f"as a {first.model_type} it would compute the same, and so to-hf writes it, unless it is given --layout "
+            f"{checkpoint.layout.model_type}"
+        )
     if added:
         lines.append(
             f"its tokenizer has {tokens:,} tokens, and its table {checkpoint.vocab_size:,} rows: {added:,} rows are "
