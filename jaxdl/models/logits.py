@@ -176,7 +176,7 @@ def are_likeliest(outputs: Any, target: jax.Array, most: int) -> jax.Array:
 
 
 def _of_every(
-    scores: Callable[[jax.Array, jax.Array], jax.Array], outputs: Any, target: jax.Array, most: int
+    scores: Callable[[jax.Array, jax.Array], jax.Array], outputs: Any, target: jax.Array, most: int | None
 ) -> jax.Array:
     """`scores(logits, target)` of all tokens, [batch, length]; see `log_likelihoods`."""
     if not isinstance(outputs, Logits):

@@ -113,7 +113,7 @@ def _lists(axes: Axes, top: float, table: np.ndarray, names: Sequence[str]) -> N
     wrong = table * ~np.eye(len(names), dtype=bool)
     pairs = [divmod(int(cell), len(names)) for cell in np.argsort(-wrong, axis=None, kind="stable")[:_LISTED]]
     lines = [
-        (f"{wrong[row, column]:,}", f"{_short(names[row])} as {_short(names[column])}")
+        (f"{wrong[row, column]:,}", f"{_short(str(names[row]))} as {_short(str(names[column]))}")
         for row, column in pairs
         if wrong[row, column]
     ]

@@ -20,6 +20,7 @@ from jaxdl.data.phases import make_timeline
 from jaxdl.inference.convert.byte_bpe import MERGES, VOCAB
 from jaxdl.inference.convert.checkpoint import Checkpoint, Progress
 from jaxdl.inference.convert.growth import Grown, names_of
+from jaxdl.inference.convert.layouts import layout_for
 from jaxdl.inference.convert.special import JSON, SENTENCEPIECE, check_tokenizer, keep_tokenizer
 from jaxdl.optim import SGD, Constant
 from jaxdl.parallel.cluster import start_devices
@@ -68,6 +69,11 @@ def from_hf(
     lines = [f"{folder} is now the run {workdir}: {checkpoint.layout.model_type}, {count:,} parameters"]
     lines += (*checkpoint.layout.remarks(checkpoint.config), *checkpoint.notes)
     lines += grown.about()
+    if (first := layout_for(checkpoint.model)) is not checkpoint.layout:
+        lines.append(
+            f"as a {first.model_type} it would compute the same, and so to-hf writes it, unless it is given --layout "
+            f"{checkpoint.layout.model_type}"
+        )
     if added:
         lines.append(
             f"its tokenizer has {tokens:,} tokens, and its table {checkpoint.vocab_size:,} rows: {added:,} rows are "

@@ -165,6 +165,11 @@ class HFLayout(abc.ABC):
                     f"compute something else than what it says. If it does not matter, take {name} out of the file."
                 )
 
+    def is_at_home(self, model: Transformer) -> bool:
+        """Whether transformers does more for a model of this layout than for others that compute the same."""
+        del model
+        return False
+
     def remarks(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """What a user should know of a config.json whose settings have no exact equivalent."""
         del config
@@ -213,10 +218,12 @@ def layout_of(config: Mapping[str, Any], where: str) -> HFLayout:
 
 
 def layout_for(model: Transformer, wanted: str | None = None) -> HFLayout:
-    """The first layout, or the wanted one, whose models compute what a model does. Raises ConfigError."""
+    """The first layout that fits best, or the wanted one, whose models compute what a model does. Raises ConfigError."""
     known = [_layouts[wanted]] if wanted else list(_layouts.values())
     others = {layout: layout.other(model) for layout in known}
-    nearest = min(known, key=lambda layout: (layout.kind != model.kind, len(others[layout])))
+    nearest = min(
+        known, key=lambda layout: (layout.kind != model.kind, len(others[layout]), not layout.is_at_home(model))
+    )
     if model.users_name or others[nearest]:
         why = (
             "its class is your own" if model.users_name else f"{nearest.model_type} has no {', '.join(others[nearest])}"

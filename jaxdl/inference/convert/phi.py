@@ -94,6 +94,10 @@ class Phi3(Llama):
             "embd_pdrop": model.dropout,
         }
 
+    def is_at_home(self, model: Transformer) -> bool:
+        """With `longrope`: in transformers this class alone reads a text again when its rotation changes."""
+        return model.rope_scaling is not None and model.rope_scaling.form == "longrope"
+
     def tensors(self, model: Transformer) -> Iterator[Tensor]:
         """All tensors of a model."""
         for tensor in super().tensors(model):
