@@ -111,7 +111,7 @@ BUDGETS = {
     "test_exchange_edges.py": 16,
     "test_classics.py": 15,
     "test_convert.py": 15,
-    "test_labelled_runs.py": 26,
+    "test_labelled_runs.py": 22,
     "test_decoder_topk.py": 15,
     "test_encoder_decoder.py": 15,
     "test_image_models.py": 15,
