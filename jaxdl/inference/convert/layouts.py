@@ -218,7 +218,7 @@ def layout_of(config: Mapping[str, Any], where: str) -> HFLayout:
 
 
 def layout_for(model: Transformer, wanted: str | None = None) -> HFLayout:
-    """The first layout that fits best, or the wanted one, whose models compute what a model does. Raises ConfigError."""
+    """The layout that fits best, or the wanted one, whose models compute what a model does. Raises ConfigError."""
     known = [_layouts[wanted]] if wanted else list(_layouts.values())
     others = {layout: layout.other(model) for layout in known}
     nearest = min(
