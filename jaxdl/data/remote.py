@@ -352,9 +352,12 @@ def _listing(address: str) -> Iterator[None]:
     """Turns the errors of cloud libraries, of many types, into messages for the user."""
     try:
         yield
-    except FileNotFoundError:
-        raise ConfigError(f"{address}: no such file.") from None
     except Exception as error:
+        if isinstance(error, FileNotFoundError):
+            # That of HTTP is also raised for a server that does not answer.
+            if not isinstance(error.__cause__, OSError) or isinstance(error.__cause__, FileNotFoundError):
+                raise ConfigError(f"{address}: no such file.") from None
+            error = error.__cause__
         raise ConfigError(
             f"{address}: it cannot be listed ({type(error).__name__}: {error}). Check the address, the credentials and "
             "the network."
