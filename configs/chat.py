@@ -16,8 +16,8 @@ Source of `finetune`: QLoRA (Dettmers et al. 2023, arXiv 2305.14314): adapters o
 Adam with b2 0.999, 2e-4 for 7 to 13 billion parameters, batches of 16, gradients clipped at 0.3, a constant rate after
 a warm-up of 3 %. Theirs has dropout in the adapters and the network in 4 bits; here there is neither.
 
-Expect of the example: 0.05 bits per byte of the held-out answers after 200 steps, less at the end. Time: a few minutes
-on 2 CPU cores that do nothing else.
+Expect of the example: 0.004 bits per byte of the held-out answers, whose questions are those of the training. Time: 5
+minutes of CPU time on two cores.
 """
 
 import calendar
