@@ -20,11 +20,11 @@ from jaxdl.core.runs import Which, check_run, check_which
 from jaxdl.data import Codec, Data, DataSpec, Source, Splits, TextSpec, spec_from_json
 from jaxdl.data.phases import make_timeline
 from jaxdl.exchange import Dense
+from jaxdl.inference.continuations import Texts
 from jaxdl.inference.decoding.settings import Sampling, texts_of
 from jaxdl.inference.decoding.text import Completion
 from jaxdl.inference.drafting import Drafter
 from jaxdl.inference.generation import Decoder
-from jaxdl.inference.texts import Texts
 from jaxdl.inference.translation import Translator
 from jaxdl.parallel.cluster import start_devices
 from jaxdl.parallel.embedding.cache import CacheConfig
