@@ -22,12 +22,12 @@ from jaxdl.data.images.given import reader_for
 from jaxdl.data.phases import Phase, make_timeline
 from jaxdl.data.text.chat_template import ChatTemplate, plain_template
 from jaxdl.exchange import Dense
+from jaxdl.inference.continuations import Texts
 from jaxdl.inference.decoding.settings import Sampling, texts_of
 from jaxdl.inference.decoding.text import Completion
 from jaxdl.inference.drafting import Drafter
 from jaxdl.inference.generation import Decoder
 from jaxdl.inference.predictions import Predictions
-from jaxdl.inference.texts import Texts
 from jaxdl.inference.translation import Translator
 from jaxdl.parallel.cluster import start_devices
 from jaxdl.parallel.embedding.cache import CacheConfig
