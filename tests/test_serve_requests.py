@@ -167,7 +167,7 @@ def test_an_error_of_the_device_ends_the_server(workdir, capfd):
         answer = server.ask(max_tokens=9)
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
         assert "RESOURCE_EXHAUSTED" in server.engine.failure
-        assert server.server.should_exit
+        server.until(lambda: server.server.should_exit)
         assert server.engine.num_live == 1, "its text was being written"
     assert "out of memory" not in answer.text
     assert "RESOURCE_EXHAUSTED: out of memory" in capfd.readouterr().err
