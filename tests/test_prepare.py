@@ -66,7 +66,7 @@ MISTAKES = [
     (["prepare", "--seed", "x", "--config=CONFIG"], "--seed x: not a whole number"),
     (["prepare", "--config", "none.py"], "none.py"),
     (["prepare", "--config", "CONFIG", "--data.photos.cache.disk", "None"], "has no disk cache to fill"),
-    (["prepare", "--config", "CONFIG", "--data.path", "/nowhere"], "/nowhere/train: no such folder"),
+    (["prepare", "--config", "CONFIG", "--data.path", "/nowhere"], "/nowhere: no such folder"),
 ]
 
 
