@@ -1,6 +1,7 @@
 """Attention with capped scores, sinks and windows in some layers, and capped logits, against NumPy."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,11 @@ from jaxdl.models.attention import Weighing, attend
 from jaxdl.parallel.collectives.cross_entropy import TokenLoss
 
 RNG = np.random.default_rng(0)
+QUERY: Any
+KEY: Any
+VALUE: Any
 QUERY, KEY, VALUE = (RNG.normal(size=(2, 11, heads, 4)).astype(np.float32) for heads in (4, 2, 2))
-SINKS = RNG.normal(size=4).astype(np.float32)
+SINKS: Any = RNG.normal(size=4).astype(np.float32)
 SEGMENTS = np.array([[1] * 4 + [2] * 7, [1] * 6 + [2] * 3 + [0] * 2], np.int32)
 
 
@@ -75,7 +79,7 @@ def test_a_window_of_some_layers():
 
 def test_capped_logits_in_the_loss():
     x, kernel = RNG.normal(size=(2, 5, 6)).astype(np.float32), RNG.normal(size=(6, 9)).astype(np.float32)
-    target, mask = RNG.integers(0, 9, (2, 5)), RNG.random((2, 5)) < 0.8
+    target, mask = jnp.asarray(RNG.integers(0, 9, (2, 5))), jnp.asarray(RNG.random((2, 5)) < 0.8)
 
     def plain(x, kernel):
         logits = 1.5 * jnp.tanh(x @ kernel / 1.5)
