@@ -10,7 +10,7 @@ from typing import Any
 from jaxdl.core.config import ConfigError
 from jaxdl.data import Codec
 from jaxdl.inference.decoding.settings import Sampling
-from jaxdl.inference.decoding.text import Completion, Continued, TextStream
+from jaxdl.inference.decoding.text import Completion, Continued, Prompt, TextStream
 from jaxdl.inference.drafting import DraftedWriting, Drafter
 from jaxdl.inference.generation import Decoder, Writing
 from jaxdl.inference.searching import Searcher
@@ -51,7 +51,7 @@ class Texts:
             raise ConfigError(f"--stop-tokens {wrong[0]}: there is no such token; they are numbered from 0 to {last}.")
         return how.with_stop_tokens(self._codec.ends if stop_at_end else ())
 
-    def pieces(self, prompt: str, how: Sampling, drafter: Drafter | None = None) -> Iterator[str]:
+    def pieces(self, prompt: Prompt, how: Sampling, drafter: Drafter | None = None) -> Iterator[str]:
         """The text that continues a prompt, piece by piece; that of a beam search is one piece."""
         if how.beams > 1:
             yield from (one.text for one in self.completions([prompt], how, 1) if one.text)
@@ -69,7 +69,7 @@ class Texts:
             yield piece
 
     def completions(
-        self, prompts: Sequence[str], how: Sampling, batch_size: int, drafter: Drafter | None = None
+        self, prompts: Sequence[Prompt], how: Sampling, batch_size: int, drafter: Drafter | None = None
     ) -> Iterator[Completion]:
         """The `how.samples` texts that continue each prompt, in order; `batch_size` of all texts side by side."""
         if how.beams > 1:
@@ -95,7 +95,7 @@ class Texts:
             return Writing(self.decoder, tokens, how, **where)
         return DraftedWriting(drafter, tokens, how, **where)
 
-    def _searched(self, prompts: Sequence[str], how: Sampling, batch_size: int) -> Iterator[Completion]:
+    def _searched(self, prompts: Sequence[Prompt], how: Sampling, batch_size: int) -> Iterator[Completion]:
         """As `completions`, by beam search; the hypotheses of a prompt count as one text of a batch."""
         for first in range(0, len(prompts), batch_size):
             batch = prompts[first : first + batch_size]
@@ -115,9 +115,10 @@ class Texts:
                     text.add(news, how.stop_tokens)
                     yield text.completion(prompt, sample, score)
 
-    def _prompt(self, text: str) -> list[int]:
+    def _prompt(self, text: Prompt) -> list[int]:
         """The tokens of a prompt. Warns of one of which the network reads the end alone."""
-        tokens, limit = self._codec.prompt(text), self.decoder.context
+        tokens = self._codec.prompt(text) if isinstance(text, str) else list(text) or self._codec.beginning
+        limit = self.decoder.context
         if limit is not None and len(tokens) > limit:
             _warn(
                 f"the prompt {text[:20]!r}... has {len(tokens):,} tokens; the network reads the last {limit:,}, as it "

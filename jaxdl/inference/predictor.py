@@ -22,7 +22,7 @@ from jaxdl.data.phases import make_timeline
 from jaxdl.exchange import Dense
 from jaxdl.inference.continuations import Texts
 from jaxdl.inference.decoding.settings import Sampling, texts_of
-from jaxdl.inference.decoding.text import Completion
+from jaxdl.inference.decoding.text import Completion, Prompt
 from jaxdl.inference.drafting import Drafter
 from jaxdl.inference.generation import Decoder
 from jaxdl.inference.translation import Translator
@@ -124,7 +124,7 @@ class Predictor(Inference):
 
     def generate(
         self,
-        prompt: str = "",
+        prompt: Prompt = "",
         *,
         num_tokens: int = 256,
         temperature: float = 0.8,
@@ -177,7 +177,7 @@ class Predictor(Inference):
 
     def complete(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[Prompt],
         *,
         num_tokens: int = 256,
         temperature: float = 0.8,
@@ -199,7 +199,7 @@ class Predictor(Inference):
         """The continuation of each prompt, in order, `batch_size` of them side by side.
 
         Args:
-          prompts: texts; an empty one begins a new document.
+          prompts: texts, an empty one of which begins a new document; or tokens, which are read as they are.
           num_tokens: at most so many are written for each.
           temperature: 1 is the model's own distribution, lower is less random, 0 takes the likeliest token.
           top_k: draw from the k likeliest tokens alone.
