@@ -10,13 +10,11 @@ from typing import Any
 from jaxdl.core.config import ConfigError
 from jaxdl.data import Codec
 from jaxdl.inference.decoding.settings import Sampling
-from jaxdl.inference.decoding.text import Completion, Continued, TextStream
+from jaxdl.inference.decoding.text import Completion, Continued, Prompt, TextStream
 from jaxdl.inference.drafting import DraftedWriting, Drafter
 from jaxdl.inference.generation import Decoder, Writing
 from jaxdl.inference.searching import Searcher
 
-Prompt = str | Sequence[int]
-"""What is continued: a text, or its tokens."""
 _STREAMED = 8
 """Tokens that are written before their text is shown."""
 _WARNED_AT = 5
@@ -88,7 +86,7 @@ class Texts:
                     if text.add(news, how.stop_tokens):
                         writing.end(row)
             for (number, sample), text in zip(places, texts, strict=True):
-                yield text.completion(self._named(prompts[number]), sample)
+                yield text.completion(prompts[number], sample)
 
     def _writing(
         self, tokens: Sequence[Sequence[int]], how: Sampling, drafter: Drafter | None, **where: Any
@@ -115,11 +113,7 @@ class Texts:
                 for sample, (news, score) in enumerate(found):
                     text = Continued(TextStream(self._codec.decode, of_prompt, how.stop))
                     text.add(news, how.stop_tokens)
-                    yield text.completion(self._named(prompt), sample, score)
-
-    def _named(self, prompt: Prompt) -> str:
-        """The text of a prompt."""
-        return prompt if isinstance(prompt, str) else self._codec.decode(list(prompt))
+                    yield text.completion(prompt, sample, score)
 
     def _prompt(self, text: Prompt) -> list[int]:
         """The tokens of a prompt. Warns of one of which the network reads the end alone."""

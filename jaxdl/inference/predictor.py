@@ -24,7 +24,7 @@ from jaxdl.data.text.chat_template import ChatTemplate, plain_template
 from jaxdl.exchange import Dense
 from jaxdl.inference.continuations import Texts
 from jaxdl.inference.decoding.settings import Sampling, texts_of
-from jaxdl.inference.decoding.text import Completion
+from jaxdl.inference.decoding.text import Completion, Prompt
 from jaxdl.inference.drafting import Drafter
 from jaxdl.inference.generation import Decoder
 from jaxdl.inference.predictions import Predictions
@@ -141,7 +141,7 @@ class Predictor(Predictions):
 
     def generate(
         self,
-        prompt: str | Sequence[int] = "",
+        prompt: Prompt = "",
         *,
         num_tokens: int = 256,
         temperature: float = 0.8,
@@ -194,7 +194,7 @@ class Predictor(Predictions):
 
     def complete(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         *,
         num_tokens: int = 256,
         temperature: float = 0.8,

@@ -62,6 +62,10 @@ class TextStream:
         return certain
 
 
+Prompt = str | Sequence[int]
+"""A text; or tokens, which are read as they are."""
+
+
 @dataclass(frozen=True)
 class Completion:
     """A prompt and what a network continued it with.
@@ -75,7 +79,7 @@ class Completion:
       score: of a beam search: log P / length^length_penalty of the tokens that were found; else None.
     """
 
-    prompt: str
+    prompt: Prompt
     text: str
     num_tokens: int
     ended: Literal["length", "token", "text"]
@@ -101,7 +105,7 @@ class Continued:
                 self._pieces.append(self._stream.add(token))
         return self._stream.ended
 
-    def completion(self, prompt: str, sample: int = 0, score: float | None = None) -> Completion:
+    def completion(self, prompt: Prompt, sample: int = 0, score: float | None = None) -> Completion:
         """All of it, at its end."""
         ended = "text" if self._stream.ended else "token" if self._stopped else "length"
         text = "".join(self._pieces) + self._stream.rest()
