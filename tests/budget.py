@@ -123,7 +123,6 @@ BUDGETS = {
     "test_image_folder.py": 9,
     "test_labelled_runs.py": 28,
     "test_encoders.py": 6,
-    "test_labelled_runs.py": 22,
     "test_decoder_topk.py": 15,
     "test_encoder_decoder.py": 15,
     "test_image_models.py": 15,
