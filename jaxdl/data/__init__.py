@@ -1,16 +1,11 @@
 """Data: sources of examples, the order in which they are seen, and the loader that puts batches on the devices.
 
-A data config (`Arrays`, `Digits`, `TFDS`, `ImageFolder`, `ImageTars`, `TextFiles`, `Documents`, `Mixture`,
-`SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `MovieLens`,
-`Clicks`, `Criteo`, `Tabular`, `ParquetImages`, `ParquetPhotos`, `TextStream`, `ImageStream`)
-`Conversations`, `SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `MovieLens`,
-`LabelledTexts`, `SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `MovieLens`,
-`Clicks`, `Criteo`, `Tabular`, `ParquetImages`, `ParquetPhotos`)
-`Conversations`, `SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `PreferencePairs`,
-`SyntheticPreferences`, `MovieLens`, `Clicks`, `Criteo`, `Tabular`, `ParquetImages`, `ParquetPhotos`)
-`Clicks`, `Criteo`, `Tabular`, `Table`, `ParquetImages`, `ParquetPhotos`)
-builds `Splits`: a training and a held-out `Source`. A source only returns the rows of given examples; `EpochShuffle`
-chooses the examples of a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and place them on the
+A data config builds `Splits`: a training and a held-out `Source`. Of images there are `Digits`, `TFDS`, `ImageFolder`,
+`ImageTars`, `ImageStream`, `ParquetImages`, `ParquetPhotos` and `SyntheticImages`; of texts `TextFiles`, `Documents`,
+`Mixture`, `TextStream`, `Conversations`, `PreferencePairs`, `LabelledTexts`, `Pairs`, `TFDSPairs` and `SyntheticText`,
+`SyntheticPairs`, `SyntheticPreferences`; of tables `Table`, `Tabular`, `MovieLens`, `Clicks` and `Criteo`; and `Arrays`.
+A source only returns the rows of given examples; `EpochShuffle` chooses
+the examples of a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and place them on the
 mesh.
 
 Encoded photographs (`Photos`) come from `Records`, local or remote; `Maker` turns them into rows of batches, in the
