@@ -3,7 +3,7 @@
 A data config builds `Splits`: a training and a held-out `Source`. Of images there are `Digits`, `TFDS`, `ImageFolder`,
 `ImageTars`, `ImageStream`, `ParquetImages`, `ParquetPhotos` and `SyntheticImages`; of texts `TextFiles`, `Documents`,
 `Mixture`, `TextStream`, `Conversations`, `PreferencePairs`, `LabelledTexts`, `Pairs`, `TFDSPairs` and `SyntheticText`,
-`SyntheticPairs`, `SyntheticPreferences`; of tables `Table`, `Tabular`, `MovieLens`, `Clicks` and `Criteo`; and `Arrays`.
+`SyntheticPairs`, `SyntheticPreferences`; of tables `Table`, `Tabular`, `MovieLens`, `Clicks`, `Criteo`; and `Arrays`.
 A source only returns the rows of given examples; `EpochShuffle` chooses
 the examples of a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and place them on the
 mesh.

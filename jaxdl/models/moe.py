@@ -34,6 +34,8 @@ class MixtureOfExperts(Transformer, kind="moe"):
     may_change: ClassVar[tuple[str, ...]] = (
         *Transformer.may_change, "dispatch", "row_buffer", "max_lost", "lost_grace_steps",
     )  # fmt: skip
+    reads_padding: ClassVar[bool] = True
+
     num_experts: int = pydantic.Field(default=8, ge=2)
     """Experts of each block."""
     experts_per_token: int = pydantic.Field(default=2, ge=1)

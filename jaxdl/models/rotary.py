@@ -71,6 +71,8 @@ class RopeScaling(Config):
         for name, of in forms.items():
             if self.form not in of.split() and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} has no effect with form = {self.form}. Remove it.")
+        if self.form == "longrope" and self.original_length < 2:
+            raise ValueError("original_length = 1: longrope takes its logarithm. Give the length of the training.")
         if self.form == "longrope" and (
             len(self.short_factors) != len(self.long_factors)
             or not self.short_factors

@@ -14,6 +14,8 @@ from jaxdl.report.plots import EVAL_COLOR, INK
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+MOST_CLASSES = 2000
+"""With more there is no table of confusions, which has the square of their number."""
 _NUMBERED, _NAMED = 24, 60
 """Up to so many classes each cell has its number; each row its name."""
 _CELLS = 250

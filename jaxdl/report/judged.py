@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxdl.core.files import CONFUSION_FILE, MISTAKES_FILE, replace_file
 from jaxdl.data import PhotoSource, Source
-from jaxdl.report.confusion import draw_confusion
+from jaxdl.report.confusion import MOST_CLASSES, draw_confusion
 from jaxdl.report.mistakes import Mistake, draw_mistakes
 
 MOST_MISTAKES = 24
@@ -122,4 +122,5 @@ def judged(sums: Mapping[str, Any], of_each: Mapping[str, np.ndarray], source: S
     if source.spec.modality != "images" or source.parts:
         return None
     known = "predicted" in of_each or "confusion" in sums
-    return Judged(sums, of_each, source) if known and getattr(source.spec, "num_classes", 0) > 1 else None
+    drawn = 1 < getattr(source.spec, "num_classes", 0) <= MOST_CLASSES
+    return Judged(sums, of_each, source) if known and drawn else None

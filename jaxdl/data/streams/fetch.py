@@ -9,7 +9,8 @@ import os
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxdl.core.config import ConfigError
@@ -142,12 +143,10 @@ class Ahead:
                 self._read(shard)
 
 
-def expand_shards(patterns: Sequence[str], option: str) -> Iterator[remote.FileEntry]:
-    """The files of patterns, in order. Raises ConfigError for a pattern without files, and for a file named twice."""
-    seen = set()
-    for pattern in patterns:
-        for file in remote.expand(pattern):
-            if file.address in seen:
-                raise ConfigError(f"{option}: {file.address} is named twice. Name each file once.")
-            seen.add(file.address)
-            yield file
+def check_shards(addresses: Sequence[str], option: str) -> None:
+    """Raises ConfigError for shards that are named twice, and where there are none."""
+    twice = [address for address, count in Counter(addresses).items() if count > 1]
+    if twice:
+        raise ConfigError(f"{option}: {twice[0]} is named twice. Name each file once.")
+    if not addresses:
+        raise ConfigError(f"{option}: there is no shard with samples.")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import io
 import json
 import sys
 import tarfile
+import zipfile
 from collections.abc import Container, Sequence
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pydantic
@@ -22,16 +24,16 @@ from jaxdl.data import remote
 from jaxdl.data.images.photos import Photos
 from jaxdl.data.images.tar_members import find_images
 from jaxdl.data.order import ENDLESS, Order
-from jaxdl.data.records import BadRecord, LeftOut, Records, mark_of
+from jaxdl.data.records import BadRecord, LeftOut, Records, left_out_remark, mark_of
 from jaxdl.data.source import Data, Splits
-from jaxdl.data.streams.fetch import Ahead, Fetched, expand_shards
+from jaxdl.data.streams.fetch import Ahead, Fetched, check_shards
 from jaxdl.data.streams.mds import IMAGES, NUMBERS, MdsFile, MdsShard, has_index, read_index, unpack
 from jaxdl.data.streams.shard_order import ShardOrder, index_of, place_of
 from jaxdl.data.streams.text_stream import STREAMS
+from jaxdl.parallel.cluster import ClusterError
 
 _OPEN = 32
 """Tables of shards that are kept in memory."""
-_LARGEST_LABEL = 2**31 - 1
 
 
 class ImageStream(Data, kind="image_stream"):
@@ -84,8 +86,9 @@ class ImageStream(Data, kind="image_stream"):
                     shard.check(self.label_column, NUMBERS, "--data.label-column")
                     shards.append(ImageShard(shard.file, shard, self.image_column, self.label_column))
             else:
-                shards += [ImageShard(file, None, "", "") for file in expand_shards([pattern], option)]
-        return shards
+                shards += [ImageShard(file, None, "", "") for file in remote.expand(pattern)]
+        check_shards([shard.file.address for shard in shards], option)
+        return [shard for shard in shards if shard.mds is None or shard.mds.num_samples]
 
 
 def _name(pattern: str) -> str:
@@ -141,10 +144,12 @@ class StreamedImages(Records):
         self._tables: dict[int, np.ndarray] = {}
         self._counts: dict[int, int] = {}
         self._ahead: Ahead | None = None
-        self.remark = ""
+        self._lost: dict[int, LeftOut] = {}
+        self._tells = True
 
     def __getstate__(self) -> dict[str, object]:
-        return vars(self) | {"_ahead": None, "_tables": {}}
+        # A worker reads tables again, and what was told is not told again.
+        return vars(self) | {"_ahead": None, "_tables": {}, "_tells": False}
 
     def __len__(self) -> int:
         return ENDLESS
@@ -166,7 +171,7 @@ class StreamedImages(Records):
 
     def order(self, seed: int) -> Order:
         """Shards in random order, some of whose images are mixed."""
-        self._ahead = self._ahead or Ahead(self.table)
+        self._ahead = self._ahead or Ahead(self._fetch)
         return ShardOrder(self, seed, self._together)
 
     def after(self, index: int, number: int) -> int:
@@ -184,21 +189,37 @@ class StreamedImages(Records):
     def table(self, shard: int) -> np.ndarray:
         """(offset, bytes, label) of the images of a shard, int64 [image, 3], which is copied and read if it has to be.
 
-        It is kept on disk, so that a run which resumes need not copy the shards before.
+        It is kept on disk, so that a run which resumes need not copy the shards before. Raises ConfigError for labels
+        that are no classes, and ClusterError while the shard is out of reach.
         """
         if (table := self._tables.get(shard)) is None:
-            path = self._tables_folder / f"{self.mark_of(shard):016x}.npy"
+            path = self._tables_folder / f"{self.mark_of(shard):016x}.npz"
             try:
-                table = np.load(path)
-            except (OSError, ValueError, EOFError):  # Of a disk that lost it, it is made again.
-                table = self._make_table(shard, path)
+                with np.load(path) as kept:
+                    table, about = kept["table"], json.loads(str(kept["about"]))
+            except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):  # Of a disk that lost it.
+                table, about = self._make_table(shard, path)
+            self._check(shard, table, *(LeftOut(reasons) for reasons in about))
             self._tables[shard] = table
             while len(self._tables) > _OPEN + 2 * self._together:
                 self._tables.pop(next(iter(self._tables)), None)
         return table
 
-    def _make_table(self, shard: int, path: Path) -> np.ndarray:
-        table, lost, unread = self._shards[shard].table(self.path(shard))
+    def _make_table(self, shard: int, path: Path) -> tuple[np.ndarray, list[Any]]:
+        try:
+            table, *left_out = self._shards[shard].table(self.path(shard))
+        except remote.Outage as error:
+            raise ClusterError(f"{self._shards[shard].file.address} is out of reach: {error}") from None
+        about = [group.reasons for group in left_out]
+        file = io.BytesIO()
+        np.savez(file, table=table, about=json.dumps(about))
+        with contextlib.suppress(OSError):  # Without it the shard is read again when it is needed again.
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, file.getvalue())
+        return table, about
+
+    def _check(self, shard: int, table: np.ndarray, lost: LeftOut, unread: LeftOut) -> None:
+        """Counts what is not used, and tells it once. Raises ConfigError for labels that are no classes."""
         name = self._shards[shard].file.address
         wrong = (table[:, 2] < 0) | (table[:, 2] >= self._num_classes)
         if wrong.any():
@@ -206,12 +227,25 @@ class StreamedImages(Records):
                 f"{name}: it has a label {table[wrong][0, 2]}; there are --data.num-classes {self._num_classes}, from "
                 f"0 to {self._num_classes - 1}."
             )
+        if shard in self._lost:
+            return
+        self._lost[shard] = lost
         for what, left_out in (("not used", lost), ("not read", unread)):
-            if left_out:
+            if left_out and self._tells:
                 print(f"{name}: {len(table):,} images are used; {what} are {left_out}", file=sys.stderr, flush=True)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, _as_npy(table))
-        return table
+
+    def _fetch(self, shard: int) -> None:
+        """Makes the shard ready to be read."""
+        self.table(shard)
+        self.path(shard)
+
+    @property
+    def lost(self) -> LeftOut:
+        """The images that are not used, of the shards that were read."""
+        every = LeftOut()
+        for lost in self._lost.values():
+            every.update(lost)
+        return every
 
     def path(self, shard: int) -> Path:
         """The shard on this machine."""
@@ -259,12 +293,6 @@ class StreamedImages(Records):
             self._ahead.soon(shards)
 
 
-def _as_npy(table: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    np.save(file, table)
-    return file.getvalue()
-
-
 class CountedImages(Records):
     """All images of shards, in order: for evaluation. Their shards are copied and counted when it is made."""
 
@@ -274,6 +302,9 @@ class CountedImages(Records):
         self._streamed = streamed
         self._ends = np.cumsum([streamed.count(shard) for shard in range(streamed.num_shards)])
         self.content, self.identity = streamed.content, streamed.identity
+        lost = streamed.lost
+        self.num_lost = len(lost)
+        self.remark = left_out_remark("held-out shards", len(self), lost, None)
 
     def __len__(self) -> int:
         return int(self._ends[-1])

@@ -10,6 +10,7 @@ import bz2
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import numpy as np
 from jaxdl.core.config import ConfigError
 from jaxdl.data import remote
 from jaxdl.data.codec import import_text
+from jaxdl.parallel.cluster import ClusterError
 
 INDEX = "index.json"
 _NUMBERS = {
@@ -70,6 +72,8 @@ def read_index(address: str) -> list[MdsShard]:
         folder = str(Path(folder).expanduser())
     try:
         content = remote.read(f"{folder}/{INDEX}")
+    except remote.Outage as error:
+        raise ClusterError(f"{folder}/{INDEX} is out of reach: {error}") from None
     except OSError as error:
         raise ConfigError(
             f"{folder}/{INDEX}: it cannot be read ({error.strerror or remote.first_line(error)}). A folder of MDS "
@@ -155,7 +159,7 @@ def unpack(packed: Path, path: Path, shard: MdsShard) -> None:
         content = _UNPACKED[shard.compression](packed.read_bytes(), shard.raw_bytes)
         if len(content) != shard.raw_bytes:
             raise ValueError(f"{len(content):,} bytes of {shard.raw_bytes:,}")
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(

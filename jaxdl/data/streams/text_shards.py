@@ -6,20 +6,22 @@ import abc
 import contextlib
 import dataclasses
 import functools
-import os
+import hashlib
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdl.core.config import ConfigError
+from jaxdl.core.paths import expand_home
 from jaxdl.data import remote
 from jaxdl.data.codec import import_text
 from jaxdl.data.lines import reading_file, text_in
-from jaxdl.data.streams.fetch import Fetched, expand_shards
+from jaxdl.data.streams.fetch import Fetched, check_shards
 from jaxdl.data.streams.mds import TEXTS, MdsFile, MdsShard, has_index, read_index, unpack
 from jaxdl.data.text.documents import Reading, format_of
-from jaxdl.data.text.texts import Texts
+from jaxdl.data.text.texts import Texts, file_state
 
 
 class Part(NamedTuple):
@@ -167,12 +169,17 @@ class HubData(NamedTuple):
     def __str__(self) -> str:
         return f"{self.name}{f', {self.subset}' if self.subset else ''}, {self.split}"
 
+    @property
+    def _revision(self) -> str | None:
+        """The commit to ask the hub for; none of a local folder."""
+        return None if expand_home(self.name).exists() else self.revision
+
     def open(self) -> Any:
         """The data set, streamed, as the `datasets` library opens it. Raises ConfigError."""
         datasets = import_text("datasets", f"--data.hub {self.name}")
         try:
             return datasets.load_dataset(
-                self.name, self.subset, split=self.split, revision=self.revision, streaming=True
+                self.name, self.subset, split=self.split, revision=self._revision, streaming=True
             )
         except Exception as error:  # The library raises those of many others.
             raise ConfigError(
@@ -235,19 +242,24 @@ def _opened(data: HubData) -> Any:
 
 
 def commit_of(name: str, revision: str | None) -> str | None:
-    """The commit of a data set of the hub that a revision is now, so that later reads are of the same; None if local.
+    """The commit of a data set of the hub that a revision is now, so that later reads are of the same; of a local
+    folder the state of its files.
 
     Raises ConfigError where the hub cannot be reached.
     """
-    if os.path.exists(os.path.expanduser(name)):
-        return revision
+    local = expand_home(name)
+    if local.exists():
+        state = [
+            file_state(file.relative_to(local).as_posix(), file) for file in sorted(local.rglob("*")) if file.is_file()
+        ]
+        return f"local-{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]}"
     hub = import_text("huggingface_hub", f"--data.hub {name}")
     try:
         return hub.HfApi().dataset_info(name, revision=revision).sha
     except Exception as error:  # Those of requests, and its own.
         raise ConfigError(
-            f"--data.hub {name}: the hub does not tell of it ({remote.first_line(error)}). Check the name and the "
-            "network, and HF_TOKEN for what is not public."
+            f"--data.hub {name}: the hub does not tell of it ({remote.first_line(error)}). Check the name and "
+            "the network, and HF_TOKEN for what is not public."
         ) from None
 
 
@@ -273,12 +285,8 @@ def file_shards(patterns: Sequence[str], reading: Reading, fetched: Fetched, opt
                 print(f"{pattern}: {empty:,} shards have no samples", file=sys.stderr, flush=True)
             shards += [MdsTexts(shard, fetched, reading.column) for shard in found if shard.num_samples]
         else:
-            shards += [FileShard(file, fetched, reading) for file in expand_shards([pattern], option)]
-    names = [shard.name for shard in shards]
-    if twice := {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set():
-        raise ConfigError(f"{option}: {min(twice)} is named twice. Name each file once.")
-    if not shards:
-        raise ConfigError(f"{option}: there is no shard with samples.")
+            shards += [FileShard(file, fetched, reading) for file in remote.expand(pattern)]
+    check_shards([shard.name for shard in shards], option)
     return shards
 
 

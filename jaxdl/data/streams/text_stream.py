@@ -8,7 +8,7 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -108,7 +108,8 @@ class TextStream(Data, kind="text_stream"):
         tokens = StreamTokens(train, self, codec)
         if test:
             joined = JoinedShards(tuple(test))
-            store = make_tokens(ShardPlan(joined, self.tokenizer, self._folder("tokens")))
+            with in_reach("the held-out files"):
+                store = make_tokens(ShardPlan(joined, self.tokenizer, self._folder("tokens")))
             for shard in test:
                 shard.release()
             held_out = DocumentSet(store, np.arange(len(store)))
@@ -167,6 +168,15 @@ def make_rows(documents: DocumentSet, spec: TextSpec, codec: Codec, *, partial: 
     return TokenWindows(TokenStream(documents), spec, partial=partial, content=documents.content())
 
 
+@contextlib.contextmanager
+def in_reach(name: str) -> Iterator[None]:
+    """Context: raises ClusterError for storage that is out of reach: the run ends, and can be resumed."""
+    try:
+        yield
+    except remote.Outage as error:
+        raise ClusterError(f"{name}: out of reach: {error}") from None
+
+
 class StreamTokens:
     """The tokens of the shards of a stream, made when they are needed; on disk are those that were used last."""
 
@@ -183,10 +193,8 @@ class StreamTokens:
         once its storage answers again.
         """
         texts = self.shards[shard]
-        try:
+        with in_reach(texts.name):
             return self._made(shard, texts)
-        except remote.Outage as error:
-            raise ClusterError(f"{texts.name} is out of reach: {error}") from None
 
     def _made(self, shard: int, texts: TextShard) -> TokenStore:
         plan = ShardPlan(texts, self.config.tokenizer, str(expand_home(self.config.keep) / "tokens"))
@@ -241,7 +249,8 @@ class StreamRows(Source):
 
     def remark(self) -> str:
         """How many shards there are."""
-        return f"{len(self._tokens.shards):,} shards are read while the run trains, so an epoch has no known end"
+        windows = "" if self.spec.packed else "; the last window of each shard, which is not whole, is left out"
+        return f"{self.num_shards:,} shards are read while the run trains, so an epoch has no known end{windows}"
 
     def close(self) -> None:
         """Ends the threads that read ahead."""

@@ -53,7 +53,7 @@ class Table:
     labels: list[Any] = dataclasses.field(default_factory=list)
     """Words and whole numbers."""
     names: tuple[str, ...] = ()
-    """The names of the classes, where the files say so: labels are their numbers."""
+    """The names of the classes, where the files say so: labels are then these, and numbers in the files."""
     left_out: Counter[str] = dataclasses.field(default_factory=Counter)
     """Why rows were left out -> how many."""
     first: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -62,8 +62,8 @@ class Table:
     def add(self, row: Row, paired: bool) -> None:
         """Adds a row, or counts it as left out."""
         label = label_value(row.label, row.where)
-        if self.names and label == -1:  # So `datasets` marks a row without a label.
-            label = None
+        if self.names and isinstance(label, int):
+            label = self._name_of(label, row.where)
         lacks = (
             "no text" if not (row.text or "").strip() else
             "no second text" if paired and not (row.pair or "").strip() else
@@ -78,6 +78,14 @@ class Table:
         if paired:
             self.pairs.append(row.pair or "")
         self.labels.append(label)
+
+    def _name_of(self, label: int, where: str) -> str | None:
+        """The name of a class by its number in the file. Raises ConfigError for a number of none."""
+        if label == -1:  # So `datasets` marks a row without a label.
+            return None
+        if not 0 <= label < len(self.names):
+            raise ConfigError(f"{where}: its label is {label}, and the file names {len(self.names)} classes from 0.")
+        return self.names[label]
 
     def about_left_out(self, what: str) -> str:
         """What is said of rows that were left out of `what`; empty for none."""

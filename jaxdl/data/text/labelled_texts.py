@@ -86,7 +86,7 @@ class LabelledTexts(FilesOfSplits, kind="labelled_texts"):
         if test is not None and bool(test.pairs) != paired:
             raise ConfigError(f"--data.test: {'single texts' if paired else 'pairs of texts'}, but --data.train has "
                               f"{'pairs' if paired else 'single texts'}. Both must have the same columns.")  # fmt: skip
-        known = train.names or (test.names if test else ())
+        known = tuple(dict.fromkeys((*train.names, *(test.names if test else ()))))
         every = [*train.labels, *(test.labels if test else ())]
         classes = find_classes(every, self.classes, known)
         labels = class_indices(train.labels, classes, "--data.train")

@@ -178,7 +178,7 @@ def _readme(predictor: Predictor, formats: Sequence[str], platforms: Sequence[st
 
 def _about_images(predictor: Predictor) -> list[str]:
     """How photographs are cropped, and the names of the classes, where they are known."""
-    parts, names = [], getattr(predictor.parts.data_spec, "class_names", ())
+    parts, names = [], predictor.parts.data_spec.class_names
     photos = getattr(predictor.experiment.data, "photos", None)
     if photos is not None and predictor.photos is not None:
         height, width = predictor.photos.shape

@@ -23,6 +23,7 @@ from jaxdl.core.files import (
     MARK_FILE,
     METRICS_FILE,
     PLAN_FILE,
+    REFERENCE_FOLDER,
     SKIPPED_FILE,
     STACKS_FILE,
     step_dir,
@@ -92,6 +93,8 @@ def copy_workdir(source: Path, target: Path, step: int) -> bool:
     for name in _COPIED:
         if (source / name).exists():
             shutil.copy2(source / name, unfinished / name)
+    if (source / REFERENCE_FOLDER).is_dir():
+        shutil.copytree(source / REFERENCE_FOLDER, unfinished / REFERENCE_FOLDER)
     os.replace(unfinished, target)
     return True
 

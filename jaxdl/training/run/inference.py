@@ -311,15 +311,15 @@ def _evaluated_on(trained: DataSpec, other: DataSpec) -> DataSpec:
     built with differ.
     """
     if other == trained:
-        _check_classes(getattr(trained, "class_names", ()), getattr(other, "class_names", ()))
+        _check_classes(trained.class_names, other.class_names)
         return trained
     if other.modality != trained.modality or other.sizes() != trained.sizes():
         raise ConfigError(
             f"this network was trained on {_describe(trained)}; the data to evaluate is {_describe(other)}. Choose "
             "data of the same kind and sizes."
         )
+    _check_classes(trained.class_names, other.class_names)
     if isinstance(other, ImageSpec) and isinstance(trained, ImageSpec):
-        _check_classes(trained.class_names, other.class_names)
         return dataclasses.replace(other, mean=trained.mean, std=trained.std)
     return other
 

@@ -31,6 +31,8 @@ class Task(Choice):
 
     modality: ClassVar[str | None] = None
     """Input of the task, "images" or "text"; the model and the data must have the same. None takes any."""
+    array_sums: ClassVar[tuple[str, ...]] = ()
+    """Those of its sums that are arrays; the others are scalars."""
     network_modality: ClassVar[str | None] = None
     """What the network reads, where that is not the `modality`."""
     best_metric: ClassVar[str]
@@ -246,7 +248,7 @@ def check_task(task: Task, spec: DataSpec, outputs: Callable[[Any], Any]) -> Non
                 batch = {**batch, **(task.reference(made, batch) if task.needs_reference else {})}
             with user_code(what, of=task.sums):
                 sums = task.sums(made, batch, train=train)
-            _check_sums(f"{what}: sums(..., train={train})", sums)
+            _check_sums(f"{what}: sums(..., train={train})", sums, task.array_sums)
             with user_code(what, of=task.weight):
                 weight = task.weight(batch)
             _check_scalar(f"{what}: weight()", weight)
@@ -256,14 +258,15 @@ def check_task(task: Task, spec: DataSpec, outputs: Callable[[Any], Any]) -> Non
         _check_metrics(task, spec, list(sums))
 
 
-def _check_sums(what: str, sums: Any) -> None:
+def _check_sums(what: str, sums: Any, arrays: Sequence[str]) -> None:
     if not isinstance(sums, Mapping):
         raise ConfigError(f'{what} returned {type_of(sums)}. Return a dictionary of sums with "loss" and "weight".')
     for name in ("loss", "weight"):
         if name not in sums:
             raise ConfigError(f'{what} returned {", ".join(map(str, sums)) or "nothing"}, without "{name}". Add it.')
     for name, value in sums.items():
-        _check_scalar(f"{what}: {name!r}", value)
+        if name not in arrays:
+            _check_scalar(f"{what}: {name!r}", value)
     if not jnp.issubdtype(sums["loss"].dtype, jnp.floating):
         raise ConfigError(f"{what}: 'loss' is {sums['loss'].dtype}. It must be float32, to have a gradient.")
 

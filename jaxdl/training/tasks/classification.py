@@ -15,6 +15,7 @@ from jaxdl.data import DataSpec, LabelledTextSpec
 from jaxdl.data.array_spec import LABELS
 from jaxdl.data.source import check_classes
 from jaxdl.models.logits import label_logit
+from jaxdl.report.confusion import MOST_CLASSES
 from jaxdl.training.tasks.base import Task, counted_weight
 from jaxdl.training.tasks.prediction import Prediction
 
@@ -23,8 +24,6 @@ ClassWeights = Literal["balanced"] | tuple[float, ...]
 _DEFAULT_CROP_PADDING = 4
 _TOP = 5
 """Top-5 accuracy is reported only with more classes than this."""
-_MOST_CLASSES = 2000
-"""With more, several processes do not sum the table of confusions, which has the square of their number."""
 
 
 class Classification(Task, kind="classification"):
@@ -53,6 +52,7 @@ class Classification(Task, kind="classification"):
     With them evaluations have `balanced_accuracy`, the mean over the classes of the part that is found."""
 
     modality: ClassVar[str] = "images"
+    array_sums: ClassVar[tuple[str, ...]] = ("of_class", "correct_of_class", "confusion")
     best_metric: ClassVar[str] = "accuracy"
     best_mode: ClassVar[Literal["max", "min"]] = "max"
     unit: ClassVar[str] = "examples"
@@ -221,7 +221,7 @@ class Classification(Task, kind="classification"):
     def _confusion(self, logits: jax.Array, label: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
         """With several processes, how often each class is predicted for each, `[class * class]`; see `of_each`."""
         count = logits.shape[-1]
-        if jax.process_count() == 1 or count > _MOST_CLASSES:
+        if jax.process_count() == 1 or count > MOST_CLASSES:
             return {}
         cell = jnp.where(mask, label * count + jnp.argmax(logits, axis=-1), count * count)
         return {"confusion": jnp.zeros(count * count, jnp.float32).at[cell].add(1, mode="drop")}
@@ -260,7 +260,7 @@ class Classification(Task, kind="classification"):
 
     def named(self, predictions: Any, sources: Sequence[str], spec: DataSpec) -> Sequence[Any] | None:
         """A `Prediction` of each example, with the names of the classes where the data have them."""
-        names = getattr(spec, "class_names", ())
+        names = spec.class_names
         return [Prediction(source, x, names) for source, x in zip(sources, np.asarray(predictions), strict=True)]
 
 

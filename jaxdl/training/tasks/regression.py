@@ -15,6 +15,9 @@ from jaxdl.data import DataSpec
 from jaxdl.data.array_spec import LABELS
 from jaxdl.training.tasks.base import Task, counted_weight, mask_of
 
+_RESOLVED = 1e-4
+"""The least variance of labels, as a share of their mean square, of which float32 sums tell something."""
+
 
 class Regression(Task, kind="regression"):
     """The network has one output for each example, [batch] or [batch, 1]; the label ("y" or "label") is a number.
@@ -63,11 +66,12 @@ class Regression(Task, kind="regression"):
         return sums | {"weight": jnp.sum(mask, dtype=jnp.float32)}
 
     def metrics(self, sums: Mapping[str, Any], spec: DataSpec) -> dict[str, float]:
-        """The loss, and the metrics of the class. `r2` is NaN where all labels are equal."""
+        """The loss, and the metrics of the class; `r2` is NaN where labels vary by less than 1 % of their size."""
         weight, (_, std) = counted_weight(sums), spec.target_scale()
         mean = {name: float(value) / weight for name, value in sums.items() if name != "weight"}
         variance = mean["squared_label"] - mean["label"] ** 2
-        r2 = 1 - mean["loss"] / variance if variance > 1e-12 else math.nan
+        # The sums are float32: what is left of labels that hardly vary for their size would be rounding.
+        r2 = 1 - mean["loss"] / variance if variance > _RESOLVED * mean["squared_label"] else math.nan
         return {"loss": mean["loss"], "rmse": math.sqrt(mean["loss"]) * std, "mae": mean["absolute"] * std, "r2": r2}
 
     def predictions(self, outputs: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxdl.core.config import ConfigError
 from jaxdl.core.files import DATA_FILE
 from jaxdl.data import DataSpec, ImageSpec, spec_from_json
 from jaxdl.parallel.cluster.agree import of_first_process
@@ -55,7 +56,10 @@ def _images_of(workdir: Path, spec: DataSpec | None) -> ImageSpec | None:
 
     if not isinstance(spec, ImageSpec) or not (content := of_first_process(there)):
         return None
-    if json.loads(content).get("modality") != spec.modality:
-        return None
-    other = spec_from_json(content.decode())
+    try:
+        if json.loads(content).get("modality") != spec.modality:
+            return None
+        other = spec_from_json(content.decode())
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--init-from {workdir}: its {DATA_FILE} is damaged ({error}). Restore it.") from None
     return other if isinstance(other, ImageSpec) else None

@@ -127,6 +127,11 @@ _CAN = {
 def check_axes(experiment: Experiment, sizes: Mapping[str, int]) -> None:
     """Raises ConfigError for a mesh axis of several devices over which the model cannot be split, or not here."""
     model, agreement = experiment.model, experiment.agreement
+    if experiment.task.network_modality is not None and model.reads_padding:
+        raise ConfigError(
+            f"--model {model.kind}: task {experiment.task.kind} pads its rows, and padding would take part in the "
+            "choice of experts. Take a model without experts."
+        )
     if experiment.task.needs_reference and agreement.keeps_replicas:
         raise ConfigError(
             f"--agreement {agreement.kind}: task {experiment.task.kind} compares the network with what it was, and has "
