@@ -3,8 +3,7 @@
 Every `bash` and `python` block has a mark above it, which says what is done with it here:
 
 - `<!-- run -->`: it is executed as it stands, in this process, in a folder whose configs/ are those of the repository,
-  but for digits.py, which has 5 steps, a network of one block and no curves there. What the commands leave (workdirs,
-  job files) is shared by all pages;
+  but for digits.py, with 5 steps, one block, no curves. What the commands leave is shared by all pages;
 - `<!-- check -->`: nothing is trained or measured, but each command is read: jaxdl's own by their own parsers (or by
   the options of their help), studies of benchmarks/ by the options in their source, make by its targets;
 - `<!-- shown -->`: commands of other programs, and what cannot stand alone.
@@ -65,8 +64,7 @@ def cases():
     for name, match in BLOCKS:
         if match["mark"] == "<!-- run -->\n":
             trains = "jaxdl.train --config configs/digits" in match["text"] or "jaxdl.train(" in match["text"]
-            slow = trains and not (name == "README.md" and match["kind"] == "bash")
-            marks = [pytest.mark.slow] if slow else []
+            marks = [pytest.mark.slow] if trains and not (name == "README.md" and match["kind"] == "bash") else []
             yield pytest.param(match["kind"], match["text"], id=f"{name}-{match.start()}", marks=marks)
 
 
@@ -262,13 +260,16 @@ def test_the_config_reference_has_every_config_class_and_field():
 
 
 ELSEWHERE = {
-    "train/agreement/wait_sec": "training/run/learners/learning.py", "eval/bits_per_byte": "training/tasks/language.py",
+    **{f"{when}/{name}": "training/tasks/preferences.py" for when in ("train", "eval") for name in METRICS[2:]},
+    **dict.fromkeys(("eval/rmse", "eval/mae", "eval/r2"), "training/tasks/regression.py"),
+    "train/agreement/wait_sec": "training/run/learners/learning.py", "checkpoint/table_bytes": "training/run/saver.py",
     "train/agreement/merges": "training/run/learners/learning.py", "train/bits_per_byte": "training/tasks/language.py",
-    "train/agreement/bad_replicas": "training/rounds/merge.py", "train/agreement/staleness": "training/step/program.py",
-    "eval/bits_per_byte/NAME": "training/tasks/language.py", "checkpoint/table_bytes_whole": "training/run/saver.py",
-    "train/experts/largest_load/LAYER": "models/experts.py", "train/agreement/distance": "training/rounds/merge.py",
+    "eval/balanced_accuracy": "training/tasks/classification.py", "eval/bits_per_byte": "training/tasks/language.py",
+    "train/agreement/bad_replicas": "training/rounds/merge.py", "train/agreement/distance": "training/rounds/merge.py",
+    "train/agreement/staleness": "training/step/program.py", "eval/bits_per_byte/NAME": "training/tasks/language.py",
+    "checkpoint/table_bytes_whole": "training/run/saver.py", "train/experts/largest_load/LAYER": "models/experts.py",
     "train/normalized_entropy": "training/tasks/binary.py", "eval/normalized_entropy": "training/tasks/binary.py",
-    "eval/replicas/loss": "training/run/evaluation.py", "checkpoint/table_bytes": "training/run/saver.py",
+    "eval/replicas/loss": "training/run/evaluation.py", "eval/lm_eval/TASK/METRIC": "training/measures.py",
     "train/experts/largest_load": "models/experts.py", "train/perplexity": "training/tasks/language.py",
     "train/skipped_steps": "training/step/update.py", "eval/experts/largest_load": "models/experts.py",
     "eval/perplexity": "training/tasks/language.py", "train/calibration": "training/tasks/binary.py",
@@ -278,9 +279,8 @@ ELSEWHERE = {
     "train/experts/entropy": "models/experts.py", "train/momentum": "training/step/update.py",
     "train/empty_steps": "report/consumed.py", "input/per_sec/STAGE": "report/inputs.py",
     "train/experts/lost": "models/experts.py", "eval/auc": "training/tasks/binary.py",
-    "epochs/NAME": "data/text/mixture.py", "tokens/NAME": "data/text/mixture.py", "input/hits/TIER": "report/inputs.py",
-    **{f"{when}/{name}": "training/tasks/preferences.py" for when in ("train", "eval") for name in METRICS[2:]},
-    "tokens_seen": "report/consumed.py", "eval/lm_eval/TASK/METRIC": "training/measures.py",
+    "epochs/NAME": "data/text/mixture.py", "tokens/NAME": "data/text/mixture.py", "tokens_seen": "report/consumed.py",
+    "input/hits/TIER": "report/inputs.py",
 }  # fmt: skip
 """Metrics that a small run on digits does not write -> where they are made."""
 

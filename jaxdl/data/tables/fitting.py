@@ -107,6 +107,12 @@ def _fit(name: str, cells: Cells, choice: Choice, notes: list[str], *, comma: bo
     return _number(name, "boolean" if cells.form == "booleans" else "point", cells.values, chosen is not None)
 
 
+def _is_grouped(text: str) -> bool:
+    """Whether a text may also be a whole number whose thousands are set apart by points."""
+    other = parse_number(text, "comma")
+    return other is not None and other != parse_number(text, "point")
+
+
 def _fit_texts(
     name: str, cells: Cells, choice: Choice, chosen: str | None, notes: list[str], *, comma: bool
 ) -> Column | str:
@@ -119,6 +125,8 @@ def _fit_texts(
     if chosen == "number" or (chosen is None and parsed and is_number):
         if np.isnan(numbers).all():
             raise ConfigError(f"--data.numbers: column {name!r} has no numbers, but texts such as {cells.texts[0]!r}.")
+        if comma and style == "point" and (first := next(filter(_is_grouped, cells.texts), None)) is not None:
+            notes.append(f"column {name!r}: numbers such as {first} are read with a decimal point, not as thousands")
         made = _number(name, style, numbers, chosen is not None)
         return made if isinstance(made, str) else _expecting(made, cells, not_numbers, "number", notes)
     if chosen == "date" or (chosen is None and is_date):

@@ -121,6 +121,8 @@ class Table(Data, kind="table"):
         index = [] if self.features else index_columns(list(given.columns), given.metadata)
         fitted = Fitted(left_out={name: _INDEX for name in index if name not in (*names, self.label)})
         wanted = self.features or tuple(given.columns)
+        others = [name for name in given.columns if name not in (*wanted, *fitted.left_out, self.label)]
+        fitted.left_out |= dict.fromkeys(others, "--data.features does not name it")
         return {name: x for name, x in given.columns.items()
                 if name != self.label and name not in fitted.left_out and name in wanted}, fitted  # fmt: skip
 
