@@ -17,6 +17,7 @@ from jaxdl.data import Codec, Conversations
 from jaxdl.data.__main__ import main
 from jaxdl.data.text.answers import Renderer, Unusable
 from jaxdl.data.text.chat_template import ChatTemplate, TemplateRefusal, template_of
+from jaxdl.report.facts import data_fact
 
 HAS_DATASETS = importlib.util.find_spec("datasets") is not None
 
@@ -144,6 +145,16 @@ def test_what_is_too_long_is_cut_or_left_out_and_counted(tmp_path):
         in cut.remark()
     )
     assert "3 conversations are longer than a row, and left out" in dropped.remark()
+    (tmp_path / "test.jsonl").write_bytes(lines([*rows[:1], *rows[3:], {"messages": []}]))
+    config = data(tmp_path, rows, **fields)
+    held_out = data_fact(config, config.build()).partition("; held out: ")[2]
+    assert held_out == (
+        "1 conversations are longer than a row, and cut. 1 conversations are longer than a row, and left out. "
+        "1 row is left out: 1 empty: no messages"
+    )
+    split = data(tmp_path, [*chats(9), {"messages": []}])
+    assert "1 row is left out" in (told := data_fact(split, split.build()))
+    assert "held out:" not in told
     assert cut.spec.mean_targets * len(cut) == 2 + 6 + 2 * (41 - head)
 
 
