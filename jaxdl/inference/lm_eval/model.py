@@ -169,7 +169,7 @@ class HarnessModel:
             warnings.warn(
                 f"lm_eval: {lacking:,} of {len(cut):,} contexts are longer than the {self.max_length:,} tokens that "
                 f"the network reads at a time, and lack their first tokens, {sum(cut):,} in all",
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def _write(self, prompts: Sequence[Sequence[int]], how: Sampling, places: Sequence[int], rows: int) -> list[str]:
