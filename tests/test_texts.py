@@ -170,11 +170,12 @@ def test_a_draft_changes_no_likeliest_text_beyond_the_context_too(writer, draft,
 def test_a_draft_beyond_the_last_learned_position_changes_nothing(tmp_path):
     """Drafts near the end of the context have tokens without a position, whose vectors must not reach the others."""
     source = write_checkpoint(tmp_path / "hf", "gpt2")
+    (source / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     convert(["from-hf", str(source), str(tmp_path / "run")])
     found = jaxdl.restore(tmp_path / "run")
     prompts = [[3, 9, 4], [11] * 12]
     plain = written(Writing(found.decoder, prompts, Sampling(40, 0.0)))
-    assert len({token for text in plain for token in text}) > 2
+    assert len({token for text in plain for token in text} - {0}) > 1
     drafter = Drafter(found.decoder, found.decoder, 3)
     assert written(DraftedWriting(drafter, prompts, Sampling(40, 0.0))) == plain
     assert drafter.num_kept > 0.5 * drafter.num_checked
