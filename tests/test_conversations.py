@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -366,4 +367,5 @@ def test_a_base_is_tuned_with_the_template_that_it_was_trained_with(config, tmp_
     )
     (tmp_path / "config.json").write_text(base.to_json())
     monkeypatch.setenv("BASE", str(tmp_path))
-    assert jaxdl.load(CONFIGS / config).data.template == "own.jinja"
+    tuned: Any = jaxdl.load(CONFIGS / config).data
+    assert tuned.template == "own.jinja"
