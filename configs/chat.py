@@ -63,9 +63,9 @@ def finetune() -> Experiment:
     """The experiment of adapters for the network in the folder BASE."""
     folder = Path(os.environ.get("BASE", "runs/base"))
     base = load_experiment(folder / "config.json")
-    data: Any = base.data.within(folder)
+    data: Any = base.data
     return Experiment(
-        data=Conversations(tokenizer=data.tokenizer, length=1024),
+        data=Conversations(tokenizer=data.tokenizer, template=getattr(data, "template", None), length=1024),
         model=base.model.replaced({"lora": LoRA(rank=64, alpha=16, targets=("*",))}),
         task=LanguageModelling(),
         optimizer=AdamW(learning_rate=2e-4, weight_decay=0),

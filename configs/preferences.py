@@ -4,9 +4,9 @@ python -m jaxdl.convert from-hf downloads/Qwen2-0.5B-Instruct runs/base
 BASE=runs/base python -m jaxdl.train --config configs/preferences.py --init-from runs/base --workdir runs/preferred \
     --data.paths preferences.jsonl
 
-The model and the tokenizer are those of the run in the folder BASE, which a conversion made, or a run that has tuned a
-network on conversations. Each line of the file is a JSON object with "prompt", "chosen" and "rejected", texts or lists
-of messages. Other losses: --task.loss ipo, or simpo, which has no reference.
+The model, the tokenizer and the chat template are those of the run in the folder BASE, which a conversion made, or a
+run that has tuned a network on conversations. Each line of the file is a JSON object with "prompt", "chosen" and
+"rejected", texts or lists of messages. Other losses: --task.loss ipo, or simpo, which has no reference.
 
 Source: TRL's script (github.com/huggingface/trl, trl/scripts/dpo.py, with LoRA) on UltraFeedback: rank 32 and alpha 16
 on queries and values, AdamW at 5e-6 without weight decay, a linear decay, batches of 16, 1,000 steps, beta 0.1, 1,024
@@ -35,22 +35,22 @@ from jaxdl.training.tasks import Preferences
 ADAPTERS = LoRA(rank=32, alpha=16, targets=("attention.query", "attention.value"))
 
 
-def base() -> tuple[Model, str | None]:
-    """The model and the tokenizer of the run in the folder BASE; by default those of Llama 3.2 1B."""
+def base() -> tuple[Model, str | None, str | None]:
+    """The model, the tokenizer and `template` of the run in the folder BASE; by default those of Llama 3.2 1B."""
     folder = os.environ.get("BASE")
     if folder is None:
-        return preset("llama3.2-1b", vocab_size=128_256), "runs/base/tokenizer"
+        return preset("llama3.2-1b", vocab_size=128_256), "runs/base/tokenizer", None
     experiment = load_experiment(Path(folder) / "config.json")
     data: Any = experiment.data
-    return experiment.model, data.tokenizer
+    return experiment.model, data.tokenizer, getattr(data, "template", None)
 
 
 def config() -> Experiment:
     """The experiment."""
-    model, tokenizer = base()
+    model, tokenizer, template = base()
     return Experiment(
         model=model.replaced({"lora": ADAPTERS}),
-        data=PreferencePairs(tokenizer=tokenizer),
+        data=PreferencePairs(tokenizer=tokenizer, template=template),
         task=Preferences(),
         optimizer=AdamW(learning_rate=5e-6, weight_decay=0),
         schedule=Linear(),

@@ -4,6 +4,8 @@ import gzip
 import importlib.util
 import json
 import re
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,13 +13,19 @@ import pyarrow.parquet as parquet
 import pytest
 from mistakes import refusal
 from rich.console import Console
+from runs import tiny_experiment
 
+import jaxdl
 from jaxdl.core.config import ConfigError
 from jaxdl.data import Codec, Conversations
 from jaxdl.data.__main__ import main
 from jaxdl.data.text.answers import Renderer, Unusable
 from jaxdl.data.text.chat_template import ChatTemplate, TemplateRefusal, template_of
+from jaxdl.models import Transformer
+from jaxdl.report.facts import data_fact
+from jaxdl.training.tasks import LanguageModelling
 
+CONFIGS = Path(__file__).parent.parent / "configs"
 HAS_DATASETS = importlib.util.find_spec("datasets") is not None
 
 
@@ -144,6 +152,16 @@ def test_what_is_too_long_is_cut_or_left_out_and_counted(tmp_path):
         in cut.remark()
     )
     assert "3 conversations are longer than a row, and left out" in dropped.remark()
+    (tmp_path / "test.jsonl").write_bytes(lines([*rows[:1], *rows[3:], {"messages": []}]))
+    config = data(tmp_path, rows, **fields)
+    held_out = data_fact(config, config.build()).partition("; held out: ")[2]
+    assert held_out == (
+        "1 conversations are longer than a row, and cut. 1 conversations are longer than a row, and left out. "
+        "1 row is left out: 1 empty: no messages"
+    )
+    split = data(tmp_path, [*chats(9), {"messages": []}])
+    assert "1 row is left out" in (told := data_fact(split, split.build()))
+    assert "held out:" not in told
     assert cut.spec.mean_targets * len(cut) == 2 + 6 + 2 * (41 - head)
 
 
@@ -338,3 +356,16 @@ def test_a_template_without_a_consistent_prefix_is_refused():
     source = "{% for m in messages %}{{ messages | length }}{{ m.content | upper }}.{% endfor %}"
     with pytest.raises(Unusable, match="the chat template gives no consistent prefix"):
         Renderer(ChatTemplate(source)).answers([user("x"), answer("y"), user("z"), answer("w")])
+
+
+@pytest.mark.parametrize("config", ["chat.py:finetune", "preferences.py"])
+def test_a_base_is_tuned_with_the_template_that_it_was_trained_with(config, tmp_path, monkeypatch):
+    base = tiny_experiment(
+        data=Conversations(paths=("rows.jsonl",), template="own.jinja"),
+        model=Transformer(num_layers=1, embed_dim=16, num_heads=2),
+        task=LanguageModelling(),
+    )
+    (tmp_path / "config.json").write_text(base.to_json())
+    monkeypatch.setenv("BASE", str(tmp_path))
+    tuned: Any = jaxdl.load(CONFIGS / config).data
+    assert tuned.template == "own.jinja"

@@ -113,8 +113,21 @@ def test_settings_of_tasks_that_cannot_be_kept(made):
             model._sampling(given)
     how = model._sampling({"do_sample": True, "temperature": 0.5, "top_k": 3, "until": "x", "max_new_tokens": 9})
     assert (how.num_tokens, how.temperature, how.top_k, how.stop, how.stop_tokens) == (9, 0.5, 3, ("x", "</s>"), (1,))
+    for given in ("auto:4", "auto", None):
+        assert model_class()(str(made[0]), batch_size=given).batch_size == 16
+    with pytest.raises(ConfigError, match="batch_size many: give a whole number"):
+        model_class()(str(made[0]), batch_size="many")
     with pytest.raises(ConfigError, match="needs the workdir of a run"):
         model_class()()
+
+
+def test_contexts_that_are_cut_are_counted(made):
+    model = model_class()(str(made[0]), max_length=8)
+    requests = [(None, [0, *range(5, 5 + size)], [5, 6]) for size in (2, 6, 8)]  # 9 tokens are scored.
+    with pytest.warns(UserWarning, match=r"1 of 3 contexts are longer than the 8 tokens .* first tokens, 2 in all"):
+        model._loglikelihood_tokens(requests, disable_tqdm=True)
+    info = model.get_model_info()
+    assert (info["num_cut_requests"], info["num_cut_tokens"]) == (1, 2)
 
 
 def test_a_run_measures_tasks_on_its_schedule(made, tmp_path):

@@ -19,6 +19,7 @@ from jaxdl.inference.decoding.row_sampling import draw_rows, filter_logits, pena
 from jaxdl.inference.decoding.sampling import sample
 from jaxdl.inference.decoding.settings import Sampling, num_sorted, row_settings
 from jaxdl.inference.decoding.speculation import Drafted, speculate
+from jaxdl.inference.drafting import DraftedWriting, Drafter
 from jaxdl.inference.generate.__main__ import main as generate
 from jaxdl.inference.generation import Writing
 from jaxdl.inference.searching import Searcher
@@ -166,6 +167,20 @@ def test_a_draft_changes_no_likeliest_text_beyond_the_context_too(writer, draft,
     )
 
 
+def test_a_draft_beyond_the_last_learned_position_changes_nothing(tmp_path):
+    """Drafts near the end of the context have tokens without a position, whose vectors must not reach the others."""
+    source = write_checkpoint(tmp_path / "hf", "gpt2")
+    (source / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    convert(["from-hf", str(source), str(tmp_path / "run")])
+    found = jaxdl.restore(tmp_path / "run")
+    prompts = [[3, 9, 4], [11] * 12]
+    plain = written(Writing(found.decoder, prompts, Sampling(40, 0.0)))
+    assert len({token for text in plain for token in text} - {0}) > 1
+    drafter = Drafter(found.decoder, found.decoder, 3)
+    assert written(DraftedWriting(drafter, prompts, Sampling(40, 0.0))) == plain
+    assert drafter.num_kept > 0.5 * drafter.num_checked
+
+
 def test_samples_of_a_prompt_are_its_own_and_the_first_is_what_one_would_be(writer):
     options = {"num_tokens": 8, "temperature": 1.0, "seed": 3}
     alone = list(writer.complete(["w1 w2", "w3"], **options))
@@ -186,6 +201,21 @@ def test_beams_as_completions(writer):
     with pytest.warns(UserWarning, match="ends after 5 tokens, where"):
         (one,) = writer.complete([" ".join(["w5"] * 60)], beams=2, num_tokens=20, stop_at_end=False)
     assert one.num_tokens == 5
+    (none,) = writer.complete(["w3"], beams=2, num_tokens=0)
+    assert (none.text, none.num_tokens, none.score) == ("", 0, None)
+    (cut, whole) = (
+        next(writer.complete(["w3 w9 w4"], beams=4, num_tokens=NUM_TOKENS, stop=stop, stop_at_end=False))
+        for stop in ((best[0].text.split()[1],), ("never",))
+    )
+    assert (cut.ended, cut.score) == ("text", None)
+    assert whole.score is not None
+
+
+def test_of_a_long_prompt_what_is_read_alone_is_penalized(writer):
+    """The context is 64 tokens."""
+    how, read = Sampling(4, 0.0, repetition_penalty=9.0), [3, 9] * 32
+    alone = written(Writing(writer.decoder, [read], how))
+    assert written(Writing(writer.decoder, [[*alone[0], *read]], how)) == alone
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,10 @@ class Source(abc.ABC):
         """What else to say of the examples when a run begins; empty if there is nothing."""
         return ""
 
+    def left_out(self) -> str:
+        """What of held-out files is not used, or cut, where the remark of the training examples does not say it."""
+        return ""
+
     @property
     def parts(self) -> Mapping[str, Source]:
         """The sources that this one is a mixture of, by name; their examples follow each other in it."""

@@ -72,7 +72,7 @@ class Texts:
         self, prompts: Sequence[Prompt], how: Sampling, batch_size: int, drafter: Drafter | None = None
     ) -> Iterator[Completion]:
         """The `how.samples` texts that continue each prompt, in order; `batch_size` of all texts side by side."""
-        if how.beams > 1:
+        if how.beams > 1 and how.num_tokens:
             yield from self._searched(prompts, how, batch_size)
             return
         every = [(number, sample) for number in range(len(prompts)) for sample in range(how.samples)]

@@ -114,8 +114,8 @@ class DraftedWriting:
         ways = batch_ways(decoder.parts.layout.mesh)
         num_rows = -(-max(rows, len(prompts)) // ways) * ways
         limit = decoder.context
-        self._seen = seen_in(prompts, num_rows, decoder.vocab_size) if how.repetition_penalty != 1 else None
         self._texts = [list(prompt)[-limit:] if limit else list(prompt) for prompt in prompts]
+        self._seen = seen_in(self._texts, num_rows, decoder.vocab_size) if how.repetition_penalty != 1 else None
         self._texts += [[0]] * (num_rows - len(prompts))
         self._num, self._done = len(prompts), np.arange(num_rows) >= len(prompts)
         self._counts = np.zeros(num_rows, np.int32)

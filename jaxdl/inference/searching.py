@@ -57,7 +57,7 @@ class Searcher:
         found: Beams = self._search(
             *decoder.state, tokens, lengths, most.astype(np.int32), np.asarray(how.stop_tokens, np.int32),
             np.float32(how.length_penalty), np.full(num_rows * how.beams, how.repetition_penalty, np.float32),
-            seen_in(prompts, num_rows, decoder.vocab_size) if how.repetition_penalty != 1 else None,
+            seen_in(texts[: len(prompts)], num_rows, decoder.vocab_size) if how.repetition_penalty != 1 else None,
             slots=slots, num_beams=how.beams, max_length=how.num_tokens,
         )  # fmt: skip
         best = jax.device_get(found)

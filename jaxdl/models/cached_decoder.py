@@ -42,7 +42,7 @@ def read_token(decoder: Any, tokens: jax.Array, cache: KeyValues, position: jax.
     def mix(query: jax.Array, new: KeyValues, cache: KeyValues, layer: jax.Array | int, **how: Any) -> Any:
         return attend_cached(query, new, cache, layer, position, window=decoder.config.window, **how)
 
-    x = decoder.embed(tokens[:, None], positions)
+    x = _embedded(decoder, tokens[:, None], positions)
     places = decoder.places(positions, positions + 1 if _depends_on_length(decoder) else None)
     x, cache = _cached(decoder, x, places, cache, mix)
     return decoder.logits(x), cache
@@ -55,10 +55,20 @@ def read_tokens(decoder: Any, tokens: jax.Array, cache: KeyValues, position: jax
     def mix(query: jax.Array, new: KeyValues, cache: KeyValues, layer: jax.Array | int, **how: Any) -> Any:
         return attend_several(query, new, cache, layer, position, window=decoder.config.window, **how)
 
-    x = decoder.embed(tokens, positions)
+    x = _embedded(decoder, tokens, positions)
     places = decoder.places(positions, positions + 1 if _depends_on_length(decoder) else None)
     x, cache = _cached(decoder, x, places, cache, mix)
     return decoder.logits(x), cache
+
+
+def _embedded(decoder: Any, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    """What the first layer reads of tokens at these positions.
+
+    Drafted tokens may lie behind the last learned position, where a look-up gives NaN, which would stay in the cache.
+    What is computed of such tokens is not used, so they get the last position.
+    """
+    last = decoder.config.max_length
+    return decoder.embed(tokens, positions if last is None else jnp.minimum(positions, last - 1))
 
 
 def _depends_on_length(decoder: Any) -> bool:

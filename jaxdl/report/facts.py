@@ -62,7 +62,9 @@ def data_fact(config: Config, splits: Any) -> str:
     remark = splits.train.remark()
     num_train = "a stream of" if splits.train.is_endless else f"{len(splits.train):,}"
     counts = f"{num_train} training and {len(splits.test):,} held-out {noun}"
-    return f"{kind}: {counts} of {what}{f'; {remark}' if remark else ''}"
+    left_out = splits.test.left_out()
+    held_out = f"; held out: {left_out}" if left_out and left_out not in remark else ""
+    return f"{kind}: {counts} of {what}{f'; {remark}' if remark else ''}{held_out}"
 
 
 def plan_facts(plan: Any, end: int) -> Iterator[tuple[str, str]]:

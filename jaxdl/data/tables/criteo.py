@@ -159,6 +159,10 @@ class CriteoSource(TabularSource):
         """What was left out of the files."""
         return self._examples.blank
 
+    def left_out(self) -> str:
+        """The same."""
+        return self._examples.blank
+
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The numbers, ids and labels of examples."""
         return {

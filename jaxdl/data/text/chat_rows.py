@@ -85,6 +85,11 @@ class ChatRows(Source):
             f"{1 - used / room:.2%} of the training rows are padding, and {self.num_learned / max(1, used):.2%} of the "
             f"tokens of {len(fitting.documents):,} conversations are learned"
         ]
+        return ". ".join(filter(None, (*sentences, self.left_out())))
+
+    def left_out(self) -> str:
+        """The conversations that do not fit, and what else is not used."""
+        fitting, sentences = self._fitting, list[str]()
         if fitting.num_cut:
             sentences.append(f"{fitting.num_cut:,} conversations are longer than a row, and cut")
         if fitting.num_dropped:

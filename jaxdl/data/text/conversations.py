@@ -97,10 +97,12 @@ class Conversations(Data, kind="conversations"):
             masked=True,
         )
         texts = self.texts()
-        told = f"They are texts by {texts.template.origin}. {texts.told(store.notes)}"
+        notes = [f"They are texts by {texts.template.origin}. {texts.told(store.notes)}"]
+        # What is held out of the same files has no notes of its own.
+        notes.append(self._texts(self.test_paths).told(others[0].notes) if others else "")
         made = [
             ChatRows(store, fitted, spec, packing=self.packing, seed=self.split_seed, notes=told)
-            for (store, _), fitted in zip(parts, fitting, strict=True)
+            for (store, _), fitted, told in zip(parts, fitting, notes, strict=True)
         ]
         mean = made[0].num_learned / len(made[0])
         for source in made:

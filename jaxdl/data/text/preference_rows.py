@@ -92,6 +92,10 @@ class PreferenceRows(Source):
         """What was left out, or cut."""
         return self._remark
 
+    def left_out(self) -> str:
+        """The same."""
+        return self._remark
+
     def content(self) -> str:
         """A checksum of the tokens, and of where the answers begin."""
         digest = hashlib.sha256(f"{self.spec.length}".encode())

@@ -26,7 +26,8 @@ class Sampling:
       stop_tokens: a text ends with one of these.
       min_p: of the tokens that `top_k` and `top_p` leave only those that are at least so many times as likely as the
         likeliest.
-      repetition_penalty: above 1, tokens that are in the prompt or in the text so far become less likely.
+      repetition_penalty: above 1, tokens that are in the prompt, as far as it is read, or in the text so far
+        become less likely.
       stop: a text ends before one of these texts.
       samples: how many texts continue each prompt; with `beams` the best so many of the search.
       beams: hypotheses of a beam search; 1 draws instead.

@@ -76,7 +76,8 @@ class Completion:
       num_tokens: how many tokens were written, with the one that ended it.
       ended: why it ended: there were enough tokens ("length"), a stop token came ("token") or a stop text ("text").
       sample: which of several continuations of the prompt it is, from 0; of a beam search the best first.
-      score: of a beam search: log P / length^length_penalty of the tokens that were found; else None.
+      score: of a beam search: log P / length^length_penalty of the tokens that were found; else None, as where a stop
+        text has cut off some of these.
     """
 
     prompt: Prompt
@@ -106,7 +107,7 @@ class Continued:
         return self._stream.ended
 
     def completion(self, prompt: Prompt, sample: int = 0, score: float | None = None) -> Completion:
-        """All of it, at its end."""
+        """All of it, at its end; without the score, which is that of all tokens, where a stop text has ended it."""
         ended = "text" if self._stream.ended else "token" if self._stopped else "length"
         text = "".join(self._pieces) + self._stream.rest()
-        return Completion(prompt, text, self._num_tokens, ended, sample, score)
+        return Completion(prompt, text, self._num_tokens, ended, sample, None if ended == "text" else score)

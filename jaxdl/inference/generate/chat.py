@@ -44,7 +44,7 @@ def say(chat: Chat, messages: list[dict[str, Any]], options: dict[str, Any]) -> 
     """Prints the answer to a conversation as it is written; returns it."""
     shown = print_out if jax.process_index() == 0 else lambda *_, **__: None
     prompt, left_out = chat.fitting(messages, options["num_tokens"])
-    if left_out:
+    if left_out and jax.process_index() == 0:
         print(f"note: the first {left_out} messages are no longer read, so that the rest fits", file=sys.stderr)
     pieces = []
     try:

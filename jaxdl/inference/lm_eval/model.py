@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,9 +61,10 @@ class HarnessModel:
             reads = parts.scorer.context
             raise ConfigError(f"lm_eval: max_length {max_length}: the network reads 1 to {reads:,} tokens at a time.")
         self._parts, self._codec = parts, parts.codec
+        self._num_cut_requests, self._num_cut_tokens = 0, 0
         self._unwritten = {self._codec.pad, self._codec.start, self._codec.end}
         self.max_length = max_length or parts.scorer.context
-        self.batch_size = 16 if batch_size in (None, "auto") else int(batch_size)
+        self.batch_size = _batch_size(batch_size)
         if self.batch_size < 1:
             raise ConfigError(f"lm_eval: batch_size {batch_size}: give a whole number, 1 or more.")
 
@@ -83,19 +85,20 @@ class HarnessModel:
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes beside its results."""
-        return {"model": self._parts.what, "max_length": self.max_length}
+        cut = {"num_cut_requests": self._num_cut_requests, "num_cut_tokens": self._num_cut_tokens}
+        return {"model": self._parts.what, "max_length": self.max_length} | cut
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """The tokens of a text, after those that every text begins with unless it has its start already."""
         tokens = self._codec.encode(string)
         mark = self._codec.decode([self.prefix_token_id])
-        begun = add_special_tokens is None and bool(mark.strip("\\0")) and string.startswith(mark)
+        begun = add_special_tokens is None and bool(mark.strip("\0")) and string.startswith(mark)
         return tokens if begun or add_special_tokens is False else [*self._codec.opening, *tokens]
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        texts = []
+        texts, cut = [], list[int]()
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:
                 raise ConfigError(
@@ -103,7 +106,9 @@ class HarnessModel:
                     f"{self.max_length:,} at a time. Leave the task out, or train on longer texts (--data.length)."
                 )
             whole = [*context, *continuation][-(self.max_length + 1) :]
+            cut.append(len(context) + len(continuation) - len(whole))
             texts.append(ScoredText(whole, len(whole) - len(continuation)))
+        self._count_cut(cut)
         with import_harness("tqdm").tqdm(total=len(texts), desc="log-likelihoods", disable=disable_tqdm or None) as bar:
 
             def advance(count: int) -> None:
@@ -136,13 +141,15 @@ class HarnessModel:
         """The text that continues each context, up to a stop text; those of equal settings side by side."""
         texts = [""] * len(requests)
         groups: dict[str, list[int]] = {}
+        cut = list[int]()
         for number, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(number)
         with import_harness("tqdm").tqdm(total=len(requests), desc="texts", disable=disable_tqdm or None) as bar:
             for numbers in groups.values():
                 how = self._sampling(requests[numbers[0]].args[1])
-                prompts = {n: self.tok_encode(requests[n].args[0])[-(self.max_length - how.num_tokens) :]
-                           for n in numbers}  # fmt: skip
+                whole = {n: self.tok_encode(requests[n].args[0]) for n in numbers}
+                prompts = {n: tokens[-(self.max_length - how.num_tokens) :] for n, tokens in whole.items()}
+                cut += [len(tokens) - len(prompts[n]) for n, tokens in whole.items()]
                 order = sorted(numbers, key=lambda n: -len(prompts[n]))
                 rows = min(self.batch_size, len(order))
                 for first in range(0, len(order), rows):
@@ -151,7 +158,19 @@ class HarnessModel:
                         texts[n] = text
                         self.cache_hook.add_partial("generate_until", requests[n].args, text)
                     bar.update(len(batch))
+        self._count_cut(cut)
         return texts
+
+    def _count_cut(self, cut: Sequence[int]) -> None:
+        """Counts what the contexts of all requests of a kind lack, `cut` tokens each. Warns if there is something."""
+        if lacking := sum(tokens > 0 for tokens in cut):
+            self._num_cut_requests += lacking
+            self._num_cut_tokens += sum(cut)
+            warnings.warn(
+                f"lm_eval: {lacking:,} of {len(cut):,} contexts are longer than the {self.max_length:,} tokens that "
+                f"the network reads at a time, and lack their first tokens, {sum(cut):,} in all",
+                stacklevel=3,
+            )
 
     def _write(self, prompts: Sequence[Sequence[int]], how: Sampling, places: Sequence[int], rows: int) -> list[str]:
         prompts = [prompt or [self.prefix_token_id] for prompt in prompts]
@@ -207,6 +226,16 @@ class HarnessParts:
         """Those of a `jaxdl.Predictor`. Raises ConfigError for a network that does not read text."""
         predictor.check_text("lm_eval")
         return cls(Scorer(predictor), lambda: predictor.decoder, predictor.codec, what)
+
+
+def _batch_size(given: int | str | None) -> int:
+    """How many texts are written side by side; `auto` and `auto:N` are the harness's words. Raises ConfigError."""
+    if given is None or str(given).partition(":")[0] == "auto":
+        return 16
+    try:
+        return int(given)
+    except ValueError:
+        raise ConfigError(f"lm_eval: batch_size {given}: give a whole number, 1 or more, or auto.") from None
 
 
 def _until(text: str, stop: Sequence[str]) -> str:

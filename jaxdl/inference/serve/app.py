@@ -68,7 +68,8 @@ class _Api:
     def __init__(self, served: Served, engine: Engine, limits: Limits) -> None:
         self._served, self._engine, self._limits = served, engine, limits
         self._created = int(time.time())
-        # One thread: some tokenizers are not made for several, and a long text keeps no other request from its answer.
+        # One thread, so that a long text keeps no other request from its answer. Tokens become text outside it at the
+        # same time, which the tokenizers allow.
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
         self.gate: Gate | None = None
 
