@@ -17,7 +17,7 @@ from jaxdl.inference.convert import from_hf
 from jaxdl.inference.convert.__main__ import main
 from jaxdl.inference.convert.checkpoint import Checkpoint
 from jaxdl.inference.convert.layouts import layout_for, layout_of
-from jaxdl.models import MixtureOfExperts, RopeScaling, Transformer
+from jaxdl.models import RopeScaling, Transformer
 from jaxdl.parallel.lease import Lease
 
 WORDS = {"type": "WordLevel", "vocab": {"<eos>": 0, **{f"w{n}": n for n in range(1, 30)}}, "unk_token": "<eos>"}
@@ -168,29 +168,6 @@ def test_windows_are_those_of_transformers(kind, settings, window):
     assert layout.model(written) == model.replaced({"vocab_size": None})
     if kind.startswith("qwen"):  # As versions of transformers without layer_types read it.
         assert layout.model({**written, "layer_types": None}).window == window
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("mixtral", {"layer_types": [SLIDING, FULL]}),
-        ("mixtral", {"layer_types": [FULL] * 2}),
-        ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 1}),
-        ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 28}),
-    ],
-)
-def test_windows_that_transformers_has_otherwise_are_refused(kind, settings):
-    """In 5.24 every layer of a mixture has `sliding_window`, whatever else the config says."""
-    config = CONFIGS[kind] | {"sliding_window": 7} | settings
-    with pytest.raises(jaxdl.ConfigError, match=f"sliding_window = 7, which transformers gives every layer of {kind}"):
-        layout_of(config, "").model(config)
-
-
-def test_a_mixture_with_windows_in_some_layers_has_no_layout():
-    model = MixtureOfExperts(num_layers=2, window=4, full_layers=(1,), balance="loss")
-    with pytest.raises(jaxdl.ConfigError, match="has no full_layers="):
-        layout_for(model)
-    assert layout_for(model.replaced({"full_layers": ()})).model_type == "mixtral"
 
 
 def other(change):
