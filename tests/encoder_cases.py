@@ -35,6 +35,35 @@ CONFIGS = {
                                     "mlp_bias": True, "classifier_bias": True, "global_attn_every_n_layers": 2,
                                     "global_rope_theta": 500.0, "local_rope_theta": 50.0},
 }  # fmt: skip
+_ANY = {
+    "architectures": None, "output_hidden_states": False, "return_dict": True, "dtype": None,
+    "chunk_size_feed_forward": 0, "is_encoder_decoder": False, "problem_type": None, "bos_token_id": None,
+    "eos_token_id": None, "tie_word_embeddings": True, "_name_or_path": "", "output_attentions": False,
+    "initializer_range": 0.02, "transformers_version": "5.24.0",
+}  # fmt: skip
+_ANY_BERT = _ANY | {
+    "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12, "use_cache": True, "classifier_dropout": None, "is_decoder": False,
+    "add_cross_attention": False,
+}  # fmt: skip
+DEFAULTS = {
+    "bert": _ANY_BERT | {"gradient_checkpointing": False, "directionality": "bidi", "pooler_num_fc_layers": 3},
+    "roberta": _ANY_BERT,
+    "xlm_roberta": _ANY_BERT | {"output_past": True},
+    "distilbert": _ANY | {"sinusoidal_pos_embds": False, "dropout": 0.1, "attention_dropout": 0.1, "activation": "gelu",
+                          "qa_dropout": 0.1, "seq_classif_dropout": 0.2, "tie_weights_": True},
+    "modernbert": _ANY | {
+        "hidden_activation": "gelu", "initializer_cutoff_factor": 2.0, "norm_eps": 1e-5, "norm_bias": False,
+        "attention_bias": False, "attention_dropout": 0.0, "local_attention": 128, "embedding_dropout": 0.0,
+        "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                            "full_attention": {"rope_type": "default", "rope_theta": 160000.0}},
+        "mlp_bias": False, "mlp_dropout": 0.0, "decoder_bias": True, "classifier_pooling": "cls",
+        "classifier_dropout": 0.0, "classifier_bias": False, "classifier_activation": "gelu",
+        "deterministic_flash_attn": False, "sparse_prediction": False, "sparse_pred_ignore_index": -100,
+        "layer_norm_eps": 1e-5, "position_embedding_type": "absolute", "reference_compile": None,
+    },
+}  # fmt: skip
+"""What transformers 5.24 writes besides, and older files have."""
 
 
 def recorded():

@@ -152,6 +152,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
                    "layer_types": [FULL] * 3}, None),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "layer_types": [SLIDING] * 3}, 7),
         ("llama", {"sliding_window": 7, "layer_types": [SLIDING] * 3}, None),
+        ("mixtral", {"sliding_window": 7}, 7),
+        ("qwen3_moe", {"sliding_window": 7, "max_window_layers": 2}, None),
+        ("qwen3_moe", {"sliding_window": 7, "use_sliding_window": True}, 7),
     ],
 )  # fmt: skip
 def test_windows_are_those_of_transformers(kind, settings, window):

@@ -1,6 +1,7 @@
 """`python -m jaxdl.convert from-timm` and `to-timm`: small networks, and the logits that timm and torchvision had."""
 
 import json
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from timm_cases import CASES, MEAN, STD, images, recorded, weights
 import jaxdl
 from jaxdl.inference.convert.__main__ import main
 from jaxdl.inference.convert.from_timm import Asked, Network
+from jaxdl.inference.convert.vit import TimmViT
+from jaxdl.models import ViT
 
 LEVELS = [*("--mean", *map(str, MEAN)), *("--std", *map(str, STD))]
 NAMES = ["cat", "dog", "owl", "a hen", "bee"]
@@ -82,12 +85,59 @@ def test_the_tensors_come_back(workdir, tmp_path, capsys):
     np.testing.assert_allclose(config["pretrained_cfg"]["mean"], MEAN, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("given", "pool"),
+    [
+        ({}, "token"),
+        ({"model_args": {"global_pool": "token"}, "global_pool": "avg"}, "token"),
+        ({"model_args": {"global_pool": "avg", "fc_norm": False, "class_token": True}}, "mean"),
+        ({"global_pool": "avg"}, "mean"),
+        ({"model_args": {"fc_norm": True}}, "fc_norm = True of its config is not that of its tensors"),
+        ({"global_pool": "map"}, "global_pool = 'map' of its config is not converted"),
+        ({"model_args": {"depth": 3}}, "depth = 3 of its config is not that of its tensors, 2"),
+        ({"model_args": {"act_layer": "gelu_tanh"}}, "act_layer = 'gelu_tanh' in model_args"),
+        ({"model_args": [1]}, "must be an object"),
+        ({"architecture": "vit_base_patch16_siglip_gap_224"}, "no network that jaxdl is known to compute"),
+        ({"architecture": "vit_base_patch16_224.augreg_in21k"}, "token"),
+        ({"architecture": "resnet50"}, "no network that jaxdl is known to compute"),
+    ],
+)
+def test_what_a_config_says_of_a_vit_counts(tmp_path, given, pool):
+    file = write_network(tmp_path / "model.safetensors", "vit_token")
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    if " " in pool:
+        with pytest.raises(jaxdl.ConfigError, match=pool):
+            Network(file, Asked())
+    else:
+        found = Network(file, Asked())
+        assert found.model.pool == pool
+        assert ("no config.json says which network" in found.remarks[0]) == ("architecture" not in given)
+
+
+def test_a_vit_that_reads_the_mean_beside_a_class_token_comes_back(tmp_path):
+    layout, model = TimmViT(), ViT(size="tiny", patch=8, class_token=True, pool="mean", positions="learned", grid=4)
+    _, given = layout.timm(model, 32)
+    shapes = recorded()["vit_token"]["shapes"]
+    assert layout.model(shapes, {**given, "depth": 2}) == model.replaced({"num_layers": 2})
+    assert layout.model(shapes, {}).pool == "token"
+
+
+@pytest.mark.parametrize("name", ["resnetaa50", "resnetblur50", "resnet50_clip", "seresnet50"])
+def test_resnets_with_parts_without_tensors_are_refused(tmp_path, name):
+    file = write_network(tmp_path / "model.safetensors", "resnet18")
+    for said, refused in ((name, True), ("resnet18", False), ("tv_resnet34.tv_in1k", False)):
+        (tmp_path / "config.json").write_text(json.dumps({"architecture": said, "global_pool": "avg"}))
+        with pytest.raises(jaxdl.ConfigError, match=f"{said} is no network") if refused else nullcontext():
+            Network(file, Asked())
+
+
 WRONG = [
     (lambda x: {k: v for k, v in x.items() if k != "blocks.1.attn.proj.bias"}, "missing: blocks.1.attn.proj.bias"),
     (lambda x: x | {"norm_pre.weight": x["norm.weight"]}, "unexpected: norm_pre.weight"),
     (lambda x: x | {"head.bias": x["head.bias"][:4]}, "of another shape: head.bias is [4], not [5]"),
     (lambda x: {"stem.0.weight": x["head.weight"]}, "of none of the networks that are converted: ResNet, ViT of timm"),
     (lambda x: x | {"patch_embed.proj.weight": np.zeros((200, 3, 8, 8), np.float32)}, "tokens of 200 numbers"),
+    (lambda x: {k: v for k, v in x.items() if k != "pos_embed"}, "its table of positions has 0 rows"),
 ]
 
 

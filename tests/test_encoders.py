@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from encoder_cases import CONFIGS, NUM_TOKENS, TOKENS, TYPES, recorded, tensors_of
+from encoder_cases import CONFIGS, DEFAULTS, NUM_TOKENS, TOKENS, TYPES, recorded, tensors_of
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import jaxdl
 from jaxdl.inference.convert.__main__ import main as convert
 from jaxdl.inference.convert.checkpoint import Checkpoint
-from jaxdl.inference.convert.layouts import layout_for
+from jaxdl.inference.convert.layouts import layout_for, layout_of
 from jaxdl.models import Encoder, Model
 
 
@@ -107,12 +107,33 @@ def test_an_encoder_without_a_head_gets_a_fresh_one(tmp_path):
         ("modernbert", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2}, "layer_types = "),
         ("modernbert", {"mlp_bias": True}, "mlp_bias = True is not converted"),
         ("modernbert", {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "only default ones"),
+        ("modernbert", {"rope_parameters": {"full_attention": {"type": "yarn"}}}, "only default ones"),
+        ("modernbert", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "only default ones"),
+        ("modernbert", {"rope_parameters": {"full_attention": [1]}}, "only default ones"),
+        ("modernbert", {"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}}}, "partial_rot"),
+        ("modernbert", {"rope_parameters": {"full_attention": {"factor": 2.0}}}, "factor = 2.0 of rotary positions"),
+        ("modernbert", {"is_causal": True}, "is_causal = True is not converted"),
+        ("modernbert", {"is_decoder": True}, "is_decoder = True is not converted"),
+        ("distilbert", {"pruned_heads": {"0": [1]}}, "pruned_heads = {'0': [1]} is not converted"),
+        ("roberta", {"is_encoder_decoder": True}, "is_encoder_decoder = True is not converted"),
+        ("roberta", {"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not converted"),
+        ("bert", {"attention_window": 4}, "attention_window = 4 is no setting of bert that jaxdl knows"),
+        ("bert", {"num_labels": 1, "id2label": None}, "num_labels = 1 is one class alone"),
+        ("bert", {"hidden_act": ["gelu"]}, "hidden_act = ['gelu'] is not converted, only gelu"),
     ],
 )  # fmt: skip
 def test_what_is_not_computed_is_refused(name, settings, problem, tmp_path):
     folder = write_checkpoint(tmp_path / "hf", name, **settings)
     with pytest.raises(jaxdl.ConfigError, match=re.escape(problem)):
         Checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_what_transformers_and_to_hf_write_is_known(name):
+    config = DEFAULTS[name] | CONFIGS[name]
+    layout = layout_of(config, "")
+    for known in (config, layout.config(layout.model(config), 20) | {"vocab_size": 32}):
+        layout.check(known)
 
 
 @pytest.mark.parametrize(

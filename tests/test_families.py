@@ -150,6 +150,8 @@ LONG = FAMILIES["phi3_short"]["rope_parameters"]
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not converted"),
         ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping = -1.0 must be a number above 0"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not converted"),
+        ("gemma3", {"rope_parameters": {"full_attention": [1]}}, "rope_parameters.full_attention = [1] must be an"),
+        ("gemma2", {"mlp_bias": True}, "mlp_bias = True is not converted"),
         ("gemma3", {"sliding_window": None}, "layer_types has sliding_attention, and no sliding_window is in use"),
         ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}},
          "rope_type = 'yarn' of sliding_attention is not converted"),

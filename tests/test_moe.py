@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hf_cases import CONFIGS
 from runs import MESHES, ONE_DEVICE, assert_bit_equal, saved_state
 from safetensors import safe_open
 from test_gpu_rules import EXPERIMENT, one_step, oracle
@@ -13,6 +14,8 @@ from test_gpu_rules import EXPERIMENT, one_step, oracle
 import jaxdl
 from jaxdl.core.config import ConfigError
 from jaxdl.inference.convert.__main__ import main
+from jaxdl.inference.convert.layouts import layout_for, layout_of
+from jaxdl.inference.convert.settings import FULL, SLIDING
 from jaxdl.inference.convert.to_hf import to_hf
 from jaxdl.models import MixtureOfExperts, Network
 from jaxdl.models.elementwise import swiglu
@@ -196,3 +199,26 @@ def test_what_no_layout_has_is_refused(tmp_path):
     jaxdl.train(experiment, tmp_path / "run", quiet=True, devices=jax.devices()[:1])
     with pytest.raises(ConfigError, match=r"no layout of Hugging Face's: \w+ has no .*router=sigmoid"):
         to_hf(tmp_path / "run", tmp_path / "there")
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("mixtral", {"layer_types": [SLIDING, FULL]}),
+        ("mixtral", {"layer_types": [FULL] * 2}),
+        ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 1}),
+        ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 28}),
+    ],
+)
+def test_windows_that_transformers_has_otherwise_are_refused(kind, settings):
+    """In 5.24 every layer of a mixture has `sliding_window`, whatever else the config says."""
+    config = CONFIGS[kind] | {"sliding_window": 7} | settings
+    with pytest.raises(ConfigError, match=f"sliding_window = 7, which transformers gives every layer of {kind}"):
+        layout_of(config, "").model(config)
+
+
+def test_a_mixture_with_windows_in_some_layers_has_no_layout():
+    model = MixtureOfExperts(num_layers=2, window=4, full_layers=(1,), balance="loss")
+    with pytest.raises(ConfigError, match="has no full_layers="):
+        layout_for(model)
+    assert layout_for(model.replaced({"full_layers": ()})).model_type == "mixtral"

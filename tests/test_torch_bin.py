@@ -93,6 +93,47 @@ def test_no_form_of_a_pickle_is_executed(write, tmp_path, protocol):
         assert not made.exists()
 
 
+def _named(module, name):
+    return f"c{module}\n{name}\n".encode()
+
+
+_TENSOR = (
+    b"}(X\x01\0\0\0x" + _named("torch._utils", "_rebuild_tensor_v2") + b"((X\x07\0\0\0storage"
+    + _named("torch", "FloatStorage") + b"X\x01\0\0\x000X\x03\0\0\0cpuK\x0ctQK\0K\x03K\x04\x86K\x04K\x01\x86\x89NtR"
+)  # fmt: skip
+"""A pickle up to where a tensor [3, 4] is the last on its stack."""
+
+
+@pytest.mark.parametrize(
+    ("pickled", "problem"),
+    [
+        # Strides that read before the numbers, in both forms of a state, after the tensor is made.
+        (_TENSOR + b"}X\x07\0\0\0stridesI-90000\nI1\n\x86sbu.", "it changes what describes a tensor"),
+        (_TENSOR + b"N}X\x07\0\0\0stridesI-90000\nI1\n\x86s\x86bu.", "it changes what describes a tensor"),
+        (_named("torch._utils", "_rebuild_parameter") + b"}X\x01\0\0\0xK\x01sb.", "it changes what describes"),
+        (b"}r\xff\xff\xff\x7f.", "it remembers an object under the number 2147483647"),
+    ],
+)
+def test_a_pickle_changes_no_tensor(write, pickled, problem):
+    np.testing.assert_array_equal(tensors_in_bin(_with_pickle(write, _TENSOR + b"u."))["x"].read(), NUMBERS)
+    with pytest.raises(ConfigError, match=problem):
+        tensors_in_bin(_with_pickle(write, pickled))
+
+
+@pytest.mark.parametrize("member", ["data.pkl", "byteorder"])
+def test_members_that_would_be_unpacked_are_refused(write, member):
+    path = write("tensors")
+    with zipfile.ZipFile(path) as archive:
+        members = {info.filename: archive.read(info) for info in archive.infolist()}
+    members.setdefault("archive/byteorder", b"little")
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            large = name.endswith(member)
+            archive.writestr(name, content, zipfile.ZIP_DEFLATED if large else zipfile.ZIP_STORED)
+    with pytest.raises(ConfigError, match=f"{member} is compressed"):
+        tensors_in_bin(path)
+
+
 def _with_pickle(write, pickled):
     """A file with another pickle."""
     path = write("tensors")

@@ -30,6 +30,12 @@ class BERT(EncoderLayout):
         **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), SHARE),
         "classifier_dropout": SHARE.or_null,
     }  # fmt: skip
+    others = (
+        *EncoderLayout.others, "hidden_act", "position_embedding_type",
+        # Multilingual BERT has these, which only TensorFlow's first program read.
+        "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
+        "pooler_size_per_head", "pooler_type",
+    )  # fmt: skip
     default_epsilon: ClassVar[float] = 1e-12
     drops_input: ClassVar[bool] = False
 
@@ -37,8 +43,6 @@ class BERT(EncoderLayout):
         """The model of a config.json."""
         settings = Settings(config)
         settings.must("position_embedding_type", "absolute", missing="absolute")
-        settings.must("is_decoder", False, missing=False)
-        settings.must("add_cross_attention", False, missing=False)
         offset = self.offset(config)
         settings.refuse_if(config["max_position_embeddings"] <= offset, "max_position_embeddings", "is too small")
         return Encoder(

@@ -28,6 +28,8 @@ class DistilBERT(EncoderLayout):
         **dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), SHARE),
     }  # fmt: skip
 
+    others = (*EncoderLayout.others, "activation", "sinusoidal_pos_embds", "qa_dropout", "tie_weights_")
+
     def model(self, config: Mapping[str, Any]) -> Encoder:
         """The model of a config.json; sinusoidal positions are numbers of its table, which are read as they are."""
         return Encoder(

@@ -12,7 +12,7 @@ import numpy as np
 from jaxdl.core.errors import ConfigError
 from jaxdl.data import DataSpec, LabelledTextSpec
 from jaxdl.inference.convert.layouts import HFLayout, Tensor
-from jaxdl.inference.convert.settings import COUNT, OBJECT
+from jaxdl.inference.convert.settings import COUNT, OBJECT, Settings
 from jaxdl.inference.convert.tensors import Stored
 from jaxdl.models import Encoder
 from jaxdl.training.tasks import Classification, Task
@@ -48,6 +48,7 @@ class EncoderLayout(HFLayout):
 
     kind = "encoder"
     reads_sentencepiece = False
+    others = ("is_causal", "gradient_checkpointing", "output_past")
     head: ClassVar[tuple[str, ...]] = ("classifier.",)
     """What the names of the tensors of the head begin with; a checkpoint may lack them."""
     other_heads: ClassVar[tuple[str, ...]] = ()
@@ -66,9 +67,12 @@ class EncoderLayout(HFLayout):
         return self.model(config).max_length
 
     def check(self, config: Mapping[str, Any]) -> None:
-        """Raises ConfigError for a setting of another type, and for what is no classification into single classes."""
-        several = {"vocab_size": COUNT, "num_labels": COUNT, "id2label": OBJECT.or_null}
-        for name, form in {**several, **self.forms}.items():
+        """Raises ConfigError for a setting of another type, out of range, or that is not known; and for what is no
+        classification into single classes."""
+        for name in ("is_decoder", "is_causal"):
+            Settings(config).must(name, False, None, missing=False)
+        super().check(config)
+        for name, form in {"num_labels": COUNT, "id2label": OBJECT.or_null}.items():
             if name in config:
                 form.check(name, config[name])
         if (problem := config.get("problem_type")) not in (None, "single_label_classification"):
@@ -131,6 +135,8 @@ def class_names(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the classes of a config.json, by number. Raises ConfigError for what names none, or one twice."""
     given = config.get("id2label")
     if given is None:
+        if config.get("num_labels") == 1:
+            raise ConfigError("num_labels = 1 is one class alone: a network that gives a number is not converted.")
         return tuple(f"LABEL_{number}" for number in range(config.get("num_labels", 2)))
     try:
         by_number = {int(number): str(name) for number, name in given.items()}
@@ -148,7 +154,7 @@ def class_names(config: Mapping[str, Any]) -> tuple[str, ...]:
 def activation(config: Mapping[str, Any], name: str, missing: str) -> Any:
     """The activation that a setting names. Raises ConfigError for another."""
     value = config.get(name, missing)
-    if value not in ACTIVATIONS:
+    if not isinstance(value, str) or value not in ACTIVATIONS:
         raise ConfigError(f"{name} = {value!r} is not converted, only {', '.join(ACTIVATIONS)}.")
     return ACTIVATIONS[value]
 

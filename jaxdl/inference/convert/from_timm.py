@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,13 +71,12 @@ class Network:
             {name: x.read() for name, x in stored.items() if not self.layout.is_ignored(name)}
         )
         shapes = {name: x.shape for name, x in self.tensors.items()}
+        self.remarks: list[str] = []
         try:
             with one_message():
-                self.model: Model = self.layout.model(shapes)
+                self.model: Model = self.layout.model(shapes, self._arguments(config))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
-        self.remarks: list[str] = []
-        self._check_settings(config)
         num_classes = self._head(shapes)
         size = asked.size or _input_size(config) or self.layout.size(shapes) or _SIZE
         if isinstance(patch := getattr(self.model, "patch", 1), int) and size % patch:
@@ -126,12 +126,27 @@ class Network:
             self.remarks.append(f"{_WHITE}as ImageNet's are usual, mean 0.485 0.456 0.406, is taken{half}")
         return values[0], values[1]
 
-    def _check_settings(self, config: Mapping[str, Any]) -> None:
-        """Raises ConfigError for a network of which the file says that it computes something else."""
-        architecture = str(config.get("architecture", ""))
-        for word in ("quickgelu", "resnext", "seresnet", "ecaresnet", "resnetv2", "resnetblur"):
-            if word in architecture:
-                raise ConfigError(f"{self.path}: {architecture} is a network that jaxdl does not compute.")
+    def _arguments(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """timm's arguments of the network. Raises ConfigError where the file says that it computes something else."""
+        architecture, arguments = config.get("architecture"), config.get("model_args") or {}
+        if architecture is None:
+            self.remarks.append(
+                f"no config.json says which network of timm or torchvision it is: it is taken for a plain "
+                f"{self.layout.name}, as parts without tensors (activations, anti-aliasing, pooling) cannot be checked"
+            )
+        elif not re.fullmatch(rf"({self.layout.architectures})(\..*)?", str(architecture)):
+            raise ConfigError(
+                f"{architecture} is no network that jaxdl is known to compute. If it computes what a plain "
+                f"{self.layout.name} does, take architecture out of its config.json."
+            )
+        if not isinstance(arguments, dict):
+            raise ConfigError(f"model_args = {arguments!r} of its config.json must be an object.")
+        if other := [name for name in arguments if name not in self.layout.arguments]:
+            raise ConfigError(
+                f"{other[0]} = {arguments[other[0]]!r} in model_args of its config.json is not converted."
+            )
+        pool = _setting(config, "global_pool")
+        return ({} if pool is None else {"global_pool": pool}) | arguments
 
 
 def from_timm(path: Path, workdir: Path, asked: Asked, progress: Progress = lambda done, every: None) -> str:

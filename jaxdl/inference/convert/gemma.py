@@ -9,7 +9,17 @@ from jaxdl.core.errors import ConfigError
 from jaxdl.inference.convert.layouts import Tensor
 from jaxdl.inference.convert.llama import Llama
 from jaxdl.inference.convert.rope import read_kind, rope_fields, write_rope
-from jaxdl.inference.convert.settings import COUNT, FULL, POSITIVE, SLIDING, Form, Settings, layer_types, windows
+from jaxdl.inference.convert.settings import (
+    COUNT,
+    FULL,
+    OBJECT,
+    POSITIVE,
+    SLIDING,
+    Form,
+    Settings,
+    layer_types,
+    windows,
+)
 from jaxdl.models import Transformer
 
 _GELU = ("gelu_pytorch_tanh", "gelu_new")
@@ -43,6 +53,7 @@ class Gemma2(Llama):
         # What counts is the one above; files have this one beside it, and the first ones of Gemma had "gelu".
         settings.must("hidden_act", *_GELU, "gelu", None, missing=None)
         settings.must("attention_bias", False, True, missing=False)
+        settings.must("mlp_bias", False, missing=False)
         settings.must("use_bidirectional_attention", False, None, missing=None)
 
     def windows(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,6 +129,8 @@ class Gemma3(Gemma2):
             both = {FULL: both}
         if other := set(both) - {FULL, SLIDING}:
             raise ConfigError(f"rope_parameters has {min(other)}: {FULL} and {SLIDING} are converted.")
+        for kind in (FULL, SLIDING):
+            OBJECT.or_null.check(f"rope_parameters.{kind}", both.get(kind))
         full, local = (dict(both.get(kind) or {}) for kind in (FULL, SLIDING))
         local = {"rope_theta": config["rope_local_base_freq"], **local}
         kind = local.get("rope_type", local.get("type", "default"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -50,6 +50,10 @@ class ImageLayout(abc.ABC):
     """A tensor that all of them have, and those of no other layout."""
     head: ClassVar[str]
     """The name of the matrix of the logits."""
+    architectures: ClassVar[str]
+    """The names of timm, as a regular expression, of networks that have this layout and no parts without tensors."""
+    arguments: ClassVar[Collection[str]] = ("num_classes", "in_chans", "drop_rate", "drop_path_rate", "global_pool")
+    """The arguments of timm's that `model` reads, or that tensors tell, or that are for training alone."""
     crop: ClassVar[float]
     """The part of the shorter side that evaluations keep, where a file does not say."""
 
@@ -59,8 +63,11 @@ class ImageLayout(abc.ABC):
             _layouts.append(cls())
 
     @abc.abstractmethod
-    def model(self, shapes: Shapes) -> Model:
-        """The model of a file with tensors of these shapes. Raises ConfigError for what jaxdl does not compute."""
+    def model(self, shapes: Shapes, given: Mapping[str, Any]) -> Model:
+        """The model of a file with tensors of these shapes, whose config gives these arguments of timm's.
+
+        Raises ConfigError for what jaxdl does not compute.
+        """
 
     @abc.abstractmethod
     def pairs(self, model: Any) -> Iterator[Pair]:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from jaxdl.core.errors import ConfigError
 from jaxdl.inference.convert.encoders import NAMES, EncoderLayout, activation, classifier, norm, product
 from jaxdl.inference.convert.layouts import Tensor
+from jaxdl.inference.convert.rope import read_kind
 from jaxdl.inference.convert.settings import (
     COUNT,
     FLAG,
@@ -44,6 +45,14 @@ class ModernBERT(EncoderLayout):
         **dict.fromkeys((*_DROPOUTS, "classifier_dropout"), SHARE),
         "layer_types": TEXTS.or_null, "rope_parameters": OBJECT.or_null,
     }  # fmt: skip
+
+    others = (
+        *EncoderLayout.others, "hidden_activation", "classifier_activation", "classifier_pooling", "rope_scaling",
+        "initializer_cutoff_factor", "decoder_bias", "deterministic_flash_attn", "sparse_prediction",
+        "sparse_pred_ignore_index", "reference_compile", "repad_logits_with_grad",
+        # The first files have these, and transformers reads `norm_eps` and rotary positions.
+        "layer_norm_eps", "position_embedding_type",
+    )  # fmt: skip
 
     def model(self, config: Mapping[str, Any]) -> Encoder:
         """The model of a config.json."""
@@ -150,12 +159,14 @@ class ModernBERT(EncoderLayout):
 def _theta(config: Mapping[str, Any], kind: str) -> float:
     """The base of the wavelengths in layers of a kind. Raises ConfigError for positions that are stretched."""
     older, usual = _THETAS[kind]
-    rope = (config.get("rope_parameters") or {}).get(kind) or {}
-    if not isinstance(rope, Mapping) or rope.get("rope_type", "default") != "default" or config.get("rope_scaling"):
-        raise ConfigError(f"rope_parameters = {config.get('rope_parameters')!r} are not converted, only default ones.")
-    theta = rope.get("rope_theta") or config.get(older) or usual
-    POSITIVE.check("rope_theta", theta)
-    return theta
+    both = config.get("rope_parameters") or {}
+    rope = both.get(kind) or {}
+    form = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else None
+    if form != "default" or set(both) - _THETAS.keys() or config.get("rope_scaling"):
+        name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+        raise ConfigError(f"{name} = {config[name]!r} are not converted, only default ones of {FULL} and {SLIDING}.")
+    given = {name: value for name, value in rope.items() if value is not None}
+    return read_kind({}, {"rope_theta": config.get(older) or usual, **given}, form).theta
 
 
 def _global_every(config: Mapping[str, Any]) -> int:

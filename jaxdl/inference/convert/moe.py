@@ -48,6 +48,23 @@ class _MoE(Llama):
             balance_rate=config.get(_ROUTER_LOSS) or None,
         )
 
+    def windows(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """One window in all layers, or none: transformers reads no kinds of layers of a mixture. Raises ConfigError."""
+        found = super().windows(config)
+        window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+        if found and (found["window"] != window or found.get("full_layers")):
+            raise ConfigError(
+                f"layer_types and max_window_layers do not say that all layers have sliding_window = {window}, which "
+                f"transformers gives every layer of {self.model_type}. Make them the same, or take them out."
+            )
+        return found
+
+    def other(self, model: Any) -> list[str]:
+        """What a model computes otherwise than any model of this layout: also windows in some layers alone."""
+        if model.kind == self.kind and model.full_layers:
+            return [f"full_layers={model.full_layers}"]
+        return super().other(model)
+
     def normalized(self, config: Mapping[str, Any]) -> bool:
         """Whether the weights of a token's experts are 1 together."""
         return config["norm_topk_prob"]
@@ -120,7 +137,7 @@ class Qwen3Moe(_MoE, Qwen3):
     }  # fmt: skip
     defaults: ClassVar[Mapping[str, Any]] = {
         **Qwen3.defaults, "num_key_value_heads": 4, "head_dim": None, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768, "norm_topk_prob": False, "router_aux_loss_coef": 0.001,
+        "moe_intermediate_size": 768, "norm_topk_prob": False, "max_window_layers": 0, "router_aux_loss_coef": 0.001,
     }  # fmt: skip
 
     def model(self, config: Mapping[str, Any]) -> Transformer:

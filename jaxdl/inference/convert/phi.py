@@ -96,7 +96,7 @@ class Phi3(Llama):
 
     def is_at_home(self, model: Transformer) -> bool:
         """With `longrope`: in transformers this class alone reads a text again when its rotation changes."""
-        return model.rope_scaling is not None and model.rope_scaling.form == "longrope"
+        return model.kind == self.kind and model.rope_scaling is not None and model.rope_scaling.form == "longrope"
 
     def tensors(self, model: Transformer) -> Iterator[Tensor]:
         """All tensors of a model."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxdl.core.errors import ConfigError
@@ -21,10 +21,13 @@ class ResNetLayout(ImageLayout):
     name = "ResNet"
     probe = "layer1.0.conv1.weight"
     head = "fc.weight"
+    architectures = r"(tv_|gluon_|ssl_|swsl_)?resnet(18|34|50|101|152)(_v1b)?"
     crop = 0.875
 
-    def model(self, shapes: Shapes) -> ResNet:
+    def model(self, shapes: Shapes, given: Mapping[str, Any]) -> ResNet:
         """By the number of blocks, and whether they have three convolutions."""
+        if given.get("global_pool", "avg") != "avg":
+            raise ConfigError(f"global_pool = {given['global_pool']!r} is not converted, only 'avg'.")
         if "conv1.weight" not in shapes:
             raise ConfigError("its stem has several convolutions (ResNet-C or D); jaxdl computes the one with 7x7.")
         found = [re.match(r"layer(\d)\.(\d+)\.conv1\.weight", name) for name in shapes]

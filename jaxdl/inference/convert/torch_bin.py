@@ -32,6 +32,7 @@ _STORAGES = {
 """The classes of a tensor's numbers -> their dtypes, as in a safetensors file."""
 _BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _MOST_PICKLE_BYTES = 100_000_000
+_MOST_ORDER_BYTES = 16
 _LOCAL_HEADER = 30
 """Bytes of a member's header in the archive, before its name and what else is known of it."""
 _ADVICE = (
@@ -57,8 +58,19 @@ class StridedTensor(Stored):
         return np.lib.stride_tricks.as_strided(numbers, self.shape, steps, writeable=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Storage:
+class _Fixed:
+    """What a pickle makes and must not change afterwards."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        """Raises ValueError: an unpickler calls this where a pickle changes an object (BUILD)."""
+        del state
+        raise ValueError("it changes what describes a tensor")
+
+
+@dataclass(frozen=True)
+class _Storage(_Fixed):
     """The numbers of tensors: the member of the archive, and how many there are of which dtype."""
 
     key: str
@@ -66,40 +78,53 @@ class _Storage:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """A tensor as the pickle describes it."""
+@dataclass(frozen=True)
+class _Described(_Fixed):
+    """A tensor as the pickle describes it, which is not checked yet."""
 
     storage: _Storage
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-
-def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> _Described:
-    """`torch._utils._rebuild_tensor_v2`; the rest is about gradients."""
-    del rest
-    sizes = tuple(shape), tuple(strides)
-    if not isinstance(storage, _Storage) or len(sizes[0]) != len(sizes[1]):
-        raise ValueError("a tensor is not described as PyTorch does")
-    if not all(type(x) is int and x >= 0 for x in (offset, *sizes[0], *sizes[1])):
-        raise ValueError("a tensor has a size that is no whole number from 0")
-    last = offset + sum((size - 1) * stride for size, stride in zip(*sizes, strict=True))
-    if 0 not in sizes[0] and last >= storage.count:
-        raise ValueError("a tensor has more numbers than are stored for it")
-    return _Described(storage, offset, *sizes)
+    def check(self) -> None:
+        """Raises ValueError for a tensor that is not within its numbers."""
+        sizes = self.shape, self.strides
+        if not isinstance(self.storage, _Storage) or len(sizes[0]) != len(sizes[1]):
+            raise ValueError("a tensor is not described as PyTorch does")
+        if not all(type(x) is int and x >= 0 for x in (self.offset, *sizes[0], *sizes[1])):
+            raise ValueError("a tensor has a size that is no whole number from 0")
+        last = self.offset + sum((size - 1) * stride for size, stride in zip(*sizes, strict=True))
+        if 0 not in sizes[0] and last >= self.storage.count:
+            raise ValueError("a tensor has more numbers than are stored for it")
 
 
-def _rebuild_parameter(tensor: Any, *rest: Any) -> Any:
+class _RebuildTensor(_Fixed):
+    """`torch._utils._rebuild_tensor_v2`. An object, as a pickle could set attributes of a function."""
+
+    __slots__ = ()
+
+    def __call__(self, storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> _Described:
+        """The rest is about gradients."""
+        del rest
+        return _Described(storage, offset, tuple(shape), tuple(strides))
+
+
+class _RebuildParameter(_Fixed):
     """`torch._utils._rebuild_parameter`."""
-    del rest
-    return tensor
+
+    __slots__ = ()
+
+    def __call__(self, tensor: Any, *rest: Any) -> Any:
+        """The tensor; the rest is about gradients."""
+        del rest
+        return tensor
 
 
 _KNOWN: Mapping[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("torch._utils", "_rebuild_tensor_v2"): _RebuildTensor(),
+    ("torch._utils", "_rebuild_parameter"): _RebuildParameter(),
     ("torch", "Size"): tuple,
     **{("torch", name): dtype for name, dtype in _STORAGES.items()},
 }
@@ -141,11 +166,10 @@ def tensors_in_bin(path: Path) -> dict[str, Stored]:
             if name is None or any("/code/" in other for other in members):
                 raise ConfigError(f"{path}: not a dictionary of tensors, but another archive of PyTorch's. {_ADVICE}")
             head = name.removesuffix("data.pkl")
-            if archive.read(members[f"{head}byteorder"]) != b"little" if f"{head}byteorder" in members else False:
+            order = members.get(f"{head}byteorder")
+            if order is not None and _content(archive, order, _MOST_ORDER_BYTES) != b"little":
                 raise ConfigError(f"{path}: its numbers are big-endian, which is not converted. {_ADVICE}")
-            if members[name].file_size > _MOST_PICKLE_BYTES:
-                raise ValueError(f"{name} has {members[name].file_size:,} bytes")
-            content = _unpickled(archive.read(members[name]))
+            content = _unpickled(_content(archive, members[name], _MOST_PICKLE_BYTES))
             return _found(path, head, content, members)
     except _Refused as error:
         raise ConfigError(
@@ -158,6 +182,13 @@ def tensors_in_bin(path: Path) -> dict[str, Stored]:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path}: not a file of tensors, or a damaged one ({error}). Fetch it again.") from None
+
+
+def _content(archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int) -> bytes:
+    """The bytes of a member. Raises ValueError for one that is compressed, as PyTorch's never are, or too large."""
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size > most:
+        raise ValueError(f"{info.filename} is compressed, or has {info.file_size:,} bytes")
+    return archive.read(info)
 
 
 def _refuse_older(path: Path) -> NoReturn:
@@ -180,6 +211,10 @@ def _unpickled(content: bytes) -> Any:
                 raise _Refused(f"{module}.{name}")
         elif opcode.name in ("INST", "OBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"):
             raise _Refused(f"{strings[-1] if strings else 'an object'} ({opcode.name})")
+        elif opcode.name in ("PUT", "BINPUT", "LONG_BINPUT"):
+            # An unpickler makes room for as many as the highest number says.
+            if isinstance(argument, int) and argument > len(content):
+                raise ValueError(f"it remembers an object under the number {argument}")
         elif isinstance(argument, str):
             strings.append(argument)
     return _Unpickler(io.BytesIO(content)).load()
@@ -187,15 +222,16 @@ def _unpickled(content: bytes) -> Any:
 
 def _found(path: Path, head: str, content: Any, members: Mapping[str, zipfile.ZipInfo]) -> dict[str, Stored]:
     """The tensors of a dictionary. Raises ValueError for one whose numbers are not in the archive."""
-    if not isinstance(content, Mapping):
+    if not isinstance(content, dict):
         raise ValueError(f"its content is {type(content).__name__}, not a dictionary of tensors")
-    if "state_dict" in content and isinstance(content["state_dict"], Mapping):
+    if "state_dict" in content and isinstance(content["state_dict"], dict):
         content = content["state_dict"]
     starts: dict[str, int] = {}
     tensors: dict[str, Stored] = {}
-    for name, tensor in content.items():
+    for name, tensor in dict.items(content):  # A pickle may give an OrderedDict another `items`.
         if not isinstance(tensor, _Described):
             raise ValueError(f"{name} is {type(tensor).__name__}, not a tensor")
+        tensor.check()
         storage = tensor.storage
         info = members[f"{head}data/{storage.key}"]
         size = _BYTES[storage.dtype]

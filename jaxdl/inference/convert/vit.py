@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -25,6 +25,32 @@ class TimmViT(ImageLayout):
     name = "ViT of timm"
     probe = "patch_embed.proj.weight"
     head = "head.weight"
+    architectures = (
+        r"(vit|deit|deit3)_(tiny|small|base|large)_patch\d+_(gap_)?\d+(_in21k|_in21ft1k|_sam|_dino)?"
+        r"|vit_(small|base|large)_patch14_dinov2|flexivit_(small|base|large)"
+    )
+    arguments = (
+        *ImageLayout.arguments,
+        "img_size",
+        "patch_size",
+        "embed_dim",
+        "depth",
+        "num_heads",
+        "mlp_ratio",
+        "qkv_bias",
+        "init_values",
+        "class_token",
+        "no_embed_class",
+        "reg_tokens",
+        "fc_norm",
+        "dynamic_img_size",
+        "dynamic_img_pad",
+        "pos_drop_rate",
+        "patch_drop_rate",
+        "proj_drop_rate",
+        "attn_drop_rate",
+        "weight_init",
+    )
     crop = 0.9
     block: ClassVar[str] = "blocks.{}"
     names: ClassVar[dict[str, str]] = {
@@ -33,7 +59,7 @@ class TimmViT(ImageLayout):
         "qkv_bias": "attn.qkv.bias", "out": "attn.proj", "norm2": "norm2", "up": "mlp.fc1", "down": "mlp.fc2",
     }  # fmt: skip
 
-    def model(self, shapes: Shapes) -> ViT:
+    def model(self, shapes: Shapes, given: Mapping[str, Any]) -> ViT:
         """By the shapes of the patches and positions, and by which parts there are."""
         names = self.names
         embed, _, patch, other = shapes[f"{names['embedding']}.weight"]
@@ -45,20 +71,26 @@ class TimmViT(ImageLayout):
         while f"{self.block.format(layers)}.{names['norm1']}.weight" in shapes:
             layers += 1
         rows = shapes.get(names["positions"], (1, 0, 0))[1]
-        grid = math.isqrt(rows - token)
-        if rows and grid * grid + token != rows:
+        grid = math.isqrt(max(0, rows - token))
+        if not grid or grid * grid + token != rows:
             raise ConfigError(f"its table of positions has {rows} rows, which are not those of a square of patches.")
-        mean = "mean_first" if f"{names['fc_norm']}.weight" in shapes else "token" if token else "mean"
         size: Any = _SIZES[embed]
         default = ViT(size=size).blocks
+        found = {
+            "patch_size": patch, "embed_dim": embed, "depth": layers, "num_heads": embed // HEAD_DIM,
+            "class_token": token,
+        }  # fmt: skip
+        for name, value in found.items():
+            if given.get(name, value) not in (value, [value, value]):
+                raise ConfigError(f"{name} = {given[name]!r} of its config is not that of its tensors, {value}.")
         return ViT(
             size=size,
             patch=patch,
             num_layers=None if layers == default else layers,
             class_token=token,
-            pool=mean,
+            pool=_pool(given, token=token, fc_norm=f"{names['fc_norm']}.weight" in shapes),
             positions="learned",
-            grid=grid or None,
+            grid=grid,
         )
 
     def size(self, shapes: Shapes) -> int | None:
@@ -150,12 +182,25 @@ class TimmViT(ImageLayout):
             yield vector(f"{block}.{names[there]}.bias", f"layers/{here}_bias", layer)
 
 
+def _pool(given: Mapping[str, Any], *, token: bool, fc_norm: bool) -> Any:
+    """What the head reads. Raises ConfigError where a config says something else than the tensors."""
+    usual = "token" if token and not fc_norm else "avg"
+    pool, normed = given.get("global_pool", usual), given.get("fc_norm")
+    if pool not in ("token", "avg") or (pool == "token" and usual == "avg"):
+        raise ConfigError(f"global_pool = {pool!r} of its config is not converted with these tensors, only 'avg'"
+                          f"{' or token' if usual == 'token' else ''}.")  # fmt: skip
+    if normed not in (None, fc_norm):
+        raise ConfigError(f"fc_norm = {normed!r} of its config is not that of its tensors, {fc_norm}.")
+    return "token" if pool == "token" else "mean_first" if fc_norm else "mean"
+
+
 class TorchvisionViT(TimmViT):
     """ViT of torchvision: always with a class token."""
 
     name = "ViT of torchvision"
     probe = "conv_proj.weight"
     head = "heads.head.weight"
+    architectures = r"vit_[bl]_(16|32)"
     crop = 0.875
     block: ClassVar[str] = "encoder.layers.encoder_layer_{}"
     names: ClassVar[dict[str, str]] = {
