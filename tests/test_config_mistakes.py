@@ -152,7 +152,7 @@ def test_a_broken_config_file_is_one_line_with_its_place(name, tmp_path, capsys,
     [
         (["--config", "nowhere.py"], ["nowhere.py", "no such file", "configs/"]),
         (["--config", str(ROOT / "LICENSE")], ["not a Python file", ".py"]),
-        (["--config", str(ROOT / "configs")], ["a folder", "configs/criteo_dcnv2.py"]),
+        (["--config", str(ROOT / "configs")], ["a folder", "configs/chat.py"]),
         (["--optimizer", "lars"], ["--config FILE"]),
         ([], ["--config FILE"]),
         (["--config"], ["--config"]),

@@ -380,7 +380,7 @@ def test_options_may_stand_anywhere(tmp_path, capsys, line):
         (["to-hf", "RUN", "OTHER"], "it has a model.safetensors already"),
         (["to-hf", "RUN", "NEW", "--layout", "gpt2"], "gpt2 has no "),
         (["to-hf", "RUN", "NEW", "--layout", "t5"], "choose one of llama, mistral, qwen2, qwen3, gemma2,"),
-        (["to", "RUN", "NEW"], "to: there is no such command. Commands: from-hf, to-hf."),
+        (["to", "RUN", "NEW"], "to: there is no such command. Commands: from-hf, to-hf, from-timm, to-timm."),
     ],
 )
 def test_mistakes(qwen, tmp_path, capsys, args, problem):

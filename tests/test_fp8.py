@@ -215,9 +215,10 @@ def test_a_step_is_that_of_one_device_with_as_many_scales(mesh, monkeypatch):
     [one_scale], params_of_one_scale = test_parity.losses_and_params(one)
     monkeypatch.setattr(sharding, "num_batch_shards", lambda num: mesh.replica * mesh.fsdp)
     [expected], expected_params = test_parity.losses_and_params(one)
-    assert abs(loss / expected - 1) < 1e-6 < abs(one_scale / expected - 1)
-    # Not the same bits: what is half way between two FP8 numbers falls to either.
-    assert distance(params, expected_params) < 0.01 < distance(params_of_one_scale, expected_params)
+    # Not the same bits: what is half way between two FP8 numbers falls to either, on one processor as on another.
+    assert abs(loss / expected - 1) < 0.3 * abs(one_scale / expected - 1)
+    assert distance(params, expected_params) < 0.3 * distance(params_of_one_scale, expected_params)
+    assert distance(params_of_one_scale, expected_params) > 0.01
 
 
 def distance(params, others):

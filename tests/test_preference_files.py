@@ -73,10 +73,10 @@ def test_formats_of_files(tmp_path):
     """JSON, compressed JSON lines, Parquet and a folder of datasets give the same pairs."""
     import gzip
 
-    import datasets
     import pyarrow
     import pyarrow.parquet
 
+    datasets = pytest.importorskip("datasets")
     rows = [ROW, {"prompt": "3 + 4 = ", "chosen": "7", "rejected": "8"}]
     chats = [{"prompt": [USER], "chosen": [YES], "rejected": [NO]}]
     for name, some in (("texts", rows), ("chats", chats)):

@@ -30,7 +30,7 @@ def config(tmp_path):
 def test_help_needs_no_config(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["prepare", "--help"])
-    assert "tokenizes documents and pairs" in capsys.readouterr().out
+    assert "tokenizes documents, conversations and pairs" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_a_disk_limit_that_is_reached_is_told(config, capsys):
 
 MISTAKES = [
     ([], ""),
-    (["fill"], "fill: there is no such command. Commands: prepare, tokenizer."),
+    (["fill"], "fill: there is no such command. Commands: prepare, show, tokenizer."),
     (["prepare"], "no --config. Give --config FILE"),
     (["prepare", "--config", "RUN"], "not a Python file. Give the Python file of the run"),
     (["prepare", "--seed", "x", "--config=CONFIG"], "--seed x: not a whole number"),

@@ -111,16 +111,15 @@ def test_what_a_run_prints_on_a_pipe(finished):
     assert end["loss"] == format_number(run.metrics["loss"])
     assert end["curves"] == str(workdir / "curves.png")
     assert end["use it"] == f'jaxdl.restore("{workdir}").predict(images)'
-    assert len(end) <= 12
+    assert len(end) <= 13
     assert "resume" not in end
 
 
 def test_what_a_run_leaves_in_its_workdir(finished):
     run, workdir, _ = finished
     assert {path.name for path in workdir.iterdir()} == {
-        "checkpoints.json",
-        "checkpoints", "config.json", "curves.png", "data.json", "examples.json", "metrics.jsonl", "status.json",
-        "summary.json", "tensorboard",
+        "checkpoints", "checkpoints.json", "config.json", "confusion.png", "curves.png", "data.json", "examples.json",
+        "metrics.jsonl", "mistakes.png", "status.json", "summary.json", "tensorboard",
     }  # fmt: skip
     summary = json.loads((workdir / "summary.json").read_text())
     assert summary["status"] == "finished"

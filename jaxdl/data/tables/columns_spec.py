@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -173,7 +174,7 @@ class ColumnsSpec(DataSpec):
             [f"not read, since training had no such columns: {_some(others)}"] if others else []
         )
         for line in lines:
-            warnings.warn(f"{what}: {line}", stacklevel=5)
+            warnings.warn(f"{what}: {line}", stacklevel=_users_level())
         return batch
 
     def _encoded(self, columns: Mapping[str, Any], what: str) -> tuple[dict[str, np.ndarray], Surprises]:
@@ -284,6 +285,14 @@ def _has_columns(values: Mapping[str, Any]) -> bool:
         hasattr(x, "__len__") and not isinstance(x, str | bytes | Mapping) and getattr(x, "shape", (1,)) != ()
         for x in values.values()
     )
+
+
+def _users_level() -> int:
+    """The `stacklevel` of a warning of the caller that names the line outside of jaxdl which has led to it."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_globals.get("__name__", "").startswith("jaxdl.") and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _some(names: Sequence[str]) -> str:
