@@ -11,12 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdl.core.config import ConfigError
-from jaxdl.inference.decoding.loop import Place, text_keys
-from jaxdl.inference.decoding.padding import SHORTEST, power_of_two
 from jaxdl.inference.decoding.settings import RowSettings, Sampling, num_sorted, row_settings
 from jaxdl.inference.decoding.speculation import Drafted, speculate
-from jaxdl.inference.generation import MOST, Decoder, check_positions, seen_in
-from jaxdl.parallel.mesh import batch_ways
+from jaxdl.inference.generation import MOST, Decoder, TextRows, check_positions
 from jaxdl.training.state import replicated
 
 _GREEDY = Sampling(temperature=0.0)
@@ -98,41 +95,17 @@ class Drafter:
         return rows.cache, rows.draft_cache, rows._replace(cache=None, draft_cache=None), written, accepted
 
 
-class DraftedWriting:
-    """As `jaxdl.inference.generation.Writing`, with a drafter; the texts advance by different numbers of tokens.
+class DraftedWriting(TextRows):
+    """As `jaxdl.inference.generation.Writing`, with a drafter; the texts advance by different numbers of tokens."""
 
-    Attributes:
-      done: which of the texts have ended, bool [prompts].
-    """
-
-    def __init__(
-        self, drafter: Drafter, prompts: Sequence[Sequence[int]], how: Sampling, *,
-        places: Sequence[Place] | None = None, rows: int = 1,
-    ) -> None:  # fmt: skip
-        """The arguments are those of `Writing`."""
-        self._drafter, self._how, decoder = drafter, how, drafter.decoder
-        ways = batch_ways(decoder.parts.layout.mesh)
-        num_rows = -(-max(rows, len(prompts)) // ways) * ways
-        limit = decoder.context
-        self._texts = [list(prompt)[-limit:] if limit else list(prompt) for prompt in prompts]
-        self._seen = seen_in(self._texts, num_rows, decoder.vocab_size) if how.repetition_penalty != 1 else None
-        self._texts += [[0]] * (num_rows - len(prompts))
-        self._num, self._done = len(prompts), np.arange(num_rows) >= len(prompts)
-        self._counts = np.zeros(num_rows, np.int32)
-        self._keys = np.asarray(text_keys(how.seed, places or range(len(prompts)), num_rows))
-        needed = power_of_two(max(map(len, self._texts)) + how.num_tokens, SHORTEST)
+    def __init__(self, drafter: Drafter, prompts: Sequence[Sequence[int]], how: Sampling, **where: Any) -> None:
+        """The other arguments are those of `jaxdl.inference.generation.TextRows`."""
+        super().__init__(drafter.decoder, prompts, how, **where)
+        self._drafter, limit, needed = drafter, drafter.decoder.context, self._needed_slots
+        self._counts = np.zeros(len(self._texts), np.int32)
         # A draft may go beyond the end of a text, and what it writes there must not replace what is still read.
         self._slots = (needed if limit is None else min(limit, needed)) + drafter.num_drafted + 1
         self._rows: Drafted | None = None
-
-    @property
-    def done(self) -> np.ndarray:
-        """Which of the texts have ended, bool [prompts]."""
-        return self._done[: self._num]
-
-    def end(self, row: int) -> None:
-        """Ends a text."""
-        self._done[row] = True
 
     def more(self, most: int = MOST) -> list[list[int]]:
         """The next tokens of each text, about `most`; none of those that have ended. All are done at the end."""
@@ -140,7 +113,7 @@ class DraftedWriting:
         self._done |= left < 1
         if self._done.all():
             return [[] for _ in range(self._num)]
-        limit, lengths = self._drafter.decoder.context, np.asarray(list(map(len, self._texts)))
+        limit, lengths = self._decoder.context, np.asarray(list(map(len, self._texts)))
         room = left if limit is None else np.minimum(left, limit + 1 - lengths)
         if self._rows is None or np.any(room[~self._done] < 1):
             written = self._read()[:, None]
@@ -151,30 +124,15 @@ class DraftedWriting:
         return self._append(written)
 
     def _append(self, written: np.ndarray) -> list[list[int]]:
-        """The new tokens, [rows, any], added to the texts."""
-        news: list[list[int]] = []
-        for row, tokens in enumerate(written.tolist()):
-            new = [] if self._done[row] else [token for token in tokens if token >= 0]
-            self._texts[row] = self._texts[row] + new
-            if self._seen is not None:
-                self._seen[row, new] = True
-            self._done[row] |= bool(new) and new[-1] in self._how.stop_tokens
-            self._counts[row] += len(new)
-            news.append(new)
-        self._drafter.decoder.num_written += sum(map(len, news))
+        """The new tokens of each text, added to it."""
+        news = super()._append(written)
+        self._counts += np.asarray(list(map(len, news)), np.int32)
         return news[: self._num]
 
     def _read(self) -> np.ndarray:
         """Reads the texts, those that are too long from their middle, and draws the next token of each: [rows]."""
-        decoder, draft = self._drafter.decoder, self._drafter.draft
-        limit = decoder.context
-        if limit and self._rows is not None:
-            self._texts = [text[-max(1, limit // 2) :] if len(text) > limit else text for text in self._texts]
-        lengths = np.asarray(list(map(len, self._texts)), np.int32)
-        padded = power_of_two(int(lengths.max()), SHORTEST)
-        tokens = np.zeros((len(lengths), min(limit, padded) if limit else padded), np.int32)
-        for row, text in enumerate(self._texts):
-            tokens[row, : len(text)] = text
+        decoder, draft = self._decoder, self._drafter.draft
+        tokens, lengths = self._padded_texts(halve=self._rows is not None)
         self._rows = None  # Frees the caches.
         seen, inputs = self._seen, (tokens, lengths, self._keys, self._counts)
         cache, drawn = decoder.read(*inputs, how=self._how, seen=seen, slots=self._slots)

@@ -205,11 +205,8 @@ def _draw(temperature: Any, settings: RowSettings | None, *, num_sorted: int, **
     return lambda logits, keys: draw_rows(logits, keys, settings, num_sorted=num_sorted)
 
 
-class Writing:
-    """Prompts that a decoder continues side by side.
-
-    When a text is as long as the network's context, the network goes on from its last half; of a longer prompt it reads
-    the end.
+class TextRows:
+    """Texts that a decoder continues side by side.
 
     Attributes:
       done: which of the texts have ended, bool [prompts].
@@ -222,7 +219,7 @@ class Writing:
         """`prompts` are tokens, at least one each; `rows` is the size of a batch, and `places` says which texts of
         which prompts these are: by default the first of each.
         """
-        self._decoder, self._how, self._count = decoder, how, 0
+        self._decoder, self._how = decoder, how
         ways = batch_ways(decoder.parts.layout.mesh)
         num_rows = -(-max(rows, len(prompts)) // ways) * ways
         limit = decoder.context
@@ -232,9 +229,7 @@ class Writing:
         self._num, self._done = len(prompts), np.arange(num_rows) >= len(prompts)
         # Arrays of the host, which every process of a mesh may give to a program.
         self._keys = np.asarray(text_keys(how.seed, places or range(len(prompts)), num_rows))
-        needed = power_of_two(max(map(len, self._texts)) + how.num_tokens, SHORTEST)
-        self._slots = needed if limit is None else min(limit, needed) if decoder.cached else limit
-        self._rows: Rows | None = None
+        self._needed_slots = power_of_two(max(map(len, self._texts)) + how.num_tokens, SHORTEST)
 
     @property
     def done(self) -> np.ndarray:
@@ -244,6 +239,47 @@ class Writing:
     def end(self, row: int) -> None:
         """Ends a text."""
         self._done[row] = True
+
+    def _append(self, written: np.ndarray) -> list[list[int]]:
+        """The new tokens of every row, [rows, any], added to the texts."""
+        news: list[list[int]] = []
+        for row, tokens in enumerate(written.tolist()):
+            new = [] if self._done[row] else [token for token in tokens if token >= 0]
+            self._texts[row] = self._texts[row] + new
+            if self._seen is not None:
+                self._seen[row, new] = True
+            self._done[row] |= bool(new) and new[-1] in self._how.stop_tokens
+            news.append(new)
+        self._decoder.num_written += sum(map(len, news))
+        return news
+
+    def _padded_texts(self, *, halve: bool) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens int32 [rows, length], lengths int32 [rows]) of the texts; with `halve` of those that are longer than
+        the context the last half, from then on."""
+        limit = self._decoder.context
+        if limit and halve:
+            self._texts = [text[-max(1, limit // 2) :] if len(text) > limit else text for text in self._texts]
+        lengths = np.asarray(list(map(len, self._texts)), np.int32)
+        padded = power_of_two(int(lengths.max()), SHORTEST)
+        tokens = np.zeros((len(lengths), min(limit, padded) if limit else padded), np.int32)
+        for row, text in enumerate(self._texts):
+            tokens[row, : len(text)] = text
+        return tokens, lengths
+
+
+class Writing(TextRows):
+    """Prompts that a decoder continues side by side, a token of each in a step.
+
+    When a text is as long as the network's context, the network goes on from its last half; of a longer prompt it reads
+    the end.
+    """
+
+    def __init__(self, decoder: Decoder, prompts: Sequence[Sequence[int]], how: Sampling, **where: Any) -> None:
+        """The arguments are those of `TextRows`."""
+        super().__init__(decoder, prompts, how, **where)
+        self._count, limit, needed = 0, decoder.context, self._needed_slots
+        self._slots = needed if limit is None else min(limit, needed) if decoder.cached else limit
+        self._rows: Rows | None = None
 
     def more(self, most: int = MOST) -> list[list[int]]:
         """The next tokens of each text, at most `most`; none of those that have ended. All are done at the end."""
@@ -267,29 +303,14 @@ class Writing:
         return self._append(written)
 
     def _append(self, written: np.ndarray) -> list[list[int]]:
-        """The new tokens, [rows, any], added to the texts."""
-        news: list[list[int]] = []
-        for row, tokens in enumerate(written.tolist()):
-            new = [] if self._done[row] else [token for token in tokens if token >= 0]
-            self._texts[row] = self._texts[row] + new
-            if self._seen is not None:
-                self._seen[row, new] = True
-            self._done[row] |= bool(new) and new[-1] in self._how.stop_tokens
-            news.append(new)
+        """The new tokens of each text, added to it."""
+        news = super()._append(written)
         self._count += max(map(len, news))
-        self._decoder.num_written += sum(map(len, news))
         return news[: self._num]
 
     def _read(self) -> np.ndarray:
         """Reads the texts, those that are too long from their middle, and draws the next token of each: [rows]."""
-        limit = self._decoder.context
-        if limit and self._rows is not None:
-            self._texts = [text[-max(1, limit // 2) :] if len(text) > limit else text for text in self._texts]
-        lengths = np.asarray(list(map(len, self._texts)), np.int32)
-        padded = power_of_two(int(lengths.max()), SHORTEST)
-        tokens = np.zeros((len(lengths), min(limit, padded) if limit else padded), np.int32)
-        for row, text in enumerate(self._texts):
-            tokens[row, : len(text)] = text
+        tokens, lengths = self._padded_texts(halve=self._rows is not None)
         self._rows = None  # Frees the cache.
         cache, drawn = self._decoder.read(
             tokens, lengths, self._keys, self._count, slots=self._slots, how=self._how, seen=self._seen

@@ -10,13 +10,14 @@ import queue
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.paths import expand_home
 from jaxdl.data import remote
 from jaxdl.data.locks import locked
+from jaxdl.parallel.cluster import ClusterError
 
 _FETCHED_AT_ONCE = 4
 """Files that are copied at once."""
@@ -141,6 +142,15 @@ class Ahead:
         while (shard := wanted.get()) is not None:
             with contextlib.suppress(Exception):
                 self._read(shard)
+
+
+@contextlib.contextmanager
+def in_reach(name: str) -> Iterator[None]:
+    """Context: raises ClusterError for storage that is out of reach: the run ends, and can be resumed."""
+    try:
+        yield
+    except remote.Outage as error:
+        raise ClusterError(f"{name} is out of reach: {error}") from None
 
 
 def check_shards(addresses: Sequence[str], option: str) -> None:

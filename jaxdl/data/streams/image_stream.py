@@ -26,11 +26,10 @@ from jaxdl.data.images.tar_members import find_images
 from jaxdl.data.order import ENDLESS, Order
 from jaxdl.data.records import BadRecord, LeftOut, Records, left_out_remark, mark_of
 from jaxdl.data.source import Data, Splits
-from jaxdl.data.streams.fetch import Ahead, Fetched, check_shards
+from jaxdl.data.streams.fetch import Ahead, Fetched, check_shards, in_reach
 from jaxdl.data.streams.mds import IMAGES, NUMBERS, MdsFile, MdsShard, has_index, read_index, unpack
 from jaxdl.data.streams.shard_order import ShardOrder, index_of, place_of
 from jaxdl.data.streams.text_stream import STREAMS
-from jaxdl.parallel.cluster import ClusterError
 
 _OPEN = 32
 """Tables of shards that are kept in memory."""
@@ -206,10 +205,8 @@ class StreamedImages(Records):
         return table
 
     def _make_table(self, shard: int, path: Path) -> tuple[np.ndarray, list[Any]]:
-        try:
+        with in_reach(self._shards[shard].file.address):
             table, *left_out = self._shards[shard].table(self.path(shard))
-        except remote.Outage as error:
-            raise ClusterError(f"{self._shards[shard].file.address} is out of reach: {error}") from None
         about = [group.reasons for group in left_out]
         file = io.BytesIO()
         np.savez(file, table=table, about=json.dumps(about))

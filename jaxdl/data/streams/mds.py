@@ -20,7 +20,7 @@ import numpy as np
 from jaxdl.core.config import ConfigError
 from jaxdl.data import remote
 from jaxdl.data.codec import import_text
-from jaxdl.parallel.cluster import ClusterError
+from jaxdl.data.streams.fetch import in_reach
 
 INDEX = "index.json"
 _NUMBERS = {
@@ -71,9 +71,8 @@ def read_index(address: str) -> list[MdsShard]:
     if not remote.is_remote(folder):
         folder = str(Path(folder).expanduser())
     try:
-        content = remote.read(f"{folder}/{INDEX}")
-    except remote.Outage as error:
-        raise ClusterError(f"{folder}/{INDEX} is out of reach: {error}") from None
+        with in_reach(f"{folder}/{INDEX}"):
+            content = remote.read(f"{folder}/{INDEX}")
     except OSError as error:
         raise ConfigError(
             f"{folder}/{INDEX}: it cannot be read ({error.strerror or remote.first_line(error)}). A folder of MDS "

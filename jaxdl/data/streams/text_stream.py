@@ -8,23 +8,22 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pydantic
-from rich.console import Console
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.files import replace_file
 from jaxdl.core.paths import expand_home
-from jaxdl.data import copies, remote
+from jaxdl.data import copies
 from jaxdl.data.codec import Codec
 from jaxdl.data.order import ENDLESS, Order
 from jaxdl.data.source import Data, Source, Splits
 from jaxdl.data.spec import TextSpec
-from jaxdl.data.streams.fetch import Ahead, Fetched
+from jaxdl.data.streams.fetch import Ahead, Fetched, in_reach
 from jaxdl.data.streams.shard_order import ShardOrder, place_of
 from jaxdl.data.streams.text_shards import HubData, JoinedShards, TextShard, commit_of, file_shards, hub_shards
 from jaxdl.data.synthetic import SyntheticText
@@ -34,7 +33,6 @@ from jaxdl.data.text.packing import PackedRows
 from jaxdl.data.text.shards import ShardPlan, TokenStore
 from jaxdl.data.text.token_windows import TokenWindows
 from jaxdl.data.text.tokenizing import make_tokens
-from jaxdl.parallel.cluster import ClusterError
 
 STREAMS = "~/.cache/jaxdl/streams"
 """Where copies and tokens of streams are kept by default."""
@@ -140,11 +138,6 @@ class TextStream(Data, kind="text_stream"):
             return None
         return SyntheticText(vocab_size=vocab_size, length=self.length, num_train=8, num_test=8)
 
-    def prepare(self, console: Console) -> str | None:
-        """None: it is read while a run trains."""
-        del console
-        return None
-
     def _folder(self, name: str) -> str:
         return str(expand_home(self.keep) / name)
 
@@ -166,15 +159,6 @@ def make_rows(documents: DocumentSet, spec: TextSpec, codec: Codec, *, partial: 
     if spec.packed:
         return PackedRows(documents.store, documents.documents, spec, begin=codec.packed_mark, seed=0)
     return TokenWindows(TokenStream(documents), spec, partial=partial, content=documents.content())
-
-
-@contextlib.contextmanager
-def in_reach(name: str) -> Iterator[None]:
-    """Context: raises ClusterError for storage that is out of reach: the run ends, and can be resumed."""
-    try:
-        yield
-    except remote.Outage as error:
-        raise ClusterError(f"{name}: out of reach: {error}") from None
 
 
 class StreamTokens:
