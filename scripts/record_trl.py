@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import torch  # pyright: ignore[reportMissingImports]
-from datasets import Dataset
+from datasets import Dataset  # pyright: ignore[reportMissingImports]
 from transformers import AutoModelForCausalLM, AutoTokenizer  # pyright: ignore[reportMissingImports]
 from trl import DPOConfig, DPOTrainer  # pyright: ignore[reportMissingImports]
 from trl.experimental.cpo import CPOConfig, CPOTrainer  # pyright: ignore[reportMissingImports]
