@@ -3,6 +3,7 @@
 #   make test    the tests without the slow ones: 6 minutes on two cores, 12 on slow ones
 #   make test-all  every test: 15 minutes on two cores, about 40 on slow ones
 #   make lint    format, lint and types
+#   make extras  whether the extras of pyproject.toml and the pins fit together
 #   make docs    the site of the documentation, in site/
 PYTHON ?= python3
 VENV ?= .venv
@@ -21,7 +22,7 @@ endef
 CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p' | head -1)
 GPU := $(if $(filter 12,$(CUDA)),cuda12,$(if $(filter-out 1 2 3 4 5 6 7 8 9 10 11,$(CUDA)),cuda13))
 
-.PHONY: train test test-all lint format docs clean
+.PHONY: train test test-all lint format extras docs clean
 
 train: $(VENV)/installed
 	$(BIN)/python -m jaxdl.train --config configs/digits.py --workdir runs/digits
@@ -43,6 +44,14 @@ lint: $(VENV)/installed-test
 format: $(VENV)/installed-test
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# Whether all extras together can be installed with the pins of constraints.txt. Nothing is installed.
+extras: $(VENV)/installed-test
+	@index=$$($(BIN)/python -m pip config get global.index-url 2>/dev/null); \
+	if [ -x $(BIN)/uv ]; then \
+	  UV_DEFAULT_INDEX=$${UV_DEFAULT_INDEX:-$${PIP_INDEX_URL:-$$index}} $(BIN)/uv pip compile --quiet --all-extras \
+	    --python $(BIN)/python -c constraints.txt -o $(VENV)/extras.txt pyproject.toml && echo "all extras fit together"; \
+	else echo "not checked whether the extras fit together: uv is not installed"; fi
 
 docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet

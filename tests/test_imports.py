@@ -121,3 +121,11 @@ def test_earlier_paths_are_the_same_modules(everything):
     assert {name: kept[2] for name, kept in found.items() if kept[2] != (0 if kept[3] else 1)} == {}
     with pytest.raises(ModuleNotFoundError, match=re.escape("jaxdl.run.nothing")):
         importlib.import_module("jaxdl.run.nothing")
+
+
+def test_a_package_has_one_pin_for_each_python():
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [re.fullmatch(r"([\w.-]+)==[\w.+]+( ; python_version (?:<|>=) '3\.12')?", line) for line in lines]
+    assert all(pins), [line for line, pin in zip(lines, pins, strict=True) if pin is None]
+    named = [(re.sub(r"[-_.]+", "-", pin[1]).lower(), pin[2]) for pin in pins if pin]
+    assert sorted(set(named)) == sorted(named), [name for name in named if named.count(name) > 1]
