@@ -149,19 +149,7 @@ def search(
       Interrupted: after a signal, once the trials are saved; its `run` is the result so far.
     """
     folder = Path(workdir)
-    chosen = load(experiment, overrides) if isinstance(experiment, str | Path) else as_experiment(experiment)
-    if overrides and not isinstance(experiment, str | Path):
-        raise ConfigError("overrides: they are for a config file. Give experiment.replaced({...}) instead.")
-    unknown = sorted(set(settings) - set(SearchConfig.model_fields))
-    if unknown:
-        raise ConfigError(f"search: {unknown[0]}: no such setting. There are {', '.join(SearchConfig.model_fields)}.")
-    config = SearchConfig().replaced({"vary": vary_texts(vary), **settings})
-    content = chosen.to_json()
-    try:
-        Experiment.from_json(content)
-    except ConfigError as error:
-        raise ConfigError(f"search: its trials, other processes, cannot read the experiment: {error}") from None
-    given = Given(str((folder / EXPERIMENT_FILE).absolute()), folder, config, chosen, content=content.encode())
+    given = _given(experiment, overrides, folder, {"vary": vary_texts(vary), **settings})
 
     def shows(view: SearchView) -> Silent | Lines | Display:
         return Silent() if quiet else Display(view) if Console().is_terminal else Lines()
@@ -173,6 +161,23 @@ def search(
         raise Interrupted(outcome.signum, message, found)  # pyright: ignore[reportArgumentType]
     check_any(outcome.trials)
     return found
+
+
+def _given(experiment: Experiment | str | Path, overrides: Any, folder: Path, settings: Mapping[str, Any]) -> Given:
+    """The search that is asked for. Raises ConfigError."""
+    if overrides and not isinstance(experiment, str | Path):
+        raise ConfigError("overrides: they are for a config file. Give experiment.replaced({...}) instead.")
+    chosen = load(experiment, overrides) if isinstance(experiment, str | Path) else as_experiment(experiment)
+    unknown = sorted(set(settings) - set(SearchConfig.model_fields))
+    if unknown:
+        raise ConfigError(f"search: {unknown[0]}: no such setting. There are {', '.join(SearchConfig.model_fields)}.")
+    content = chosen.to_json()
+    try:
+        Experiment.from_json(content)
+    except ConfigError as error:
+        raise ConfigError(f"search: its trials, other processes, cannot read the experiment: {error}") from None
+    config = SearchConfig().replaced(dict(settings))
+    return Given(str((folder / EXPERIMENT_FILE).absolute()), folder, config, chosen, content=content.encode())
 
 
 def _result(folder: Path, outcome: Outcome) -> SearchResult:
