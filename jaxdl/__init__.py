@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jaxdl.inference.predictor import Predictor, restore
     from jaxdl.models import FromFunctions, FromModule, Model
     from jaxdl.optim import Optax, Optimizer, Schedule
+    from jaxdl.platform.search.function import search
     from jaxdl.report.trackers import Tracker
     from jaxdl.training.experiment import Experiment, load
     from jaxdl.training.run.fit import fit
@@ -55,6 +56,7 @@ __all__ = [
     "fit",
     "load",
     "restore",
+    "search",
     "train",
 ]
 

@@ -42,6 +42,7 @@ from jaxdl.platform.launch import __main__ as launch
 from jaxdl.platform.launch import asynchronous
 from jaxdl.platform.launch.learners import command_of_learner
 from jaxdl.platform.search import command as searching
+from jaxdl.platform.search.conduct import settings_of
 from jaxdl.report.better_direction import HIGHER, LOWER
 from jaxdl.training.checkpoint.items import ITEMS
 from jaxdl.training.command import parse_command
@@ -181,8 +182,7 @@ def check_module(module, args):
     if module == "jaxdl.train":
         assert parse_command(args).experiment
     elif module == "jaxdl.search":
-        given = searching.parse_command(args, module)
-        searching.check_settings(given.search, given.experiment, searching.parse_settings(given.search.vary))
+        settings_of(searching.parse_command(args, module))
     elif module == "jaxdl.launch" and args[0] in launch.HERE:
         kind = {"local": launch.Local, "netns": launch.Netns}[args[0]]
         check(launch.parse_command(kind, args[0], args[1:])[1])

@@ -106,10 +106,11 @@ def test_the_face_of_the_package(everything):
     assert found["train"] == ["jaxdl.training.run.train", True]
     assert found["module"] == ["jaxdl.train", True], "after its import, jaxdl.train is a module that can be called"
     assert found["load"] == ["jaxdl.training.experiment", True]
+    assert found["search"] == ["jaxdl.platform.search.function", True]
     assert set(found) == {
         "Arrays", "ConfigError", "Data", "ExchangeConfig", "Experiment", "FromFunctions", "FromModule", "InitFrom",
         "Interrupted", "Loss", "Model", "Optax", "Optimizer", "Predictor", "Run", "Schedule", "Task", "Tracker", "fit",
-        "load", "module", "restore", "train",
+        "load", "module", "restore", "search", "train",
     }  # fmt: skip
 
 

@@ -364,3 +364,25 @@ def running(pid):
             return file.read().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+@pytest.mark.slow
+def test_a_search_from_python_goes_on_and_restores_its_best(tmp_path):
+    vary = {
+        "optimizer.learning_rate": [0.02, 0.1],
+        "optimizer": {"sgd": {"optimizer.momentum": [0.5, 0.9]}, "lars": {}},
+    }
+    shared = {"engine": "here_for_tests", "sampler": "grid", "scheduler": "none", "metric": "evaluation/loss"}
+    found = jaxdl.search(EXPERIMENT, vary, tmp_path / "search", trials=2, quiet=True, **shared)
+    assert [trial.number for trial in found.trials] == [0, 1]
+    found = jaxdl.search(EXPERIMENT, vary, tmp_path / "search", quiet=True, **shared)
+    assert len(InThisProcess.started) == len(found.trials) == 6, "none is trained twice"
+    assert found.best.value == min(trial.value for trial in found.trials)
+    frame = found.frame()
+    assert frame.loc[found.best.number, "value"] == found.best.value
+    assert frame["optimizer.momentum"].isna().sum() == 2, "LARS has those of the experiment"
+    assert found.best.restore().evaluate()["loss"] == pytest.approx(found.best.value, rel=1e-6)
+    assert len(found.study().trials) == 6
+    with pytest.raises(ConfigError, match="no such setting"):
+        jaxdl.search(EXPERIMENT, vary, tmp_path / "other", trails=2)
+    assert not (tmp_path / "other").exists()

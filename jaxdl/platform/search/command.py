@@ -1,42 +1,24 @@
-"""The options of `python -m jaxdl.search`, what is kept in its folder, and what it prints."""
+"""The options of `python -m jaxdl.search`, and what it prints."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from jaxdl.core.config import ConfigError, differences
+from jaxdl.core.config import ConfigError
 from jaxdl.core.errors import print_out
-from jaxdl.core.files import SEARCH_FILE
 from jaxdl.core.options import parse
 from jaxdl.core.startup import example_config, find_config, no_config
 from jaxdl.data import Data, Stage
-from jaxdl.parallel.cluster import BROKEN, exits
-from jaxdl.parallel.lease import Lease
-from jaxdl.platform.search.config import (
-    FREE,
-    Lengths,
-    SearchConfig,
-    check_settings,
-    combinations,
-    direction_of,
-    metric_of,
-)
-from jaxdl.platform.search.driver import Request, Search, check_any
-from jaxdl.platform.search.journal import Journal, check_optuna, has_values
-from jaxdl.platform.search.report import result, write_report
-from jaxdl.platform.search.schedulers import Course
+from jaxdl.platform.search.conduct import Given, conduct
+from jaxdl.platform.search.config import SearchConfig
+from jaxdl.platform.search.driver import check_any
 from jaxdl.platform.search.show import RESUMABLE, Display, Lines, SearchView
-from jaxdl.platform.search.space import Setting, parse_settings
-from jaxdl.report import replace_file
-from jaxdl.report.status.rows import MARKS
-from jaxdl.training.experiment import LENGTH, Experiment, identity, load_experiment
+from jaxdl.training.experiment import Experiment, load_experiment
 
 ABOUT = """Searches settings of an experiment: a sampler proposes the settings of runs, and the good ones train longer.
 
@@ -45,22 +27,6 @@ ABOUT = """Searches settings of an experiment: a sampler proposes the settings o
 
 The same command continues a search that was killed. Options of the experiment hold for all trials, and so does
 --stage-data FOLDER. --json prints the result as JSON."""
-JOURNAL_FILE = "journal.log"
-
-
-@dataclass(frozen=True)
-class Given:
-    """The command line of a search."""
-
-    config: str
-    workdir: Path
-    search: SearchConfig
-    experiment: Experiment
-    words: tuple[str, ...]
-    """The options that all trials share, as typed."""
-    as_json: bool
-    stage_data: str | None = None
-    """Where trials keep copies of the data; it may be another folder when the search goes on."""
 
 
 def run(args: list[str], prog: str) -> int | None:
@@ -72,41 +38,25 @@ def run(args: list[str], prog: str) -> int | None:
             [*_search_words(split([arg for arg in args if arg not in ("--help", "-h")])[0]), "--help"],
             prog=prog,
         )
-    given = parse_command(args, prog)
-    check_optuna()
-    settings = parse_settings(given.search.vary)
-    check_settings(given.search, given.experiment, settings)
-    metric, direction = metric_of(given.search, given.experiment), direction_of(given.search, given.experiment)
-    _check_no_run(given.workdir)
-    with_lease = Lease(given.workdir, _lost, lambda text: Console(stderr=True).print(text, highlight=False))
-    request, course = _prepare(given, settings, metric, direction)
-    policy = given.search.scheduler.policy(course)
-    try:
-        with_lease.acquire()
-        _claim(given)
-        journal = Journal(given.workdir / JOURNAL_FILE, settings, direction)
-        workers = given.search.engine.open(given.search.parallel, given.search.devices_per_trial)
-        shown = SearchView(request, course, given.search.scheduler)
-        with Lines(as_json=given.as_json) if given.as_json or not Console().is_terminal else Display(shown) as shows:
-            search = Search(request, journal, given.search.sampler, policy, workers, shows)
-            signum = search.run()
-        _finish(given, request, journal, shown)
-        if signum is None:
-            check_any(journal.trials())
-        return signum
-    except BrokenPipeError:
-        raise
-    except OSError as error:  # A full disk, say. A line of the journal that is not whole is cut off when it is opened.
-        where, why = error.filename or given.workdir, error.strerror or error
-        raise ConfigError(f"{where}: {why}. When that is put right, the same command goes on.") from None
-    finally:
-        with_lease.release()
+    given, as_json = parse_command(args, prog), _plain(split(args)[0])[1]
+
+    def shows(view: SearchView) -> Lines | Display:
+        return Lines(as_json=as_json) if as_json or not Console().is_terminal else Display(view)
+
+    outcome = conduct(given, shows)
+    if as_json:
+        print_out(json.dumps(outcome.report, indent=2, allow_nan=False))
+    else:
+        print_out("\n".join(_lines(given, outcome.report)))
+    if outcome.signum is None:
+        check_any(outcome.trials)
+    return outcome.signum
 
 
 def parse_command(args: Sequence[str], prog: str) -> Given:
     """The parsed command line. Raises ConfigError."""
     groups, words = split(args)
-    values, as_json = _plain(groups)
+    values, _ = _plain(groups)
     if "config" not in values:
         raise ConfigError(no_config(prog))
     if not values.get("workdir", "").strip():
@@ -118,7 +68,7 @@ def parse_command(args: Sequence[str], prog: str) -> Given:
     stage_data = values.get("stage-data")
     if stage_data is not None:
         _check_staged(stage_data, search, experiment)
-    return Given(config, Path(values["workdir"]), search, experiment, tuple(words), as_json, stage_data)
+    return Given(config, Path(values["workdir"]), search, experiment, tuple(words), stage_data)
 
 
 def _check_staged(folder: str, search: SearchConfig, experiment: Experiment) -> None:
@@ -182,100 +132,6 @@ def _plain(groups: Sequence[Sequence[str]]) -> tuple[dict[str, str], bool]:
     return values, as_json
 
 
-def _prepare(given: Given, settings: list[Setting], metric: str, direction: Any) -> tuple[Request, Course]:
-    """What the loop and the policy are made of. Raises ConfigError."""
-    search, lengths = given.search, Lengths(given.experiment, settings)
-    lengths.check(combinations(settings))
-    most = search.sampler.check(settings)
-    trials = search.trials or most
-    if trials is None:
-        raise ConfigError("--trials: how many is not given. Give --trials N, or --sampler grid for a whole grid.")
-    if most is not None and trials > most:
-        raise ConfigError(
-            f"--trials {trials}: the grid has {most} combinations. Give {most} or fewer, or leave it out."
-        )
-    request = Request(
-        folder=given.workdir,
-        command=("--config", given.config, *given.words),
-        settings=tuple(settings),
-        metric=metric,
-        direction=direction,
-        length=lengths.of,
-        seed=search.sampler_seed,
-        retries=search.retries,
-        changing=search.scheduler.changes_settings,
-        stage_data=given.stage_data,
-    )
-    total = None if lengths.differ else lengths.timeline.total_steps
-    course = Course(trials, total, lengths.align, direction, settings, search.sampler_seed)
-    return request, course
-
-
-def _check_no_run(folder: Path) -> None:
-    """Raises ConfigError for the workdir of a run: the files of both would be mixed. Makes nothing."""
-    marks = [name for name in MARKS if os.path.exists(folder / name)]
-    if marks and not os.path.exists(folder / SEARCH_FILE):
-        raise ConfigError(f"--workdir {folder}: a run is in it ({', '.join(marks)}). Choose another --workdir.")
-
-
-def _claim(given: Given) -> None:
-    """Writes search.json, or checks that the search in the folder is this one. Raises ConfigError."""
-    path = given.workdir / SEARCH_FILE
-    if path.exists():
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            before, experiment = SearchConfig.model_validate(content["search"]), content["experiment"]
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise ConfigError(
-                f"{path}: it cannot be read ({error}). Restore it, or choose another --workdir."
-            ) from None
-        free = {name: getattr(before, name) for name in (*FREE, *_not_yet_fixed(given, before))}
-        changes = differences(before, given.search.replaced(free))
-        if _fixed_fields(experiment) != _fixed_fields(json.loads(given.experiment.to_json())):
-            changes = [*changes, "the experiment is another one"]
-        if before.trials and given.search.trials and given.search.trials < before.trials:
-            changes = [*changes, f"trials: {before.trials} -> {given.search.trials}: only more are possible"]
-        if changes:
-            raise ConfigError(
-                f"--workdir {given.workdir} belongs to another search:\n  " + "\n  ".join(changes) + "\nChoose another "
-                "--workdir, or the settings of the search that is there."
-            )
-    content = {
-        "search": json.loads(given.search.to_json()),
-        "config": given.config,
-        "options": list(given.words),
-        "experiment": json.loads(given.experiment.to_json()),
-    }
-    try:
-        replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
-    except OSError as error:
-        raise ConfigError(f"--workdir {given.workdir}: {error.strerror}. Choose a writable folder.") from None
-
-
-def _not_yet_fixed(given: Given, before: SearchConfig) -> tuple[str, ...]:
-    """The settings that may be others as long as no trial has a value: a metric that no run has is corrected so."""
-    if has_values(given.workdir / JOURNAL_FILE):
-        return ()
-    directions = {direction_of(config, given.experiment) for config in (before, given.search)}
-    return ("metric", "direction") if len(directions) == 1 else ()
-
-
-def _fixed_fields(experiment: Mapping[str, Any]) -> dict[str, Any]:
-    """What must stay of a dumped experiment: all that a run's workdir fixes, and the length, on which rungs depend."""
-    return identity(experiment) | {name: experiment.get(name) for name in LENGTH}
-
-
-def _finish(given: Given, request: Request, journal: Journal, shown: SearchView) -> None:
-    """Writes the report and prints the result."""
-    trials = journal.trials()
-    outcome = result(request, trials, shown)
-    write_report(given.workdir, request, trials, outcome, shown)
-    if given.as_json:
-        print_out(json.dumps(outcome, indent=2, allow_nan=False))
-        return
-    print_out("\n".join(_lines(given, outcome)))
-
-
 def _lines(given: Given, outcome: Mapping[str, Any]) -> list[str]:
     """The result in a few lines."""
     diverged = f", {outcome['num_diverged']} of them diverged" if outcome["num_diverged"] else ""
@@ -291,7 +147,3 @@ def _lines(given: Given, outcome: Mapping[str, Any]) -> list[str]:
             f"train   {best['command']}",
         ]
     return [*lines, f"report  {given.workdir / 'report.md'}"]
-
-
-def _lost(reason: str) -> None:
-    exits.end_process(reason.replace("this run", "this search"), BROKEN)

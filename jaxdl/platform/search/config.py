@@ -36,7 +36,8 @@ class SearchConfig(Config):
     """All settings of a search; search.json in its folder."""
 
     vary: tuple[str, ...] = ()
-    """What varies: NAME=log:LOW:HIGH, uniform:LOW:HIGH, int:LOW:HIGH, logint:LOW:HIGH, or NAME=A,B,C."""
+    """What varies: NAME=log:LOW:HIGH, uniform:LOW:HIGH, int:LOW:HIGH, logint:LOW:HIGH, or NAME=A,B,C, of which one may
+    be a tuple, (64,64); each perhaps with a condition, "NAME=VALUES if OTHER=A,B"."""
     metric: str | None = None
     """What is compared: evaluation/accuracy, or any column of metrics.jsonl; None: the task's best metric."""
     direction: Literal["maximize", "minimize"] | None = None
@@ -57,11 +58,17 @@ class SearchConfig(Config):
     """Which trials train how long."""
     engine: Engine = Local()
     """Where trials run."""
+    hours: float | None = pydantic.Field(default=None, gt=0)
+    """How long this command searches; then the trials that train are saved, and the result is that so far. The same
+    command goes on."""
+    patience: int | None = pydantic.Field(default=None, ge=1)
+    """No trial is started once the last so many were no better than the best before them, where the scheduler first
+    compares trials."""
     retries: int = pydantic.Field(default=3, ge=0)
     """How often a trial that broke off, and neither diverged nor was refused, is started again."""
 
 
-FREE = ("trials", "parallel", "devices_per_trial", "engine", "retries")
+FREE = ("trials", "parallel", "devices_per_trial", "engine", "hours", "patience", "retries")
 """The settings that may be others when a search goes on; `trials` only more."""
 
 
@@ -135,11 +142,20 @@ def with_settings(experiment: Experiment, settings: dict[str, Any]) -> Experimen
 
 
 def combinations(settings: Sequence[Setting]) -> Iterator[dict[str, Any]]:
-    """The ends of each setting, with the first end of all others."""
-    first = {setting.name: setting.ends()[0] for setting in settings}
+    """The ends of each setting, with the first end of all others that apply then."""
+    known = {setting.name: setting for setting in settings}
     for setting in settings:
+        forced: dict[str, Any] = {}
+        above = setting.when
+        while above is not None:
+            forced[above.name] = above.values[0]
+            above = known[above.name].when
         for value in setting.ends():
-            yield first | {setting.name: value}
+            values: dict[str, Any] = {}
+            for other in settings:
+                if other.applies(values):
+                    values[other.name] = {**forced, setting.name: value}.get(other.name, other.ends()[0])
+            yield values
 
 
 def check_settings(config: SearchConfig, experiment: Experiment, settings: list[Setting]) -> None:
@@ -156,4 +172,10 @@ def check_settings(config: SearchConfig, experiment: Experiment, settings: list[
                 "compares trials at the same steps. Give --scheduler none, or do not vary it."
             )
     if config.scheduler.changes_settings:
+        if conditional := next((setting for setting in settings if setting.when), None):
+            raise ConfigError(
+                f"--vary {conditional.name}: it has a condition. --scheduler {config.scheduler.kind} changes "
+                "settings within a run, and a condition would then add or remove some. Leave the condition out, or "
+                "choose another scheduler."
+            )
         check_may_change([setting.name for setting in settings], experiment, "--vary")

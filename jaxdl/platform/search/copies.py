@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxdl.core.files import partial_path
 from jaxdl.platform.search.journal import STUDY, storage_at
-from jaxdl.platform.search.space import Setting
+from jaxdl.platform.search.space import Setting, distributions, stored_settings
 from jaxdl.platform.search.trial import Direction, Trial
 
 OPTUNA_FILE = "optuna.log"
@@ -52,8 +52,8 @@ def write_copies(path: Path, trials: Sequence[Trial], settings: Sequence[Setting
                     optuna.trial.create_trial(
                         state=optuna.trial.TrialState[state],
                         value=value if state == "COMPLETE" else None,
-                        params=dict(trial.settings),
-                        distributions={setting.name: setting.distribution() for setting in settings},
+                        params=stored_settings(settings, trial.settings),
+                        distributions=distributions(settings, trial.settings),
                         intermediate_values=dict(trial.values),
                         user_attrs={"number": trial.number, "target": trial.target, "reason": trial.reason},
                     )

@@ -70,6 +70,8 @@ class Request:
     """Whether settings change within a run."""
     stage_data: str | None = None
     """Where trials keep copies of the data."""
+    hours: float | None = None
+    """How long one process searches."""
 
     def workdir(self, number: int) -> Path:
         """The folder of a trial."""
@@ -137,11 +139,14 @@ class Search:
             for trial in self.journal.trials():
                 self.journal.rest(trial.number)  # It did not if the search was killed.
                 self._repair(trial)
-            while self.signum is None and self._step():
+            until = time.monotonic() + 3600 * (math.inf if self.request.hours is None else self.request.hours)
+            goes_on = True
+            while self.signum is None and time.monotonic() < until and (goes_on := self._step()):
                 self.shows.refresh(self.journal.trials(), sorted(self.running))
                 time.sleep(POLL_SEC)
-            if self.signum is not None:
-                self.shows.event("stopping: the trials save their state")
+            if self.signum is not None or goes_on:
+                over = f"the time is over ({self.request.hours:g} hours)" if self.signum is None else "stopping"
+                self.shows.event(f"{over}: the trials save their state")
                 self.workers.stop()
                 self._collect(stopping=True)
                 for number in self.running:

@@ -9,12 +9,12 @@ such as optuna-dashboard, may read it. What Optuna's tools make of a whole searc
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxdl.core.errors import ConfigError
-from jaxdl.platform.search.space import Setting
+from jaxdl.platform.search.space import Setting, distributions, read_settings, stored_settings
 from jaxdl.platform.search.trial import Direction, State, Trial
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Journal:
         import optuna
 
         _cut_torn_line(path)
-        self._distributions = {setting.name: setting.distribution() for setting in settings}
+        self._settings = settings
         try:
             self._storage = storage_at(path)
             study = optuna.create_study(
@@ -79,7 +79,7 @@ class Journal:
 
     def trials(self) -> list[Trial]:
         """All trials in order of their numbers."""
-        return [_trial(trial) for trial in self._storage.get_all_trials(self._id, deepcopy=False)]
+        return [_trial(trial, self._settings) for trial in self._storage.get_all_trials(self._id, deepcopy=False)]
 
     def add(
         self,
@@ -99,8 +99,8 @@ class Journal:
         self._study.add_trial(
             create_trial(
                 state=TrialState.WAITING,
-                params=dict(settings),
-                distributions=self._distributions,
+                params=stored_settings(self._settings, settings),
+                distributions=distributions(self._settings, settings),
                 user_attrs={"target": target, **origin},
                 system_attrs=dict(attributes or {}),
                 intermediate_values=dict(values or {}),
@@ -193,13 +193,13 @@ def has_values(path: Path) -> bool:
     return any(trial.intermediate_values for trial in trials)
 
 
-def _trial(trial: FrozenTrial) -> Trial:
+def _trial(trial: FrozenTrial, settings: Sequence[Setting]) -> Trial:
     states: dict[str, State] = {"COMPLETE": "finished", "FAIL": "failed", "PRUNED": "replaced"}
     attributes = {name: trial.user_attrs[name] for name in _OWN if name in trial.user_attrs}
     state = states.get(trial.state.name, "failed" if attributes.get("given_up") else "open")
     return Trial(
         number=trial.number,
-        settings=dict(trial.params),
+        settings=read_settings(settings, trial.params),
         values=dict(trial.intermediate_values),
         state=state,
         attributes=trial.system_attrs,

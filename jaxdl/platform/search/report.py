@@ -165,7 +165,13 @@ def _page(request: Request, trials: Sequence[Trial], outcome: Mapping[str, Any],
     for trial in sorted(trials, key=lambda trial: rank(trial, request.direction)):
         value = "" if trial.value is None else f"{trial.value:.6g}"
         state = state_of(trial, []) + (f": {trial.reason}" if trial.reason else "")
-        cells = [str(trial.number), *(_cell(trial.settings[name]) for name in names), state, str(trial.step), value]
+        cells = [
+            str(trial.number),
+            *(_cell(trial.settings.get(name, "")) for name in names),
+            state,
+            str(trial.step),
+            value,
+        ]
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -12,12 +12,12 @@ import importlib.util
 import itertools
 import random
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from jaxdl.core.errors import ConfigError
 from jaxdl.core.kinds import Choice
-from jaxdl.platform.search.space import Setting
+from jaxdl.platform.search.space import Setting, distributions, stored_settings
 from jaxdl.platform.search.trial import Direction, Trial
 
 if TYPE_CHECKING:
@@ -74,9 +74,12 @@ class Sampler(Choice):
             storage = study._storage
             for name, value in study_attributes.items():
                 storage.set_study_system_attr(study._study_id, name, value)
-            asked = study.ask({setting.name: setting.distribution() for setting in settings})
+            asked, values = study.ask(), {}
+            for setting in settings:  # One that others depend on stands before them.
+                if setting.applies(values):
+                    values[setting.name] = setting.read(setting.suggest(asked))
             kept = storage.get_trial(asked._trial_id).system_attrs
-            return Proposal(dict(asked.params), kept, storage.get_study_system_attrs(study._study_id))
+            return Proposal(values, kept, storage.get_study_system_attrs(study._study_id))
 
 
 def _of_optuna(name: str, **options: Any) -> BaseSampler:
@@ -154,10 +157,7 @@ class Grid(Sampler, kind="grid"):
                     f"--sampler grid: {setting.option.removeprefix('--')} has no list of values. Give one: "
                     f"--vary {setting.option.removeprefix('--')}=A,B,C."
                 )
-        total = 1
-        for setting in settings:
-            total *= len(setting.grid or ())
-        return total
+        return sum(1 for _ in combinations_of(settings))
 
     def propose(
         self,
@@ -169,10 +169,21 @@ class Grid(Sampler, kind="grid"):
     ) -> Proposal:
         """The combination of this number."""
         del direction, seed, study_attributes
-        every = itertools.product(*(setting.grid or () for setting in settings))
         place = sum(trial.parent is None for trial in trials)  # Copies of a population are no places of the grid.
-        values = next(itertools.islice(every, place, None))
-        return Proposal({setting.name: value for setting, value in zip(settings, values, strict=True)})
+        return Proposal(next(itertools.islice(combinations_of(settings), place, None)))
+
+
+def combinations_of(settings: Sequence[Setting], before: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+    """Every combination of settings with lists of values, the last changing first; each has those that apply to it."""
+    if not settings:
+        yield dict(before or {})
+        return
+    first, rest, before = settings[0], settings[1:], before or {}
+    if not first.applies(before):
+        yield from combinations_of(rest, before)
+        return
+    for value in first.grid or ():
+        yield from combinations_of(rest, {**before, first.name: value})
 
 
 def as_study(
@@ -187,13 +198,12 @@ def as_study(
     import optuna
 
     study = optuna.create_study(direction=direction, sampler=sampler)
-    distributions = {setting.name: setting.distribution() for setting in settings}
     for trial in trials:
-        study.add_trial(_as_seen(trial, distributions, ranks_pruned=ranks_pruned))
+        study.add_trial(_as_seen(trial, settings, ranks_pruned=ranks_pruned))
     return study
 
 
-def _as_seen(trial: Trial, distributions: Mapping[str, Any], *, ranks_pruned: bool) -> FrozenTrial:
+def _as_seen(trial: Trial, settings: Sequence[Setting], *, ranks_pruned: bool) -> FrozenTrial:
     from optuna.trial import TrialState, create_trial
 
     state, value, values = TrialState.RUNNING, None, dict(trial.values)
@@ -205,8 +215,8 @@ def _as_seen(trial: Trial, distributions: Mapping[str, Any], *, ranks_pruned: bo
     return create_trial(
         state=state,
         value=value,
-        params=dict(trial.settings),
-        distributions=dict(distributions),
+        params=stored_settings(settings, trial.settings),
+        distributions=distributions(settings, trial.settings),
         intermediate_values=values,
         system_attrs=dict(trial.attributes),
     )

@@ -16,7 +16,7 @@ import pydantic
 from jaxdl.core.errors import ConfigError
 from jaxdl.core.kinds import Choice
 from jaxdl.platform.search.space import Setting
-from jaxdl.platform.search.trial import Direction, Trial, best_first
+from jaxdl.platform.search.trial import Direction, Trial, best_first, key
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,29 @@ class Course:
     direction: Direction
     settings: Sequence[Setting]
     seed: int
+    patience: int | None = None
+    """So many trials that are no better than the best before them are the last that are started."""
+
+
+def is_plateau(
+    trials: Sequence[Trial], values: Sequence[float | None], direction: Direction, patience: int | None
+) -> bool:
+    """Whether the last `patience` trials, in the order of their start, were no better than the best before them.
+
+    `values` has the one by which each trial is compared, None where it has none: it has not come so far, or failed,
+    which counts as no better once it has ended.
+    """
+    if patience is None:
+        return False
+    best, since = None, 0
+    for trial, value in zip(trials, values, strict=True):
+        if value is None:
+            since += not trial.busy and trial.state == "failed"
+        elif best is None or key(value, direction) < key(best, direction):
+            best, since = value, 0
+        else:
+            since += 1
+    return since >= patience
 
 
 class Scheduler(Choice):
@@ -98,7 +121,9 @@ class _AllToTheEnd:
     course: Course
 
     def next(self, trials: Sequence[Trial]) -> Action | None:
-        return New(None) if len(trials) < self.course.trials else None
+        ends = [trial.value if trial.state == "finished" else None for trial in trials]
+        enough = is_plateau(trials, ends, self.course.direction, self.course.patience)
+        return New(None) if len(trials) < self.course.trials and not enough else None
 
 
 class ASHA(Scheduler, kind="asha"):
@@ -117,7 +142,7 @@ class ASHA(Scheduler, kind="asha"):
 
     def policy(self, course: Course) -> Policy:
         """The decisions for a course."""
-        return Halving(self.steps(course), self.reduction, course.trials, course.direction)
+        return Halving(self.steps(course), self.reduction, course.trials, course.direction, course.patience)
 
     def steps(self, course: Course) -> list[int]:
         """The rungs in steps, the full length last. Raises ConfigError for rungs that do not fit."""
@@ -147,13 +172,15 @@ class Halving:
     reduction: int
     trials: int
     direction: Direction
+    patience: int | None = None
 
     def next(self, trials: Sequence[Trial]) -> Action | None:
         """Promotes from the highest rung that can, else starts a trial; at the end completes the best one."""
         for place in reversed(range(len(self.rungs) - 1)):
             if (number := self._promotable(trials, place)) is not None:
                 return Promote(number, self.rungs[place + 1])
-        if len(trials) < self.trials:
+        first = [trial.values.get(self.rungs[0]) for trial in trials]
+        if len(trials) < self.trials and not is_plateau(trials, first, self.direction, self.patience):
             return New(self.rungs[0])
         if any(trial.busy for trial in trials) or any(trial.state == "finished" for trial in trials):
             return None
@@ -204,6 +231,8 @@ class PBT(Scheduler, kind="pbt"):
         assert total is not None
         if course.trials < 2:
             raise ConfigError(f"--trials {course.trials}: a population has 2 or more.")
+        if course.patience is not None:
+            raise ConfigError("--patience: a population starts all its trials at once. Leave it out, or give --hours.")
         interval = self.interval or max(1, total // 10)
         if interval >= total:
             raise ConfigError(f"--scheduler.interval {interval}: a run has {total} steps. Give fewer.")

@@ -69,7 +69,7 @@ def table(shown: SearchView, trials: Sequence[Trial], running: Sequence[int]) ->
     top = best(trials, request.direction)
     order = sorted(trials, key=lambda trial: (trial.number not in running, rank(trial, request.direction)))
     for trial in order[:_MOST_ROWS]:
-        values = [trial.settings[name] for name in names]
+        values = [trial.settings.get(name, "") for name in names]
         step = last_step(request.workdir(trial.number)) if trial.number in running else trial.step
         value = "" if trial.value is None else f"{trial.value:.5g}"
         grid.add_row(
@@ -81,6 +81,19 @@ def table(shown: SearchView, trials: Sequence[Trial], running: Sequence[int]) ->
     if len(order) > _MOST_ROWS:
         grid.caption = f"and {len(order) - _MOST_ROWS} more"
     return grid
+
+
+class Silent(contextlib.AbstractContextManager):
+    """Shows nothing."""
+
+    def event(self, text: str) -> None:
+        """Nothing."""
+
+    def refresh(self, trials: Sequence[Trial], running: Sequence[int]) -> None:
+        """Nothing."""
+
+    def __exit__(self, *error: object) -> None:
+        del error
 
 
 class Lines(contextlib.AbstractContextManager):

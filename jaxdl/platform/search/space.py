@@ -1,4 +1,4 @@
-"""What a search varies: `optimizer.learning-rate=log:1e-3:1`, `exchange.density=0.01,0.1`."""
+"""What a search varies: `optimizer.learning-rate=log:1e-3:1`, `exchange.density=0.01,0.1 if exchange=topk`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import abc
 import ast
 import math
 import random
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jaxdl.core.errors import OptionError
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
+    from optuna.trial import Trial as OptunaTrial
 
 FACTORS = (0.8, 1.2)
 """By which population based training multiplies a number (Jaderberg et al., arXiv 1711.09846)."""
@@ -21,10 +23,28 @@ FORMS = "log:LOW:HIGH, uniform:LOW:HIGH, int:LOW:HIGH, logint:LOW:HIGH, or a lis
 
 
 @dataclass(frozen=True)
+class Condition:
+    """When a setting varies at all: while another one, of a list of values, has one of these."""
+
+    name: str
+    values: tuple[Any, ...]
+
+    def holds(self, settings: Mapping[str, Any]) -> bool:
+        """Whether it does with these settings."""
+        return self.name in settings and _is_in(settings[self.name], self.values)
+
+
+@dataclass(frozen=True)
 class Setting(abc.ABC):
     """A field of the experiment that a search varies; `name` is dotted, with underscores."""
 
     name: str
+    when: Condition | None = field(default=None, kw_only=True)
+    """None: always."""
+
+    def applies(self, settings: Mapping[str, Any]) -> bool:
+        """Whether it varies in a trial that has these settings."""
+        return self.when is None or self.when.holds(settings)
 
     @property
     def option(self) -> str:
@@ -34,6 +54,18 @@ class Setting(abc.ABC):
     @abc.abstractmethod
     def distribution(self) -> BaseDistribution:
         """The values as Optuna describes them."""
+
+    @abc.abstractmethod
+    def suggest(self, trial: OptunaTrial) -> Any:
+        """What a trial of Optuna's proposes, as Optuna keeps it."""
+
+    def stored(self, value: Any) -> Any:
+        """A value as Optuna keeps it."""
+        return value
+
+    def read(self, stored: Any) -> Any:
+        """The value that is kept so."""
+        return stored
 
     @abc.abstractmethod
     def ends(self) -> Sequence[Any]:
@@ -63,7 +95,19 @@ class Choices(Setting):
         """The values as Optuna describes them."""
         from optuna.distributions import CategoricalDistribution
 
-        return CategoricalDistribution(self.values)
+        return CategoricalDistribution([self.stored(value) for value in self.values])
+
+    def suggest(self, trial: OptunaTrial) -> Any:
+        """What a trial of Optuna's proposes."""
+        return trial.suggest_categorical(self.name, [self.stored(value) for value in self.values])
+
+    def stored(self, value: Any) -> Any:
+        """A tuple as the text of it: Optuna's files have none."""
+        return repr(value) if isinstance(value, tuple) else value
+
+    def read(self, stored: Any) -> Any:
+        """The value in the list that is kept so."""
+        return next((value for value in self.values if _is_in(stored, (self.stored(value),))), stored)
 
     def ends(self) -> Sequence[Any]:
         """All of them."""
@@ -101,6 +145,12 @@ class Number(Setting):
             return IntDistribution(int(self.low), int(self.high), log=self.log)
         return FloatDistribution(self.low, self.high, log=self.log)
 
+    def suggest(self, trial: OptunaTrial) -> Any:
+        """What a trial of Optuna's proposes."""
+        if self.whole:
+            return trial.suggest_int(self.name, int(self.low), int(self.high), log=self.log)
+        return trial.suggest_float(self.name, self.low, self.high, log=self.log)
+
     def ends(self) -> Sequence[Any]:
         """The lowest and the highest."""
         return (self.low, self.high)
@@ -130,23 +180,65 @@ class Number(Setting):
 
 
 def parse_settings(texts: Sequence[str]) -> list[Setting]:
-    """The settings that `--vary` names. Raises OptionError for what cannot be read."""
+    """The settings that `--vary` names, each behind the one that its condition is about.
+
+    Raises OptionError for what cannot be read, and for a condition that cannot hold.
+    """
     settings = [_parse(text) for text in texts]
     names = [setting.name for setting in settings]
     for name in names:
         if names.count(name) > 1:
             raise OptionError(f"--vary {name}: given twice. Give one range or list of values for it.")
-    return settings
+    for setting in settings:
+        _check_condition(setting, {other.name: other for other in settings if other is not setting})
+    placed: list[Setting] = []
+    while left := [setting for setting in settings if setting not in placed]:
+        ready = [one for one in left if one.when is None or one.when.name in [other.name for other in placed]]
+        if not ready:
+            raise OptionError(
+                f"--vary {left[0].name}: its condition depends on itself. Give conditions in one direction."
+            )
+        placed += ready
+    return placed
+
+
+def _check_condition(setting: Setting, others: Mapping[str, Setting]) -> None:
+    """Raises OptionError for a condition on what does not vary, or on values that it never has."""
+    if setting.when is None:
+        return
+    name, what = setting.when.name, f"--vary {setting.name} if {setting.when.name}"
+    other = others.get(name)
+    if other is None:
+        raise OptionError(f"{what}: {name} does not vary. Give --vary {name}=A,B, or leave the condition out.")
+    known = other.grid
+    if known is None:
+        raise OptionError(f"{what}: {name} has no list of values. Only of a list, A,B,C, can one be asked for.")
+    for value in setting.when.values:
+        if not _is_in(value, known):
+            raise OptionError(f"{what}={value}: {name} is never {value}, but one of {', '.join(map(str, known))}.")
+
+
+def _is_in(value: Any, values: Sequence[Any]) -> bool:
+    """Whether a value is one of these; True is not 1."""
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
+
+
+_CONDITION = re.compile(r"(?P<varied>.*\S)\s+if\s+(?P<name>[\w.-]+)\s*=\s*(?P<values>.*)", re.DOTALL)
 
 
 def _parse(text: str) -> Setting:
-    name, equals, values = text.partition("=")
-    name = name.strip().removeprefix("--").replace("-", "_")
+    conditional = _CONDITION.fullmatch(text)
+    when = None
+    if conditional is not None:
+        other = _choices(_field(conditional["name"]), text, conditional["values"])
+        when = Condition(other.name, other.values)
+    name, equals, values = (conditional["varied"] if conditional else text).partition("=")
+    name = _field(name)
     if not (name and equals and values.strip()):
         raise OptionError(f"--vary {text!r}: not NAME=VALUES. Give {FORMS}: optimizer.learning-rate=log:1e-3:1.")
     kind, colon, rest = values.partition(":")
     if not colon or kind not in ("log", "uniform", "int", "logint"):
-        return _choices(name, text, values)
+        return _choices(name, text, values, when)
     try:
         low, high = (float(number) for number in rest.split(":"))
     except ValueError:
@@ -158,23 +250,55 @@ def _parse(text: str) -> Setting:
         raise OptionError(f"--vary {text}: {low:g} has no logarithm. Give a LOW above 0, or uniform:LOW:HIGH.")
     if whole and not (low.is_integer() and high.is_integer()):
         raise OptionError(f"--vary {text}: LOW and HIGH of {kind} are whole numbers. Give uniform: or log: for others.")
-    return Number(name, int(low) if whole else low, int(high) if whole else high, log, whole)
+    return Number(name, int(low) if whole else low, int(high) if whole else high, log, whole, when=when)
 
 
-def _choices(name: str, text: str, values: str) -> Setting:
-    choices = tuple(_literal(word.strip()) for word in values.split(","))
-    if "" in choices or len(set(map(repr, choices))) < len(choices):
+def _field(name: str) -> str:
+    """The dotted field of an option's name."""
+    return name.strip().removeprefix("--").replace("-", "_")
+
+
+def _choices(name: str, text: str, values: str, when: Condition | None = None) -> Choices:
+    words = [word.strip() for word in _SEPARATED.findall(values + ",")]
+    choices = tuple(literal(word) for word in words)
+    if "" in words or len(set(map(repr, choices))) < len(choices):
         raise OptionError(f"--vary {text}: an empty value, or one that is given twice. Give {FORMS}.")
-    return Choices(name, choices)
+    return Choices(name, choices, when=when)
 
 
-def _literal(word: str) -> Any:
-    """A number, True, False, None, or the word itself."""
+_SEPARATED = re.compile(r"""((?:\([^()]*\)|\[[^\[\]]*\]|'[^']*'|"[^"]*"|[^,])*),""")
+"""What stands before each comma that is in no brackets or quotes."""
+
+
+def literal(word: str) -> Any:
+    """A number, True, False, None, a tuple of these and of words, or the word itself."""
     try:
         value = ast.literal_eval(word)
     except (ValueError, SyntaxError):
         return word
-    return value if value is None or isinstance(value, bool | int | float | str) else word
+    if isinstance(value, list | tuple) and all(map(_is_plain, value)):
+        return tuple(value)
+    return value if _is_plain(value) else word
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def stored_settings(settings: Sequence[Setting], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a trial as Optuna keeps them."""
+    return {setting.name: setting.stored(values[setting.name]) for setting in settings if setting.name in values}
+
+
+def read_settings(settings: Sequence[Setting], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a trial that Optuna keeps so."""
+    known = {setting.name: setting for setting in settings}
+    return {name: known[name].read(value) if name in known else value for name, value in stored.items()}
+
+
+def distributions(settings: Sequence[Setting], values: Mapping[str, Any]) -> dict[str, BaseDistribution]:
+    """Those of the settings that a trial has."""
+    return {setting.name: setting.distribution() for setting in settings if setting.name in values}
 
 
 def words_of(settings: Mapping[str, Any]) -> list[str]:
@@ -186,7 +310,7 @@ def words_of(settings: Mapping[str, Any]) -> list[str]:
             group, dot, last = option.removeprefix("--").rpartition(".")
             words.append(option if value else f"--{group}{dot}no-{last}")
         else:
-            words += [option, str(value)]
+            words += [option, *(map(str, value) if isinstance(value, tuple) else [str(value)])]
     return words
 
 

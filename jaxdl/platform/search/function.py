@@ -1,0 +1,201 @@
+"""`jaxdl.search`: a search from Python and from notebooks."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from jaxdl.core.config import ConfigError
+from jaxdl.platform.search.conduct import Given, Outcome, conduct
+from jaxdl.platform.search.config import SearchConfig
+from jaxdl.platform.search.copies import OPTUNA_FILE
+from jaxdl.platform.search.driver import check_any
+from jaxdl.platform.search.journal import STUDY, storage_at
+from jaxdl.platform.search.report import REPORT_FILE
+from jaxdl.platform.search.show import Display, Lines, SearchView, Silent
+from jaxdl.platform.search.vary import vary_texts
+from jaxdl.training.experiment import Experiment, as_experiment, load
+from jaxdl.training.run.result import Interrupted
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from optuna import Study
+
+    from jaxdl.inference.predictor import Predictor
+
+EXPERIMENT_FILE = "experiment.json"
+"""The experiment that the trials are trained from, in the folder of the search."""
+
+
+@dataclass(frozen=True)
+class SearchTrial:
+    """A run of a search."""
+
+    number: int
+    settings: dict[str, Any]
+    """What varies, by its dotted name, and its value here; what does not apply to it is not there."""
+    state: str
+    """finished, waits (stopped where trials are compared), failed, replaced, or to be resumed."""
+    reason: str
+    """Why it failed."""
+    step: int
+    """Where it was compared last."""
+    value: float | None
+    """The metric there."""
+    values: dict[int, float]
+    """Step -> the metric, wherever it was compared."""
+    workdir: Path
+    command: str
+    """A command that trains the same settings to the end in a new folder."""
+
+    def restore(self) -> Predictor:
+        """The trained network; raises ConfigError as `jaxdl.restore` does."""
+        from jaxdl.inference.predictor import restore
+
+        return restore(self.workdir)
+
+
+@dataclass(frozen=True, repr=False)
+class SearchResult:
+    """What a search has found."""
+
+    folder: Path
+    metric: str
+    direction: str
+    """Whether a higher or a lower metric is better: maximize or minimize."""
+    trials: tuple[SearchTrial, ...]
+    best: SearchTrial | None
+    """None where no trial has a value."""
+
+    def frame(self) -> pd.DataFrame:
+        """A row for each trial: number, state, step, value, then the settings. Raises ImportError without pandas."""
+        import pandas as pd
+
+        rows = [
+            {"number": trial.number, "state": trial.state, "step": trial.step, "value": trial.value, **trial.settings}
+            for trial in self.trials
+        ]
+        return pd.DataFrame(rows).set_index("number")
+
+    def study(self) -> Study:
+        """The trials as an Optuna study, for its plots and importances: what stopped early is pruned there."""
+        import optuna
+
+        return optuna.load_study(study_name=STUDY, storage=storage_at(self.folder / OPTUNA_FILE))
+
+    def __repr__(self) -> str:
+        """Two lines: the best trial, and where the report is."""
+        found = "no trial has a value"
+        if (best := self.best) is not None:
+            settings = ", ".join(f"{name} {value}" for name, value in best.settings.items())
+            found = f"trial {best.number}: {self.metric} {best.value:.6g} at step {best.step} ({settings})"
+        return f"SearchResult of {len(self.trials)} trials, {found}\nreport: {self.folder / REPORT_FILE}"
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks, and a table of the best trials."""
+        better = -1 if self.direction == "maximize" else 1
+        order = sorted(self.trials, key=lambda trial: (trial.value is None, better * (trial.value or 0)))
+        names = list(dict.fromkeys(name for trial in self.trials for name in trial.settings))
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in ("trial", *names, "state", "step", self.metric))
+        rows = []
+        for trial in order[:20]:
+            value = "" if trial.value is None else f"{trial.value:.6g}"
+            settings = [str(trial.settings.get(name, "")) for name in names]
+            cells = [str(trial.number), *settings, trial.state, str(trial.step), value]
+            rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f"<pre>{html.escape(repr(self))}</pre><table><tr>{head}</tr>{body}</table>"
+
+
+def search(
+    experiment: Experiment | str | Path,
+    vary: Mapping[str, Any] | Sequence[str],
+    workdir: str | Path,
+    *,
+    overrides: Mapping[str, Any] | Sequence[str] = (),
+    quiet: bool = False,
+    **settings: Any,
+) -> SearchResult:
+    """Trains many runs of an experiment with different settings, the good ones longer; `python -m jaxdl.search`.
+
+        found = jaxdl.search("configs/digits.py", {"optimizer.learning_rate": "log:1e-3:1", "optimizer.momentum": [0.8,
+                             0.9]}, "runs/search", trials=20, parallel=2)
+        found.best.restore().evaluate()
+
+    Each trial is a process of its own, so a process that holds the GPUs leaves them none: call it before JAX is used.
+    The same call goes on with a search that was stopped; Ctrl-C saves the trials.
+
+    Args:
+      experiment: an Experiment, or the path of a config file. Its classes must be importable, not those of a notebook.
+      vary: the dotted field -> what it varies over. A list of values (words, numbers, tuples), `range(1, 9)`, a text as
+        `--vary` takes (`"log:1e-3:1"`, perhaps with a condition, `"0.8,0.9 if optimizer=sgd"`), a distribution of
+        Optuna's, or a dictionary with what varies beside each value: `{"optimizer": {"sgd": {"optimizer.momentum":
+        [0.8, 0.9]}, "adamw": {}}}`. Or the texts of `--vary` themselves.
+      workdir: the folder of the search.
+      overrides: of a config file, as `jaxdl.load` takes them.
+      quiet: print nothing. Otherwise a live table in a terminal, else a line for each event.
+      settings: the fields of `SearchConfig`: trials, parallel, metric, sampler, scheduler, hours, patience and others.
+
+    Returns:
+      What was found: `best`, all `trials`, `frame()` for pandas, `study()` for Optuna.
+
+    Raises:
+      ConfigError: for a setting that cannot be used, or when every trial has failed.
+      Interrupted: after a signal, once the trials are saved; its `run` is the result so far.
+    """
+    folder = Path(workdir)
+    given = _given(experiment, overrides, folder, {"vary": vary_texts(vary), **settings})
+
+    def shows(view: SearchView) -> Silent | Lines | Display:
+        return Silent() if quiet else Display(view) if Console().is_terminal else Lines()
+
+    outcome = conduct(given, shows)
+    found = _result(folder, outcome)
+    if outcome.signum is not None:
+        message = f"The search in {folder} was stopped, and its trials are saved. The same call goes on."
+        raise Interrupted(outcome.signum, message, found)  # pyright: ignore[reportArgumentType]
+    check_any(outcome.trials)
+    return found
+
+
+def _given(experiment: Experiment | str | Path, overrides: Any, folder: Path, settings: Mapping[str, Any]) -> Given:
+    """The search that is asked for. Raises ConfigError."""
+    if overrides and not isinstance(experiment, str | Path):
+        raise ConfigError("overrides: they are for a config file. Give experiment.replaced({...}) instead.")
+    chosen = load(experiment, overrides) if isinstance(experiment, str | Path) else as_experiment(experiment)
+    unknown = sorted(set(settings) - set(SearchConfig.model_fields))
+    if unknown:
+        raise ConfigError(f"search: {unknown[0]}: no such setting. There are {', '.join(SearchConfig.model_fields)}.")
+    content = chosen.to_json()
+    try:
+        Experiment.from_json(content)
+    except ConfigError as error:
+        raise ConfigError(f"search: its trials, other processes, cannot read the experiment: {error}") from None
+    config = SearchConfig().replaced(dict(settings))
+    return Given(str((folder / EXPERIMENT_FILE).absolute()), folder, config, chosen, content=content.encode())
+
+
+def _result(folder: Path, outcome: Outcome) -> SearchResult:
+    """The outcome for Python."""
+    request, report = outcome.request, outcome.report
+    trials = tuple(
+        SearchTrial(
+            number=trial.number,
+            settings=dict(trial.settings),
+            state=told["state"],
+            reason=trial.reason,
+            step=trial.step,
+            value=trial.value,
+            values=dict(sorted(trial.values.items())),
+            workdir=request.workdir(trial.number),
+            command=request.again(trial),
+        )
+        for trial, told in zip(outcome.trials, report["trials"], strict=True)
+    )
+    best = None if report["best"] is None else trials[report["best"]["number"]]
+    return SearchResult(folder, request.metric, request.direction, trials, best)
