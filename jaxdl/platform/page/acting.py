@@ -101,7 +101,5 @@ class Acting:
             raise HTTPException(403, "This is not the token of this server.")
         answer = RedirectResponse(where, 303)
         secure = request.url.scheme == "https"
-        answer.set_cookie(
-            COOKIE, cookie_of(token), max_age=COOKIE_SEC, httponly=True, samesite="strict", secure=secure
-        )
+        answer.set_cookie(COOKIE, cookie_of(token), max_age=COOKIE_SEC, httponly=True, samesite="strict", secure=secure)
         return answer

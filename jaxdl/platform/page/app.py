@@ -1,4 +1,4 @@
-"""The application of Starlette behind `python -m jaxdl.status --serve`. Imported where the extra `serve` is installed."""
+"""The application behind `python -m jaxdl.status --serve`. Imported where the extra `serve` is installed."""
 
 from __future__ import annotations
 

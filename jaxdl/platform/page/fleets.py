@@ -12,8 +12,9 @@ from jaxdl.core.errors import ConfigError
 from jaxdl.platform.fleet.journal import JOURNAL_FILE
 from jaxdl.platform.fleet.member import ENDED, RESUMABLE
 from jaxdl.platform.fleet.status_view import explain
-from jaxdl.platform.fleet.store import Store
-from jaxdl.platform.page.files import Unreadable, read_tail, signature
+from jaxdl.platform.fleet.store import Order, Store
+from jaxdl.platform.page.files import Unreadable, read_tail
+from jaxdl.platform.page.render import as_iso, as_number
 from jaxdl.platform.page.runs import as_shown
 from jaxdl.platform.page.scan import address_of_folder
 from jaxdl.report.status.parsing import parse_json
@@ -22,7 +23,7 @@ SILENT_SEC = 30.0
 """A server that has not written what it sees for this long is called silent."""
 MOST_EVENTS, MOST_RUNS = 200, 500
 _JOURNAL_BYTES = 1 << 17
-ORDERS: Mapping[str, str] = {"hold": "hold", "resume": "run", "cancel": "cancel"}
+ORDERS: Mapping[str, Order] = {"hold": "hold", "resume": "run", "cancel": "cancel"}
 """What a button is called -> what the fleet is asked."""
 
 
@@ -117,7 +118,7 @@ def _read_journal(folder: Path, found: Fleet) -> None:
                     "at": at,
                     "what": as_shown(str(event.pop("what"))),
                     "run": as_shown(str(event.pop("run", ""))),
-                    "rest": as_shown(", ".join(f"{name} {value}" for name, value in event.items() if value not in (None, "")))[:500],
+                    "rest": _rest_of(event),
                 }
             )
         except (ValueError, TypeError, KeyError, AttributeError):
@@ -126,9 +127,17 @@ def _read_journal(folder: Path, found: Fleet) -> None:
         found.problems.append(f"{JOURNAL_FILE}: {damaged} of its last lines are damaged, and not shown")
 
 
-def versions(folder: Path) -> list[Any]:
-    """What changes when the page of a fleet does."""
-    return [signature(folder / name) for name in ("fleet.json", "ended.json", JOURNAL_FILE)]
+def _rest_of(event: Mapping[str, Any]) -> str:
+    """What else an event says, in a line."""
+    words = []
+    for name, value in event.items():
+        if value in (None, "", [], 0, False) or name == "num_asked":
+            continue
+        text = ", ".join(map(str, value)) if isinstance(value, list) else as_number(value)
+        if name == "not_before":
+            text = as_iso(value)
+        words.append(f"{name.replace('_', ' ')} {text}")
+    return as_shown("; ".join(words))[:500]
 
 
 def runs_of(folders: Sequence[Path]) -> dict[str, list[tuple[Path, str]]]:
@@ -136,7 +145,9 @@ def runs_of(folders: Sequence[Path]) -> dict[str, list[tuple[Path, str]]]:
     found: dict[str, list[tuple[Path, str]]] = {}
     for folder in folders:
         try:
-            runs = [(str(run["run"]), str(run["workdir"])) for run in Store(folder).view()["runs"] if run.get("workdir")]
+            runs = [
+                (str(run["run"]), str(run["workdir"])) for run in Store(folder).view()["runs"] if run.get("workdir")
+            ]
         except Exception:  # Its own page says what is wrong.
             continue
         for number, workdir in runs:

@@ -100,6 +100,7 @@ def as_data(run: Run) -> dict[str, Any]:
     reasons = (note(row), f"stuck: {run.stuck}" if run.stuck else "")
     return {
         "id": run.id,
+        "name": run.short or run.name,
         "workdir": run.name,
         "state": "LOST" if run.group == "lost" else as_shown(row.state),
         "group": run.group,
@@ -112,7 +113,8 @@ def as_data(run: Run) -> dict[str, Any]:
         "seen": None if seen is None else round(seen),
         "hosts": [as_shown(host) for host in row.hosts],
         "restart": row.restart,
-        "metrics": {as_shown(name): value for name, value in row.metrics.items()},
+        "metrics": {as_shown(name): value for name, value in row.metrics.items()}
+        | {as_shown(name): "nan" for name in row.not_finite},
         "speed": None if (speed := speed_of(run)) is None else list(speed),
         "reason": as_shown(row.reason),
         "exit_code": row.exit_code,

@@ -117,7 +117,14 @@ class Pages:
         run, snapshot = self._run(request)
         about = self._about(run, snapshot)
         values = about | {"may_act": self._access.may_act(request), "has_tokens": self._access.has_tokens}
-        version = [about["row"], values["may_act"], about["problems"], about["events"], about["logs"], repr(about["details"])]
+        version = [
+            about["row"],
+            values["may_act"],
+            about["problems"],
+            about["events"],
+            about["logs"],
+            repr(about["details"]),
+        ]
 
         def make() -> dict[str, Any]:
             names = ("state", "facts", "events", "failures", "pictures", "checkpoints")
@@ -183,8 +190,7 @@ class Pages:
             labels = map(as_shown, short_names([run.path for run in runs]))
             return {
                 "runs": [
-                    {"id": run.id, "name": label} | data
-                    for run, label, data in zip(runs, labels, of_runs, strict=True)
+                    {"id": run.id, "name": label} | data for run, label, data in zip(runs, labels, of_runs, strict=True)
                 ],
                 "panels": [
                     {**panel, "metrics": kept, "title": as_shown(panel["title"])}

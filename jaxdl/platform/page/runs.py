@@ -15,6 +15,7 @@ from jaxdl.core.errors import OptionError
 from jaxdl.core.files import LEASE_FILE, METRICS_FILE, SEARCH_FILE, STATUS_FILE, SUMMARY_FILE, TRIALS_FOLDER, hang_file
 from jaxdl.platform.page.files import Signature, is_ordinary, signature
 from jaxdl.platform.page.scan import Found, address_of_folder, scan
+from jaxdl.report.compare.curves import short_names
 from jaxdl.report.status.record import State
 from jaxdl.report.status.rows import UNKNOWN, Row, read_row
 from jaxdl.report.status.table import sort_rows
@@ -65,6 +66,8 @@ class Run:
     trial: str = ""
     stuck: str = ""
     """Why it is called stuck."""
+    short: str = ""
+    """Its name without the folder that all runs are in."""
 
     @property
     def is_live(self) -> bool:
@@ -130,7 +133,16 @@ class Runs:
             else:
                 known[run_id] = signatures, _read(run_id, path, now)
         self._known = known
-        return Snapshot({run_id: run for run_id, (_, run) in known.items()}, found, now)
+        return Snapshot(_named({run_id: run for run_id, (_, run) in known.items()}), found, now)
+
+
+def _named(runs: dict[str, Run]) -> dict[str, Run]:
+    """The runs with short names; those that have theirs already stay as they are."""
+    shorts = map(as_shown, short_names([run.path for run in runs.values()])) if runs else ()
+    return {
+        run_id: run if run.short == short else dataclasses.replace(run, short=short)
+        for (run_id, run), short in zip(runs.items(), shorts, strict=True)
+    }
 
 
 def _older(run: Run, now: float) -> Run:
@@ -144,12 +156,8 @@ def _older(run: Run, now: float) -> Run:
 
 def _read(run_id: str, path: Path, now: float) -> Run:
     odd = [name for name in _READ if not is_ordinary(path / name)]
-    if odd:
-        row = Row(str(path), UNKNOWN, problem=f"{odd[0]} is no ordinary file, and is not read")
-    else:
-        row = read_row(path)
-    metrics = {name: float(value) for name, value in row.metrics.items() if math.isfinite(value)}
-    row = dataclasses.replace(row, metrics=metrics)
+    problem = f"{odd[0]} is no ordinary file, and is not read" if odd else ""
+    row = Row(str(path), UNKNOWN, problem=problem) if odd else read_row(path)
     search = path.parent.parent
     is_trial = path.parent.name == TRIALS_FOLDER and os.path.exists(search / SEARCH_FILE)
     stuck = _why_stuck(path, row, now)

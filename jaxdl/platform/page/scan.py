@@ -71,6 +71,7 @@ def _search(folder: Path, depth: int, found: Found) -> Iterator[Path]:
         return
     if SEARCH_FILE in inside:
         found.searches[address_of_folder(folder)] = folder
+        depth = max(depth, 2)  # Its trials are shown however deep it is.
     if FLEET_FILE in inside or {JOURNAL_FILE, RUNS} <= inside.keys():
         found.fleets[address_of_folder(folder)] = folder
         return

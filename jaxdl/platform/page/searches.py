@@ -49,12 +49,13 @@ class Searches:
         """A search, by its settings, its report, and the workdirs of its trials. Raises nothing."""
         found = Search()
         config, result = _json(folder, SEARCH_FILE, found), _json(folder, RESULT_FILE, found)
+        config = config.get("search", config) if isinstance(config, dict) else {}
+        config = config if isinstance(config, dict) else {}
         found.settings = fields_of(config)
-        vary = config.get("vary") if isinstance(config, dict) else None
+        vary = config.get("vary")
         found.varied = [str(word).partition("=")[0] for word in vary] if isinstance(vary, list) else []
         result = result if isinstance(result, dict) else {}
         found.has_result = bool(result)
-        config = config if isinstance(config, dict) else {}
         given = result.get("metric") or config.get("metric") or _best_metric(trials)
         found.metric = as_shown(str(given)).replace("evaluation/", "eval/", 1)
         rises = is_higher_better(found.metric)
@@ -64,7 +65,8 @@ class Searches:
         if isinstance(best, dict):
             found.best, found.command = str(best.get("number", "")), as_shown(str(best.get("command", "")))
         listed = result.get("trials")
-        by_number = {str(trial.get("number")): trial for trial in listed if isinstance(trial, dict)} if isinstance(listed, list) else {}  # fmt: skip
+        listed = [trial for trial in listed if isinstance(trial, dict)] if isinstance(listed, list) else []
+        by_number = {str(trial.get("number")): trial for trial in listed}
         found.not_listed = max(0, len(trials) - MOST_TRIALS)
         for run in sorted(trials, key=lambda run: run.trial)[:MOST_TRIALS]:
             found.trials.append(self._trial(run, found, by_number))
@@ -83,7 +85,8 @@ class Searches:
     def _trial(self, run: Run, found: Search, by_number: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         number = str(int(run.trial)) if run.trial.isdecimal() else run.trial
         told, config = by_number.get(number, {}), self._config(run)
-        settings = told.get("settings") if isinstance(told.get("settings"), dict) else {}
+        settings = told.get("settings")
+        settings = settings if isinstance(settings, dict) else {}
         values = [settings.get(name, config.get(name.replace("-", "_"))) for name in found.varied]
         value = run.row.metrics.get(found.metric)
         if not run.is_live and isinstance(told.get("value"), int | float):
@@ -91,7 +94,9 @@ class Searches:
         return {
             "number": number,
             "run": run,
-            "settings": [value if isinstance(value, float) else "" if value is None else as_text(value) for value in values],
+            "settings": [
+                value if isinstance(value, float) else "" if value is None else as_text(value) for value in values
+            ],
             "state": as_shown(str(told.get("state") or "")),
             "why": as_shown(str(told.get("reason") or "")),
             "value": value,

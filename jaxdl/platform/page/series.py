@@ -159,7 +159,9 @@ def thin(where: np.ndarray, values: np.ndarray, most: int = MOST_POINTS) -> tupl
     if len(values) <= most:
         return where, values
     parts = np.array_split(np.arange(len(values)), most // 2)
-    kept = sorted({0, len(values) - 1} | {int(part[pick(values[part])]) for part in parts for pick in (np.argmin, np.argmax)})
+    kept = sorted(
+        {0, len(values) - 1} | {int(part[pick(values[part])]) for part in parts for pick in (np.argmin, np.argmax)}
+    )
     return where[kept], values[kept]
 
 

@@ -40,11 +40,11 @@ def parser() -> Parser:
                        help="with --watch: seconds between two looks at the runs, 2 by default")  # fmt: skip
     serve = options.add_argument_group("a page in a browser")
     serve.add_argument("--serve", action="store_true",
-                       help="serve a page with all runs, their curves, logs and failures; needs jaxdl[serve]")  # fmt: skip
+                       help="serve a page with runs, curves, logs, failures; needs jaxdl[serve]")  # fmt: skip
     serve.add_argument("--host", help="the address to listen on, 127.0.0.1 by default: this machine alone")
     serve.add_argument("--port", type=int, help="the port, 8070 by default; 0 takes a free one")
     serve.add_argument("--token", action="store_true",
-                       help="make a token: who has it may halt runs on the page, and look from other machines")  # fmt: skip
+                       help="make a token: who has it may halt runs, and look from other machines")  # fmt: skip
     serve.add_argument("--token-file", type=Path, metavar="FILE",
                        help="a file with such tokens, one on each line; or set JAXDL_STATUS_TOKEN")  # fmt: skip
     serve.add_argument("--without-token", action="store_true",

@@ -1,7 +1,10 @@
 // Curves as SVG: linear and logarithmic axes, smoothing, values under the pointer and by the arrow keys.
 "use strict";
 
-const WIDTH = 460, HEIGHT = 240, LEFT = 54, RIGHT = 10, TOP = 8, BOTTOM = 26;
+let WIDTH = 460; // Of a panel, in pixels: as wide as its column.
+const HEIGHT = 240, LEFT = 54, RIGHT = 10, TOP = 8, BOTTOM = 26;
+let plots = 0; // Each has a clip of its own.
+const FEW = 30; // So many points are drawn as such, and not smoothed.
 const SVG = "http://www.w3.org/2000/svg";
 
 function element(name, attributes = {}, text = "") {
@@ -40,7 +43,7 @@ function ticks(low, high, log) {
     if (inside.length > 1) return inside;
     return [...new Set([0, 1, 2, 3].map((n) => Number((low * (high / low) ** (n / 3)).toPrecision(2))))].filter((tick) => tick >= low && tick <= high);
   }
-  const rough = (high - low) / 5, power = 10 ** Math.floor(Math.log10(rough));
+  const rough = (high - low) / 6, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= rough * 0.999);
   const found = [];
   for (let tick = Math.ceil(low / step) * step; tick <= high + step * 1e-9; tick += step) found.push(Math.abs(tick) < step * 1e-9 ? 0 : tick);
@@ -57,8 +60,13 @@ function scale(low, high, start, end, log) {
 function limits(values, log, robust) {
   const sorted = values.filter((value) => !log || value > 0).sort((a, b) => a - b);
   if (!sorted.length) return null;
-  const cut = robust && sorted.length >= 50 ? 0.005 : 0;
-  let low = sorted[Math.floor(cut * (sorted.length - 1))], high = sorted[Math.ceil((1 - cut) * (sorted.length - 1))];
+  const at = (share) => sorted[Math.round(share * (sorted.length - 1))];
+  const cut = robust && sorted.length >= 50 ? 0.005 : 0, far = 100 * (at(0.75) - at(0.25));
+  let low = at(cut), high = at(1 - cut);
+  if (robust && far > 0) { // A run that diverged would flatten all others.
+    low = sorted.find((value) => value >= Math.max(low, at(0.25) - far));
+    high = sorted.findLast((value) => value <= Math.min(high, at(0.75) + far));
+  }
   if (log) return low === high ? [low / 2, high * 2] : [low, high];
   const margin = 0.05 * (high - low) || 0.05 * Math.abs(high) || 1;
   return [low - margin, high + margin];
@@ -82,7 +90,7 @@ function seriesOf(panel, data, settings) {
       const keep = curve.x.map((x, at) => at).filter((at) => (!settings.logX || curve.x[at] > 0) && (!settings.logY || curve.y[at] > 0));
       const x = keep.map((at) => curve.x[at]), raw = keep.map((at) => curve.y[at]);
       const held = metric.startsWith("eval/");
-      const y = held ? raw : smooth(raw, settings.smoothing);
+      const y = held || raw.length <= FEW || metric.endsWith("learning_rate") ? raw : smooth(raw, settings.smoothing);
       const label = data.runs.length > 1 ? (panel.metrics.length > 1 ? `${run.name} ${metric}` : run.name) : metric;
       found.push({ label, x, raw, y, curve, held, color: color % 8, again: color >= 8, many: data.runs.length > 1, left: curve.x.length - keep.length });
     });
@@ -101,10 +109,10 @@ function drawAxes(svg, xs, ys, atX, atY, settings) {
   }
 }
 
-function drawLine(svg, series, values, atX, atY, kind) {
+function drawLine(svg, series, values, atX, atY, kind, id) {
   const path = values.map((value, at) => `${at ? "L" : "M"}${atX(series.x[at]).toFixed(1)} ${atY(value).toFixed(1)}`).join("");
   const classes = [`s${series.color}`, kind, series.held && series.many ? "held" : "", series.again ? "again" : ""].filter(Boolean).join(" ");
-  svg.append(element("svg:path", { class: classes, d: path, "clip-path": "url(#plot)" }));
+  svg.append(element("svg:path", { class: classes, d: path, "clip-path": `url(#${id})` }));
 }
 
 function drawPanel(panel, data, settings) {
@@ -124,22 +132,24 @@ function drawPanel(panel, data, settings) {
     if (xs[0] === xs[1]) { xs[0] = settings.logX ? xs[0] / 2 : xs[0] - 1; xs[1] = settings.logX ? xs[1] * 2 : xs[1] + 1; }
     figure.append(plot(panel, drawn, xs, ys, settings));
   }
+  const outside = ys === null ? 0 : drawn.reduce((sum, series) => sum + series.raw.filter((value) => value < ys[0] || value > ys[1]).length, 0);
+  if (outside) figure.append(element("p", { class: "small" }, `${outside} value${outside > 1 ? "s are" : " is"} beyond the axis`));
   notes(all, drawn).forEach((text) => figure.append(element("p", { class: "small" }, text)));
   return figure;
 }
 
 function plot(panel, drawn, xs, ys, settings) {
   const words = drawn.map((series) => `${series.label}: ${short(series.raw[series.raw.length - 1])} at ${short(series.x[series.x.length - 1])}`).join("; ");
-  const svg = element("svg:svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", tabindex: "0", "aria-label": `${panel.title}, last values: ${words}. Arrow keys read earlier ones.` });
-  const clip = element("svg:clipPath", { id: "plot" });
-  clip.append(element("svg:rect", { x: LEFT, y: TOP - 3, width: WIDTH - LEFT - RIGHT + 3, height: HEIGHT - TOP - BOTTOM + 6 }));
+  const svg = element("svg:svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", tabindex: "0", "aria-label": `${panel.title}, last values: ${words}. Arrow keys read earlier ones.` });
+  const id = `plot-${++plots}`, clip = element("svg:clipPath", { id });
+  clip.append(element("svg:rect", { x: LEFT - 3, y: TOP - 3, width: WIDTH - LEFT - RIGHT + 6, height: HEIGHT - TOP - BOTTOM + 6 }));
   svg.append(clip);
   const atX = scale(xs[0], xs[1], LEFT, WIDTH - RIGHT, settings.logX), atY = scale(ys[0], ys[1], HEIGHT - BOTTOM, TOP, settings.logY);
   drawAxes(svg, xs, ys, atX, atY, settings);
   for (const series of drawn) {
-    if (series.y !== series.raw) drawLine(svg, series, series.raw, atX, atY, "raw");
-    drawLine(svg, series, series.y, atX, atY, "");
-    if (series.x.length <= 30) series.x.forEach((x, at) => svg.append(element("svg:circle", { class: `s${series.color}`, cx: atX(x), cy: atY(series.y[at]), r: 2.5, "clip-path": "url(#plot)" })));
+    if (series.y !== series.raw) drawLine(svg, series, series.raw, atX, atY, "raw", id);
+    drawLine(svg, series, series.y, atX, atY, "", id);
+    if (series.x.length <= FEW) series.x.forEach((x, at) => svg.append(element("svg:circle", { class: `s${series.color}`, cx: atX(x), cy: atY(series.y[at]), r: 2.5, "clip-path": `url(#${id})` })));
   }
   const box = element("div", { class: "values", hidden: "" }), cross = element("svg:line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
   svg.append(cross);
@@ -152,8 +162,8 @@ function plot(panel, drawn, xs, ys, settings) {
 function notes(all, drawn) {
   const found = [];
   for (const series of all) {
-    if (series.curve.not_finite) found.push(`${series.label}: ${series.curve.not_finite} values are not finite and not drawn`);
-    if (series.left) found.push(`${series.label}: ${series.left} values are not above 0 and not drawn`);
+    if (series.curve.not_finite) found.push(`${series.label}: ${series.curve.not_finite} value${series.curve.not_finite > 1 ? "s are" : " is"} not finite and not drawn`);
+    if (series.left) found.push(`${series.label}: ${series.left} value${series.left > 1 ? "s are" : " is"} not above 0 and not drawn`);
     if (series.curve.num_points > series.curve.x.length) found.push(`${series.label}: ${series.curve.x.length} of ${series.curve.num_points} values are drawn, the extremes among them`);
   }
   if (drawn.length === 1 && drawn[0].curve.best) found.push(`best: ${short(drawn[0].curve.best[0])} at step ${drawn[0].curve.best[1]}`);
@@ -210,6 +220,8 @@ function startCharts(charts, news, repeat) {
     if (data === null) return;
     const focused = document.activeElement && document.activeElement.closest(".chart");
     const place = focused ? [...charts.children].indexOf(focused) : -1;
+    const column = parseFloat(getComputedStyle(charts).gridTemplateColumns) || charts.clientWidth;
+    WIDTH = Math.max(240, Math.floor(column) - 26);
     charts.replaceChildren(...data.panels.map((panel) => drawPanel(panel, data, settings)));
     if (!data.panels.length) charts.append(element("p", { class: "muted" }, "There is no measurement yet."));
     if (place >= 0 && charts.children[place]) { const svg = charts.children[place].querySelector("svg"); if (svg) svg.focus(); }
@@ -246,4 +258,6 @@ function startCharts(charts, news, repeat) {
   for (const id of ["by", "every"]) byId(id).addEventListener("change", () => { known.clear(); read().catch(() => {}); });
   read().catch((error) => { charts.replaceChildren(element("p", { class: "problem" }, `The curves cannot be read: ${error.message}`)); });
   repeat(4, read);
+  let width = charts.clientWidth;
+  new ResizeObserver(() => { if (charts.clientWidth !== width) { width = charts.clientWidth; draw(); } }).observe(charts);
 }
