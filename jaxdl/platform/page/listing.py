@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def list_runs(runs: Sequence[Run], query: Query, asked: Sequence[str] = ()) -> L
 def speed_of(run: Run) -> tuple[float, str] | None:
     """(speed, unit) of a run when it last reported."""
     for name in SPEEDS:
-        if name in run.row.metrics:
+        if math.isfinite(run.row.metrics.get(name, math.nan)):
             return run.row.metrics[name], f"{name.partition('_')[0]}/s"
     return None
 
@@ -113,7 +114,7 @@ def as_data(run: Run) -> dict[str, Any]:
         "seen": None if seen is None else round(seen),
         "hosts": [as_shown(host) for host in row.hosts],
         "restart": row.restart,
-        "metrics": {as_shown(name): value for name, value in row.metrics.items()}
+        "metrics": {as_shown(name): v if math.isfinite(v) else str(v) for name, v in row.metrics.items()}
         | {as_shown(name): "nan" for name in row.not_finite},
         "speed": None if (speed := speed_of(run)) is None else list(speed),
         "reason": as_shown(row.reason),

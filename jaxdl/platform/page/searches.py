@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +90,7 @@ class Searches:
         settings = settings if isinstance(settings, dict) else {}
         values = [settings.get(name, config.get(name.replace("-", "_"))) for name in found.varied]
         value = run.row.metrics.get(found.metric)
+        value = value if value is not None and math.isfinite(value) else None
         if not run.is_live and isinstance(told.get("value"), int | float):
             value = float(told["value"])
         return {
