@@ -44,6 +44,8 @@ class _File:
     every: int = 1
     number: int = 0
     """Lines read."""
+    training: int = 0
+    """Those of them that are neither evaluations nor events."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     damaged: int = 0
@@ -74,9 +76,11 @@ class _File:
         kept = b'"event"' in line or b'"eval/' in line
         if not line.strip() or (self.number == 1 and self.start):
             return
-        if self.number % self.every and not kept:
-            self.left_out += 1
-            return
+        if not kept:
+            self.training += 1
+            if self.training % self.every:
+                self.left_out += 1
+                return
         row = parse_row(line)
         if row is None or abs(row["step"]) > 1 << 53:
             self.damaged += 1
