@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mimetypes
+import threading
 import traceback
 from collections.abc import Callable, Collection, Sequence
 
@@ -61,6 +62,7 @@ def make_app(
     everyone_looks: bool = True,
     hosts: Collection[str] | None = None,
     metrics: Sequence[str] = (),
+    look_ahead: bool = False,
 ) -> App:
     """The application that shows the runs in the given folders and patterns.
 
@@ -70,10 +72,13 @@ def make_app(
       everyone_looks: whether one may look without a token.
       hosts: the names by which the server may be asked, None: any.
       metrics: those that get a column; by default the usual ones.
+      look_ahead: whether the runs are read at once, in a thread, not when the first request comes.
     """
     access = Access(tokens, everyone_looks=everyone_looks)
     pages = Pages(given, access, metrics)
     acting = Acting(pages.runs, access)
+    if look_ahead:
+        threading.Thread(target=pages.runs.snapshot, name="jaxdl-page", daemon=True).start()
     looks: dict[str, Callable[[Request], Response]] = {
         "/": pages.index,
         "/run/{id}": pages.run,

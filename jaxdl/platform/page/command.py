@@ -58,6 +58,7 @@ def make_server(options: argparse.Namespace, bound: socket.socket, tokens: tuple
         everyone_looks=local or options.without_token,
         hosts=local_names(options.host) if local else None,
         metrics=options.metric,
+        look_ahead=True,
     )
     return uvicorn.Server(
         uvicorn.Config(

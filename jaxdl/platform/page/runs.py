@@ -128,7 +128,7 @@ class Runs:
         for run_id, path in found.workdirs.items():
             signatures = tuple(signature(path / name) for name in _READ)
             before = self._known.get(run_id)
-            if before is not None and before[0] == signatures and not before[1].is_live:
+            if before is not None and before[0] == signatures and _stays(before[1]):
                 known[run_id] = signatures, _older(before[1], now)
             else:
                 known[run_id] = signatures, _read(run_id, path, now)
@@ -143,6 +143,11 @@ def _named(runs: dict[str, Run]) -> dict[str, Run]:
         run_id: run if run.short == short else dataclasses.replace(run, short=short)
         for (run_id, run), short in zip(runs.items(), shorts, strict=True)
     }
+
+
+def _stays(run: Run) -> bool:
+    """Whether a run whose files are as they were is as it was: no process lives that may have ended, or be stuck."""
+    return not run.is_live or (run.row.alive is None and run.group == "queued")
 
 
 def _older(run: Run, now: float) -> Run:
