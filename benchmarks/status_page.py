@@ -80,7 +80,7 @@ def write_run(workdir: Path, number: int, num_rows: int) -> None:
 def measure(folder: Path, command: PageBench) -> dict[str, tuple[list[float], int]]:
     """Answer -> (seconds of each time, bytes)."""
     line = [sys.executable, "-m", "jaxdl.status", str(folder), "--serve", "--port", "0"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8") as server:
         try:
             assert server.stdout is not None
             port = int(server.stdout.readline().rstrip("/\n").rpartition(":")[2])

@@ -61,8 +61,8 @@ function limits(values, log, robust) {
   const sorted = values.filter((value) => !log || value > 0).sort((a, b) => a - b);
   if (!sorted.length) return null;
   const at = (share) => sorted[Math.round(share * (sorted.length - 1))];
-  const cut = robust && sorted.length >= 50 ? 0.005 : 0, far = 100 * (at(0.75) - at(0.25));
-  let low = at(cut), high = at(1 - cut);
+  const few = sorted.length < 100, far = 100 * (at(0.75) - at(0.25));
+  let low = at(robust && !few ? 0.002 : 0), high = at(robust && !few ? 0.995 : 1);
   if (robust && far > 0) { // A run that diverged would flatten all others.
     low = sorted.find((value) => value >= Math.max(low, at(0.25) - far));
     high = sorted.findLast((value) => value <= Math.min(high, at(0.75) + far));
@@ -125,7 +125,7 @@ function drawPanel(panel, data, settings) {
   figure.append(head);
   const xs = [Infinity, -Infinity];
   drawn.forEach((series) => series.x.forEach((x) => { xs[0] = Math.min(xs[0], x); xs[1] = Math.max(xs[1], x); }));
-  const ys = limits(drawn.flatMap((series) => (settings.smoothing && !series.held ? series.y.concat(settings.robust ? [] : series.raw) : series.raw)), settings.logY, settings.robust);
+  const ys = limits(drawn.flatMap((series) => series.y.concat(series.raw)), settings.logY, settings.robust);
   if (ys === null || !Number.isFinite(xs[0])) {
     figure.append(element("p", { class: "small" }, settings.logY || settings.logX ? "No value is above 0: there is nothing to draw on a logarithmic axis." : "No finite values."));
   } else {
