@@ -52,11 +52,12 @@ def main(args: list[str]) -> None:
             write_run(folder / f"run{number:05}", number, command.num_rows)
         seconds = measure(folder, command)
     title = f"the page of {command.num_runs:,} runs, {command.num_rows:,} rows each"
-    table = make_table(title, ("answer", "median", "max", "kB"))
-    for name, (times, size) in seconds.items():
-        table.add_row(name, f"{statistics.median(times):.3f} s", f"{max(times):.3f} s", f"{size / 1e3:,.1f}")
+    table = make_table(title, ("answer", "median", "max", "CPU", "kB"))
+    for name, (times, cpu, size) in seconds.items():
+        shown = (statistics.median(times), max(times), statistics.median(cpu))
+        table.add_row(name, *(f"{value:.3f} s" for value in shown), f"{size / 1e3:,.1f}")
     Console().print(table)
-    write_json(command.json, {name: times for name, (times, _) in seconds.items()})
+    write_json(command.json, {name: {"sec": times, "cpu_sec": cpu} for name, (times, cpu, _) in seconds.items()})
 
 
 def write_run(workdir: Path, number: int, num_rows: int) -> None:
@@ -77,25 +78,29 @@ def write_run(workdir: Path, number: int, num_rows: int) -> None:
     (workdir / CONFIG_FILE).write_text(json.dumps(config), encoding="utf-8")
 
 
-def measure(folder: Path, command: PageBench) -> dict[str, tuple[list[float], int]]:
-    """Answer -> (seconds of each time, bytes)."""
+def measure(folder: Path, command: PageBench) -> dict[str, tuple[list[float], list[float], int]]:
+    """Answer -> (seconds of each time, CPU seconds of the server, bytes)."""
     line = [sys.executable, "-m", "jaxdl.status", str(folder), "--serve", "--port", "0"]
+    found: dict[str, tuple[list[float], list[float], int]] = {}
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8") as server:
         try:
             assert server.stdout is not None
             port = int(server.stdout.readline().rstrip("/\n").rpartition(":")[2])
             ask(port, "/health")
-            sec, size = ask(port, "/")
-            found = {"the first page, first time": ([sec], size)}
-            for name, path in (("the first page, later", "/"), ("sorted by a metric", "/?sort=eval/loss"),
-                               ("what a browser polls", "/api/runs")):  # fmt: skip
-                times, size = [], 0
-                for _ in range(command.num_repeats):
-                    touch(folder / "run00000")
-                    time.sleep(2)  # Otherwise it would be the answer of a moment ago.
+            answers = [("the first page, first time", "/", 1), ("the first page, later", "/", command.num_repeats)]
+            answers += [("sorted by a metric", "/?sort=eval/loss", command.num_repeats)]
+            answers += [("what a browser polls", "/api/runs", command.num_repeats)]
+            for name, path, num_repeats in answers:
+                times, cpu, size = [], [], 0
+                for _ in range(num_repeats):
+                    if name != answers[0][0]:
+                        touch(folder / "run00000")
+                        time.sleep(2)  # Otherwise it would be the answer of a moment ago.
+                    before = cpu_sec(server.pid)
                     sec, size = ask(port, path)
                     times.append(sec)
-                found[name] = times, size
+                    cpu.append(cpu_sec(server.pid) - before)
+                found[name] = times, cpu, size
         finally:
             server.send_signal(signal.SIGINT)
     return found
@@ -106,6 +111,12 @@ def touch(workdir: Path) -> None:
     with (workdir / METRICS_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps({"step": 10**6, "epoch": 9.0, "train/loss": 0.1}) + "\n")
     os.utime(workdir / METRICS_FILE)
+
+
+def cpu_sec(pid: int) -> float:
+    """CPU seconds of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def ask(port: int, path: str) -> tuple[float, int]:

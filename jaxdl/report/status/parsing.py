@@ -24,7 +24,7 @@ _DECODER = json.JSONDecoder(parse_int=lambda text: int(text) if len(text) <= _IN
 def parse_json(content: bytes | str) -> Any:
     """The value of a JSON text. Raises ValueError for what is none, and for one that is nested too deeply."""
     try:
-        text = content if isinstance(content, str) else content.decode(json.detect_encoding(content), "surrogatepass")
+        text = content if isinstance(content, str) else content.decode("utf-8", "surrogatepass")
         if text.startswith("\ufeff"):
             raise ValueError("it begins with a byte order mark")
         return _DECODER.decode(text)

@@ -158,13 +158,15 @@ def _lost_row(row: Row, process: Holder | None) -> Row:
 
 def _with_metrics(row: Row, rows: Sequence[Mapping[str, Any]], problem: str = "") -> Row:
     """With the last metrics; a run that trains, or was killed meanwhile, may have made more steps since its status."""
+    last_values: dict[str, Any] = {}
+    for line in rows:
+        last_values.update(line)
     metrics: dict[str, float | None] = {
         name: value
-        for line in rows
-        for name, value in line.items()
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+        for name, value in last_values.items()
+        if name not in ("step", "epoch")
+        and (value is None or (isinstance(value, int | float) and not isinstance(value, bool)))
     }
-    metrics = {name: value for name, value in metrics.items() if name not in ("step", "epoch")}
     finite = {name: value for name, value in metrics.items() if value is not None}
     last = max((line["step"] for line in rows if "event" not in line), default=None)
     step = row.step

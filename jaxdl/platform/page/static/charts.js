@@ -61,11 +61,11 @@ function limits(values, log, robust) {
   const sorted = values.filter((value) => !log || value > 0).sort((a, b) => a - b);
   if (!sorted.length) return null;
   const at = (share) => sorted[Math.round(share * (sorted.length - 1))];
-  const few = sorted.length < 100, far = 100 * (at(0.75) - at(0.25));
+  const few = sorted.length < 100, far = 100 * (at(0.9) - at(0.1));
   let low = at(robust && !few ? 0.002 : 0), high = at(robust && !few ? 0.995 : 1);
   if (robust && far > 0) { // A run that diverged would flatten all others.
-    low = sorted.find((value) => value >= Math.max(low, at(0.25) - far));
-    high = sorted.findLast((value) => value <= Math.min(high, at(0.75) + far));
+    low = sorted.find((value) => value >= Math.max(low, at(0.1) - far));
+    high = sorted.findLast((value) => value <= Math.min(high, at(0.9) + far));
   }
   if (log) return low === high ? [low / 2, high * 2] : [low, high];
   const margin = 0.05 * (high - low) || 0.05 * Math.abs(high) || 1;
