@@ -95,7 +95,7 @@ def measure(folder: Path, command: PageBench) -> dict[str, tuple[list[float], li
                 for _ in range(num_repeats):
                     if name != answers[0][0]:
                         touch(folder / "run00000")
-                        time.sleep(2)  # Otherwise it would be the answer of a moment ago.
+                        time.sleep(5.1)  # Otherwise it would be the answer of a moment ago.
                     before = cpu_sec(server.pid)
                     sec, size = ask(port, path)
                     times.append(sec)

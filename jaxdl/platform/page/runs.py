@@ -23,8 +23,8 @@ from jaxdl.report.status.table import sort_rows
 STUCK_SEC = 600.0
 """A run that trains and has written no metrics for this long is called stuck."""
 _READ = (STATUS_FILE, METRICS_FILE, SUMMARY_FILE, LEASE_FILE)
-_LEAST_SEC = 1.0
-"""Folders are looked at once in this time, however many ask, and in ten times what a look takes."""
+_LEAST_SEC, _MOST_SEC = 1.0, 5.0
+"""After a look at the folders it is not looked again for so long, however many ask: four times what the look took."""
 
 GROUPS: Mapping[str, str] = {
     "running": "it starts, trains, evaluates or saves",
@@ -114,7 +114,7 @@ class Runs:
                 start = time.monotonic()
                 self._snapshot = self._look()
                 took = time.monotonic() - start
-                self._until = start + max(_LEAST_SEC, 10 * took)
+                self._until = start + took + min(_MOST_SEC, max(_LEAST_SEC, 4 * took))
             return self._snapshot
 
     def forget(self) -> None:
