@@ -22,7 +22,7 @@ COMMANDS = {
     "data": "prepares the data of an experiment before it trains",
     "search": "searches settings: --config FILE --workdir FOLDER --vary NAME=VALUES --trials N",
     "launch": "starts several processes: on this machine, or by a job file for a cluster",
-    "status": "a table of runs, also of many, and live: FOLDER...",
+    "status": "a table of runs, also live, and a page in a browser (--serve): FOLDER...",
     "compare": "curves of runs over each other, and how their configs differ: FOLDER...",
     "fleet": "lets several runs share the nodes of a cluster, and resizes them",
     "planner": "plans mesh, sharding, exchange and tables for GPUs not at hand: --config FILE --nodes N",

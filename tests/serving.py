@@ -11,9 +11,9 @@ import httpx
 import jax
 
 import jaxdl
+from jaxdl.core.web.listening import bind
 from jaxdl.data import TextFiles
 from jaxdl.inference.serve.command import Serve, make_server
-from jaxdl.inference.serve.listening import bind
 from jaxdl.inference.trained import parse_command, restore_network
 from jaxdl.models import Transformer
 from jaxdl.optim import AdamW

@@ -31,7 +31,8 @@ MENTION_SHARD_MAP = (
 TOUCH_THE_DISK = (
     "core/files.py", "core/programs.py", "data", "inference/convert", "inference/export", "inference/trained.py",
     "parallel/lease",
-    "platform/fleet", "platform/launch", "platform/search", "platform/spark", "report", "training/checkpoint",
+    "platform/fleet", "platform/launch", "platform/page", "platform/search", "platform/spark", "report",
+    "training/checkpoint",
     "training/run",
 )  # fmt: skip
 MEASURES_FILES = {

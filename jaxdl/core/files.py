@@ -87,6 +87,10 @@ SEARCH_FILE = "search.json"
 
 TRIALS_FOLDER = "trials"
 """In the folder of a search: the workdirs of its trials, named by their numbers."""
+LOGS_FOLDER = "logs"
+"""There too: what the processes of each trial have printed."""
+RESULT_FILE = "result.json"
+"""There too: what the search has found."""
 
 
 def step_folder(step: int | str) -> str:

@@ -8,9 +8,9 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+from jaxdl.core.web.refusal import Refusal
 from jaxdl.inference.serve.answers import Choice, Piece, usage
 from jaxdl.inference.serve.engine import Engine, Full, Job, Stopped, Written
-from jaxdl.inference.serve.errors import Refusal
 from jaxdl.inference.serve.requests import Ask, Served
 
 _RETRY = {"Retry-After": "1"}

@@ -15,10 +15,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from jaxdl.core.web.gate import Gate, Receive, Scope, Send
+from jaxdl.core.web.refusal import Refusal
 from jaxdl.inference.serve.answering import Answering, Gone
 from jaxdl.inference.serve.engine import Engine
-from jaxdl.inference.serve.errors import Refusal
-from jaxdl.inference.serve.gate import Gate, Receive, Scope, Send
 from jaxdl.inference.serve.requests import Ask, Served, read_chat, read_completion
 
 _BODY_SEC = 30.0

@@ -18,12 +18,7 @@ from typing import Any
 import jax
 
 from jaxdl.core.config import ConfigError
-from jaxdl.data.text.chat_template import PLAIN_ORIGIN
-from jaxdl.inference.chatting import Chat
-from jaxdl.inference.predictor import Predictor
-from jaxdl.inference.serve.engine import Engine
-from jaxdl.inference.serve.listening import (
-    TOKEN_VARIABLE,
+from jaxdl.core.web.listening import (
     address_of,
     bind,
     is_local,
@@ -31,6 +26,10 @@ from jaxdl.inference.serve.listening import (
     others_read,
     read_tokens,
 )
+from jaxdl.data.text.chat_template import PLAIN_ORIGIN
+from jaxdl.inference.chatting import Chat
+from jaxdl.inference.predictor import Predictor
+from jaxdl.inference.serve.engine import Engine
 from jaxdl.inference.serve.programs import Programs
 from jaxdl.inference.serve.requests import Served
 from jaxdl.inference.trained import RunCommand, check_positive, parse_command, restore_network
@@ -43,6 +42,8 @@ ABOUT = """Answers the requests of OpenAI's clients with a trained language mode
   python -m jaxdl.serve --workdir runs/python_lm
   JAXDL_SERVE_TOKEN=... python -m jaxdl.serve --workdir runs/tuned --host 0.0.0.0 --slots 16"""
 
+TOKEN_VARIABLE = "JAXDL_SERVE_TOKEN"
+"""The environment variable that may have the token."""
 _BACKLOG = 2048
 """Connections that wait until they are taken."""
 
@@ -92,7 +93,7 @@ def run(args: list[str], prog: str) -> None:
         command = parse_command(Serve, args, prog, ABOUT)
         check(command)
         check_extra()
-        tokens = read_tokens(command.token_file)
+        tokens = read_tokens(command.token_file, TOKEN_VARIABLE)
         with bind(command.host, command.port) as bound:
             check_reach(command, bound, tokens)
             predictor = restore_network(command, args)

@@ -10,12 +10,13 @@ from typing import TypeVar
 import pydantic
 
 from jaxdl.core.errors import ConfigError
+from jaxdl.core.web.refusal import Refusal
 from jaxdl.data import Codec
 from jaxdl.inference.chatting import Chat
 from jaxdl.inference.decoding.settings import Sampling
 from jaxdl.inference.serve.answers import ChatForm, CompletionForm, Form
 from jaxdl.inference.serve.bodies import Body, ChatBody, CompletionBody
-from jaxdl.inference.serve.errors import Refusal, of_invalid
+from jaxdl.inference.serve.errors import of_invalid
 from jaxdl.inference.serve.programs import NUM_STOP
 
 _USUAL_TOKENS = 16

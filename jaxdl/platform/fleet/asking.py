@@ -63,7 +63,7 @@ def ask(what: Order) -> Callable[[list[str]], None]:
         options = parse(OfFleet, _VERBS[what], rest)
         if not names:
             raise OptionError("give the number of a run, such as 0003.")
-        _ask(Store(options.state), names, what)
+        ask_all(Store(options.state), names, what)
 
     return command
 
@@ -81,7 +81,7 @@ def remove(args: list[str]) -> None:
         there = set(store.names())
         names = [run["run"] for run in store.view()["runs"] if run["state"] in ENDED and run["run"] in there]
         print(f"{len(names)} runs have ended")
-    _ask(store, names, "remove")
+    ask_all(store, names, "remove")
 
 
 def nodes(args: list[str]) -> None:
@@ -111,8 +111,8 @@ def _names(args: list[str]) -> tuple[list[str], list[str]]:
     return [args[place] for place in places], [arg for place, arg in enumerate(args) if place not in places]
 
 
-def _ask(store: Store, names: Sequence[str], what: Order) -> None:
-    """Asks this of each; of none if one of them cannot be asked it. Raises ConfigError."""
+def ask_all(store: Store, names: Sequence[str], what: Order) -> None:
+    """Asks the server this of each; of none if one of them cannot be asked it. Raises ConfigError."""
     states: dict[str, str] = {}
     with contextlib.suppress(ConfigError):  # No server has seen anything yet.
         states = {run["run"]: run["state"] for run in store.view()["runs"]}

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from jaxdl.core.errors import ConfigError
-from jaxdl.core.files import TRIALS_FOLDER
+from jaxdl.core.files import LOGS_FOLDER, TRIALS_FOLDER
 from jaxdl.core.paths import is_text
 from jaxdl.parallel.cluster import DIVERGED, HALTED, MISTAKE
 from jaxdl.parallel.cluster.exits import stop_signals
@@ -31,7 +31,7 @@ from jaxdl.platform.search.trial import Direction, Trial
 from jaxdl.platform.search.workdirs import copy_workdir, is_free, metrics_of, rows, value_at, why_failed, why_halted
 from jaxdl.report.divergence import divergence, first_loss, losses
 
-LOGS_FOLDER, PROGRAMS_FOLDER = "logs", "programs"
+PROGRAMS_FOLDER = "programs"
 PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
 POLL_SEC = 0.1
 DIVERGED_REASON = "diverged: "

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxdl.core.files import RESULT_FILE
 from jaxdl.platform.search import plots
 from jaxdl.platform.search.copies import OPTUNA_FILE, first_stop, write_copies
 from jaxdl.platform.search.driver import DIVERGED_REASON, Request
@@ -17,7 +18,7 @@ from jaxdl.platform.search.trial import Trial, best, rank
 from jaxdl.platform.search.workdirs import curve, last_step
 from jaxdl.report import replace_file
 
-REPORT_FILE, RESULT_FILE = "report.md", "result.json"
+REPORT_FILE = "report.md"
 PLOTS = {
     "history.png": "Every trial in the order of their start, and the best value so far. Far outliers stand at the edge",
     "curves.png": "The metric of all trials over steps. Far outliers are cut off",

@@ -109,13 +109,19 @@ def read_curves(workdir: Path) -> Curves:
     rows = [row for row in map(parse_row, lines) if row is not None and "event" not in row]
     if not rows:
         raise ConfigError(f"{workdir}: there is no measurement in its {METRICS_FILE} yet.")
+    return curves_of_rows(workdir, rows, config)
+
+
+def curves_of_rows(workdir: Path, rows: Sequence[Mapping[str, Any]], config: Any) -> Curves:
+    """The measurements of a run whose rows, without events, and config have been read; some of the rows may be left
+    out."""
     try:
         examples = int(parse_json((workdir / EXAMPLES_FILE).read_bytes())["train"]["examples"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         examples = None
-    rows.sort(key=lambda row: row["step"])
     fields = flat(config) if isinstance(config, dict) else {}
     fields = {FORMER_FIELDS.get(name, name): value for name, value in fields.items()}
+    rows = sorted(rows, key=lambda row: row["step"])
     return Curves(workdir, rows, fields, examples, _task_best(workdir, fields))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxdl.core.errors import ConfigError, command_line, print_out
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console, Group
 
 PROG = "python -m jaxdl.status"
+PAGE = "jaxdl.platform.page.command"
+PORT = 8070
 MOST_SEC = 86_400
 """A table that is kept up to date is so at least once a day."""
 
@@ -34,6 +38,17 @@ def parser() -> Parser:
     options.add_argument("--watch", action="store_true", help="show the table until Ctrl-C, and keep it up to date")
     options.add_argument("--every-sec", type=float, default=None, metavar="SEC",
                        help="with --watch: seconds between two looks at the runs, 2 by default")  # fmt: skip
+    serve = options.add_argument_group("a page in a browser")
+    serve.add_argument("--serve", action="store_true",
+                       help="serve a page with runs, curves, logs, failures; needs jaxdl[serve]")  # fmt: skip
+    serve.add_argument("--host", help="the address to listen on, 127.0.0.1 by default: this machine alone")
+    serve.add_argument("--port", type=int, help="the port, 8070 by default; 0 takes a free one")
+    serve.add_argument("--token", action="store_true",
+                       help="make a token: who has it may halt runs, and look from other machines")  # fmt: skip
+    serve.add_argument("--token-file", type=Path, metavar="FILE",
+                       help="a file with such tokens, one on each line; or set JAXDL_STATUS_TOKEN")  # fmt: skip
+    serve.add_argument("--without-token", action="store_true",
+                       help="let everyone look who reaches a --host that is not of this machine alone")  # fmt: skip
     return options
 
 
@@ -43,6 +58,12 @@ def main(args: Sequence[str] | None = None) -> None:
         options = parser().parse(sys.argv[1:] if args is None else args)
         if not options.workdirs:
             raise ConfigError(no_workdir(options, f"Give the folders of runs, such as {PROG} runs."))
+        if options.serve:
+            _serve(options)
+            return
+        for name in ("host", "port", "token", "token_file", "without_token"):
+            if getattr(options, name) is not None and getattr(options, name) is not False:
+                raise ConfigError(f"--{name.replace('_', '-')}: it has no effect without --serve.")
         if options.watch and options.json:
             raise ConfigError("--watch and --json: give one of them.")
         if options.every_sec is not None and (not options.watch or not 0 < options.every_sec <= MOST_SEC):
@@ -66,6 +87,17 @@ def main(args: Sequence[str] | None = None) -> None:
                 console.print(*lines, sep="\n")
         else:
             print_out(plain(rows, metric_columns(rows, options.metric)))
+
+
+def _serve(options: argparse.Namespace) -> None:
+    """Serves the page, which is on a floor above: it shows fleets and searches too."""
+    for name in ("json", "watch", "reverse", "every_sec"):
+        if getattr(options, name):
+            raise ConfigError(f"--serve and --{name.replace('_', '-')}: give one of them.")
+    if options.sort != "workdir":
+        raise ConfigError("--sort: with --serve the table is sorted on the page. Leave it out.")
+    options.host, options.port = options.host or "127.0.0.1", PORT if options.port is None else options.port
+    importlib.import_module(PAGE).serve(options)
 
 
 def _rows(options: argparse.Namespace) -> list:

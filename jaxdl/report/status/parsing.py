@@ -6,6 +6,7 @@ Only the standard library is imported here.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import typing
@@ -16,25 +17,38 @@ from jaxdl.core.errors import OptionError
 
 _INT_DIGITS = 18
 """An integer of more digits is read as a float, infinite if need be: no count of a run is that large."""
+# `json.loads` would make one for each of the many lines.
+_DECODER = json.JSONDecoder(parse_int=lambda text: int(text) if len(text) <= _INT_DIGITS else float(text))
 
 
 def parse_json(content: bytes | str) -> Any:
     """The value of a JSON text. Raises ValueError for what is none, and for one that is nested too deeply."""
     try:
-        return json.loads(content, parse_int=lambda text: int(text) if len(text) <= _INT_DIGITS else float(text))
+        text = content if isinstance(content, str) else content.decode("utf-8", "surrogatepass")
+        if text.startswith("\ufeff"):
+            raise ValueError("it begins with a byte order mark")
+        return _DECODER.decode(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
 def check_types(instance: Any) -> None:
     """Raises ValueError for a field of another type than declared, or a text that is neither Unicode nor a path."""
-    for name, declared in typing.get_type_hints(type(instance)).items():
+    for name, allowed in _allowed(type(instance)):
         value = getattr(instance, name)
-        allowed = (tuple,) if typing.get_origin(declared) is tuple else typing.get_args(declared) or (declared,)
         if type(value) not in allowed:
             raise ValueError(f"its {name} is {value!r:.60}")
         if isinstance(value, str):
             value.encode(errors="surrogateescape")  # A path may have bytes that are not UTF-8.
+
+
+@functools.cache
+def _allowed(cls: type) -> list[tuple[str, tuple[Any, ...]]]:
+    """(name, the types that it may have) of each field."""
+    return [
+        (name, (tuple,) if typing.get_origin(declared) is tuple else typing.get_args(declared) or (declared,))
+        for name, declared in typing.get_type_hints(cls).items()
+    ]
 
 
 class Parser(argparse.ArgumentParser):

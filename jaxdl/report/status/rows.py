@@ -54,6 +54,8 @@ class Row:
     restart: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The last value of each, of the newest rows of metrics.jsonl."""
+    not_finite: tuple[str, ...] = ()
+    """The metrics whose last value is `null`, as one is written that is not finite; they have none in `metrics`."""
     reason: str = ""
     exit_code: int | None = None
     next_action: str = ""
@@ -155,18 +157,23 @@ def _lost_row(row: Row, process: Holder | None) -> Row:
 
 
 def _with_metrics(row: Row, rows: Sequence[Mapping[str, Any]], problem: str = "") -> Row:
-    """With the last metrics; a live run may have made more steps since it last wrote its status."""
-    metrics = {
+    """With the last metrics; a run that trains, or was killed meanwhile, may have made more steps since its status."""
+    last_values: dict[str, Any] = {}
+    for line in rows:
+        last_values.update(line)
+    metrics: dict[str, float | None] = {
         name: value
-        for line in rows
-        for name, value in line.items()
-        if name not in ("step", "epoch") and isinstance(value, int | float) and not isinstance(value, bool)
+        for name, value in last_values.items()
+        if name not in ("step", "epoch")
+        and (value is None or (isinstance(value, int | float) and not isinstance(value, bool)))
     }
+    finite = {name: value for name, value in metrics.items() if value is not None}
     last = max((line["step"] for line in rows if "event" not in line), default=None)
     step = row.step
-    if last is not None and (step is None or (row.state == State.PROCESSING and row.alive)):
+    if last is not None and (step is None or (row.state == State.PROCESSING and row.alive is not None)):
         step = max(last, step or 0)
-    return dataclasses.replace(row, metrics=metrics, step=step, problem=row.problem or problem)
+    not_finite = tuple(name for name in metrics if name not in finite)
+    return dataclasses.replace(row, metrics=finite, not_finite=not_finite, step=step, problem=row.problem or problem)
 
 
 def _without_status(workdir: Path, rows: Sequence[Mapping[str, Any]], now: datetime) -> Row:

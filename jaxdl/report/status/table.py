@@ -77,7 +77,8 @@ def _is_lost(row: Row) -> bool:
 
 def metric_columns(rows: Sequence[Row], asked: Sequence[str] = ()) -> list[str]:
     """The metrics that get a column."""
-    return list(asked) or [name for name in METRICS if any(name in row.metrics for row in rows)]
+    there = {name for row in rows for name in (*row.metrics, *row.not_finite)}
+    return list(asked) or [name for name in METRICS if name in there]
 
 
 def cells(rows: Sequence[Row], metrics: Sequence[str]) -> list[list[str]]:
@@ -85,7 +86,7 @@ def cells(rows: Sequence[Row], metrics: Sequence[str]) -> list[list[str]]:
     head = ["run", "state", "step", "", "for", "seen", *metrics, "hosts", "note"]
     return [
         head,
-        *([*_cells(row), *(_number(row.metrics.get(metric)) for metric in metrics), *_ends(row)] for row in rows),
+        *([*_cells(row), *(_metric(row, metric) for metric in metrics), *_ends(row)] for row in rows),
     ]
 
 
@@ -169,8 +170,9 @@ def as_json(rows: Sequence[Row]) -> str:
     return json.dumps([dataclasses.asdict(row) for row in rows], indent=2)
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+def _metric(row: Row, name: str) -> str:
+    value = row.metrics.get(name)
+    return f"{value:.4g}" if value is not None else "nan" if name in row.not_finite else ""
 
 
 def _duration(seconds: float | None) -> str:

@@ -11,26 +11,26 @@ from pathlib import Path
 from jaxdl.core.config import ConfigError
 from jaxdl.core.runs import read_lines
 
-TOKEN_VARIABLE = "JAXDL_SERVE_TOKEN"
-"""The environment variable that may have the token."""
 _LEAST = 8
 """Characters of a token."""
 
 
-def read_tokens(path: Path | None) -> tuple[str, ...]:
-    """The tokens of which a client needs one: those of a file, one on each line, and of the environment; none is empty.
+def read_tokens(path: Path | None, variable: str) -> tuple[str, ...]:
+    """The tokens of which a client needs one: those of a file, one on each line, and of an environment `variable`.
 
+    None is empty.
     Raises ConfigError for a file that cannot be read, or has none, and for what is no token. No message has a token.
     """
-    found = [(f"{TOKEN_VARIABLE}: its value", value.strip()) for value in [os.environ.get(TOKEN_VARIABLE)] if value]
+    value = os.environ.get(variable)
+    found = [(f"{variable}: its value", value.strip())] if value else []
     if path is not None:
         lines = [line.strip() for line in read_lines(path, "--token-file")]
         of_file = [(f"--token-file {path}: line {number}", line) for number, line in enumerate(lines, 1) if line]
         if not of_file:
             raise ConfigError(f"--token-file {path}: it has no token. Write one on a line of its own.")
         found += of_file
-    elif os.environ.get(TOKEN_VARIABLE) is not None and not found:
-        raise ConfigError(f"{TOKEN_VARIABLE}: it is empty. Give a token, or unset the variable.")
+    elif value is not None and not found:
+        raise ConfigError(f"{variable}: it is empty. Give a token, or unset the variable.")
     for where, token in found:
         if len(token) < _LEAST or not token.isascii() or not token.isprintable() or " " in token:
             raise ConfigError(

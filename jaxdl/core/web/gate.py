@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import json
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from jaxdl.inference.serve.errors import Refusal
+from jaxdl.core.web.refusal import Refusal
+from jaxdl.core.web.tokens import Tokens
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -31,7 +30,7 @@ class Gate:
     ) -> None:
         """One of `tokens` is needed, if there are some; `hosts` are the names by which it may be asked, None: any."""
         self._app, self._hosts, self._max, self._timeout_sec = app, hosts, max_requests, timeout_sec
-        self._tokens = [_digest(token.encode()) for token in tokens]
+        self._tokens = Tokens(tokens)
         self._paths: set[str] = set()
         self.num_requests = 0
         self.answers: Counter[tuple[str, int]] = Counter()
@@ -92,13 +91,7 @@ class Gate:
     def _is_known(self, header: bytes) -> bool:
         """Whether a header has one of the tokens; it takes as long whatever it has."""
         kind, _, given = header.partition(b" ")
-        found = _digest(given.strip())
-        matches = [hmac.compare_digest(found, token) for token in self._tokens]
-        return any(matches) and kind.lower() == b"bearer"
-
-
-def _digest(token: bytes) -> bytes:
-    return hashlib.sha256(token).digest()
+        return self._tokens.match(given.strip()) and kind.lower() == b"bearer"
 
 
 def _host(header: bytes) -> str:

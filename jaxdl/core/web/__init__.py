@@ -1,0 +1,1 @@
+"""What the HTTP servers share: where they listen, who may ask, tokens, refusals. Without JAX and web packages."""

@@ -1,0 +1,110 @@
+"""Files of workdirs are read as strangers' files: none outside of the given folder, only as much as is shown."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jaxdl.report.status.parsing import parse_json
+
+Signature = tuple[int, int, int]
+"""(nanoseconds of the last change, bytes, inode): another one means that a file was written."""
+JSON_BYTES = 4 << 20
+"""The largest JSON file that is read."""
+
+
+class Unreadable(Exception):
+    """A file cannot be shown; the text says why, without the path."""
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The end of a file."""
+
+    text: str
+    size: int
+    """Bytes of the whole file."""
+    start: int
+    """Where the text begins in it: at a line, unless that line is longer than what is read."""
+
+
+def signature(path: Path) -> Signature | None:
+    """What changes with each write of a file; None without one, or if it cannot be known."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def is_ordinary(path: Path) -> bool:
+    """Whether a path is a file of bytes, or nothing. A pipe, say, would be waited for without an end."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError:
+        return True  # Who reads it says what is wrong.
+
+
+@contextmanager
+def opened(path: Path, inside: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """Context of a file that is open for reading, and its size.
+
+    Raises Unreadable if it leads out of the folder `inside`, or is no ordinary file, and FileNotFoundError.
+    """
+    real, folder = os.path.realpath(path), os.path.realpath(inside)
+    if os.path.commonpath([real, folder]) != folder:
+        raise Unreadable("it leads out of its folder, and is not shown")
+    try:
+        # A pipe is not waited for; and between the check and here the file may have become a link.
+        descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Unreadable(f"it cannot be read: {error.strerror}") from None
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise Unreadable("it is no ordinary file, and is not shown")
+        yield file, found.st_size
+
+
+def read_whole(path: Path, inside: Path, most: int) -> bytes:
+    """The bytes of a file. Raises as `opened`, and Unreadable for more than `most` bytes."""
+    with opened(path, inside) as (file, size):
+        if size > most:
+            raise Unreadable(f"it has {size:,} bytes; at most {most:,} are shown")
+        return file.read(most + 1)[:most]
+
+
+def read_json(path: Path, inside: Path) -> Any:
+    """The value of a JSON file. Raises as `read_whole`, and Unreadable for what is no JSON."""
+    try:
+        return parse_json(read_whole(path, inside, JSON_BYTES))
+    except ValueError as error:
+        raise Unreadable(f"it is damaged: {' '.join(str(error).split())}") from None
+
+
+def read_tail(path: Path, inside: Path, most: int) -> Tail:
+    """The last bytes of a file, at most `most`, as text. Raises as `opened`."""
+    with opened(path, inside) as (file, size):
+        start = max(0, size - most)
+        file.seek(start)
+        content = file.read(most)
+    if start and (end := content.find(b"\n")) >= 0:
+        start, content = start + end + 1, content[end + 1 :]
+    return Tail(content.decode(errors="replace"), size, start)
+
+
+def names_in(folder: Path, most: int = 10_000) -> list[str]:
+    """The names in a folder, sorted; none if it cannot be listed. At most `most`."""
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for _, entry in zip(range(most), entries, strict=False)]
+    except OSError:
+        return []
+    return sorted(names)
