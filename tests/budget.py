@@ -58,6 +58,7 @@ BUDGETS = {
     "test_texts.py": 25,
     "test_chat.py": 22,
     "test_chat_masks.py": 6,
+    "test_conversation_files.py": 6,
     "test_conversations.py": 8,
     "test_lm_eval.py": 33,
     "test_select.py": 37,

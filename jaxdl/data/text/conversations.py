@@ -19,7 +19,7 @@ from jaxdl.data.staging import Stage
 from jaxdl.data.text.chat_rows import ChatRows, Fitting, fit
 from jaxdl.data.text.chat_template import ChatTemplate, template_of
 from jaxdl.data.text.chat_texts import ChatTexts, Learned
-from jaxdl.data.text.documents import EVERY_FILE
+from jaxdl.data.text.forms import EVERY_FILE
 from jaxdl.data.text.row_files import find_rows
 from jaxdl.data.text.shards import SHARDS, ShardPlan, TokenStore, staged_shards
 from jaxdl.data.text.tokenizing import load_tokens, prepare
@@ -27,7 +27,7 @@ from jaxdl.data.text.turns import Columns
 
 
 class Conversations(Data, kind="conversations"):
-    """Conversations and completions in JSON, Parquet, and folders of the `datasets` library; their answers are learned.
+    """Conversations and completions in JSON, CSV, Parquet, and folders of `datasets`; their answers are learned.
 
     What a row is, its columns say: `messages` with roles (or ShareGPT's `conversations`), `prompt` and `completion`, or
     `instruction`, `input` and `output`. All but prompts and completions that are texts go through the chat template of

@@ -15,7 +15,7 @@ from jaxdl.core.config import ConfigError
 from jaxdl.core.paths import expand_home
 from jaxdl.data.codec import Codec
 from jaxdl.data.text.chat_template import ChatTemplate
-from jaxdl.data.text.documents import EVERY_FILE, is_dataset
+from jaxdl.data.text.forms import EVERY_FILE, is_searched
 from jaxdl.data.text.preference_rows import PreferenceTokens
 from jaxdl.data.text.preference_texts import Columns, PairTexts, UnusableRow, common_length, pair_texts
 from jaxdl.data.text.row_files import find_rows, read_rows, row_spans
@@ -91,7 +91,7 @@ class Reader:
 
 def read_pairs(paths: Sequence[str], glob: str, reader: Reader) -> ReadPairs:
     """The pairs of files in tokens. Raises ConfigError for what cannot be found or read, and where none is usable."""
-    if glob != EVERY_FILE and not any(_is_searched(expand_home(path)) for path in paths):
+    if glob != EVERY_FILE and not any(is_searched(expand_home(path)) for path in paths):
         raise ConfigError(f"glob = {glob!r}: no path is a folder of files, so it has no effect. Leave it out.")
     files, others = find_rows(paths, glob)
 
@@ -105,10 +105,6 @@ def read_pairs(paths: Sequence[str], glob: str, reader: Reader) -> ReadPairs:
     if others:
         read.not_used.append(f"{len(others):,} files without rows: {_some(others)}")
     return read
-
-
-def _is_searched(path: Path) -> bool:
-    return path.is_dir() and not is_dataset(path)
 
 
 def tokenized(rows: Iterable[tuple[str, Any]], reader: Reader, what: str) -> ReadPairs:
