@@ -57,6 +57,7 @@ BUDGETS = {
     "test_generate.py": 38,
     "test_texts.py": 25,
     "test_chat.py": 22,
+    "test_encoder_tokens.py": 12,
     "test_chat_masks.py": 6,
     "test_conversation_files.py": 6,
     "test_conversations.py": 8,

@@ -120,7 +120,7 @@ class Judged:
 
 
 def judged(sums: Mapping[str, Any], of_each: Mapping[str, np.ndarray], source: Source) -> Judged | None:
-    """What to tell of an evaluation; None of one that is of no classifier of images, or of examples with named classes."""
+    """What to tell of an evaluation of a classifier of images, or of examples with named classes; None of another."""
     if source.parts or not (source.spec.modality == _IMAGES or source.spec.class_names):
         return None
     known = "predicted" in of_each or "confusion" in sums

@@ -14,28 +14,28 @@ from jaxdl.data import Codec
 from jaxdl.data.codec import GENERATION_FILE, SENTENCEPIECE_FILE, TOKENIZER_FILE
 from jaxdl.data.text.chat_template import TEMPLATE_FILE, TEMPLATES_FOLDER, ChatTemplate
 from jaxdl.inference.convert import HF_CONFIG
-from jaxdl.inference.convert.byte_bpe import ADDED, CONFIG, MERGES, SPECIAL, VOCAB, gpt2_tokenizer
+from jaxdl.inference.convert.byte_bpe import MERGES, VOCAB
+from jaxdl.inference.convert.older import ADDED, CONFIG, SPECIAL, Older
+from jaxdl.inference.convert.word_piece import WORDS
 
 FOLDER = "tokenizer"
 """The folder of a converted workdir that has them."""
 JSON, SENTENCEPIECE, GENERATION = TOKENIZER_FILE, SENTENCEPIECE_FILE, GENERATION_FILE
 TOOLS_TEMPLATE = f"{TEMPLATES_FOLDER}/tool_use.jinja"
 FILES = (
-    JSON, SENTENCEPIECE, CONFIG, SPECIAL, ADDED, VOCAB, MERGES, TEMPLATE_FILE, "chat_template.json", TOOLS_TEMPLATE,
-    GENERATION,
+    JSON, SENTENCEPIECE, CONFIG, SPECIAL, ADDED, VOCAB, MERGES, WORDS, TEMPLATE_FILE, "chat_template.json",
+    TOOLS_TEMPLATE, GENERATION,
 )  # fmt: skip
 """What a checkpoint may have."""
 NUMBERS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """The names of the special tokens' numbers."""
 
 
-def check_tokenizer(source: Path, config: Mapping[str, Any], *, byte_bpe: bool) -> int | None:
+def check_tokenizer(source: Path, config: Mapping[str, Any], *, older: Older | None) -> int | None:
     """How many tokens the tokenizer of a checkpoint has, None without one.
 
     Raises ConfigError for files that cannot be read; see `keep_tokenizer`.
     """
-    import tokenizers
-
     for path, content in ((source / HF_CONFIG, config), (source / GENERATION, _read(source / GENERATION))):
         for name in NUMBERS:
             given = content.get(name)
@@ -47,18 +47,20 @@ def check_tokenizer(source: Path, config: Mapping[str, Any], *, byte_bpe: bool) 
                 )
     if (source / JSON).is_file():
         return Codec(str(source)).vocab_size
-    if _older_form(source, byte_bpe):
-        vocab: dict[str, int] = tokenizers.Tokenizer.from_str(gpt2_tokenizer(source)).get_vocab(with_added_tokens=True)
+    if older is not None and _is_older(source, older):
+        import tokenizers
+
+        vocab: dict[str, int] = tokenizers.Tokenizer.from_str(older.make(source)).get_vocab(with_added_tokens=True)
         return max(vocab.values()) + 1
     return Codec(str(source / SENTENCEPIECE)).vocab_size if (source / SENTENCEPIECE).is_file() else None
 
 
-def keep_tokenizer(source: Path, config: Mapping[str, Any], workdir: Path, *, byte_bpe: bool) -> str | None:
+def keep_tokenizer(source: Path, config: Mapping[str, Any], workdir: Path, *, older: Older | None) -> str | None:
     """Copies the tokenizer of a checkpoint into a workdir; what to give a codec, None if there is none. Raises OSError.
 
-    It is relative to the workdir. With `byte_bpe` a vocab.json and a merges.txt alone are a tokenizer of GPT-2's kind,
-    whose tokenizer.json is made. The numbers of the special tokens in the checkpoint's config are kept in
-    generation_config.json. Raises ConfigError for files that cannot be read.
+    It is relative to the workdir. Of files of the form `older` alone a tokenizer.json is made. The numbers of the
+    special tokens in the checkpoint's config are kept in generation_config.json. Raises ConfigError for files that
+    cannot be read.
     """
     folder = workdir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,16 +69,21 @@ def keep_tokenizer(source: Path, config: Mapping[str, Any], workdir: Path, *, by
     told = _read(folder / GENERATION)
     # It overrides the config, as in transformers; what it leaves open the config says.
     _write(folder / GENERATION, told | numbers | {name: x for name, x in told.items() if x is not None})
-    if _older_form(folder, byte_bpe):
-        (folder / JSON).write_text(gpt2_tokenizer(folder), encoding="utf-8")
+    if older is not None and _is_older(folder, older):
+        (folder / JSON).write_text(older.make(folder), encoding="utf-8")
     if (folder / JSON).is_file():
         return FOLDER
     return f"{FOLDER}/{SENTENCEPIECE}" if (folder / SENTENCEPIECE).is_file() else None
 
 
-def _older_form(folder: Path, byte_bpe: bool) -> bool:
-    """Whether the tokenizer in a folder is a vocab.json and a merges.txt alone."""
-    return byte_bpe and not (folder / JSON).is_file() and all((folder / name).is_file() for name in (VOCAB, MERGES))
+def about_tokenizer(source: Path, older: Older | None) -> tuple[str, ...]:
+    """Remarks on the tokenizer of a checkpoint."""
+    return older.about(source) if older is not None and _is_older(source, older) else ()
+
+
+def _is_older(folder: Path, older: Older) -> bool:
+    """Whether the tokenizer in a folder has the files of an older form alone."""
+    return not (folder / JSON).is_file() and all((folder / name).is_file() for name in older.files)
 
 
 def special_numbers(folder: Path) -> dict[str, Any]:
