@@ -27,7 +27,8 @@ TEXTS = (
     "  tabs\tand\nlines\u00a0and\u3000spaces\u2028",
     "\x00nul\x7f\ufffd \u200b",
     "[MASK] [SEP] [CLS] x[MASK]y [mask]",
-    "[tool]hello [TOOL]", "\U0001f389 \U0001d11e -- (3.14)", "I\u0307 ß \u0130stanbul", "<mask> <s>the</s><pad> x <mask>y",
+    "[tool]hello [TOOL]", "\U0001f389 \U0001d11e -- (3.14)",
+    "I\u0307 ß \u0130stanbul", "<mask> <s>the</s><pad> x <mask>y",
     "", " ",
 )  # fmt: skip
 """Cases, accents, signs without spaces, long words, white space, characters that are left out, special tokens."""

@@ -6,15 +6,18 @@ from itertools import pairwise
 import gpt2_tokens
 import pytest
 import tokenizers
-from encoder_cases import recorded
+from encoder_cases import CONFIGS, recorded
 from older_tokenizers import CASES, TEXTS, WORDS, write_older
 from test_encoders import write_checkpoint
+from test_labelled_texts import TOKENIZER
 
 import jaxdl
 from jaxdl.data import Codec
+from jaxdl.data.text.framing import Framer
 from jaxdl.inference.convert.__main__ import main as convert
-from jaxdl.inference.convert.byte_bpe import roberta_tokenizer
-from jaxdl.inference.convert.special import keep_tokenizer
+from jaxdl.inference.convert.byte_bpe import gpt2_tokenizer, roberta_tokenizer
+from jaxdl.inference.convert.layouts import layout_of
+from jaxdl.inference.convert.special import keep_tokenizer, write_frame, write_inputs, write_tokenizer
 from jaxdl.inference.convert.word_piece import BERT_FILES, about_case, bert_tokenizer
 
 
@@ -63,6 +66,38 @@ def test_a_damaged_vocabulary_is_told(name, content, problem, tmp_path):
     with pytest.raises(jaxdl.ConfigError) as told:
         keep_tokenizer(tmp_path, {}, tmp_path / "run", older=BERT_FILES)
     assert problem in str(told.value)
+
+
+@pytest.mark.parametrize("form", ["words", "bytes", "byte_bpe"])
+def test_what_jaxdl_puts_around_a_text_is_written(form, tmp_path):
+    """Of tokenizers that put nothing there themselves; transformers is told the length, and to give types."""
+    codec = Codec(None)
+    if form == "words":
+        (tmp_path / "words.json").write_text(json.dumps(TOKENIZER | {"post_processor": None}))
+        codec = Codec(str(tmp_path / "words.json"))
+    elif form == "byte_bpe":  # Its end of text stands on both sides.
+        gpt2_tokens.write_tokenizer(tmp_path, added=False)
+        (tmp_path / "tokenizer.json").write_text(gpt2_tokenizer(tmp_path), encoding="utf-8")
+        codec = Codec(str(tmp_path / "tokenizer.json"))
+    (folder := tmp_path / "hf").mkdir()
+    write_tokenizer(codec, folder)
+    around = layout_of(CONFIGS["bert"], "").around(codec)
+    assert around is not None
+    write_frame(folder, codec, around, 2)
+    write_inputs(folder, num_types=2, length=16)
+    written, texts, seconds = (
+        tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")),
+        ["a b c", ""],
+        ["b", "c a"],
+    )
+    for others in (None, seconds):
+        framed = Framer(codec, 16)(texts, others)
+        found = [written.encode(*pair) for pair in zip(texts, *([] if others is None else [others]), strict=True)]
+        assert [one.ids for one in found] == [tokens.tolist() for tokens in framed.tokens]
+        assert [one.type_ids for one in found] == [types.tolist() for types in framed.types]
+    told = json.loads((folder / "tokenizer_config.json").read_text())
+    assert (told["model_max_length"], told["model_input_names"][1]) == (16, "token_type_ids")
+    assert layout_of(CONFIGS["bert"], "").around(Codec(str(folder))) is None, "now it does so itself"
 
 
 def test_lower_case_is_told_where_words_have_upper_case(tmp_path):

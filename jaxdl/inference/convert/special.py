@@ -27,6 +27,7 @@ FILES = (
     TOOLS_TEMPLATE, GENERATION,
 )  # fmt: skip
 """What a checkpoint may have."""
+_ANY_CLASS = "PreTrainedTokenizerFast"
 NUMBERS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """The names of the special tokens' numbers."""
 
@@ -138,7 +139,7 @@ def _write_config(codec: Codec, begin: int | None, folder: Path) -> None:
     is_llamas = not is_json and codec.merges_pairs
     told |= {
         "clean_up_tokenization_spaces": False,
-        "tokenizer_class": "LlamaTokenizer" if is_llamas else "PreTrainedTokenizerFast",
+        "tokenizer_class": "LlamaTokenizer" if is_llamas else _ANY_CLASS,
     }
     adds = {} if is_json else {"add_bos_token": bool(codec.opening), "add_eos_token": False}
     _write(folder / CONFIG, told | _read(folder / CONFIG) | adds)
@@ -148,11 +149,44 @@ def _write_config(codec: Codec, begin: int | None, folder: Path) -> None:
         _write(folder / JSON, content)
 
 
+def write_frame(folder: Path, codec: Codec, around: tuple[Sequence[int], Sequence[int]], num_types: int) -> None:
+    """Makes the tokenizer in a folder put tokens before a text, and after it and the second one of a pair.
+
+    The second text has the type 1 where there are several. Raises OSError.
+    """
+    before, after = ([(codec.name(token), token) for token in tokens] for tokens in around)
+    second = min(1, num_types - 1)
+    single = [*_special(before, 0), {"Sequence": {"id": "A", "type_id": 0}}, *_special(after, 0)]
+    content = json.loads((folder / JSON).read_bytes())
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": second}}, *_special(after, second)],
+        "special_tokens": {name: {"id": name, "ids": [number], "tokens": [name]} for name, number in before + after},
+    }
+    _write(folder / JSON, content)
+
+
+def write_inputs(folder: Path, *, num_types: int, length: int) -> None:
+    """Makes the tokenizer in a folder cut texts at `length` tokens where it is asked to cut them, and give types.
+
+    One with a class of its own has what that gives. Raises OSError.
+    """
+    told = _read(folder / CONFIG)
+    if told.get("tokenizer_class") == _ANY_CLASS:
+        types = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if num_types > 1 else {}
+        _write(folder / CONFIG, {"model_max_length": length} | types | told)
+
+
+def _special(tokens: Sequence[tuple[str, int]], type_id: int) -> list[dict[str, Any]]:
+    return [{"SpecialToken": {"id": name, "type_id": type_id}} for name, _ in tokens]
+
+
 def _template(opening: Sequence[tuple[str, int]]) -> dict[str, Any] | None:
     """The post processor that puts tokens, (name, number) each, before every text."""
     if not opening:
         return None
-    before = [{"SpecialToken": {"id": name, "type_id": 0}} for name, _ in opening]
+    before = _special(opening, 0)
     first, second = ({"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB"))
     special = {name: {"id": name, "ids": [number], "tokens": [name]} for name, number in opening}
     single = [*before, first]
