@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-import importlib.util
 import io
 import json
 from pathlib import Path
@@ -28,7 +27,6 @@ from jaxdl.report.facts import data_fact
 from jaxdl.training.tasks import LanguageModelling
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-HAS_DATASETS = importlib.util.find_spec("datasets") is not None
 
 
 TURNS = [user("Hi"), answer("Yo")]
@@ -61,10 +59,7 @@ def test_what_rows_mean_in_every_format(form, tmp_path):
     for number, (row, expected) in enumerate(FORMS):
         rows, path = [row] * 2, tmp_path / f"{number}.{form}"
         if form == "datasets":
-            if not HAS_DATASETS:
-                return
-            import datasets
-
+            datasets = pytest.importorskip("datasets")
             datasets.Dataset.from_list(rows).save_to_disk(path)
         elif form == "parquet":
             parquet.write_table(pa.Table.from_pylist(rows), path)
