@@ -102,9 +102,11 @@ def test_odd_folders_of_data_sets_are_one_message(tmp_path, capsys):
     for path in (*saved("gone", good).glob("*.arrow"), *saved("cut", good).glob("*.arrow")):
         path.unlink() if path.parent.name == "gone" else path.write_bytes(path.read_bytes()[:90])
     (tmp_path / "nothing").mkdir()
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "dataset_dict.json").write_text("[1]")
     odd = {
         "state": "cannot load it", "gone": "cannot load it", "cut": "cannot load it",
-        "nothing": "no file in it matches",
+        "nothing": "no file in it matches", "list": "cannot load it",
         saved("several", datasets.DatasetDict(train=good, test=good)).name: "it has the splits train, test",
         saved("empty", good.select([])).name: "it has no rows, or is damaged",
         saved("text", datasets.Dataset.from_dict({"text": ["a"]})).name: "the columns are text",

@@ -306,6 +306,7 @@ def test_odd_inputs_are_told(tmp_path, rows, settings, problem):
             "x.json: element 2 of the array: it has no 'text_pair', and ",
         ),
         ("x.parquet", b"PAR1", "it cannot be read as Parquet"),
+        ("dataset_dict.json", b"[1]", "dataset_dict.json: it does not say which splits there are"),
         ("folder", None, "a folder that the datasets library did not write"),
         ("gone", None, "there is no such file"),
     ],
@@ -317,7 +318,7 @@ def test_odd_files_are_told(tmp_path, name, content, problem):
     elif name == "folder":
         path.mkdir()
     with pytest.raises(jaxdl.ConfigError, match=re.escape(problem)):
-        LabelledTexts(train=(str(path),)).build()
+        LabelledTexts(train=(str(tmp_path if name == "dataset_dict.json" else path),)).build()
 
 
 def test_what_may_be_a_mistake_is_warned_of(tmp_path):

@@ -195,7 +195,10 @@ def _split_of(path: Path, split: str) -> Path:
     if not told.is_file():
         return path
     with reading_file(str(told)):
-        splits = json.loads(told.read_text(encoding="utf-8")).get("splits", [])
+        content = json.loads(told.read_text(encoding="utf-8"))
+    splits = content.get("splits") if isinstance(content, dict) else None
+    if not isinstance(splits, list):
+        raise ConfigError(f"{told}: it does not say which splits there are. Save the data set again.")
     tried = ("train",) if split == "train" else ("test", "validation")
     name = next((name for name in tried if name in splits), None)
     if name is None:

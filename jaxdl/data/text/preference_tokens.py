@@ -112,14 +112,15 @@ def tokenized(rows: Iterable[tuple[str, Any]], reader: Reader, what: str) -> Rea
 
     `what` are all of them, for messages.
     """
-    unused, places, num_rows, num_merged = Unused(), list[str](), 0, 0
+    unused, places, num_rows, num_objects, num_merged = Unused(), list[str](), 0, 0, 0
     tokens, answers = list[np.ndarray](), list[int]()
     names: Counter[str] = Counter()
 
     def usable() -> Iterator[tuple[str, PairTexts]]:
-        nonlocal num_rows
+        nonlocal num_rows, num_objects
         for place, row in rows:
             num_rows += 1
+            num_objects += isinstance(row, dict)
             names.update(list(row) if isinstance(row, dict) else ())
             try:
                 yield place, pair_texts(row, reader.columns, reader.template, reader.now)
@@ -139,7 +140,7 @@ def tokenized(rows: Iterable[tuple[str, Any]], reader: Reader, what: str) -> Rea
         raise ConfigError(_why_none(what, reader.columns, unused, num_rows, names))
     starts = np.concatenate([[0], np.cumsum([len(text) for text in tokens])]).astype(np.int64)
     pairs = PreferenceTokens(np.concatenate(tokens), starts, np.array(answers, np.int64))
-    return ReadPairs(pairs, places, unused, num_rows, num_merged, _not_used(reader.columns, names, num_rows))
+    return ReadPairs(pairs, places, unused, num_rows, num_merged, _not_used(reader.columns, names, num_objects))
 
 
 def _not_used(columns: Columns, names: Counter[str], num_rows: int) -> list[str]:

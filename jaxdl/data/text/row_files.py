@@ -194,7 +194,7 @@ def _open_dataset(path: Path) -> Any:
     datasets = import_text("datasets", str(path))
     try:
         data = datasets.load_from_disk(str(path))
-    except (OSError, ValueError, IndexError, KeyError) as error:  # The library checks little.
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # The library checks little.
         why = error if isinstance(error, OSError | ValueError) else "it has no rows, or is damaged"
         raise ConfigError(f"{path}: the datasets library cannot load it ({why}).") from None
     if isinstance(data, dict):
