@@ -6,7 +6,9 @@ It needs PyTorch and transformers: python scripts/record_encoder_logits.py
 import json
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
@@ -15,6 +17,24 @@ from safetensors.numpy import load_file, save_file
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from encoder_cases import CONFIGS, NUM_TOKENS, RECORDED, TOKENS, TYPES  # pyright: ignore[reportMissingImports]
 from hf_cases import weights  # pyright: ignore[reportMissingImports]
+from older_tokenizers import CASES, TEXTS, write_older  # pyright: ignore[reportMissingImports]
+
+
+def older_tokenizers() -> dict[str, Any]:
+    """Case -> the tokens of each text, and those of pairs of neighbours with the types of BERT."""
+    found = {}
+    for name in CASES:
+        is_bert = name.startswith("bert")
+        with tempfile.TemporaryDirectory() as folder:
+            write_older(Path(folder), name)
+            made = (transformers.BertTokenizer if is_bert else transformers.RobertaTokenizer).from_pretrained(folder)
+            pairs = [made(*pair, return_token_type_ids=is_bert) for pair in pairwise(filter(str.strip, TEXTS))]
+            found[name] = {
+                "single": [made(text)["input_ids"] for text in TEXTS],
+                "pairs": [pair["input_ids"] for pair in pairs],
+                "types": [pair["token_type_ids"] for pair in pairs] if is_bert else None,
+            }
+    return found
 
 
 def main() -> None:
@@ -36,6 +56,7 @@ def main() -> None:
         with torch.no_grad():
             logits = model(**inputs).logits.double().numpy()
         found[name] = {"shapes": shapes, "logits": [[round(x, 7) for x in row] for row in logits.tolist()]}
+    found["older_tokenizers"] = older_tokenizers()
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(one)}" for name, one in found.items())
     RECORDED.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 

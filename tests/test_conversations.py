@@ -1,9 +1,9 @@
 """Conversations as data: what rows mean, what is left out and said, how they are packed and cut, and odd files."""
 
+import csv
 import gzip
-import importlib.util
+import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+from conversing import answer, chats, data, learned, lines, show, user
 from mistakes import refusal
 from rich.console import Console
 from runs import tiny_experiment
@@ -26,40 +27,6 @@ from jaxdl.report.facts import data_fact
 from jaxdl.training.tasks import LanguageModelling
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-HAS_DATASETS = importlib.util.find_spec("datasets") is not None
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def answer(text, **more):
-    return {"role": "assistant", "content": text, **more}
-
-
-def chats(number):
-    return [{"messages": [user(f"question {at}"), answer("yes " * at), user("and?"), answer(f"no {at}")]}
-            for at in range(1, number + 1)]  # fmt: skip
-
-
-def lines(rows):
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
-
-
-def data(tmp_path, rows, **fields):
-    (tmp_path / "rows.jsonl").write_bytes(rows if isinstance(rows, bytes) else lines(rows))
-    return Conversations(paths=(str(tmp_path / "rows.jsonl"),), shards=str(tmp_path / "shards"), **fields)
-
-
-def learned(source, codec=None, **fields):
-    """The learned texts of each document of a source, in no order."""
-    codec, found = codec or Codec(None), []
-    batch = source.batch(np.arange(len(source)))
-    for tokens, segments, mask in zip(batch["tokens"], batch["segments"], batch["mask"], strict=True):
-        for number in range(1, segments.max() + 1):
-            here = (segments[1:] == number) & mask
-            found.append(codec.decode(tokens[1:][here].tolist()))
-    return sorted(found)
 
 
 TURNS = [user("Hi"), answer("Yo")]
@@ -78,18 +45,26 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("form", ["jsonl", "json", "parquet", "datasets"])
+def cells(rows, form):
+    """CSV with JSON in its cells; or compressed TSV with lists as Python writes them, and so pandas."""
+    text, inside, mark = io.StringIO(newline=""), json.dumps if form == "csv" else repr, "," if form == "csv" else "\t"
+    writer = csv.DictWriter(text, list(rows[0]), delimiter=mark)
+    writer.writeheader()
+    writer.writerows({name: inside(x) if isinstance(x, list) else x for name, x in row.items()} for row in rows)
+    return text.getvalue().encode() if form == "csv" else gzip.compress(text.getvalue().encode())
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "parquet", "datasets", "csv", "tsv.gz"])
 def test_what_rows_mean_in_every_format(form, tmp_path):
     for number, (row, expected) in enumerate(FORMS):
         rows, path = [row] * 2, tmp_path / f"{number}.{form}"
         if form == "datasets":
-            if not HAS_DATASETS:
-                return
-            import datasets
-
+            datasets = pytest.importorskip("datasets")
             datasets.Dataset.from_list(rows).save_to_disk(path)
         elif form == "parquet":
             parquet.write_table(pa.Table.from_pylist(rows), path)
+        elif form in ("csv", "tsv.gz"):
+            path.write_bytes(cells(rows, form))
         else:
             path.write_bytes(lines(rows) if form == "jsonl" else json.dumps(rows, indent=1).encode())
         made = Conversations(paths=(str(path),), length=90, shards=str(tmp_path / "shards")).build()
@@ -187,104 +162,6 @@ def test_what_cannot_be_used_is_counted_and_named(tmp_path, capsys):
     assert "Columns that are not used: score (in 1)." in said
     assert "are texts by the plain chat template" in source.remark()
     assert f"{len(bad)} rows are left out" in data(tmp_path, rows).prepare(Console()), "also when it was done before"
-
-
-TABLE = {"messages": [row["messages"] for row in chats(3)]}
-ODD = {
-    "empty.jsonl": (b"", "there is no row"),
-    "words.jsonl": (b"hello\n", "line 1 is not JSON"),
-    "utf16.jsonl": ("{}".encode("utf-16"), "byte order mark of UTF-16"),
-    "cut.jsonl.gz": (gzip.compress(lines(chats(3)))[:-9], "it cannot be read"),
-    "text.jsonl": (lines([{"text": "a"}]), r"1 row is left out: 1 no messages, .* \(the columns are text\)"),
-    "numbers.jsonl": (b"1\n2\n", "a row that is not an object"),
-    "deep.jsonl": (b"[" * 100_000, "it cannot be read"),
-    "single.jsonl": (lines(chats(1)), "there is one conversation"),
-    "silent.jsonl": (lines([{"messages": [user("x")]}]), "no answer"),
-    "words.txt": (b"hello", "it has no rows by its name"),
-    "cut.json": (json.dumps(chats(3))[:-4].encode(), "begins like a JSON array, but is not one"),
-    "object.json": (json.dumps({"data": chats(3)}).encode(), r"\(the columns are data\)"),
-    "pretty.json": (json.dumps({"data": chats(3)}, indent=1).encode(), "Each line must be one JSON object"),
-    "empty.json": (b"[]", "there is no row"),
-    "strings.json": (b'["a", "b"]', "a row that is not an object"),
-    "null.json": (b"[null]", "a row that is not an object"),
-    "latin.json": ('[{"prompt": "é"}]'.encode("latin1"), "utf-8"),
-    "number.json": (b'[{"messages": 5}]', "messages that are not a list"),
-    "half.json": (b'[{"instruction": "x"}]', "instruction without output"),
-    "string.json": (b'[{"messages": "hello"}]', "messages that are a text, not a list"),
-    "words.parquet": (b"hello", "it cannot be read as Parquet"),
-    "text.parquet": (pa.table({"text": ["a"]}), r"\(the columns are text\)"),
-    "empty.parquet": (pa.table(TABLE).slice(0, 0), "there is no row"),
-    "null.parquet": (pa.table({"messages": pa.array([None, None], pa.list_(pa.string()))}), r"messages \(null\)"),
-    "ints.parquet": (pa.table({"prompt": [1], "completion": [2]}), "neither a text nor messages"),
-    "bytes.parquet": (pa.table({"prompt": [b"a"], "completion": [b"b"]}), "neither a text nor messages"),
-    "strings.parquet": (pa.table({"messages": [["a", "b"]]}), "a message that is not an object"),
-    "single.parquet": (pa.table(TABLE).slice(0, 1), "there is one conversation"),
-    "roles.parquet": (pa.table({"messages": [[{"content": "x"}]]}), "no role"),
-    "none.parquet": (pa.table({"a": [1]}).select([]), "there is no row"),
-}
-CONFIG = """
-from jaxdl.data import Conversations
-from jaxdl.models import Transformer
-from jaxdl.training.experiment import Experiment
-from jaxdl.training.tasks import LanguageModelling
-
-def config():
-    return Experiment(data=Conversations(), model=Transformer(), task=LanguageModelling(), steps=1)
-"""
-
-
-def show(tmp_path, path, *options):
-    (tmp_path / "config.py").write_text(CONFIG)
-    return ["show", "--config", str(tmp_path / "config.py"), "--data.paths", str(path),
-            "--data.shards", str(tmp_path / "shards"), *options]  # fmt: skip
-
-
-def test_odd_files_are_one_message(tmp_path, capsys):
-    for name, (content, reason) in ODD.items():
-        path = tmp_path / name
-        if isinstance(content, bytes):
-            path.write_bytes(content)
-        else:
-            parquet.write_table(content, path)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("mistakes.MAX_LINES", 6)  # Paths of temporary folders are long.
-            message = refusal(capsys, *show(tmp_path, path), run=main)
-        assert re.search(reason, message), (name, message)
-        assert name in message
-
-
-@pytest.mark.skipif(not HAS_DATASETS, reason="needs datasets")
-def test_odd_folders_of_data_sets_are_one_message(tmp_path, capsys):
-    import datasets
-
-    def saved(name, made):
-        made.save_to_disk(tmp_path / name)
-        return tmp_path / name
-
-    good = datasets.Dataset.from_list(chats(3))
-    saved("state", good).joinpath("state.json").write_text("{")
-    for path in (*saved("gone", good).glob("*.arrow"), *saved("cut", good).glob("*.arrow")):
-        path.unlink() if path.parent.name == "gone" else path.write_bytes(path.read_bytes()[:90])
-    (tmp_path / "nothing").mkdir()
-    odd = {
-        "state": "cannot load it", "gone": "cannot load it", "cut": "cannot load it",
-        "nothing": "no file in it matches",
-        saved("several", datasets.DatasetDict(train=good, test=good)).name: "it has the splits train, test",
-        saved("empty", good.select([])).name: "it has no rows, or is damaged",
-        saved("text", datasets.Dataset.from_dict({"text": ["a"]})).name: "the columns are text",
-        saved("single", good.select([0])).name: "there is one conversation",
-        saved("ints", datasets.Dataset.from_dict({"prompt": [1], "completion": [2]})).name: "neither a text",
-        saved("nulls", datasets.Dataset.from_dict({"messages": [None, None]})).name: r"messages (null)",
-    }  # fmt: skip
-    for name, reason in odd.items():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("mistakes.MAX_LINES", 8)
-            message = refusal(capsys, *show(tmp_path, tmp_path / name), run=main)
-        assert reason in message, (name, message)
-    for made in (good.with_format("numpy"), good.select([2, 0]), good):
-        path = saved(f"right{len(made)}{made.format['type']}", made)
-        splits = Conversations(paths=(str(path),), length=99, shards=str(tmp_path / "shards")).build()
-        assert len(learned(splits.train)) == len(made) - 1
 
 
 def test_rows_are_shown_with_what_is_learned(tmp_path, capsys):

@@ -62,6 +62,12 @@ def test_a_trained_classifier_names_the_class_of_a_text(trained):
     folder, made, (run, _) = trained
     predictor = jaxdl.restore(folder / "whole")
     assert predictor.parts.data_spec.class_names == ("no", "yes")
+    classes = json.loads((folder / "whole" / "summary.json").read_text())["classes"]
+    assert [*classes] == ["no", "yes"]
+    found = sum(of["examples"] * (of["recall"] or 0) for of in classes.values())
+    assert found / len(made.data.build().test) == pytest.approx(run.metrics["accuracy"], abs=1e-4)
+    assert (folder / "whole" / "confusion.png").is_file()
+    assert not (folder / "whole" / "mistakes.png").exists()
     one = predictor.predict("b c a")
     assert one.name in ("no", "yes")
     assert one.source == "b c a"

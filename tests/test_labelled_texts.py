@@ -1,6 +1,7 @@
 """Texts with a class each: what is read of files, what is around them, batches of similar length, runs and answers."""
 
 import csv
+import gzip
 import json
 import re
 
@@ -159,6 +160,20 @@ def test_rows_that_lack_something_are_counted(tmp_path):
     )
 
 
+def test_columns_that_are_not_used_are_counted(tmp_path):
+    """Each by the rows that have it, in files whose rows have columns of their own and others."""
+    path = tmp_path / "x.jsonl"
+    rows = [{"doc": {"text": text}, "label": label, "id": n} for n, (text, label) in enumerate(ROWS)]
+    rows[0]["note"] = None
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    test = write_csv(tmp_path / "x.csv", [(*row, "x") for row in ROWS], ("doc.text", "label", "source"))
+    told = LabelledTexts(train=(str(path),), test=(test,), text="doc.text").build().train.remark()
+    assert "columns of --data.train that are not used: id (in 6), note (in 1); columns of --data.test that" in told
+    assert told.endswith("are not used: source (in 6)")
+    alone = LabelledTexts(train=(write_csv(tmp_path / "y.csv", ROWS),)).build().train.remark()
+    assert "not used" not in alone
+
+
 def test_the_frame_is_that_of_the_tokenizer(tokenizer):
     """Of texts and pairs; long ones are cut as `transformers` does, the longer of a pair first."""
     framer = Framer(Codec(tokenizer), 8)
@@ -275,7 +290,23 @@ def test_odd_inputs_are_told(tmp_path, rows, settings, problem):
         ("x.jsonl", b'{"text": "a", "label": [1, 2]}\n', "its label is list ([1, 2]): each text has one class"),
         ("x.jsonl", b'{"text": "a", "label": 0.5}\n', "its label is 0.5: a measure, not a class"),
         ("x.jsonl", b'{"text": "a", "label": 1}\nnothing\n', "line 2 is not JSON"),
+        ("x.jsonl", b'{"text": "a", "label": 1}\n[1]\n', "line 2: it has no 'label', but list"),
+        ("x.jsonl", b'{"text": "a", "text": "b", "label": 1}\n', "the key 'text' stands there twice"),
+        ("x.json", b'[{"text": "a", "label": 1}', "begins like a JSON array, but is not one"),
+        ("x.jsonl.gz", gzip.compress(b'{"text": "a", "label": 1}\n' * 9, mtime=0)[:-9], "it cannot be read"),
+        ("x.jsonl", b'{"text": null, "label": 1}\n', "no labelled text in it (left out of it: 1 with no text"),
+        (
+            "x.jsonl",
+            b'{"text": "a", "label": 1}\n{"text": "b", "text_pair": "c", "label": 0}\n',
+            "x.jsonl: line 1: it has no 'text_pair', and ",
+        ),
+        (
+            "x.json",
+            b'[{"text": "b", "text_pair": "c", "label": 0}, {"text": "a", "label": 1}]',
+            "x.json: element 2 of the array: it has no 'text_pair', and ",
+        ),
         ("x.parquet", b"PAR1", "it cannot be read as Parquet"),
+        ("dataset_dict.json", b"[1]", "dataset_dict.json: it does not say which splits there are"),
         ("folder", None, "a folder that the datasets library did not write"),
         ("gone", None, "there is no such file"),
     ],
@@ -287,7 +318,7 @@ def test_odd_files_are_told(tmp_path, name, content, problem):
     elif name == "folder":
         path.mkdir()
     with pytest.raises(jaxdl.ConfigError, match=re.escape(problem)):
-        LabelledTexts(train=(str(path),)).build()
+        LabelledTexts(train=(str(tmp_path if name == "dataset_dict.json" else path),)).build()
 
 
 def test_what_may_be_a_mistake_is_warned_of(tmp_path):

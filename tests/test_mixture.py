@@ -9,8 +9,9 @@ import pytest
 import jaxdl
 from jaxdl.core.config import ConfigError
 from jaxdl.core.options import parse
-from jaxdl.data import Documents, EpochShuffle, Mixture
+from jaxdl.data import Conversations, Documents, EpochShuffle, Mixture
 from jaxdl.data.text.mixture import BLOCK, MixedOrder, shares, source_seed
+from jaxdl.training.run.compile import shared_programs
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1, 1], [1, 2, 4], [1e-9, 1], [0.3, 1e-7, 1e-7, 5]])
@@ -80,6 +81,53 @@ def test_rows_are_those_of_the_sources(mixture):
     assert mixture == jaxdl.Experiment.from_json(experiment(mixture, steps=1).to_json()).data
 
 
+@pytest.fixture(scope="module")
+def talk(mixture, tmp_path_factory):
+    """A mixture of documents and two files of conversations."""
+    folder = tmp_path_factory.mktemp("talk")
+    prose = mixture.sources["prose"]
+    sources = {"prose": prose}
+    for name, word in (("short", "yes"), ("long", "because " * 6)):
+        rows = [{"instruction": f"{n}?", "output": f"{word} {n}"} for n in range(40)] + [{"instruction": "?"}]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sources[name] = Conversations(paths=(str(folder / f"{name}.jsonl"),), length=32, shards=prose.shards)
+    return Mixture(sources=sources, weights={"prose": 1, "short": 2, "long": 1})
+
+
+def test_of_conversations_the_answers_are_learned_and_of_documents_all(talk):
+    splits, alone = talk.build(), {name: source.build() for name, source in talk.sources.items()}
+    first = np.cumsum([0, *(len(one.train) for one in alone.values())])
+    for start, (name, one) in zip(first, alone.items(), strict=False):
+        found, own = splits.train.batch(start + np.arange(2)), one.train.batch(np.arange(2))
+        for key in ("tokens", "segments"):
+            np.testing.assert_array_equal(found[key], own[key])
+        np.testing.assert_array_equal(found["mask"], own.get("mask", np.ones((2, 32), bool)))
+        if name != "prose":
+            assert 0 < found["mask"].sum() < 64
+    evaluated = splits.test.eval_batch(np.array([len(splits.test) - 1, len(splits.test)]))
+    own = alone["long"].test.eval_batch(np.array([len(alone["long"].test) - 1]))
+    np.testing.assert_array_equal(evaluated["mask"], [*own["mask"], np.zeros(32, bool)])
+    spec = splits.train.spec
+    shares = {"prose": 0.25, "short": 0.5, "long": 0.25}
+    mean = sum(shares[name] * one.train.spec.mean_row for name, one in alone.items())
+    assert (spec.masked, spec.mean_targets) == (True, pytest.approx(mean))
+    assert spec.bytes_per_token == 1, "each byte is a token, and the end of a text counts as a byte"
+    assert "short: They are texts by the plain chat template. 1 row is left out: 1 instruction" in splits.train.remark()
+    assert talk == jaxdl.Experiment.from_json(experiment(talk, steps=1).to_json()).data
+    assert talk.chat() == talk.sources["short"].chat()
+    assert talk.codec().opening == talk.sources["long"].codec().opening == (0,)
+
+
+def test_conversations_that_do_not_fit_are_told(talk, tmp_path):
+    (tmp_path / "x.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    other = talk.sources["long"].replaced({"template": str(tmp_path / "x.jinja")})
+    with pytest.raises(ConfigError, match="short and long have chat templates that differ"):
+        Mixture(sources={**talk.sources, "long": other}).chat()
+    windows = {name: source.replaced({"packing": False}) for name, source in talk.sources.items()}
+    with pytest.raises(ConfigError, match="of short and prose one has whole texts in a row, and the other windows"):
+        Mixture(sources=windows).build()
+
+
 def test_a_mixture_that_does_not_fit_is_told(mixture):
     code, prose = mixture.sources.values()
     with pytest.raises(ConfigError, match=r"length: the sources have 32, 64. Give all the same"):
@@ -142,6 +190,25 @@ def experiment(data, **changes):
         evaluation=EvaluationConfig(batch_size=8),
         **changes,
     )
+
+
+def test_a_run_resumes_in_a_mixture_of_conversations(talk, tmp_path):
+    asked = experiment(talk, steps=4)
+    with shared_programs():
+        whole = jaxdl.train(asked, tmp_path / "whole", quiet=True)
+        jaxdl.train(asked, tmp_path / "halves", max_steps=3, quiet=True)
+        halves = jaxdl.train(asked, tmp_path / "halves", quiet=True)
+    for left, right in zip(*(map(np.asarray, leaves(run.state.params)) for run in (whole, halves)), strict=True):
+        np.testing.assert_array_equal(left, right)
+    rows = [json.loads(line) for line in (tmp_path / "halves" / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in rows if "tokens_seen" in row][-1]
+    source = talk.build().train
+    batch = source.batch(source.order(asked.seed).rows(0, 32)[0])
+    segments = batch["segments"]
+    inside = (segments[:, 1:] > 0) & (segments[:, 1:] == segments[:, :-1])
+    assert last["tokens_seen"] == (inside & batch["mask"]).sum()
+    assert set(whole.metrics) > {"loss/prose", "loss/short", "loss/long"}
+    assert jaxdl.restore(tmp_path / "whole").has_chat_template
 
 
 @pytest.mark.slow

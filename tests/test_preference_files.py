@@ -1,5 +1,6 @@
 """Files of preferences: their forms and formats, what cannot be used, and texts that are too long."""
 
+import gzip
 import io
 import json
 
@@ -70,7 +71,8 @@ def test_forms_of_rows(tmp_path, row, wanted):
 
 
 def test_formats_of_files(tmp_path):
-    """JSON, compressed JSON lines, Parquet and a folder of datasets give the same pairs."""
+    """JSON, compressed JSON lines, Parquet, CSV and a folder of datasets give the same pairs."""
+    import csv
     import gzip
 
     import pyarrow
@@ -86,7 +88,11 @@ def test_formats_of_files(tmp_path):
             file.writelines(json.dumps(row) + "\n" for row in some)
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(some), tmp_path / f"{name}.parquet", row_group_size=1)
         datasets.Dataset.from_list(some).save_to_disk(tmp_path / name)
-        for path in (f"{name}.json", f"{name}.jsonl.gz", f"{name}.parquet", name):
+        with (tmp_path / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(some[0]))
+            writer.writeheader()
+            writer.writerows(some)  # Lists as Python writes them.
+        for path in (f"{name}.json", f"{name}.jsonl.gz", f"{name}.parquet", f"{name}.csv", name):
             assert texts_of(read(tmp_path, tmp_path / path)) == wanted, path
 
 
@@ -188,9 +194,41 @@ def test_odd_inputs(tmp_path, content, settings, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("none.jsonl", "no such file"), ("rows.csv", "it has no rows by its name")]
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"prompt": "a", "chosen": "b", "chosen": "c"}', "the key 'chosen' stands there twice"),
+        ("a.jsonl", b'\xe9{"prompt": "a"}', "line 1 is not UTF-8"),
+        ("a.jsonl.gz", gzip.compress(json.dumps(ROW).encode())[:-9], "it cannot be read"),
+        ("a.jsonl", b"[" * 100_000, "it cannot be read"),
+        ("a.json", json.dumps({"data": [ROW]}).encode(), "The columns there are data"),
+        ("a.json", json.dumps([[ROW]]).encode(), "no object with columns"),
+        ("a.json", json.dumps([ROW])[:-1].encode(), "begins like a JSON array, but is not one"),
+        ("a.jsonl", json.dumps({**ROW, "prompt": 5}).encode(), "'prompt' is int"),
+        (
+            "a.jsonl",
+            json.dumps({**ROW, "chosen": [{**YES, "content": None}]}).encode(),
+            "takes contents that are texts alone",
+        ),
+        ("a.jsonl", json.dumps({**ROW, "chosen": [], "rejected": []}).encode(), "both answers are the same"),
+        ("a.csv", b"", "there is no row in it"),
+        ("a.csv", b"prompt,chosen\na,b\n", "no 'rejected'"),
+        ("a.csv", b"prompt,chosen,rejected\na,b,\n", "no 'rejected'"),
+        ("a.csv", b"prompt,chosen,rejected\na,b,c,d\n", "row 1: it has 4 cells"),
+        ("a.csv", b"prompt,chosen,rejected\na,b,\xe9\n", "line 2 is not UTF-8"),
+        ("a.csv", b"chosen,chosen,rejected\na,b,c\n", "2 columns named 'chosen'"),
+        ("a.parquet", b"PAR1", "it cannot be read as Parquet"),
+    ],
+)
+def test_odd_files(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(jaxdl.ConfigError, match=message):
+        PreferencePairs(paths=(str(tmp_path / name),)).build()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("none.jsonl", "no such file"), ("rows.txt", "it has no rows by its name")]
 )
 def test_files_that_are_not_there(tmp_path, name, message):
-    (tmp_path / "rows.csv").write_text("prompt,chosen,rejected\na,b,c\n")
+    (tmp_path / "rows.txt").write_text("prompt,chosen,rejected\na,b,c\n")
     with pytest.raises(jaxdl.ConfigError, match=message):
         PreferencePairs(paths=(str(tmp_path / name),)).build()

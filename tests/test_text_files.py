@@ -128,7 +128,7 @@ def test_blank_lines_of_a_table_are_said(tmp_path):
     ("name", "content", "message"),
     [
         ("a.csv", "id,body\n1,x\n", "it has no column 'text'; it has id, body"),
-        ("a.csv", "id,text\n1\n", "line 2 has 1 cells, and the first line 2 names"),
+        ("a.csv", "id,text\n1\n", "row 1: it has 1 cells, and the first line 2 names"),
         ("a.csv", "text,text\n1,2\n", "it has 2 columns named 'text'"),
         (
             "a.json",

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.paths import expand_home
-from jaxdl.data.tokenizer_files import end_tokens, json_object
+from jaxdl.data.tokenizer_files import end_tokens, json_object, older_files
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Ends of documents: the first one that a tokenizer has is used, unless its folder names another."""
@@ -187,8 +187,7 @@ class _Tokenizers(Encoder):
         self._file = given / TOKENIZER_FILE if given.is_dir() else given
         self._config = given / TOKENIZER_CONFIG_FILE
         if not self._file.is_file():
-            what = f"it has no {TOKENIZER_FILE}" if given.is_dir() else "no such file"
-            raise ConfigError(f"tokenizer {path}: {what}. {_ADVICE}")
+            raise ConfigError(_lacking(path, given))
         import tokenizers
 
         try:
@@ -245,6 +244,20 @@ class _Tokenizers(Encoder):
 
     def files(self) -> list[Path]:
         return [path for path in (self._file, self._config) if path.is_file()]
+
+
+def _lacking(path: str, given: Path) -> str:
+    """The message for a path without a tokenizer.json."""
+    older = older_files(given) if given.is_dir() else []
+    if SENTENCEPIECE_FILE in older:
+        return f"tokenizer {path}: it has no {TOKENIZER_FILE}. Name its {given / SENTENCEPIECE_FILE}."
+    if older:
+        return (
+            f"tokenizer {path}: it has no {TOKENIZER_FILE}, but {' and '.join(older)}, an older form. Convert the "
+            f"checkpoint and take WORKDIR/tokenizer (python -m jaxdl.convert from-hf {path} WORKDIR), or save it with "
+            "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
+        )
+    return f"tokenizer {path}: {f'it has no {TOKENIZER_FILE}' if given.is_dir() else 'no such file'}. {_ADVICE}"
 
 
 class Codec:

@@ -18,6 +18,18 @@ TABLE = ".tsv"
 """The ends of the names of files whose lines are JSON objects, and of those with tab-separated columns."""
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError for one that has a key twice, of which Python would take the last."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice")
+    return made
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_unique)
+
+
 class Span(NamedTuple):
     """A part of a file that is read alone: bytes, rows or groups of rows `start` to `stop`, `num_bytes` of text."""
 
@@ -64,7 +76,10 @@ def lines(span: Span) -> Iterator[str]:
         try:
             yield line.decode()
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{place(span, number)} is not UTF-8 ({error.reason}). Correct it.") from None
+            raise ConfigError(
+                f"{place(span, number)} is not UTF-8 ({error.reason}). Convert it, from Latin-1 for instance: iconv -f "
+                "LATIN1 -t UTF-8 FILE > NEW."
+            ) from None
 
 
 def _raw_lines(span: Span) -> Iterator[bytes]:
@@ -99,7 +114,7 @@ def records(span: Span) -> Iterator[tuple[str, Any]]:
                 "memory as a whole. Write JSON lines: one object on each line."
             )
         try:
-            values = json.loads(content)
+            values = _JSON.decode(content.decode())
         except ValueError as error:
             raise ConfigError(f"{span.path}: it begins like a JSON array, but is not one ({error}).") from None
         yield from ((f"{span.path}: element {number + 1} of the array", value) for number, value in enumerate(values))
@@ -127,7 +142,7 @@ def place(span: Span, number: int) -> str:
 def json_object(line: str, where: str) -> Any:
     """The value of a line of JSON. Raises ConfigError, which begins with `where`, for what is not JSON."""
     try:
-        return json.loads(line)
+        return _JSON.decode(line)
     except ValueError as error:
         raise ConfigError(f"{where} is not JSON ({error}). Each line must be one JSON object.") from None
 

@@ -15,7 +15,7 @@ from jaxdl.data.draws import example_seeds
 from jaxdl.data.source import Data, Splits, num_held_out
 from jaxdl.data.staging import Stage
 from jaxdl.data.text.chat_template import ChatTemplate, template_of
-from jaxdl.data.text.documents import EVERY_FILE
+from jaxdl.data.text.forms import EVERY_FILE
 from jaxdl.data.text.preference_rows import PreferenceRows, PreferenceSpec
 from jaxdl.data.text.preference_texts import Columns
 from jaxdl.data.text.preference_tokens import Reader, ReadPairs, Unused, read_pairs
@@ -25,7 +25,7 @@ _MOST, _UNIT = 1024, 32
 
 
 class PreferencePairs(Data, kind="preferences"):
-    """Pairs of answers to prompts, of which one is preferred: JSON lines, JSON, Parquet, folders of `datasets`.
+    """Pairs of answers to prompts, of which one is preferred: JSON lines, JSON, CSV, Parquet, folders of `datasets`.
 
     Prompt and answers are texts, or lists of messages with "role" and "content", which the chat template of the
     tokenizer makes one text. Without a prompt it is the beginning that both answers have in common. Answers that are

@@ -24,6 +24,12 @@ def end_tokens(path: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(number for number in numbers if number >= 0))  # Older files have -1 for none.
 
 
+def older_files(folder: Path) -> list[str]:
+    """The names of the files of a tokenizer in a folder that are of an older form, or of sentencepiece."""
+    models = sorted(path.name for path in folder.glob("*.model"))
+    return [*(name for name in ("vocab.txt", "vocab.json", "merges.txt") if (folder / name).is_file()), *models]
+
+
 def json_object(path: Path, tokenizer: str) -> dict[str, Any]:
     """The content of a JSON file beside a tokenizer; nothing where there is none. Raises ConfigError."""
     try:

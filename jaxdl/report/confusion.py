@@ -131,7 +131,7 @@ def _lists(axes: Axes, top: float, table: np.ndarray, names: Sequence[str]) -> N
             axes.text(0.58, top, plain(text), fontsize=8.5, color=INK, va="center")
         top -= 0.5
     if lacking := int(np.sum(there == 0)):
-        text = f"{lacking:,} of {len(names):,} classes have no held-out image"
+        text = f"{lacking:,} of {len(names):,} classes have no held-out example"
         axes.text(0, top + 0.1, text, fontsize=8.5, color=_PALE, va="center")
 
 

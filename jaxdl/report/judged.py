@@ -19,6 +19,8 @@ MOST_MISTAKES = 24
 _PIXELS = 224
 """Size in which photographs are shown, where they can be read in any."""
 _SHOWN = 3
+_IMAGES = "images"
+"""The modality of data whose examples can be shown."""
 
 
 class OfClass(TypedDict):
@@ -33,7 +35,7 @@ class OfClass(TypedDict):
 
 
 class Judged:
-    """The last evaluation of a classifier of images, example by example.
+    """The last evaluation of a classifier, example by example.
 
     Args:
       sums: those of the task; with several processes they have the table, "confusion", `[class * class]`.
@@ -86,7 +88,7 @@ class Judged:
 
     def _mistakes(self) -> tuple[list[Mistake], int]:
         """(the mistakes in which the network was the surest, how many there are)."""
-        if not self._of_each:
+        if not self._of_each or self._source.spec.modality != _IMAGES:
             return [], 0
         label, predicted = self._of_each["label"], self._of_each["predicted"]
         wrong = np.flatnonzero((label >= 0) & (label != predicted))
@@ -118,8 +120,8 @@ class Judged:
 
 
 def judged(sums: Mapping[str, Any], of_each: Mapping[str, np.ndarray], source: Source) -> Judged | None:
-    """What to draw of an evaluation; None of one that is of no classifier of images."""
-    if source.spec.modality != "images" or source.parts:
+    """What to tell of an evaluation of a classifier of images, or of examples with named classes; None of another."""
+    if source.parts or not (source.spec.modality == _IMAGES or source.spec.class_names):
         return None
     known = "predicted" in of_each or "confusion" in sums
     drawn = 1 < getattr(source.spec, "num_classes", 0) <= MOST_CLASSES

@@ -88,7 +88,7 @@ def make_summary(
     the last ones; `seconds` is wall time per phase (see `Stopwatch.seconds`); `mesh` is axis -> size; `devices` is
     `describe_devices()` unless given; `extra` is any further JSON, kept under "extra"; `num_restarts` counts the
     launcher's, `num_rollbacks` returns to a checkpoint after bad steps; `compiling` are the figures of
-    `CompileTimes` in this process; `classes` are those of a classifier of images. A metric that is not finite is
+    `CompileTimes` in this process; `classes` are those of a classifier. A metric that is not finite is
     `null`.
     """
     summary: Summary = {

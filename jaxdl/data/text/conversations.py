@@ -13,21 +13,22 @@ from rich.console import Console
 from jaxdl.core.config import ConfigError
 from jaxdl.data.codec import Codec
 from jaxdl.data.draws import example_seeds
-from jaxdl.data.source import Data, Splits, num_held_out
+from jaxdl.data.source import Splits, num_held_out
 from jaxdl.data.spec import TextSpec
 from jaxdl.data.staging import Stage
 from jaxdl.data.text.chat_rows import ChatRows, Fitting, fit
 from jaxdl.data.text.chat_template import ChatTemplate, template_of
 from jaxdl.data.text.chat_texts import ChatTexts, Learned
-from jaxdl.data.text.documents import EVERY_FILE
+from jaxdl.data.text.forms import EVERY_FILE
 from jaxdl.data.text.row_files import find_rows
 from jaxdl.data.text.shards import SHARDS, ShardPlan, TokenStore, staged_shards
+from jaxdl.data.text.tokenized import Measured, TokenizedText
 from jaxdl.data.text.tokenizing import load_tokens, prepare
 from jaxdl.data.text.turns import Columns
 
 
-class Conversations(Data, kind="conversations"):
-    """Conversations and completions in JSON, Parquet, and folders of the `datasets` library; their answers are learned.
+class Conversations(TokenizedText, kind="conversations"):
+    """Conversations and completions in JSON, CSV, Parquet, and folders of `datasets`; their answers are learned.
 
     What a row is, its columns say: `messages` with roles (or ShareGPT's `conversations`), `prompt` and `completion`, or
     `instruction`, `input` and `output`. All but prompts and completions that are texts go through the chat template of
@@ -79,7 +80,7 @@ class Conversations(Data, kind="conversations"):
             raise ValueError(f"date = {self.date!r}: write a day as 2026-01-31.") from None
         return self
 
-    def build(self) -> Splits:
+    def measured(self) -> Measured:
         """Training and held-out rows. Raises ConfigError for what cannot be read, or takes long to tokenize."""
         codec, (store, *others) = self.codec(), [load_tokens(plan, self._what()) for plan in self.plans()]
         if others:
@@ -107,7 +108,7 @@ class Conversations(Data, kind="conversations"):
         mean = made[0].num_learned / len(made[0])
         for source in made:
             source.spec = dataclasses.replace(spec, mean_targets=mean)
-        return Splits(*made)
+        return Measured(Splits(*made), int(held_out.num_bytes.sum()), int(held_out.num_learned.sum()))
 
     def prepare(self, console: Console) -> str:
         """Tokenizes what is missing; see `Data.prepare`."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pydantic
@@ -22,10 +24,11 @@ from jaxdl.data.text.mixture import MixedRows
 from jaxdl.data.text.packing import PackedRows
 from jaxdl.data.text.shards import SHARDS, ShardPlan, TokenStore, staged_shards
 from jaxdl.data.text.token_windows import TokenWindows
+from jaxdl.data.text.tokenized import Measured, TokenizedText
 from jaxdl.data.text.tokenizing import load_tokens, prepare
 
 
-class Documents(Data, kind="documents"):
+class Documents(TokenizedText, kind="documents"):
     """Documents of text: JSON, CSV, Parquet, plain files, folders of the `datasets` library; also .gz, .bz2, .xz, .zst.
 
     They are tokenized once, into shards on disk (`python -m jaxdl.data prepare`). The format is seen by the name of a
@@ -65,9 +68,10 @@ class Documents(Data, kind="documents"):
                 raise ValueError(f"{name} = {value} has no effect: test_paths are held out. Leave one of them out.")
         return self
 
-    def build(self) -> Splits:
+    def measured(self) -> Measured:
         """Training and held-out rows. Raises ConfigError for what cannot be read, or takes long to tokenize."""
-        return self.rows(*self.split())
+        train, test = self.split()
+        return Measured(self.rows(train, test), test.num_bytes, test.num_tokens)
 
     def stand_in(self, vocab_size: int | None) -> Data | None:
         """Made-up sequences of the same length; None for packed rows, or without a size of the vocabulary."""
@@ -145,10 +149,11 @@ class Documents(Data, kind="documents"):
 
 
 class Mixture(Data, kind="mixture"):
-    """Several sources of documents, which training sees by their weights."""
+    """Several sources of documents or conversations, which training sees by their weights."""
 
-    sources: dict[str, Documents] = {}
-    """The sources by name, all with the same tokenizer, length and packing; set in a config file."""
+    sources: dict[str, TokenizedText] = {}
+    """The sources by name, all with the same tokenizer, length and packing; set in a config file. Of conversations the
+    answers are learned, of documents beside them all tokens."""
     paths: dict[str, str] = {}
     """In place of `sources`: a file or folder of each source, by name, `code=src/ prose=books.jsonl`."""
     each: Documents = Documents()
@@ -170,17 +175,20 @@ class Mixture(Data, kind="mixture"):
         if wrong := {name: weight for name, weight in self.weights.items() if weight <= 0}:
             raise ValueError(f"weights = {wrong}: they must be above 0. Leave a source out instead.")
         for name in ("tokenizer", "length", "packing"):
-            values = {getattr(source, name) for source in sources.values()}
+            values = {getattr(source, name, None) for source in sources.values()}
             if len(values) > 1:
                 raise ValueError(f"{name}: the sources have {', '.join(map(str, values))}. Give all the same one.")
         return self
 
-    def _named_sources(self) -> dict[str, Documents]:
+    def _named_sources(self) -> Mapping[str, TokenizedText]:
         """The sources by name, of whichever field names them."""
-        made = {name: self.each.replaced({"paths": (path,)}) for name, path in self.paths.items()}
-        return made or self.sources
+        return self._documents() or self.sources
 
-    def _sources(self) -> dict[str, Documents]:
+    def _documents(self) -> dict[str, Documents]:
+        """The sources that `paths` names."""
+        return {name: self.each.replaced({"paths": (path,)}) for name, path in self.paths.items()}
+
+    def _sources(self) -> Mapping[str, TokenizedText]:
         """The sources by name. Raises ConfigError when there are none."""
         if not (sources := self._named_sources()):
             raise ConfigError(
@@ -189,11 +197,11 @@ class Mixture(Data, kind="mixture"):
             )
         return sources
 
-    def _read_alike(self) -> dict[str, Documents]:
+    def _read_alike(self) -> Mapping[str, TokenizedText]:
         """The sources by name; those of `paths` without what has an effect on others alone."""
-        sources = self._sources()
         if not self.paths:
-            return sources
+            return self._sources()
+        sources = self._documents()
         idle = {name: source.without_effect() for name, source in sources.items()}
         nowhere = set.intersection(*idle.values())
         default = {name: field.default for name, field in Documents.model_fields.items()}
@@ -204,20 +212,23 @@ class Mixture(Data, kind="mixture"):
 
     def build(self) -> Splits:
         """Training and held-out rows of all sources. Raises ConfigError for what cannot be read."""
-        sources = self._read_alike()
-        parts = {name: source.split() for name, source in sources.items()}
-        splits = {name: sources[name].rows(*part) for name, part in parts.items()}
+        parts = {name: source.measured() for name, source in self._read_alike().items()}
+        splits = {name: part.splits for name, part in parts.items()}
         weights = self.weights or {name: float(len(split.train)) for name, split in splits.items()}
-        tests = [test for _, test in parts.values()]
-        specs = {name: split.train.spec for name, split in splits.items()}
+        specs = {name: split.train.spec for name, split in splits.items() if isinstance(split.train.spec, TextSpec)}
         first = next(iter(specs.values()))
-        assert isinstance(first, TextSpec)
+        if unlike := [name for name, spec in specs.items() if spec.packed != first.packed]:
+            raise ConfigError(
+                f"--data mixture: of {unlike[0]} and {next(iter(specs))} one has whole texts in a row, and the other "
+                "windows of one stream. Set packing of the documents to true."
+            )
         total = sum(weights.values())
-        mean = sum(spec.mean_row * weights[name] / total for name, spec in specs.items() if isinstance(spec, TextSpec))
+        mean = sum(spec.mean_row * weights[name] / total for name, spec in specs.items())
         spec = dataclasses.replace(
             first,
-            bytes_per_token=sum(part.num_bytes for part in tests) / sum(part.num_tokens for part in tests),
+            bytes_per_token=sum(x.num_bytes for x in parts.values()) / sum(x.num_tokens for x in parts.values()),
             mean_targets=mean if first.packed else None,
+            masked=any(spec.masked for spec in specs.values()),
         )
         train = MixedRows({name: split.train for name, split in splits.items()}, weights, spec)
         return Splits(train, MixedRows({name: split.test for name, split in splits.items()}, weights, spec))
@@ -236,6 +247,18 @@ class Mixture(Data, kind="mixture"):
     def prepare(self, console: Console) -> str:
         """Tokenizes what is missing of each source; see `Data.prepare`."""
         return "\n".join(f"{name}: {source.prepare(console)}" for name, source in self._read_alike().items())
+
+    def chat(self) -> dict[str, Any] | None:
+        """That of the conversations. Raises ConfigError where sources have templates that differ."""
+        made = {name: chat for name, source in self._sources().items() if (chat := source.chat()) is not None}
+        first = next(iter(made), None)
+        if first is None:
+            return None
+        if unlike := [name for name, chat in made.items() if chat != made[first]]:
+            raise ConfigError(
+                f"--data mixture: {first} and {unlike[0]} have chat templates that differ. Give both the same template."
+            )
+        return made[first]
 
     def codec(self) -> Codec:
         """Between text and the tokens of all sources."""

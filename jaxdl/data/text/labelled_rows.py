@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
-import inspect
-import io
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxdl.core.config import ConfigError
-from jaxdl.data.codec import import_text
-from jaxdl.data.lines import JSON_LINES, LARGEST_DOCUMENT, open_lines, reading_file, record_spans, records, text_in
-from jaxdl.data.tables.row_groups import check_names, find_files
-from jaxdl.data.text_files import suffix_of
+from jaxdl.data.lines import reading_file, text_in
+from jaxdl.data.tables.row_groups import find_files
+from jaxdl.data.text.row_files import RowFormat
 
-_DELIMITERS = ",;\t|"
-_SHOWN = 3
+_SHOWN, _MOST_NAMES, _MOST_UNUSED = 3, 6, 20
 _ADVICE = "Set --data.text or --data.label."
-_readers: list[type[Reader]] = []
 
 
 class Columns(NamedTuple):
@@ -33,6 +27,25 @@ class Columns(NamedTuple):
     must_pair: bool
     """Whether there must be a column of second texts; else they are read where it is there."""
 
+    @property
+    def parents(self) -> set[str]:
+        """The columns that are read: of `a.b`, which is in an object of JSON, `a` too."""
+        return {*self[:3], *(name.split(".")[0] for name in (self.text, self.text_pair))}
+
+    def check(self, names: Sequence[str], path: Path, *, in_line: bool) -> None:
+        """Raises ConfigError for columns that a file must have and has not; `in_line`: its first line has the names."""
+        lacking = next((name for name in (self.text, self.label) if name not in names), None)
+        if lacking is not None and in_line:
+            raise ConfigError(
+                f"{path}: its first line must have the names of the columns, {self.text!r} and {self.label!r} among "
+                f"them; it has {', '.join(map(repr, names[:_MOST_NAMES])) or 'nothing'}. {_ADVICE}"
+            )
+        if lacking is not None:
+            raise ConfigError(f"{path}: it has no column {lacking!r}; it has {', '.join(names)}. {_ADVICE}")
+        if self.must_pair and self.text_pair not in names:
+            raise ConfigError(f"{path}: it has no column {self.text_pair!r}; it has {', '.join(names)}. Set "
+                              "--data.text-pair.")  # fmt: skip
+
 
 class Row(NamedTuple):
     """A text, its second one where there are pairs, and its label, each None where it lacks."""
@@ -41,6 +54,7 @@ class Row(NamedTuple):
     text: str | None
     pair: str | None
     label: Any
+    has_pair: bool
 
 
 @dataclasses.dataclass
@@ -58,15 +72,17 @@ class Table:
     """Why rows were left out -> how many."""
     first: dict[str, str] = dataclasses.field(default_factory=dict)
     """Why rows were left out -> where the first ones are."""
+    unused: Counter[str] = dataclasses.field(default_factory=Counter)
+    """The columns that are not read -> how many rows have them."""
 
-    def add(self, row: Row, paired: bool) -> None:
+    def add(self, row: Row) -> None:
         """Adds a row, or counts it as left out."""
         label = label_value(row.label, row.where)
         if self.names and isinstance(label, int):
             label = self._name_of(label, row.where)
         lacks = (
             "no text" if not (row.text or "").strip() else
-            "no second text" if paired and not (row.pair or "").strip() else
+            "no second text" if row.has_pair and not (row.pair or "").strip() else
             "no label" if label is None else ""
         )  # fmt: skip
         if lacks:
@@ -75,7 +91,7 @@ class Table:
                 self.first[lacks] = ", ".join(filter(None, (self.first.get(lacks), row.where)))
             return
         self.texts.append(row.text or "")
-        if paired:
+        if row.has_pair:
             self.pairs.append(row.pair or "")
         self.labels.append(label)
 
@@ -87,6 +103,12 @@ class Table:
             raise ConfigError(f"{where}: its label is {label}, and the file names {len(self.names)} classes from 0.")
         return self.names[label]
 
+    def about_unused(self, what: str) -> str:
+        """What is said of the columns of `what` that are not read; empty for none."""
+        names = [f"{name} (in {count:,})" for name, count in sorted(self.unused.items())]
+        more = f" and {len(names) - _MOST_UNUSED} more" if len(names) > _MOST_UNUSED else ""
+        return f"columns of {what} that are not used: {', '.join(names[:_MOST_UNUSED])}{more}" if names else ""
+
     def about_left_out(self, what: str) -> str:
         """What is said of rows that were left out of `what`; empty for none."""
         texts = [
@@ -94,219 +116,6 @@ class Table:
             for why, count in self.left_out.items()
         ]
         return f"left out of {what}: {'; '.join(texts)}" if texts else ""
-
-
-class Reader(abc.ABC):
-    """How files of one form are read. A subclass registers itself when its class statement runs."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if not inspect.isabstract(cls):
-            _readers.append(cls)
-
-    @classmethod
-    @abc.abstractmethod
-    def reads(cls, path: Path) -> bool:
-        """Whether a file or folder has this form."""
-
-    @abc.abstractmethod
-    def rows(self, path: Path, columns: Columns, split: str) -> tuple[Iterator[Row], bool, tuple[str, ...]]:
-        """(the rows, whether they have second texts, the names of the classes if the file has them).
-
-        Raises ConfigError for what cannot be read. `split` is which part is asked for, where there are several.
-        """
-
-
-class _Suffixed(Reader):
-    """Files that are known by the end of their names, without that of a compression."""
-
-    suffixes: ClassVar[tuple[str, ...]]
-
-    @classmethod
-    def reads(cls, path: Path) -> bool:
-        return suffix_of(path) in cls.suffixes and not path.is_dir()
-
-
-class _Cells(_Suffixed):
-    """Cells below a line with the names of the columns, separated by commas, semicolons, tabs or bars."""
-
-    suffixes = (".csv", ".tsv")
-
-    def rows(self, path: Path, columns: Columns, split: str) -> tuple[Iterator[Row], bool, tuple[str, ...]]:
-        del split
-        import csv
-
-        csv.field_size_limit(LARGEST_DOCUMENT)
-        lines = _decoded(path)
-        first = lines.partition("\n")[0].rstrip("\r")
-        headers = {mark: next(csv.reader([first], delimiter=mark), []) for mark in _DELIMITERS}
-        wanted = {columns.text, columns.label}
-        mark = next((mark for mark, names in headers.items() if wanted <= set(names)), None)
-        if mark is None:
-            names = max(headers.values(), key=len)
-            raise ConfigError(
-                f"{path}: its first line must have the names of the columns, {columns.text!r} and {columns.label!r} "
-                f"among them; it has {', '.join(map(repr, names[:6])) or 'nothing'}. {_ADVICE}"
-            )
-        names = headers[mark]
-        check_names([name for name in names if name in (*wanted, columns.text_pair)], str(path))
-        plain = mark == "\t" and _is_plain(lines, len(names))
-        reader = (
-            _plain_cells(lines) if plain else csv.reader(io.StringIO(lines, newline=""), delimiter=mark, strict=True)
-        )
-        paired = _paired(columns, names, str(path))
-
-        def rows() -> Iterator[Row]:
-            number = 0
-            try:
-                for number, cells in enumerate(reader):
-                    if not number or not cells:
-                        continue
-                    where = f"{path}: row {number:,}"
-                    if len(cells) != len(names):
-                        raise ConfigError(
-                            f"{where}: it has {len(cells)} cells, and the first line {len(names)} names. Correct it; a "
-                            "cell with the separator or a line break in it must stand in double quotes."
-                        )
-                    found = dict(zip(names, cells, strict=True))
-                    pair = found[columns.text_pair] if paired else None
-                    yield Row(where, found[columns.text], pair, found[columns.label])
-            except csv.Error as error:
-                raise ConfigError(f"{path}: after row {number:,}: {error}. Correct it.") from None
-
-        return rows(), paired, ()
-
-
-def _decoded(path: Path) -> str:
-    with open_lines(path) as file:
-        content = file.read(LARGEST_DOCUMENT + 1)
-    if len(content) > LARGEST_DOCUMENT:
-        raise ConfigError(f"{path}: more than {LARGEST_DOCUMENT / 1e9:,.1f} GB of text. Cut it into several files, or "
-                          "write Parquet.")  # fmt: skip
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            f"{path}: line {line:,} is not UTF-8 ({error.reason}). Convert it, from Latin-1 for instance: iconv -f "
-            "LATIN1 -t UTF-8 FILE > NEW."
-        ) from None
-
-
-def _is_plain(lines: str, num_columns: int) -> bool:
-    """Whether each line alone is a row: then quotes at the begin of a text belong to it."""
-    return all(line.count("\t") == num_columns - 1 for line in lines.split("\n") if line.strip("\r"))
-
-
-def _plain_cells(lines: str) -> Iterator[list[str]]:
-    for line in lines.split("\n"):
-        if line.strip("\r"):
-            yield [_unquoted(cell) for cell in line.rstrip("\r").split("\t")]
-
-
-def _unquoted(cell: str) -> str:
-    """A cell without the quotes that a program has put around all of it."""
-    inside = cell[1:-1]
-    quoted = len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in inside.replace('""', "")
-    return inside.replace('""', '"') if quoted else cell
-
-
-class _Json(_Suffixed):
-    """A JSON object in each line, or one array of them."""
-
-    suffixes = JSON_LINES
-
-    def rows(self, path: Path, columns: Columns, split: str) -> tuple[Iterator[Row], bool, tuple[str, ...]]:
-        del split
-        spans = record_spans(path, 1 << 40)
-        first = next((record for span in spans for _, record in records(span)), {})
-        paired = _paired(columns, list(first) if isinstance(first, dict) else [], str(path))
-
-        def rows() -> Iterator[Row]:
-            for span in spans:
-                for where, record in records(span):
-                    if not isinstance(record, dict) or columns.label not in record:
-                        names = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-                        raise ConfigError(f"{where}: it has no {columns.label!r}, but {names}. {_ADVICE}")
-                    pair = text_in(record, columns.text_pair, where, "Set --data.text-pair.") if paired else None
-                    yield Row(where, text_in(record, columns.text, where, _ADVICE), pair, record[columns.label])
-
-        return rows(), paired, ()
-
-
-class _Parquet(_Suffixed):
-    """Files with columns of texts and labels."""
-
-    suffixes = (".parquet",)
-
-    def rows(self, path: Path, columns: Columns, split: str) -> tuple[Iterator[Row], bool, tuple[str, ...]]:
-        del split
-        parquet = import_text("pyarrow.parquet", str(path))
-        try:
-            file = parquet.ParquetFile(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: it cannot be read as Parquet ({error}).") from None
-        names, paired = _checked(columns, file.schema_arrow.names, str(path))
-        check_names([name for name in file.schema_arrow.names if name in names], str(path))
-        told = (file.schema_arrow.metadata or {}).get(b"huggingface")
-        features = json.loads(told).get("info", {}).get("features", {}) if told else {}
-        classes = features.get(columns.label, {})
-        batches = (batch.to_pydict() for batch in file.iter_batches(1024, columns=names))
-        known = tuple(classes.get("names") or ()) if isinstance(classes, dict) else ()
-        return _of_columns(batches, columns, paired, str(path)), paired, known
-
-
-class _DatasetFolder(Reader):
-    """A folder that `save_to_disk` of a Dataset or a DatasetDict wrote."""
-
-    @classmethod
-    def reads(cls, path: Path) -> bool:
-        return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-
-    def rows(self, path: Path, columns: Columns, split: str) -> tuple[Iterator[Row], bool, tuple[str, ...]]:
-        data = import_text("datasets", str(path)).load_from_disk(str(path))
-        if hasattr(data, "keys"):
-            tried = ("train",) if split == "train" else ("test", "validation")
-            name = next((name for name in tried if name in data), None)
-            if name is None:
-                raise ConfigError(f"{path}: none of its splits is {' or '.join(tried)}; it has {', '.join(data)}. Give "
-                                  "the folder of one of them.")  # fmt: skip
-            data = data[name]
-        names, paired = _checked(columns, data.column_names, str(path))
-        known = tuple(getattr(data.features[columns.label], "names", None) or ())
-        data = data.select_columns(names)
-        batches = (data[first : first + 1024] for first in range(0, len(data), 1024))
-        return _of_columns(batches, columns, paired, str(path)), paired, known
-
-
-def _checked(columns: Columns, names: Sequence[str], what: str) -> tuple[list[str], bool]:
-    """(the columns to read, whether there are pairs). Raises ConfigError for those that are not there."""
-    for name in (columns.text, columns.label):
-        if name not in names:
-            raise ConfigError(f"{what}: it has no column {name!r}; it has {', '.join(names)}. {_ADVICE}")
-    paired = _paired(columns, names, what)
-    return [columns.text, *((columns.text_pair,) if paired else ()), columns.label], paired
-
-
-def _paired(columns: Columns, names: Sequence[str], what: str) -> bool:
-    if columns.must_pair and columns.text_pair not in names:
-        raise ConfigError(f"{what}: it has no column {columns.text_pair!r}; it has {', '.join(names)}. Set "
-                          "--data.text-pair.")  # fmt: skip
-    return columns.text_pair in names
-
-
-def _of_columns(batches: Iterator[dict[str, Any]], columns: Columns, paired: bool, what: str) -> Iterator[Row]:
-    number = 0
-    for batch in batches:
-        texts, labels = batch[columns.text], batch[columns.label]
-        pairs = batch[columns.text_pair] if paired else [None] * len(texts)
-        for text, pair, label in zip(texts, pairs, labels, strict=True):
-            where = f"{what}: row {number:,}"
-            for name, value in ((columns.text, text), (columns.text_pair, pair)):
-                if not isinstance(value, str | None):
-                    raise ConfigError(f"{where}: its {name!r} is {type(value).__name__}, not a text. {_ADVICE}")
-            yield Row(where, text, pair, label)
-            number += 1
 
 
 def label_value(label: Any, where: str) -> str | int | None:
@@ -331,28 +140,78 @@ def label_value(label: Any, where: str) -> str | int | None:
 
 def read_table(given: Sequence[str], columns: Columns, split: str) -> Table:
     """The labelled texts of files, patterns and folders. Raises ConfigError for what cannot be read, or has none."""
-    option, table, paired = f"--data.{split}", Table(), None
-    for path in find_files(given, option):
-        reader = next((reader for reader in _readers if reader.reads(path)), None)
-        if reader is None:
+    option, table = f"--data.{split}", Table()
+    paired: _Paired | None = None
+    for path in (_split_of(path, split) for path in find_files(given, option)):
+        form = RowFormat.find(path)
+        if form is None:
             what = "a folder that the datasets library did not write" if path.is_dir() else "no form that is known"
             raise ConfigError(
                 f"{option} {path}: {what}. Give files of CSV (.csv, .tsv), JSON lines (.jsonl, .json) or Parquet, or a "
                 f"folder of datasets.save_to_disk{f'; such as {path}/*.csv' if path.is_dir() else ''}."
             )
         with reading_file(str(path)):
-            rows, has_pairs, names = reader().rows(path, columns, split)
-            if paired not in (None, has_pairs):
-                raise ConfigError(f"{path}: {'it has' if has_pairs else 'it lacks'} a column {columns.text_pair!r}, "
-                                  "unlike the files before it. All must have the same.")  # fmt: skip
-            if names and table.labels and names != table.names:
-                raise ConfigError(f"{path}: its classes are {', '.join(names)}, and those of the files before it "
+            names = form.names(path, columns[:3])
+            if names is not None:
+                columns.check(names, path, in_line=not form.has_types)
+            classes = form.classes(path, columns.label)
+            if classes and table.labels and classes != table.names:
+                raise ConfigError(f"{path}: its classes are {', '.join(classes)}, and those of the files before it "
                                   f"{', '.join(table.names) or 'have no names'}. All must have the same.")  # fmt: skip
-            paired, table.names = has_pairs, names or table.names
-            for row in rows:
-                table.add(row, has_pairs)
+            table.names = classes or table.names
+            for span in form.spans(path, 1 << 62):
+                for where, found in form.rows(span, columns[:3]):
+                    row = _row(found, columns, where)
+                    paired = paired or _Paired(row.has_pair, where)
+                    paired.check(row.has_pair, where, columns)
+                    table.add(row)
+                    table.unused.update(name for name in found if name not in columns.parents)
     if not table.texts:
         lacks = table.about_left_out("it")
         raise ConfigError(f"{option} {given[0]}: there is no labelled text in it{f' ({lacks})' if lacks else ''}. Give "
                           "files with rows.")  # fmt: skip
     return table
+
+
+class _Paired(NamedTuple):
+    """Whether the first row has a second text, and where it is."""
+
+    first: bool
+    where: str
+
+    def check(self, has_pair: bool, where: str, columns: Columns) -> None:
+        """Raises ConfigError for a row that is unlike the first."""
+        if has_pair != self.first:
+            lacks, has = (self.where, where) if has_pair else (where, self.where)
+            raise ConfigError(
+                f"{lacks}: it has no {columns.text_pair!r}, and {has} has one. All texts must be pairs, or none: give "
+                "each row a second text, or name the column otherwise."
+            )
+
+
+def _split_of(path: Path, split: str) -> Path:
+    """The folder of the split that is read, of a DatasetDict; else the path. Raises ConfigError where there is none."""
+    told = path / "dataset_dict.json"
+    if not told.is_file():
+        return path
+    with reading_file(str(told)):
+        content = json.loads(told.read_text(encoding="utf-8"))
+    splits = content.get("splits") if isinstance(content, dict) else None
+    if not isinstance(splits, list):
+        raise ConfigError(f"{told}: it does not say which splits there are. Save the data set again.")
+    tried = ("train",) if split == "train" else ("test", "validation")
+    name = next((name for name in tried if name in splits), None)
+    if name is None:
+        raise ConfigError(f"{path}: none of its splits is {' or '.join(tried)}; it has {', '.join(splits)}. Give the "
+                          "folder of one of them.")  # fmt: skip
+    return path / name
+
+
+def _row(found: Any, columns: Columns, where: str) -> Row:
+    """A row of a file. Raises ConfigError for one that lacks a column, or has something else than a text in it."""
+    if not isinstance(found, dict) or columns.label not in found:
+        names = ", ".join(map(str, found)) if isinstance(found, dict) else type(found).__name__
+        raise ConfigError(f"{where}: it has no {columns.label!r}, but {names}. {_ADVICE}")
+    has_pair = columns.must_pair or columns.text_pair in found
+    pair = text_in(found, columns.text_pair, where, "Set --data.text-pair.") if has_pair else None
+    return Row(where, text_in(found, columns.text, where, _ADVICE), pair, found[columns.label], has_pair)

@@ -124,6 +124,8 @@ class LabelledTexts(FilesOfSplits, kind="labelled_texts"):
             f"{cut:,} of {every:,} texts have more than {self.length:,} tokens and are cut there" if cut else "",
             train.about_left_out("--data.train"),
             test.about_left_out("--data.test") if test else "",
+            train.about_unused("--data.train"),
+            test.about_unused("--data.test") if test else "",
         )))  # fmt: skip
 
 

@@ -106,7 +106,13 @@ class MixedRows(Source):
         shown = (
             f"{self._weights[name] / total:.3g} {name} ({len(source):,})" for name, source in self._sources.items()
         )
-        return f"shares (and rows) of {', '.join(shown)}"
+        told = f"shares (and rows) of {', '.join(shown)}"
+        return ". ".join(filter(None, (told, self.left_out())))
+
+    def left_out(self) -> str:
+        """What of each source is not used."""
+        told = ((name, source.left_out()) for name, source in self._sources.items())
+        return ". ".join(f"{name}: {text}" for name, text in told if text)
 
     def seen(self, position: int, seed: int) -> dict[str, float]:
         """Epochs and tokens of each source: `epochs/NAME`, `tokens/NAME`."""
@@ -126,6 +132,8 @@ class MixedRows(Source):
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The rows of whichever sources the indices belong to."""
         rows = {name: np.empty((len(indices), *x.shape[1:]), x.dtype) for name, x in self.spec.blank().items()}
+        if self.spec.masked:  # Of rows without a mask all is learned.
+            rows["mask"][:] = True
         for here, source, numbers in self._split(indices):
             for name, values in source.batch(numbers).items():
                 rows[name][here] = values

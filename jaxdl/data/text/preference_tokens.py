@@ -15,7 +15,7 @@ from jaxdl.core.config import ConfigError
 from jaxdl.core.paths import expand_home
 from jaxdl.data.codec import Codec
 from jaxdl.data.text.chat_template import ChatTemplate
-from jaxdl.data.text.documents import EVERY_FILE, is_dataset
+from jaxdl.data.text.forms import EVERY_FILE, is_searched
 from jaxdl.data.text.preference_rows import PreferenceTokens
 from jaxdl.data.text.preference_texts import Columns, PairTexts, UnusableRow, common_length, pair_texts
 from jaxdl.data.text.row_files import find_rows, read_rows, row_spans
@@ -91,7 +91,7 @@ class Reader:
 
 def read_pairs(paths: Sequence[str], glob: str, reader: Reader) -> ReadPairs:
     """The pairs of files in tokens. Raises ConfigError for what cannot be found or read, and where none is usable."""
-    if glob != EVERY_FILE and not any(_is_searched(expand_home(path)) for path in paths):
+    if glob != EVERY_FILE and not any(is_searched(expand_home(path)) for path in paths):
         raise ConfigError(f"glob = {glob!r}: no path is a folder of files, so it has no effect. Leave it out.")
     files, others = find_rows(paths, glob)
 
@@ -107,23 +107,20 @@ def read_pairs(paths: Sequence[str], glob: str, reader: Reader) -> ReadPairs:
     return read
 
 
-def _is_searched(path: Path) -> bool:
-    return path.is_dir() and not is_dataset(path)
-
-
 def tokenized(rows: Iterable[tuple[str, Any]], reader: Reader, what: str) -> ReadPairs:
     """The pairs of rows in tokens; each row with its place, for messages. Raises ConfigError where none is usable.
 
     `what` are all of them, for messages.
     """
-    unused, places, num_rows, num_merged = Unused(), list[str](), 0, 0
+    unused, places, num_rows, num_objects, num_merged = Unused(), list[str](), 0, 0, 0
     tokens, answers = list[np.ndarray](), list[int]()
     names: Counter[str] = Counter()
 
     def usable() -> Iterator[tuple[str, PairTexts]]:
-        nonlocal num_rows
+        nonlocal num_rows, num_objects
         for place, row in rows:
             num_rows += 1
+            num_objects += isinstance(row, dict)
             names.update(list(row) if isinstance(row, dict) else ())
             try:
                 yield place, pair_texts(row, reader.columns, reader.template, reader.now)
@@ -143,7 +140,7 @@ def tokenized(rows: Iterable[tuple[str, Any]], reader: Reader, what: str) -> Rea
         raise ConfigError(_why_none(what, reader.columns, unused, num_rows, names))
     starts = np.concatenate([[0], np.cumsum([len(text) for text in tokens])]).astype(np.int64)
     pairs = PreferenceTokens(np.concatenate(tokens), starts, np.array(answers, np.int64))
-    return ReadPairs(pairs, places, unused, num_rows, num_merged, _not_used(reader.columns, names, num_rows))
+    return ReadPairs(pairs, places, unused, num_rows, num_merged, _not_used(reader.columns, names, num_objects))
 
 
 def _not_used(columns: Columns, names: Counter[str], num_rows: int) -> list[str]:

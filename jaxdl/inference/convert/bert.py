@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from jaxdl.inference.convert.encoders import NAMES, EncoderLayout, activation, classifier, norm, product
 from jaxdl.inference.convert.layouts import Tensor
 from jaxdl.inference.convert.settings import COUNT, LAYERS, POSITIVE, SHARE, Form, Settings
+from jaxdl.inference.convert.word_piece import BERT_FILES
 from jaxdl.models import Encoder
 
 _DROPOUT = 0.1
@@ -20,6 +21,7 @@ class BERT(EncoderLayout):
     model_type = "bert"
     architecture = "BertForSequenceClassification"
     prefix = "bert."
+    older_tokenizer = BERT_FILES
     head = ("bert.pooler.", "classifier.")
     other_heads = ("cls.",)
     ignored = (".position_ids",)

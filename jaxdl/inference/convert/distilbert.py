@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from jaxdl.inference.convert.encoders import NAMES, EncoderLayout, activation, classifier, norm, product
 from jaxdl.inference.convert.layouts import Tensor
 from jaxdl.inference.convert.settings import COUNT, SHARE, Form
+from jaxdl.inference.convert.word_piece import BERT_FILES
 from jaxdl.models import Encoder
 
 _EPSILON = 1e-12
@@ -20,6 +21,7 @@ class DistilBERT(EncoderLayout):
     model_type = "distilbert"
     architecture = "DistilBertForSequenceClassification"
     prefix = "distilbert."
+    older_tokenizer = BERT_FILES
     head = ("pre_classifier.", "classifier.")
     other_heads = ("vocab_transform.", "vocab_layer_norm.", "vocab_projector.")
     ignored = (".position_ids",)

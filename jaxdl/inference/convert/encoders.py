@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxdl.core.errors import ConfigError
-from jaxdl.data import DataSpec, LabelledTextSpec
+from jaxdl.data import Codec, DataSpec, LabelledTextSpec
+from jaxdl.data.text.framing import Framer
 from jaxdl.inference.convert.layouts import HFLayout, Tensor
 from jaxdl.inference.convert.settings import COUNT, OBJECT, Settings
 from jaxdl.inference.convert.tensors import Stored
@@ -27,6 +28,8 @@ _HOW_ONLY = frozenset({"remat", "dropout", "attention_dropout", "head_dropout", 
 """Fields of an `Encoder` that do not change what a trained one computes, or that are compared resolved."""
 _STDDEV = 0.02
 _SHOWN = 3
+_ROOM = 64
+"""More tokens than any tokenizer puts around a text."""
 _OLD = {".gamma": ".weight", ".beta": ".bias"}
 """Ends of names in checkpoints that were made of TensorFlow's, and those of today."""
 
@@ -48,6 +51,7 @@ class EncoderLayout(HFLayout):
 
     kind = "encoder"
     reads_sentencepiece = False
+    classifies = True
     others = ("is_causal", "gradient_checkpointing", "output_past")
     head: ClassVar[tuple[str, ...]] = ("classifier.",)
     """What the names of the tensors of the head begin with; a checkpoint may lack them."""
@@ -96,6 +100,11 @@ class EncoderLayout(HFLayout):
             "label2id": {name: number for number, name in enumerate(names)},
             "problem_type": "single_label_classification",
         }
+
+    def around(self, codec: Codec) -> tuple[Sequence[int], Sequence[int]] | None:
+        """Those of a tokenizer that puts nothing around a text itself."""
+        framer = Framer(codec, _ROOM)
+        return None if framer.frames_itself else (framer.before, framer.after)
 
     def arranged(
         self, stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]

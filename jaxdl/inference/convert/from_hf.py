@@ -17,11 +17,11 @@ from jaxdl.core.files import LEASE_FILE
 from jaxdl.core.runs import has_checkpoint
 from jaxdl.data import Codec, Converted
 from jaxdl.data.phases import make_timeline
-from jaxdl.inference.convert.byte_bpe import MERGES, VOCAB
+from jaxdl.data.tokenizer_files import older_files
 from jaxdl.inference.convert.checkpoint import Checkpoint, Progress
 from jaxdl.inference.convert.growth import Grown, names_of
 from jaxdl.inference.convert.layouts import layout_for
-from jaxdl.inference.convert.special import JSON, SENTENCEPIECE, check_tokenizer, keep_tokenizer
+from jaxdl.inference.convert.special import JSON, SENTENCEPIECE, about_tokenizer, check_tokenizer, keep_tokenizer
 from jaxdl.optim import SGD, Constant
 from jaxdl.parallel.cluster import start_devices
 from jaxdl.parallel.lease import Lease
@@ -54,7 +54,7 @@ def from_hf(
     if length is not None and not 0 < length <= checkpoint.longest:
         raise ConfigError(f"--length {length}: the network reads 1 to {checkpoint.longest} tokens.")
     # Before anything is written.
-    tokens = check_tokenizer(folder, checkpoint.config, byte_bpe=checkpoint.layout.byte_bpe)
+    tokens = check_tokenizer(folder, checkpoint.config, older=checkpoint.layout.older_tokenizer)
     check_workdir(workdir)
     check_new(workdir)
     grown = Grown(folder, names_of(add_tokens))
@@ -68,6 +68,7 @@ def from_hf(
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(parts.network.param_shapes))
     lines = [f"{folder} is now the run {workdir}: {checkpoint.layout.model_type}, {count:,} parameters"]
     lines += (*checkpoint.layout.remarks(checkpoint.config), *checkpoint.notes)
+    lines += about_tokenizer(folder, checkpoint.layout.older_tokenizer)
     lines += grown.about()
     if (first := layout_for(checkpoint.model)) is not checkpoint.layout:
         lines.append(
@@ -85,7 +86,8 @@ def from_hf(
 def _write_run(checkpoint: Checkpoint, workdir: Path, length: int, grown: Grown, progress: Progress) -> Parts:
     """Writes the run of a checkpoint; returns what its network is made of. Raises ConfigError."""
     try:
-        tokenizer = keep_tokenizer(checkpoint.folder, checkpoint.config, workdir, byte_bpe=checkpoint.layout.byte_bpe)
+        older = checkpoint.layout.older_tokenizer
+        tokenizer = keep_tokenizer(checkpoint.folder, checkpoint.config, workdir, older=older)
         if tokenizer is not None:
             grown.write(workdir / tokenizer)
         vocab_size = checkpoint.vocab_size if tokenizer is None else Codec(str(workdir / tokenizer)).vocab_size
@@ -153,9 +155,9 @@ def check_new(workdir: Path) -> None:
 
 def _without_tokenizer(folder: Path) -> str:
     """What it means that a checkpoint has no tokenizer that can be read."""
-    older = all((folder / name).is_file() for name in (VOCAB, MERGES))
+    older = older_files(folder)
     advice = (
-        f"its {VOCAB} and {MERGES} alone do not say how text is split: save it with transformers, "
+        f"its {' and '.join(older)} alone do not say how text is split: save it with transformers, "
         "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), and convert again"
         if older
         else "put one of them there and convert again"

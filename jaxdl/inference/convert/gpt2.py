@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+from jaxdl.inference.convert.byte_bpe import GPT2_FILES
 from jaxdl.inference.convert.layouts import HFLayout, Tensor
 from jaxdl.inference.convert.settings import COUNT, FLAG, POSITIVE, SHARE, Form, Settings
 from jaxdl.models import Transformer
@@ -22,7 +23,7 @@ class GPT2(HFLayout):
     architecture = "GPT2LMHeadModel"
     prefix = "transformer."
     ignored = (".attn.bias", ".attn.masked_bias")
-    byte_bpe = True
+    older_tokenizer = GPT2_FILES
     others = (
         "activation_function", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn",
         "n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",

@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxdl.core.errors import ConfigError
-from jaxdl.data import DataSpec, TextSpec
+from jaxdl.data import Codec, DataSpec, TextSpec
+from jaxdl.inference.convert.older import Older
 from jaxdl.inference.convert.settings import COUNT, HARMLESS, NEVER, Form
 from jaxdl.inference.convert.tensors import Stored
 from jaxdl.models import Transformer
@@ -98,8 +99,10 @@ class HFLayout(abc.ABC):
     """The settings that `model` checks itself, and those that change nothing that a network computes."""
     reads_sentencepiece: ClassVar[bool] = True
     """Whether `transformers` reads a tokenizer.model of sentencepiece of it as what it is."""
-    byte_bpe: ClassVar[bool] = False
-    """Whether a vocab.json and a merges.txt without a tokenizer.json are a tokenizer of GPT-2's kind."""
+    classifies: ClassVar[bool] = False
+    """Whether such networks give whole texts a class, and read pairs of them."""
+    older_tokenizer: ClassVar[Older | None] = None
+    """The older form in which a checkpoint may have its tokenizer, without a tokenizer.json."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -135,6 +138,11 @@ class HFLayout(abc.ABC):
         """The fields of config.json that are about the data: by default none."""
         del spec
         return {}
+
+    def around(self, codec: Codec) -> tuple[Sequence[int], Sequence[int]] | None:
+        """(the tokens before a text, those after it) that jaxdl puts there, and the tokenizer does not; else None."""
+        del codec
+        return None
 
     def arranged(
         self, stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]

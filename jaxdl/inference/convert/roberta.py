@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxdl.core.errors import ConfigError
 from jaxdl.inference.convert.bert import BERT
+from jaxdl.inference.convert.byte_bpe import ROBERTA_FILES
 from jaxdl.inference.convert.encoders import classifier, product
 from jaxdl.inference.convert.layouts import Tensor
 from jaxdl.models import Encoder
@@ -20,7 +21,7 @@ class RoBERTa(BERT):
     prefix = "roberta."
     head = ("classifier.",)
     other_heads = ("lm_head.", "roberta.pooler.", "pooler.")
-    byte_bpe = True
+    older_tokenizer = ROBERTA_FILES
     drops_input = True
 
     def offset(self, config: Mapping[str, Any]) -> int:
@@ -51,4 +52,4 @@ class XLMRoBERTa(RoBERTa):
 
     model_type = "xlm-roberta"
     architecture = "XLMRobertaForSequenceClassification"
-    byte_bpe = False
+    older_tokenizer = None

@@ -14,28 +14,29 @@ from jaxdl.data import Codec
 from jaxdl.data.codec import GENERATION_FILE, SENTENCEPIECE_FILE, TOKENIZER_FILE
 from jaxdl.data.text.chat_template import TEMPLATE_FILE, TEMPLATES_FOLDER, ChatTemplate
 from jaxdl.inference.convert import HF_CONFIG
-from jaxdl.inference.convert.byte_bpe import ADDED, CONFIG, MERGES, SPECIAL, VOCAB, gpt2_tokenizer
+from jaxdl.inference.convert.byte_bpe import MERGES, VOCAB
+from jaxdl.inference.convert.older import ADDED, CONFIG, SPECIAL, Older
+from jaxdl.inference.convert.word_piece import WORDS
 
 FOLDER = "tokenizer"
 """The folder of a converted workdir that has them."""
 JSON, SENTENCEPIECE, GENERATION = TOKENIZER_FILE, SENTENCEPIECE_FILE, GENERATION_FILE
 TOOLS_TEMPLATE = f"{TEMPLATES_FOLDER}/tool_use.jinja"
 FILES = (
-    JSON, SENTENCEPIECE, CONFIG, SPECIAL, ADDED, VOCAB, MERGES, TEMPLATE_FILE, "chat_template.json", TOOLS_TEMPLATE,
-    GENERATION,
+    JSON, SENTENCEPIECE, CONFIG, SPECIAL, ADDED, VOCAB, MERGES, WORDS, TEMPLATE_FILE, "chat_template.json",
+    TOOLS_TEMPLATE, GENERATION,
 )  # fmt: skip
 """What a checkpoint may have."""
+_ANY_CLASS = "PreTrainedTokenizerFast"
 NUMBERS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """The names of the special tokens' numbers."""
 
 
-def check_tokenizer(source: Path, config: Mapping[str, Any], *, byte_bpe: bool) -> int | None:
+def check_tokenizer(source: Path, config: Mapping[str, Any], *, older: Older | None) -> int | None:
     """How many tokens the tokenizer of a checkpoint has, None without one.
 
     Raises ConfigError for files that cannot be read; see `keep_tokenizer`.
     """
-    import tokenizers
-
     for path, content in ((source / HF_CONFIG, config), (source / GENERATION, _read(source / GENERATION))):
         for name in NUMBERS:
             given = content.get(name)
@@ -47,18 +48,20 @@ def check_tokenizer(source: Path, config: Mapping[str, Any], *, byte_bpe: bool) 
                 )
     if (source / JSON).is_file():
         return Codec(str(source)).vocab_size
-    if _older_form(source, byte_bpe):
-        vocab: dict[str, int] = tokenizers.Tokenizer.from_str(gpt2_tokenizer(source)).get_vocab(with_added_tokens=True)
+    if older is not None and _is_older(source, older):
+        import tokenizers
+
+        vocab: dict[str, int] = tokenizers.Tokenizer.from_str(older.make(source)).get_vocab(with_added_tokens=True)
         return max(vocab.values()) + 1
     return Codec(str(source / SENTENCEPIECE)).vocab_size if (source / SENTENCEPIECE).is_file() else None
 
 
-def keep_tokenizer(source: Path, config: Mapping[str, Any], workdir: Path, *, byte_bpe: bool) -> str | None:
+def keep_tokenizer(source: Path, config: Mapping[str, Any], workdir: Path, *, older: Older | None) -> str | None:
     """Copies the tokenizer of a checkpoint into a workdir; what to give a codec, None if there is none. Raises OSError.
 
-    It is relative to the workdir. With `byte_bpe` a vocab.json and a merges.txt alone are a tokenizer of GPT-2's kind,
-    whose tokenizer.json is made. The numbers of the special tokens in the checkpoint's config are kept in
-    generation_config.json. Raises ConfigError for files that cannot be read.
+    It is relative to the workdir. Of files of the form `older` alone a tokenizer.json is made. The numbers of the
+    special tokens in the checkpoint's config are kept in generation_config.json. Raises ConfigError for files that
+    cannot be read.
     """
     folder = workdir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,16 +70,21 @@ def keep_tokenizer(source: Path, config: Mapping[str, Any], workdir: Path, *, by
     told = _read(folder / GENERATION)
     # It overrides the config, as in transformers; what it leaves open the config says.
     _write(folder / GENERATION, told | numbers | {name: x for name, x in told.items() if x is not None})
-    if _older_form(folder, byte_bpe):
-        (folder / JSON).write_text(gpt2_tokenizer(folder), encoding="utf-8")
+    if older is not None and _is_older(folder, older):
+        (folder / JSON).write_text(older.make(folder), encoding="utf-8")
     if (folder / JSON).is_file():
         return FOLDER
     return f"{FOLDER}/{SENTENCEPIECE}" if (folder / SENTENCEPIECE).is_file() else None
 
 
-def _older_form(folder: Path, byte_bpe: bool) -> bool:
-    """Whether the tokenizer in a folder is a vocab.json and a merges.txt alone."""
-    return byte_bpe and not (folder / JSON).is_file() and all((folder / name).is_file() for name in (VOCAB, MERGES))
+def about_tokenizer(source: Path, older: Older | None) -> tuple[str, ...]:
+    """Remarks on the tokenizer of a checkpoint."""
+    return older.about(source) if older is not None and _is_older(source, older) else ()
+
+
+def _is_older(folder: Path, older: Older) -> bool:
+    """Whether the tokenizer in a folder has the files of an older form alone."""
+    return not (folder / JSON).is_file() and all((folder / name).is_file() for name in older.files)
 
 
 def special_numbers(folder: Path) -> dict[str, Any]:
@@ -131,7 +139,7 @@ def _write_config(codec: Codec, begin: int | None, folder: Path) -> None:
     is_llamas = not is_json and codec.merges_pairs
     told |= {
         "clean_up_tokenization_spaces": False,
-        "tokenizer_class": "LlamaTokenizer" if is_llamas else "PreTrainedTokenizerFast",
+        "tokenizer_class": "LlamaTokenizer" if is_llamas else _ANY_CLASS,
     }
     adds = {} if is_json else {"add_bos_token": bool(codec.opening), "add_eos_token": False}
     _write(folder / CONFIG, told | _read(folder / CONFIG) | adds)
@@ -141,11 +149,44 @@ def _write_config(codec: Codec, begin: int | None, folder: Path) -> None:
         _write(folder / JSON, content)
 
 
+def write_frame(folder: Path, codec: Codec, around: tuple[Sequence[int], Sequence[int]], num_types: int) -> None:
+    """Makes the tokenizer in a folder put tokens before a text, and after it and the second one of a pair.
+
+    The second text has the type 1 where there are several. Raises OSError.
+    """
+    before, after = ([(codec.name(token), token) for token in tokens] for tokens in around)
+    second = min(1, num_types - 1)
+    single = [*_special(before, 0), {"Sequence": {"id": "A", "type_id": 0}}, *_special(after, 0)]
+    content = json.loads((folder / JSON).read_bytes())
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": second}}, *_special(after, second)],
+        "special_tokens": {name: {"id": name, "ids": [number], "tokens": [name]} for name, number in before + after},
+    }
+    _write(folder / JSON, content)
+
+
+def write_inputs(folder: Path, *, num_types: int, length: int) -> None:
+    """Makes the tokenizer in a folder cut texts at `length` tokens where it is asked to cut them, and give types.
+
+    One with a class of its own has what that gives. Raises OSError.
+    """
+    told = _read(folder / CONFIG)
+    if told.get("tokenizer_class") == _ANY_CLASS:
+        types = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if num_types > 1 else {}
+        _write(folder / CONFIG, {"model_max_length": length} | types | told)
+
+
+def _special(tokens: Sequence[tuple[str, int]], type_id: int) -> list[dict[str, Any]]:
+    return [{"SpecialToken": {"id": name, "type_id": type_id}} for name, _ in tokens]
+
+
 def _template(opening: Sequence[tuple[str, int]]) -> dict[str, Any] | None:
     """The post processor that puts tokens, (name, number) each, before every text."""
     if not opening:
         return None
-    before = [{"SpecialToken": {"id": name, "type_id": 0}} for name, _ in opening]
+    before = _special(opening, 0)
     first, second = ({"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB"))
     special = {name: {"id": name, "ids": [number], "tokens": [name]} for name, number in opening}
     single = [*before, first]

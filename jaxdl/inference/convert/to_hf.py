@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -16,7 +16,14 @@ from jaxdl.core.runs import Which
 from jaxdl.inference.convert import HF_CONFIG
 from jaxdl.inference.convert.checkpoint import Place, Progress, at, places
 from jaxdl.inference.convert.layouts import HFLayout, layout_for, reads
-from jaxdl.inference.convert.special import FOLDER, special_numbers, write_chat_template, write_tokenizer
+from jaxdl.inference.convert.special import (
+    FOLDER,
+    special_numbers,
+    write_chat_template,
+    write_frame,
+    write_inputs,
+    write_tokenizer,
+)
 from jaxdl.inference.convert.tensors import DTYPES, ToWrite, write_tensors
 from jaxdl.inference.predictor import Predictor, restore
 from jaxdl.models import Model
@@ -63,7 +70,7 @@ def to_hf(
         for _, size in write_tensors(folder, tensors, NAMES[dtype], file_bytes):
             done += size
             progress(done, every)
-        numbers, about_tokenizer = _tokenizer(predictor, folder)
+        numbers, about_tokenizer = _tokenizer(predictor, hf_layout, folder)
         config = {
             "architectures": [hf_layout.architecture],
             "model_type": hf_layout.model_type,
@@ -114,7 +121,7 @@ def _lost(model: Model, there: Model, model_type: str) -> list[str]:
     ]
 
 
-def _tokenizer(predictor: Predictor, folder: Path) -> tuple[dict[str, Any], str]:
+def _tokenizer(predictor: Predictor, layout: HFLayout, folder: Path) -> tuple[dict[str, Any], str]:
     """Writes the tokenizer, if the run has one; (the numbers of the special tokens, what a user should know of it)."""
     try:
         codec = predictor.codec
@@ -126,6 +133,12 @@ def _tokenizer(predictor: Predictor, folder: Path) -> tuple[dict[str, Any], str]
             "tokenizer, put its tokenizer.json there"
         )
     numbers = write_tokenizer(codec, folder)
+    model, spec = cast(Any, predictor.experiment.model), cast(Any, predictor.parts.data_spec)
+    if layout.classifies:
+        num_types = max(1, model.num_types)
+        if (around := layout.around(codec)) is not None:
+            write_frame(folder, codec, around, num_types)
+        write_inputs(folder, num_types=num_types, length=model.max_length or spec.length)
     if predictor.has_chat_template:
         write_chat_template(predictor.chat_template, folder)
     if not codec.is_bytes:
