@@ -64,11 +64,13 @@ def test_texts_are_those_of_generate(server, client, options):
         assert made.usage.prompt_tokens == len(server.predictor.codec.prompt(prompt))
 
 
-def test_several_prompts_and_texts_have_numbers_of_their_own(server, client):
+def test_several_prompts_and_texts_are_those_of_generate(server, client):
     made = completed(client, prompt=PROMPTS[:2], n=2, **DRAWN)
     assert [choice.index for choice in made.choices] == [0, 1, 2, 3]
     texts = [choice.text for choice in made.choices]
     assert texts[0] != texts[1], "two texts of one prompt are drawn by keys of their own"
+    several = server.predictor.complete(PROMPTS[:2], num_tokens=20, temperature=1.0, seed=5, samples=2)
+    assert texts == [one.text for one in several], "as those of `generate --samples`"
     expected = list(server.predictor.complete(PROMPTS[:2], num_tokens=20, temperature=1.0, seed=5))
     assert [choice.text for choice in completed(client, prompt=PROMPTS[:2], **DRAWN).choices] == [
         one.text for one in expected

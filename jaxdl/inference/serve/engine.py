@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 
-from jaxdl.inference.decoding.loop import row_keys
+from jaxdl.inference.decoding.loop import row_keys, sample_key
 from jaxdl.inference.decoding.settings import Sampling, row_settings
 from jaxdl.inference.serve.drawing import Drawn, Settings
 from jaxdl.inference.serve.programs import MOST, NUM_STOP, Programs, Rows, blank_rows, blank_settings
@@ -54,7 +54,7 @@ class Job:
       prompt: its tokens, at least one.
       how: how tokens are drawn. Its `num_tokens` are the most that are written, 1 or more; `stop_tokens` are at most
         `NUM_STOP`; and `stop` and `samples` are the client's business.
-      number: that of the prompt, see `Sampling`.
+      number, sample: which text of which prompt it is, see `jaxdl.inference.decoding.loop.Place`.
       num_top: of so many likeliest tokens log-probabilities are given; None: of none, nor of the token itself.
       deliver: called in the thread of the engine with what has been written.
       cancelled: nobody wants it any more.
@@ -64,6 +64,7 @@ class Job:
     how: Sampling
     deliver: Callable[[Written], None]
     number: int = 0
+    sample: int = 0
     num_top: int | None = None
     cancelled: bool = field(default=False, init=False)
 
@@ -187,7 +188,7 @@ class Engine:
     def _admit(self, job: Job, slot: int) -> None:
         """Reads the prompt of a job into a slot, and writes the first token."""
         self._jobs[slot], stop = job, job.how.stop_tokens
-        keys, sampling = _key(job.how.seed, job.number)[None], row_settings([job.how])
+        keys, sampling = _key(job)[None], row_settings([job.how])
         settings = Settings(keys, sampling, np.asarray([job.num_top is not None]))
         drawn = self._programs.read(job.prompt, slot, settings)
         self.num_read += len(job.prompt)
@@ -256,9 +257,9 @@ def _token(drawn: Drawn, row: int, at: int, num_top: int | None) -> Token:
     return Token(token, float(drawn.logprob[row, at]), tuple(top)[:num_top])
 
 
-def _key(seed: int, number: int) -> np.ndarray:
+def _key(job: Job) -> np.ndarray:
     """The data of the random key of a text, on the host."""
-    return np.asarray(_row_keys(jax.random.key(seed), np.asarray([number])))[0]
+    return np.asarray(_row_keys(sample_key(job.how.seed, job.sample), np.asarray([job.number])))[0]
 
 
 def _set(rows: np.ndarray, index: int, value: np.ndarray) -> None:

@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxdl.data.spec import with_targets
 from jaxdl.inference.decoding.padding import SHORTEST, power_of_two
-from jaxdl.inference.decoding.row_sampling import seen_in
+from jaxdl.inference.decoding.row_sampling import mark_seen, seen_in_rows
 from jaxdl.inference.decoding.settings import Sampling, row_settings
 from jaxdl.inference.generation import check_positions
 from jaxdl.inference.serve.drawing import Drawn, Settings, draw
@@ -221,9 +221,9 @@ class Programs:
         def inserted(whole: jax.Array, x: jax.Array) -> jax.Array:
             return lax.dynamic_update_slice_in_dim(whole, x[:, :1].astype(whole.dtype), row, axis=1)
 
-        seen = seen_in(tokens[:1], lengths[:1], self._vocab_size)
+        seen = seen_in_rows(tokens[:1], lengths[:1], self._vocab_size)
         drawn = draw(logits[:1, -1, : self._vocab_size], settings, jnp.zeros(1, jnp.int32), seen)
-        return jax.tree.map(inserted, texts, State(new, _marked(seen, drawn.token)[None])), drawn
+        return jax.tree.map(inserted, texts, State(new, mark_seen(seen, drawn.token)[None])), drawn
 
     def _write_tokens(
         self, params: Any, model_state: Any, texts: State, rows: Rows, num_tokens: jax.Array, *, read: int
@@ -248,7 +248,7 @@ class Programs:
                 counts=rows.counts + one,
                 left=jnp.where(ended, 0, rows.left - one),
             )
-            return index + 1, cache, _marked(seen, drawn.token), after, written
+            return index + 1, cache, mark_seen(seen, drawn.token), after, written
 
         def goes_on(carry: Any) -> jax.Array:
             return (carry[0] < jnp.minimum(num_tokens, MOST)) & jnp.any(carry[3].left > 0)
@@ -279,11 +279,6 @@ class Programs:
         batch = {"tokens": with_targets(tokens, jnp)}
         outputs, _ = apply_network(self._parts, self._parts.layout, params, model_state, batch, call)
         return of_tokens(outputs, positions)
-
-
-def _marked(seen: jax.Array, tokens: jax.Array) -> jax.Array:
-    """`seen`, bool [rows, vocab], with one more token of each row; -1 is none. Faster than a scatter on CPUs."""
-    return seen | (jnp.arange(seen.shape[1]) == tokens[:, None])
 
 
 def blank_settings(num_rows: int) -> Settings:
