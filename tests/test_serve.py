@@ -15,11 +15,15 @@ import openai
 import pytest
 from runs import ROOT
 from serving import CONTEXT, QUEUE, SLOTS, Server, write_run
+from test_serve_requests import CALL, TOOL
 
+from jaxdl.data.text.chat_template import ChatTemplate
+from jaxdl.inference.chatting import Chat
 from jaxdl.inference.decoding.settings import Sampling
 from jaxdl.inference.serve.answers import token_bytes, token_text
 from jaxdl.inference.serve.engine import Engine, Job
 from jaxdl.inference.serve.programs import Programs
+from jaxdl.inference.serve.requests import Served, read_chat
 
 PROMPTS = ["1 f", "", "0 fish, re", "blue", "fish", "\u00e9\u00e9"]
 GREEDY = {"temperature": 0, "max_tokens": 20}
@@ -168,6 +172,43 @@ def test_log_probabilities_are_those_of_the_network(server, client):
     content = chat.choices[0].logprobs.content
     assert [len(entry.top_logprobs) for entry in content] == [4] * len(content)
     assert chat.usage.completion_tokens in (len(content), len(content) + 1)
+
+
+def test_tokens_that_a_text_has_are_penalized_as_in_openais_reference(server, client):
+    """Against NumPy: those of the prompt are not, and one text's are not another's."""
+    frequency, presence, tokens = 0.4, -1.5, list(b"1 f")
+    options = {"frequency_penalty": frequency, "presence_penalty": presence}
+    made = completed(client, prompt="1 f", **GREEDY, **options).choices[0].text
+    times = np.zeros(256)
+    for _ in range(20):
+        logits = server.predictor.logits([tokens + [0] * (CONTEXT - len(tokens))])[0, len(tokens) - 1]
+        token = int(np.argmax(logits - times * frequency - (times > 0) * presence))
+        times[token] += 1
+        tokens.append(token)
+    assert made == bytes(tokens[3:]).decode(errors="replace")
+    assert made != generated(server, "1 f", **GREEDY)
+    drawn = completed(client, prompt="1 f", **DRAWN, **options, n=2).choices
+    alone = completed(client, prompt="1 f", **DRAWN, **options).choices[0].text
+    assert [drawn[0].text, drawn[0].text != drawn[1].text] == [alone, True]
+
+
+def test_the_template_reads_tools(server):
+    """As they were given; earlier calls have arguments, not their JSON."""
+    chat = Chat(server.predictor)
+    chat.template = ChatTemplate("{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{{ messages[-1] | tojson }}")
+    served = Served("tiny", 2, server.predictor.codec, 9999, 9999, 9, chat)
+    last = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+
+    def text_of(**body):
+        ask = read_chat(json.dumps({"messages": [last], "max_completion_tokens": 7} | body).encode(), served)
+        assert ask.hows[0].num_tokens == 7
+        return server.predictor.codec.decode(ask.prompts[0])
+
+    call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": {"a": 1}}}
+    message = json.dumps({"role": "assistant", "content": "", "tool_calls": [call]})
+    assert text_of(tools=[TOOL]) == json.dumps(TOOL) + message
+    assert text_of(tools=[TOOL], tool_choice="none") == message
+    assert text_of() == message
 
 
 def test_a_conversation_is_answered_by_the_template(server, client):

@@ -34,7 +34,7 @@ class Answering:
         for number, (prompt, how) in enumerate(zip(ask.prompts, ask.hows, strict=True)):
             for sample in range(ask.num_samples):
                 deliver = self._deliver(len(self._jobs))
-                self._jobs.append(Job(prompt, how, deliver, number, sample, ask.num_top))
+                self._jobs.append(Job(prompt, how, deliver, number, sample, ask.penalties, ask.num_top))
         codec = served.codec
         self._choices = [Choice(codec, job.prompt, ask.stop, job.how.stop_tokens) for job in self._jobs]
         try:

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxdl.inference.decoding.loop import row_keys, sample_key
 from jaxdl.inference.decoding.settings import Sampling, row_settings
-from jaxdl.inference.serve.drawing import Drawn, Settings
+from jaxdl.inference.serve.drawing import NO_PENALTIES, Drawn, Penalties, Settings
 from jaxdl.inference.serve.programs import MOST, NUM_STOP, Programs, Rows, blank_rows, blank_settings
 
 _row_keys = jax.jit(row_keys)
@@ -55,6 +55,7 @@ class Job:
       how: how tokens are drawn. Its `num_tokens` are the most that are written, 1 or more; `stop_tokens` are at most
         `NUM_STOP`; and `stop` and `samples` are the client's business.
       number, sample: which text of which prompt it is, see `jaxdl.inference.decoding.loop.Place`.
+      penalties: those of tokens that the text has already.
       num_top: of so many likeliest tokens log-probabilities are given; None: of none, nor of the token itself.
       deliver: called in the thread of the engine with what has been written.
       cancelled: nobody wants it any more.
@@ -65,6 +66,7 @@ class Job:
     deliver: Callable[[Written], None]
     number: int = 0
     sample: int = 0
+    penalties: Penalties = NO_PENALTIES
     num_top: int | None = None
     cancelled: bool = field(default=False, init=False)
 
@@ -189,7 +191,8 @@ class Engine:
         """Reads the prompt of a job into a slot, and writes the first token."""
         self._jobs[slot], stop = job, job.how.stop_tokens
         keys, sampling = _key(job)[None], row_settings([job.how])
-        settings = Settings(keys, sampling, np.asarray([job.num_top is not None]))
+        penalties = Penalties(*(np.asarray([value], np.float32) for value in job.penalties))
+        settings = Settings(keys, sampling, penalties, np.asarray([job.num_top is not None]))
         drawn = self._programs.read(job.prompt, slot, settings)
         self.num_read += len(job.prompt)
         of_row = Rows(

@@ -16,10 +16,10 @@ from jax import lax
 
 from jaxdl.data.spec import with_targets
 from jaxdl.inference.decoding.padding import SHORTEST, power_of_two
-from jaxdl.inference.decoding.row_sampling import mark_seen, seen_in_rows
+from jaxdl.inference.decoding.row_sampling import seen_in_rows
 from jaxdl.inference.decoding.settings import Sampling, row_settings
 from jaxdl.inference.generation import check_positions
-from jaxdl.inference.serve.drawing import Drawn, Settings, draw
+from jaxdl.inference.serve.drawing import Drawn, Had, Penalties, Settings, draw
 from jaxdl.models.cache import reads_slots
 from jaxdl.models.logits import of_tokens
 from jaxdl.models.network import Call
@@ -60,8 +60,8 @@ class State(NamedTuple):
 
     cache: Any
     """What the network has read of each."""
-    seen: Any
-    """The tokens of each text so far, bool [1, slots, vocab]."""
+    had: Had
+    """The tokens of each text so far, [1, slots, vocab] each."""
 
 
 class Programs:
@@ -180,12 +180,13 @@ class Programs:
 
     def _empty(self, params: Any, model_state: Any) -> Any:
         """Slots with nothing in them; a function to trace."""
-        seen = jnp.zeros((1, self.num_slots, self._vocab_size), bool)
+        shape = (1, self.num_slots, self._vocab_size)
+        had = Had(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32))
         if not self._cached:
-            return State(jnp.zeros((1, self.num_slots, self.context), jnp.int32), seen)
+            return State(jnp.zeros((1, self.num_slots, self.context), jnp.int32), had)
         tokens, lengths = jnp.zeros((self.num_slots, SHORTEST), jnp.int32), jnp.ones(self.num_slots, jnp.int32)
         tokens = tokens[:, : self.context]
-        return State(self._run(params, model_state, tokens, lengths, self.context, method="prefill")[1], seen)
+        return State(self._run(params, model_state, tokens, lengths, self.context, method="prefill")[1], had)
 
     @functools.cached_property
     def _reading(self) -> Any:
@@ -222,22 +223,25 @@ class Programs:
             return lax.dynamic_update_slice_in_dim(whole, x[:, :1].astype(whole.dtype), row, axis=1)
 
         seen = seen_in_rows(tokens[:1], lengths[:1], self._vocab_size)
-        drawn = draw(logits[:1, -1, : self._vocab_size], settings, jnp.zeros(1, jnp.int32), seen)
-        return jax.tree.map(inserted, texts, State(new, mark_seen(seen, drawn.token)[None])), drawn
+        had = Had(seen, jnp.zeros_like(seen, jnp.int32))
+        drawn = draw(logits[:1, -1, : self._vocab_size], settings, jnp.zeros(1, jnp.int32), had)
+        had = jax.tree.map(lambda x: x[None], had.after(drawn.token))
+        return jax.tree.map(inserted, texts, State(new, had)), drawn
 
     def _write_tokens(
         self, params: Any, model_state: Any, texts: State, rows: Rows, num_tokens: jax.Array, *, read: int
     ) -> tuple[State, Drawn]:
         num_rows = rows.tokens.shape[0]
-        seen = texts.seen[0, :num_rows]
-        blank = jax.eval_shape(draw, jax.ShapeDtypeStruct(seen.shape, jnp.float32), rows.settings, rows.counts, seen)
+        had = jax.tree.map(lambda x: x[0, :num_rows], texts.had)
+        logits = jax.ShapeDtypeStruct(had.seen.shape, jnp.float32)
+        blank = jax.eval_shape(draw, logits, rows.settings, rows.counts, had)
         written = jax.tree.map(lambda x: jnp.zeros((num_rows, MOST, *x.shape[1:]), x.dtype), blank)
         written = written._replace(token=written.token - 1)
 
         def step(carry: Any) -> Any:
-            index, cache, seen, rows, written = carry
+            index, cache, had, rows, written = carry
             logits, cache = self._next_logits(params, model_state, cache, rows, read)
-            drawn, going = draw(logits, rows.settings, rows.counts, seen), rows.left > 0
+            drawn, going = draw(logits, rows.settings, rows.counts, had), rows.left > 0
             drawn = drawn._replace(token=jnp.where(going, drawn.token, -1))
             written = jax.tree.map(lambda all_, x: lax.dynamic_update_index_in_dim(all_, x, index, 1), written, drawn)
             ended = jnp.any(drawn.token[:, None] == rows.stop, axis=1)
@@ -248,14 +252,15 @@ class Programs:
                 counts=rows.counts + one,
                 left=jnp.where(ended, 0, rows.left - one),
             )
-            return index + 1, cache, mark_seen(seen, drawn.token), after, written
+            return index + 1, cache, had.after(drawn.token), after, written
 
         def goes_on(carry: Any) -> jax.Array:
             return (carry[0] < jnp.minimum(num_tokens, MOST)) & jnp.any(carry[3].left > 0)
 
-        start = (jnp.int32(0), texts.cache, seen, rows, written)
-        _, cache, seen, _, written = lax.while_loop(goes_on, step, start)
-        return State(cache, lax.dynamic_update_slice(texts.seen, seen[None], (0, 0, 0))), written
+        start = (jnp.int32(0), texts.cache, had, rows, written)
+        _, cache, had, _, written = lax.while_loop(goes_on, step, start)
+        had = jax.tree.map(lambda whole, x: lax.dynamic_update_slice(whole, x[None], (0, 0, 0)), texts.had, had)
+        return State(cache, had), written
 
     def _next_logits(self, params: Any, model_state: Any, cache: Any, rows: Rows, read: int) -> tuple[jax.Array, Any]:
         """(the logits of each row's next token, [rows, vocab]; the cache)."""
@@ -285,7 +290,8 @@ def blank_settings(num_rows: int) -> Settings:
     """Those of rows without a text."""
     key = np.asarray(jax.random.key_data(jax.random.key(0)))
     sampling = row_settings([Sampling(temperature=0)] * num_rows)
-    return Settings(np.tile(key, (num_rows, 1)), sampling, np.zeros(num_rows, bool))
+    none = np.zeros(num_rows, np.float32)
+    return Settings(np.tile(key, (num_rows, 1)), sampling, Penalties(none, none.copy()), np.zeros(num_rows, bool))
 
 
 def blank_rows(num_rows: int) -> Rows:
