@@ -109,7 +109,8 @@ def test_no_body_makes_the_server_fail(server, capfd):
         ("/v1/completions", common | {"prompt": [[1, 2], [3]], "logprobs": 1, "echo": False}),
         (
             "/v1/chat/completions",
-            common | {"messages": [message], "logprobs": True, "top_logprobs": 2, "tools": [TOOL]},
+            common
+            | {"messages": [message], "logprobs": True, "top_logprobs": 2, "tools": [TOOL], "tool_choice": "none"},
         ),
     ]
     statuses = set()
