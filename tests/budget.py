@@ -59,7 +59,7 @@ BUDGETS = {
     "test_chat.py": 22,
     "test_chat_masks.py": 6,
     "test_conversations.py": 8,
-    "test_lm_eval.py": 33,
+    "test_lm_eval.py": 75,
     "test_select.py": 37,
     "test_learning_processes.py": 36,
     "test_serve.py": 32,
