@@ -20,6 +20,7 @@ from test_serve_requests import CALL, TOOL
 from jaxdl.data.text.chat_template import ChatTemplate
 from jaxdl.inference.chatting import Chat
 from jaxdl.inference.decoding.settings import Sampling
+from jaxdl.inference.serve import programs
 from jaxdl.inference.serve.answers import token_bytes, token_text
 from jaxdl.inference.serve.engine import Engine, Job
 from jaxdl.inference.serve.programs import Programs
@@ -120,12 +121,52 @@ def test_on_a_mesh_it_writes_what_one_device_does(server, workdir):
             assert text_of(other.ask(**options)) == generated(server, "1 f", **options)
 
 
+def test_a_long_prompt_is_read_in_pieces_between_the_tokens_of_others(server, workdir, monkeypatch):
+    """What is written after it is the same; another text goes on while it is read."""
+    monkeypatch.setattr(programs, "PIECE", 16)
+    prompt, calls = "0 fish, red fish, blue fish\n1 fish, red fish, bl", []
+    with Server(workdir) as other:
+        assert other.engine._programs.pieces(len(prompt)) == [0, 16, 32]
+        assert other.engine._programs.pieces(16) == [0]
+        assert other.engine._programs.pieces(37) == [0, 16, 21]
+        for name in ("read", "write"):
+            monkeypatch.setattr(other.engine._programs, name, noted(calls, name, getattr(other.engine._programs, name)))
+        options = DRAWN | {"max_tokens": 12, "repetition_penalty": 1.3, "ignore_eos": True}
+        expected = server.ask(prompt=prompt, **options).json()["choices"][0]["text"]
+        for length in (len(prompt), len(prompt) - 11):
+            alone = other.ask(prompt=prompt[:length], **options).json()["choices"][0]["text"]
+            assert alone == server.ask(prompt=prompt[:length], **options).json()["choices"][0]["text"]
+        greedy = {"prompt": "1 f", "max_tokens": 60, "temperature": 0}
+        short = server.ask(**greedy).json()["choices"][0]["text"]
+
+        async def both():
+            async with httpx.AsyncClient(base_url=other.url, timeout=120) as client:
+                common = {"model": "tiny", "ignore_eos": True}
+                bodies = [common | greedy] + 3 * [common | {"prompt": prompt, **options}]
+                return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+
+        del calls[:]
+        made = [answer.json()["choices"][0]["text"] for answer in asyncio.run(both())]
+    assert made == [short, *[expected] * 3]
+    assert "read write read write read" in " ".join(calls)
+
+
+def noted(calls, name, function):
+    """The function, which says that it was called."""
+
+    def call(*args):
+        calls.append(name)
+        return function(*args)
+
+    return call
+
+
 @pytest.mark.slow
 def test_a_network_without_a_cache_reads_the_texts_again(server):
     inference = server.predictor.merged()
-    programs = Programs(inference, num_slots=2, context=CONTEXT, vocab_size=256, cached=False)
-    programs.allocate()
-    engine, news = Engine(programs, max_waiting=9), queue.Queue()
+    made = Programs(inference, num_slots=2, context=CONTEXT, vocab_size=256, cached=False)
+    made.allocate()
+    engine, news = Engine(made, max_waiting=9), queue.Queue()
     engine.start()
     hows = [Sampling(num_tokens=20, temperature=0), Sampling(num_tokens=12, temperature=1.0, seed=5)] * 2
     engine.submit([Job(list(b"1 f"), how, lambda one, at=at: news.put((at, one))) for at, how in enumerate(hows)])
