@@ -284,6 +284,15 @@ def test_an_export_from_a_gpu_runs_on_every_platform(monkeypatch, tmp_path):
     assert read.platforms == ("cpu", "cuda")
 
 
+def test_chunks_of_texts_are_attended_to_in_turns(monkeypatch):
+    """Also where no kernel computes them."""
+    monkeypatch.setattr(attention, "platform", lambda _: "gpu")
+    monkeypatch.setattr(attention, "whole_scores", lambda *_: "it is old")
+    mesh = Mesh(jax.devices()[:2], ("context",))
+    for model, of in ((GPT, "two chunks of a text at a time"), (GPT.replaced({"window": 8}), "all pairs of tokens")):
+        assert f"so the scores of {of} are in memory (it is old)" in model.remarks(mesh, jnp.bfloat16)[0]
+
+
 FLASH, SCORES = "attention: cuDNN's flash kernel", "attention: not by a flash kernel"
 GPT = Transformer(embed_dim=128, num_heads=2)
 

@@ -93,7 +93,9 @@ def attention_remarks(
     if why := whole_scores(mesh, dtype, head_dim, pattern):
         has_one = jnp.dtype(dtype).itemsize != 2 and not whole_scores(mesh, jnp.bfloat16, head_dim, pattern)
         advice = "; --precision bfloat16 has one" if has_one else ""
-        line = f"attention: not by a flash kernel, so the scores of all pairs of tokens are in memory ({why}{advice})"
+        in_turns = bool(split) and pattern.window is None and not dropout
+        of = "two chunks of a text at a time" if in_turns else "all pairs of tokens"
+        line = f"attention: not by a flash kernel, so the scores of {of} are in memory ({why}{advice})"
         return (line, *split)
     if dropout:
         kernel = "cuDNN's flash kernel in evaluation; in training attention_dropout takes all scores"
