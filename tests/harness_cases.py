@@ -12,12 +12,20 @@ from safetensors.numpy import save_file
 
 RECORDED = Path(__file__).parent / "harness_scores.json"
 TASKS = ("small_choice", "small_rolling", "small_written")
-LENGTH = 96
+CHAT_TASKS = ("small_choice", "small_prefixed", "small_written")
+"""Those that are asked as conversations too, of which the second begins the answer."""
+SYSTEM = "the cat"
+"""A message that the template does not take."""
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+LENGTH, CHAT_LENGTH = 96, 384
 _CASE = "llama3"
 _WORDS = tuple("the a red blue fish cat runs swims over under two three and then é naïve".split())  # noqa: SIM905
 
 
-def write_checkpoint(folder):
+def write_checkpoint(folder, length=LENGTH):
     """A Llama whose tokens are bytes and pairs of them, with a start token before every text; returns the folder."""
     import tokenizers
 
@@ -33,9 +41,14 @@ def write_checkpoint(folder):
     made.add_special_tokens(["<s>", "</s>"])
     made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     made.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    settings = {
+        "chat_template": TEMPLATE,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    sizes = {"vocab_size": len(vocab), "bos_token_id": 0, "eos_token_id": 1, "max_position_embeddings": LENGTH}
+    sizes = {"vocab_size": len(vocab), "bos_token_id": 0, "eos_token_id": 1, "max_position_embeddings": length}
     (folder / "config.json").write_text(json.dumps(hf_cases.CONFIGS[_CASE] | sizes))
     shapes = hf_cases.recorded()[_CASE]["shapes"]
     shapes = {name: [len(vocab), 16] if shape[0] == 32 and len(shape) > 1 else shape for name, shape in shapes.items()}
@@ -75,6 +88,8 @@ def write_tasks(folder):
             "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
         }),
     }  # fmt: skip
+    choice = tasks["small_choice"][1] | {"gen_prefix": "a fish "}
+    tasks["small_prefixed"] = (choices, {name: x for name, x in choice.items() if name != "num_fewshot"})
     for name, (rows, settings) in tasks.items():
         data = folder / f"{name}.jsonl"
         data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -92,6 +107,23 @@ def answers(results):
     }
 
 
+def conversations(lm_eval, folder, multiturn, **model):
+    """The results of `CHAT_TASKS` as conversations, with examples as turns or not."""
+    return lm_eval.simple_evaluate(
+        **model,
+        tasks=list(CHAT_TASKS),
+        task_manager=lm_eval.tasks.TaskManager(include_path=str(folder)),
+        num_fewshot=2,
+        apply_chat_template=True,
+        fewshot_as_multiturn=multiturn,
+        system_instruction=SYSTEM,
+        bootstrap_iters=0,
+    )
+
+
 def recorded():
-    """ "scores": task -> metric -> value; "answers": as of `answers`."""
+    """ "scores": task -> metric -> value; "answers": as of `answers`.
+
+    "turns" and "one_turn": both of `conversations`.
+    """
     return json.loads(RECORDED.read_text())

@@ -13,7 +13,7 @@ from jaxdl.core.files import DATA_FILE
 from jaxdl.data import SyntheticText, spec_to_json
 from jaxdl.inference.export.writing import function_file
 from jaxdl.inference.predictor import Predictor
-from jaxdl.models import Transformer, attention
+from jaxdl.models import Encoder, EncoderDecoder, Transformer, attention, near_attention
 from jaxdl.models.remat import rematerialize
 from jaxdl.parallel.collectives.attention import flash_attention
 from jaxdl.parallel.collectives.packed_attention import Packed, documents, packed_attention
@@ -95,6 +95,30 @@ def in_turns(*operands):
 
 def on_cpus(*operands):
     return attention.attend(*operands, causal=True, segments=SEGMENTS)
+
+
+@pytest.mark.parametrize("size", [64, 1])
+def test_near_tokens_on_both_sides_are_attended_to_in_blocks(monkeypatch, size):
+    """As from all scores, which the program has not; of texts that end within a block, or are shorter than one."""
+    monkeypatch.setattr(near_attention, "_LEAST", size)
+    random, lengths, window = np.random.default_rng(1), np.array([600, 77, 1, 590], np.int32), 33
+    operands = [jnp.asarray(random.normal(size=(4, 600, heads, HEAD_DIM)), jnp.float32) for heads in (4, 2, 2)]
+    exists = (np.arange(600) < lengths[:, None])[:, :, None, None]
+    distances = abs(np.subtract.outer(np.arange(600), np.arange(600)))
+    mask = (distances < window)[None, None] & exists[:, None, None, :, 0, 0]
+
+    def in_blocks(*x):
+        return attention.attend(*x, causal=False, window=window, key_lengths=lengths)
+
+    def from_all(*x):
+        return jax.nn.dot_product_attention(*x, mask=mask)
+
+    def values(attend):
+        return attend(*operands), *jax.grad(lambda x: jnp.sum(jnp.sin(attend(*x)) * exists))(operands)
+
+    for found, wanted in zip(values(in_blocks), values(from_all), strict=True):
+        np.testing.assert_allclose(np.where(exists, found, 0), np.where(exists, wanted, 0), rtol=1e-4, atol=1e-5)
+    assert "600x600" not in jax.jit(in_blocks).lower(*operands).as_text()
 
 
 @pytest.mark.parametrize("attend", [on_cpus, in_turns])
@@ -260,35 +284,57 @@ def test_an_export_from_a_gpu_runs_on_every_platform(monkeypatch, tmp_path):
     assert read.platforms == ("cpu", "cuda")
 
 
+def test_chunks_of_texts_are_attended_to_in_turns(monkeypatch):
+    """Also where no kernel computes them."""
+    monkeypatch.setattr(attention, "platform", lambda _: "gpu")
+    monkeypatch.setattr(attention, "whole_scores", lambda *_: "it is old")
+    mesh = Mesh(jax.devices()[:2], ("context",))
+    for model, of in ((GPT, "two chunks of a text at a time"), (GPT.replaced({"window": 8}), "all pairs of tokens")):
+        assert f"so the scores of {of} are in memory (it is old)" in model.remarks(mesh, jnp.bfloat16)[0]
+
+
+FLASH, SCORES = "attention: cuDNN's flash kernel", "attention: not by a flash kernel"
+GPT = Transformer(embed_dim=128, num_heads=2)
+
+
 @pytest.mark.parametrize(
-    ("kind", "gpu", "dtype", "head_dim", "says"),
+    ("gpu", "dtype", "model", "says"),
     [
-        ("cpu", 0.0, jnp.bfloat16, 64, []),
-        ("gpu", 8.0, jnp.bfloat16, 64, ["attention: cuDNN's flash kernel; packed documents take the scores", "Hopper"]),
-        ("gpu", 9.0, jnp.bfloat16, 64, ["attention: cuDNN's flash kernel"]),
-        ("gpu", 7.0, jnp.float16, 64, ["attention: not by a flash kernel", "8 (A100) or later"]),
+        (None, jnp.bfloat16, GPT, []),
+        (8.0, jnp.bfloat16, GPT, [f"{FLASH}; packed documents take the scores", "Hopper"]),
+        (9.0, jnp.bfloat16, GPT, [FLASH]),
+        (7.0, jnp.float16, GPT, [SCORES, "8 (A100) or later"]),
+        (7.0, jnp.float32, GPT, [SCORES, "8 (A100) or later)"]),
+        (9.0, jnp.float32, GPT, [SCORES, "Q must be fp16/bf16", "--precision bfloat16"]),
+        (9.0, jnp.bfloat16, Transformer(embed_dim=40, num_heads=2), [SCORES, "multiple of 8"]),
+        (9.0, jnp.bfloat16, GPT.replaced({"window": 8}), [FLASH]),
+        (9.0, jnp.bfloat16, GPT.replaced({"window": 8, "full_layers": (1,), "attention_cap": 5.0}), ["no cap"]),
+        (8.0, jnp.bfloat16, EncoderDecoder(), [SCORES, "Hopper architecture.)"]),
+        (8.0, jnp.float32, EncoderDecoder(), [SCORES, "Q must be fp16/bf16", "got float32)"]),
+        (9.0, jnp.bfloat16, EncoderDecoder(attention_dropout=0), [FLASH]),
+        (8.0, jnp.bfloat16, Encoder(), [f"{FLASH} in evaluation; in training"]),
+        (8.0, jnp.bfloat16, Encoder(attention_dropout=0), [FLASH]),
         (
-            "gpu",
             9.0,
-            jnp.float32,
-            64,
-            ["attention: not by a flash kernel", "Q must be fp16/bf16", "--precision bfloat16"],
+            jnp.bfloat16,
+            Encoder(attention_dropout=0, window=64),
+            [FLASH, "on both sides: the scores of 192"],
         ),
-        ("gpu", 9.0, jnp.bfloat16, 20, ["attention: not by a flash kernel", "multiple of 8"]),
     ],
 )
-def test_the_program_says_which_kernel_it_is(monkeypatch, kind, gpu, dtype, head_dim, says):
+def test_the_program_says_which_kernel_it_is(monkeypatch, gpu, dtype, model, says):
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     for name in ("check_compute_capability", "is_cuda_compute_capability_equal"):
         monkeypatch.setattr(cudnn, name, lambda least: float(least) <= gpu)
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
-    monkeypatch.setattr(attention, "platform", lambda _: kind)
+    monkeypatch.setattr(attention, "platform", lambda _: "gpu" if gpu else "cpu")
     monkeypatch.setattr(attention, "capability", lambda _: gpu)
     attention.no_flash_kernel.cache_clear()
-    model = Transformer(embed_dim=head_dim * 2, num_heads=2)
-    found = model.remarks(Mesh(jax.devices()[:1], ("fsdp",)), dtype)
+    found = "\n".join(model.remarks(Mesh(jax.devices()[:1], ("fsdp",)), dtype))
     attention.no_flash_kernel.cache_clear()
-    assert len(found) == bool(says)
+    assert bool(found) == bool(says)
     for one in says:
-        assert one in found[0]
+        assert one in found
+    if says == [FLASH]:
+        assert found == FLASH

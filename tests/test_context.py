@@ -25,6 +25,7 @@ from jaxdl.models import MixtureOfExperts, Transformer
 from jaxdl.models.attention import attention_remarks
 from jaxdl.optim import SGD, Constant
 from jaxdl.parallel.collectives import fp8
+from jaxdl.parallel.collectives.attention import Pattern
 from jaxdl.parallel.collectives.attention_blocks import Kernel
 from jaxdl.parallel.collectives.gathered_attention import Gathered
 from jaxdl.parallel.collectives.ring_attention import Ring
@@ -370,5 +371,5 @@ def test_what_cannot_be_split_is_refused():
 def test_the_program_says_how():
     mesh = make_mesh(MESHES["context 8"])
     assert attention_remarks(mesh, jnp.float32, 16)[0].startswith("context 8: each device has two chunks of each text")
-    assert "each gathers all keys" in attention_remarks(mesh, jnp.float32, 16, window=4)[0]
+    assert "each gathers all keys" in attention_remarks(mesh, jnp.float32, 16, Pattern(window=4))[0]
     assert "gathers whole texts" in attention_remarks(mesh, jnp.float32, 16, dropout=0.1)[0]

@@ -8,7 +8,18 @@ import json
 import jax
 import numpy as np
 import pytest
-from harness_cases import LENGTH, TASKS, answers, recorded, write_checkpoint, write_tasks
+from harness_cases import (
+    CHAT_LENGTH,
+    CHAT_TASKS,
+    LENGTH,
+    TASKS,
+    TEMPLATE,
+    answers,
+    conversations,
+    recorded,
+    write_checkpoint,
+    write_tasks,
+)
 from mistakes import refusal
 from runs import tiny_experiment
 
@@ -48,16 +59,51 @@ def test_the_harness_finds_what_it_finds_of_the_checkpoint(made):
         task_manager=lm_eval.tasks.TaskManager(include_path=str(tasks)),
         bootstrap_iters=0,
     )
-    expected = recorded()
-    for task in TASKS:
+    found = assert_recorded(results, recorded(), TASKS)
+    assert any(len(text) < 20 for ((text,),) in found["small_written"]), "a stop text cuts one"
+
+
+def assert_recorded(results, expected, tasks):
+    """The scores and the answers to each request are the recorded ones; returns the answers."""
+    found = answers(results)
+    for task in tasks:
         scores = {name: x for name, x in expected["scores"][task].items() if isinstance(x, float)}
         assert {name: results["results"][task][name] for name in scores} == pytest.approx(scores, rel=1e-5)
-    found = answers(results)
-    for task in TASKS[:2]:
+        if task == "small_written":
+            assert found[task] == expected["answers"][task]
+            continue
         pairs = zip(numbers(found[task]), numbers(expected["answers"][task]), strict=True)
         assert all(mine == pytest.approx(other, rel=1e-5) for mine, other in pairs)
-    assert found["small_written"] == expected["answers"]["small_written"]
-    assert any(len(text) < 20 for ((text,),) in found["small_written"]), "a stop text cuts one"
+    return found
+
+
+@pytest.mark.parametrize(("name", "multiturn"), [("turns", True), ("one_turn", False)])
+def test_conversations_are_those_of_the_harness(made, name, multiturn):
+    """Of a template that takes no message of the system, and no space at the end of one."""
+    register()
+    folder, tasks = made[1].parent / "longer", made[1]
+    if not folder.exists():
+        convert(["from-hf", str(write_checkpoint(folder / "hf", CHAT_LENGTH)), str(folder / "run")])
+    workdir = folder / "run"
+    model = {"model": "jaxdl", "model_args": {"workdir": str(workdir), "batch_size": 4}}
+    with pytest.warns(UserWarning, match=r"no system.* messages of the system are left out"):
+        results = conversations(lm_eval, tasks, multiturn, **model)
+    expected = recorded()
+    found = assert_recorded(results, expected[name], CHAT_TASKS)
+    assert found["small_choice"] != expected["answers"]["small_choice"]
+    assert expected["turns"]["answers"]["small_choice"] != expected["one_turn"]["answers"]["small_choice"]
+
+
+def test_a_template_is_needed_for_conversations(made):
+    model = model_class()(str(made[0]))
+    with pytest.raises(ConfigError, match="a run has one chat template, without a name"):
+        model.chat_template("other")
+    name, source = model.tokenizer_name, model.chat_template(True)
+    assert source == TEMPLATE
+    model._parts.template = lambda: None
+    with pytest.raises(ConfigError, match="the run has no chat template"):
+        model.apply_chat_template([{"role": "user", "content": "a"}])
+    assert model.tokenizer_name != name, "requests that a template made are not taken from a cache"
 
 
 def numbers(nested):
@@ -86,6 +132,8 @@ def test_the_command_prints_the_scores_and_writes_the_results(made, tmp_path, ca
         (["--tasks", ""], "give the names of tasks"),
         (["--tasks", "small_choice", "--include-path", "nowhere"], "--include-path nowhere: there is no such folder"),
         (["--include-path", "TASKS"], "it has no effect without --tasks"),
+        (["--apply-chat-template"], "--apply-chat-template: it has no effect without --tasks"),
+        (["--no-fewshot-as-multiturn"], "it has no effect without --apply-chat-template"),
         (["--limit", "3"], "--limit 3.0: it has no effect without --tasks"),
         (["--tasks", "small_choice", "--limit", "0"], "--limit 0: give a number of documents"),
         (["--tasks", "small_choice", "--num-fewshot", "-1"], "--num-fewshot -1: it must not be negative"),

@@ -175,6 +175,42 @@ def test_the_reference_of_adapters_is_the_base(folder, tuned):
     assert kept == adapters < every / 4
 
 
+def test_a_merged_network_is_compared_with_the_base(folder, tuned):
+    """The metrics are those of the adapters up to rounding, and the reference's numbers those of the base."""
+    predictor = jaxdl.restore(tuned.workdir)
+    merged, rows = predictor.merged(), data(folder).build().test
+    assert not [name for name in by_name(merged.params) if "_lora_" in name]
+    found, wanted = merged.evaluate(rows), predictor.evaluate(rows)
+    assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    assert abs(wanted["margin"]) > 1e-3, "the adapters have learned something"
+
+
+MIXTURE = {"kind": "moe", "num_experts": 4, "experts_per_token": 2, "mlp_dim": 16, "num_layers": 2, "embed_dim": 16,
+           "num_heads": 2, "balance": "loss", "balance_rate": 0.5, "row_buffer": 4.0, "vocab_size": 32}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        MeshConfig(replica=1, fsdp=1, tensor=1),
+        pytest.param(MeshConfig(replica=1, fsdp=4, tensor=2), marks=pytest.mark.slow),
+    ],
+)
+def test_padding_plays_no_part_in_a_mixture(folder, mesh):
+    """Longer rows are the same pairs with more padding: metrics, loads of experts, gradients and parameters."""
+    devices = jax.devices()[: mesh.fsdp * mesh.tensor]
+    runs = []
+    for length in (LENGTH + 4, 48):
+        changes = {"model": MIXTURE, "data": data(folder, length=length), "mesh": mesh, "steps": 2}
+        runs.append(jaxdl.train(experiment(folder, **changes), quiet=True, devices=devices))
+    for name in (*METRICS, "grad_norm", "experts/largest_load"):
+        np.testing.assert_allclose(*(run.history[f"train/{name}"] for run in runs), rtol=1e-4, atol=1e-5, err_msg=name)
+    assert runs[0].metrics == pytest.approx(runs[1].metrics, rel=1e-4, abs=1e-5)
+    params = [by_name(run.state.params) for run in runs]
+    for name, x in params[0].items():
+        np.testing.assert_allclose(x, params[1][name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
 def test_a_run_goes_on_bit_by_bit(folder, tmp_path):
     """Stopped after step 3 of 5, without the base that it began with; the reference is written once."""
     base = shutil.copytree(folder / "base", tmp_path / "base")
@@ -209,6 +245,7 @@ def predictor_of(folder):
         ({"task.loss": "ipo", "task.label_smoothing": 0.1}, "has no effect with loss = ipo"),
         ({"agreement": "periodic"}, "compares the network with what it was"),
         ({"mesh": MeshConfig(replica=1, stage=2, fsdp=4)}, "has no stages"),
+        ({"model": {**MIXTURE, "balance": "bias", "balance_rate": None}}, "model.balance loss, or none"),
         ({"task": "language_modelling"}, "needs text"),
         ({"data": SyntheticText(vocab_size=32, length=8)}, "task preferences needs preferences"),
     ],

@@ -15,11 +15,16 @@ import openai
 import pytest
 from runs import ROOT
 from serving import CONTEXT, QUEUE, SLOTS, Server, write_run
+from test_serve_requests import CALL, TOOL
 
+from jaxdl.data.text.chat_template import ChatTemplate
+from jaxdl.inference.chatting import Chat
 from jaxdl.inference.decoding.settings import Sampling
+from jaxdl.inference.serve import programs
 from jaxdl.inference.serve.answers import token_bytes, token_text
 from jaxdl.inference.serve.engine import Engine, Job
 from jaxdl.inference.serve.programs import Programs
+from jaxdl.inference.serve.requests import Served, read_chat
 
 PROMPTS = ["1 f", "", "0 fish, re", "blue", "fish", "\u00e9\u00e9"]
 GREEDY = {"temperature": 0, "max_tokens": 20}
@@ -64,11 +69,13 @@ def test_texts_are_those_of_generate(server, client, options):
         assert made.usage.prompt_tokens == len(server.predictor.codec.prompt(prompt))
 
 
-def test_several_prompts_and_texts_have_numbers_of_their_own(server, client):
+def test_several_prompts_and_texts_are_those_of_generate(server, client):
     made = completed(client, prompt=PROMPTS[:2], n=2, **DRAWN)
     assert [choice.index for choice in made.choices] == [0, 1, 2, 3]
     texts = [choice.text for choice in made.choices]
     assert texts[0] != texts[1], "two texts of one prompt are drawn by keys of their own"
+    several = server.predictor.complete(PROMPTS[:2], num_tokens=20, temperature=1.0, seed=5, samples=2)
+    assert texts == [one.text for one in several], "as those of `generate --samples`"
     expected = list(server.predictor.complete(PROMPTS[:2], num_tokens=20, temperature=1.0, seed=5))
     assert [choice.text for choice in completed(client, prompt=PROMPTS[:2], **DRAWN).choices] == [
         one.text for one in expected
@@ -114,12 +121,52 @@ def test_on_a_mesh_it_writes_what_one_device_does(server, workdir):
             assert text_of(other.ask(**options)) == generated(server, "1 f", **options)
 
 
+def test_a_long_prompt_is_read_in_pieces_between_the_tokens_of_others(server, workdir, monkeypatch):
+    """What is written after it is the same; another text goes on while it is read."""
+    monkeypatch.setattr(programs, "PIECE", 16)
+    prompt, calls = "0 fish, red fish, blue fish\n1 fish, red fish, bl", []
+    with Server(workdir) as other:
+        assert other.engine._programs.pieces(len(prompt)) == [0, 16, 32]
+        assert other.engine._programs.pieces(16) == [0]
+        assert other.engine._programs.pieces(37) == [0, 16, 21]
+        for name in ("read", "write"):
+            monkeypatch.setattr(other.engine._programs, name, noted(calls, name, getattr(other.engine._programs, name)))
+        options = DRAWN | {"max_tokens": 12, "repetition_penalty": 1.3, "ignore_eos": True}
+        expected = server.ask(prompt=prompt, **options).json()["choices"][0]["text"]
+        for length in (len(prompt), len(prompt) - 11):
+            alone = other.ask(prompt=prompt[:length], **options).json()["choices"][0]["text"]
+            assert alone == server.ask(prompt=prompt[:length], **options).json()["choices"][0]["text"]
+        greedy = {"prompt": "1 f", "max_tokens": 60, "temperature": 0}
+        short = server.ask(**greedy).json()["choices"][0]["text"]
+
+        async def both():
+            async with httpx.AsyncClient(base_url=other.url, timeout=120) as client:
+                common = {"model": "tiny", "ignore_eos": True}
+                bodies = [common | greedy] + 3 * [common | {"prompt": prompt, **options}]
+                return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+
+        del calls[:]
+        made = [answer.json()["choices"][0]["text"] for answer in asyncio.run(both())]
+    assert made == [short, *[expected] * 3]
+    assert "read write read write read" in " ".join(calls)
+
+
+def noted(calls, name, function):
+    """The function, which says that it was called."""
+
+    def call(*args):
+        calls.append(name)
+        return function(*args)
+
+    return call
+
+
 @pytest.mark.slow
 def test_a_network_without_a_cache_reads_the_texts_again(server):
     inference = server.predictor.merged()
-    programs = Programs(inference, num_slots=2, context=CONTEXT, vocab_size=256, cached=False)
-    programs.allocate()
-    engine, news = Engine(programs, max_waiting=9), queue.Queue()
+    made = Programs(inference, num_slots=2, context=CONTEXT, vocab_size=256, cached=False)
+    made.allocate()
+    engine, news = Engine(made, max_waiting=9), queue.Queue()
     engine.start()
     hows = [Sampling(num_tokens=20, temperature=0), Sampling(num_tokens=12, temperature=1.0, seed=5)] * 2
     engine.submit([Job(list(b"1 f"), how, lambda one, at=at: news.put((at, one))) for at, how in enumerate(hows)])
@@ -166,6 +213,43 @@ def test_log_probabilities_are_those_of_the_network(server, client):
     content = chat.choices[0].logprobs.content
     assert [len(entry.top_logprobs) for entry in content] == [4] * len(content)
     assert chat.usage.completion_tokens in (len(content), len(content) + 1)
+
+
+def test_tokens_that_a_text_has_are_penalized_as_in_openais_reference(server, client):
+    """Against NumPy: those of the prompt are not, and one text's are not another's."""
+    frequency, presence, tokens = 0.4, -1.5, list(b"1 f")
+    options = {"frequency_penalty": frequency, "presence_penalty": presence}
+    made = completed(client, prompt="1 f", **GREEDY, **options).choices[0].text
+    times = np.zeros(256)
+    for _ in range(20):
+        logits = server.predictor.logits([tokens + [0] * (CONTEXT - len(tokens))])[0, len(tokens) - 1]
+        token = int(np.argmax(logits - times * frequency - (times > 0) * presence))
+        times[token] += 1
+        tokens.append(token)
+    assert made == bytes(tokens[3:]).decode(errors="replace")
+    assert made != generated(server, "1 f", **GREEDY)
+    drawn = completed(client, prompt="1 f", **DRAWN, **options, n=2).choices
+    alone = completed(client, prompt="1 f", **DRAWN, **options).choices[0].text
+    assert [drawn[0].text, drawn[0].text != drawn[1].text] == [alone, True]
+
+
+def test_the_template_reads_tools(server):
+    """As they were given; earlier calls have arguments, not their JSON."""
+    chat = Chat(server.predictor)
+    chat.template = ChatTemplate("{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{{ messages[-1] | tojson }}")
+    served = Served("tiny", 2, server.predictor.codec, 9999, 9999, 9, chat)
+    last = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+
+    def text_of(**body):
+        ask = read_chat(json.dumps({"messages": [last], "max_completion_tokens": 7} | body).encode(), served)
+        assert ask.hows[0].num_tokens == 7
+        return server.predictor.codec.decode(ask.prompts[0])
+
+    call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": {"a": 1}}}
+    message = json.dumps({"role": "assistant", "content": "", "tool_calls": [call]})
+    assert text_of(tools=[TOOL]) == json.dumps(TOOL) + message
+    assert text_of(tools=[TOOL], tool_choice="none") == message
+    assert text_of() == message
 
 
 def test_a_conversation_is_answered_by_the_template(server, client):

@@ -13,6 +13,10 @@ from serving import CONTEXT, QUEUE, SLOTS, Server, write_run
 
 from jaxdl.inference.serve.__main__ import main
 
+ASKED = {"messages": [{"role": "user", "content": "a"}]}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
@@ -37,7 +41,8 @@ def server(workdir):
         ("/v1/completions", {"temperature": "1"}, 400, "temperature: Input should be a valid number"),
         ("/v1/completions", {"n": SLOTS + QUEUE + 1}, 400, "45 texts are asked for; this server takes 44"),
         ("/v1/completions", {"best_of": 2}, 400, "best_of: texts are not ranked here"),
-        ("/v1/completions", {"presence_penalty": 0.5}, 400, "presence_penalty"),
+        ("/v1/completions", {"presence_penalty": 2.5}, 400, "presence_penalty: Input should be less than or equal"),
+        ("/v1/completions", {"frequency_penalty": "1"}, 400, "frequency_penalty: Input should be a valid number"),
         ("/v1/completions", {"logit_bias": {"1": 5}}, 400, "logit_bias"),
         ("/v1/completions", {"beams": 2}, 400, "beams: there is no such field here"),
         ("/v1/completions", {"stop": [""]}, 400, "stop: give at most 16 texts"),
@@ -46,6 +51,13 @@ def server(workdir):
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400, "message 0 has no content"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "no text"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 99}]}, 400, "maximum context length"),
+        ("/v1/chat/completions", ASKED | {"tools": [TOOL]}, 400, "the chat template of tiny does not read them"),
+        ("/v1/chat/completions", ASKED | {"tools": [{"type": "web"}]}, 400, "tools.0.type: Input should be 'function'"),
+        ("/v1/chat/completions", ASKED | {"tool_choice": "required"}, 400, "tool_choice: Input should be 'none' or"),
+        ("/v1/chat/completions", ASKED | {"tools": [TOOL], "parallel_tool_calls": False}, 400, "parallel_tool_calls:"),
+        ("/v1/chat/completions", ASKED | {"functions": []}, 400, "functions: there is no such field here"),
+        ("/v1/chat/completions", ASKED | {"response_format": {"type": "json_object"}}, 400, "response_format.type: In"),
+        ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "name of a function"),
         ("/v1/nowhere", {}, 404, "There is no /v1/nowhere here"),
         ("/health", {}, 405, "POST: not for this path"),
     ],
@@ -87,14 +99,19 @@ def mutated(random, value):
 
 def test_no_body_makes_the_server_fail(server, capfd):
     chooser = random.Random(0)
-    message = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+    message = {"role": "user", "content": [{"type": "text", "text": "a"}], "tool_calls": [CALL]}
     common = {
         "model": "tiny", "max_tokens": 2, "temperature": 1.0, "top_p": 0.9, "top_k": 5, "n": 1, "stop": ["x"],
         "seed": 1, "stream": False, "user": "me", "stop_token_ids": [3], "repetition_penalty": 1.1, "min_p": 0.1,
+        "presence_penalty": 0.5, "frequency_penalty": -0.5,
     }  # fmt: skip
     bodies = [
         ("/v1/completions", common | {"prompt": [[1, 2], [3]], "logprobs": 1, "echo": False}),
-        ("/v1/chat/completions", common | {"messages": [message], "logprobs": True, "top_logprobs": 2}),
+        (
+            "/v1/chat/completions",
+            common
+            | {"messages": [message], "logprobs": True, "top_logprobs": 2, "tools": [TOOL], "tool_choice": "none"},
+        ),
     ]
     statuses = set()
     for number in range(300):

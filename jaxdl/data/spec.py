@@ -41,6 +41,14 @@ class DataSpec(NamedRows, abc.ABC):
     def inputs(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         """The positional inputs of a network, from a batch of jax arrays."""
 
+    def segments(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+        """A further input, for networks that must know where rows are padded (`Network.reads_padding`): none.
+
+        It is int32 [rows, length] where there is one: 1, or 0 for padding.
+        """
+        del batch
+        return ()
+
     @abc.abstractmethod
     def described(self) -> tuple[str, str]:
         """(name of the examples in the plural, what they are), such as ("images", "8 x 8 x 1, 10 classes")."""

@@ -224,7 +224,7 @@ class TextRows:
         num_rows = -(-max(rows, len(prompts)) // ways) * ways
         limit = decoder.context
         self._texts = [list(prompt)[-limit:] if limit else list(prompt) for prompt in prompts]
-        self._seen = seen_in(self._texts, num_rows, decoder.vocab_size) if how.repetition_penalty != 1 else None
+        self._seen = seen_in_texts(self._texts, num_rows, decoder.vocab_size) if how.repetition_penalty != 1 else None
         self._texts += [[0]] * (num_rows - len(prompts))
         self._num, self._done = len(prompts), np.arange(num_rows) >= len(prompts)
         # Arrays of the host, which every process of a mesh may give to a program.
@@ -321,7 +321,7 @@ class Writing(TextRows):
         return drawn
 
 
-def seen_in(texts: Sequence[Sequence[int]], num_rows: int, vocab_size: int) -> np.ndarray:
+def seen_in_texts(texts: Sequence[Sequence[int]], num_rows: int, vocab_size: int) -> np.ndarray:
     """Which tokens are in each text, bool [rows, vocab]."""
     seen = np.zeros((num_rows, vocab_size), bool)
     for row, text in enumerate(texts):

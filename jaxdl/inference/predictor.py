@@ -65,15 +65,29 @@ class Predictor(Predictions):
         super().__init__(parts, params, model_state, reader_for(experiment.data, parts.data_spec, size))
         self._translators: dict[tuple[int, float, int], Translator] = {}
         self._drafts: dict[Path, Predictor] = {}
+        self._with_adapters: Predictor | None = None
 
     def merged(self) -> Predictor:
-        """The same network without adapters, which are added to its matrices; itself if it has none."""
+        """The same network without adapters, which are added to its matrices; itself if it has none.
+
+        What the task compares it with is the network that the adapters began with, merged too.
+        """
         model, params = self.experiment.model.merged(self.params)
         if model is self.experiment.model:
             return self
         experiment = self.experiment.replaced({"model": model})
         parts = _parts(experiment, self.parts.data_spec, self.parts.layout.mesh, self.workdir)
-        return Predictor(experiment, parts, params, self.model_state, self.step, self.workdir)
+        predictor = Predictor(experiment, parts, params, self.model_state, self.step, self.workdir)
+        predictor._with_adapters = self
+        return predictor
+
+    @property
+    def _first_params(self) -> Params:
+        """The parameters that the run began with, those that were not trained too. Raises Unusable without them."""
+        if self._with_adapters is not None:
+            return self._with_adapters.experiment.model.merged(self._with_adapters._first_params)[1]
+        wanted = self.parts.state_spec.abstract().reference
+        return self.parts.trainable.merged(read_reference(self.workdir, wanted), self.params)
 
     def evaluate(self, data: Data | Splits | Source | Any = None, *, batch_size: int | None = None) -> dict[str, float]:
         """The metrics of the task over held-out examples, each counted once; by default those of the run.
@@ -89,10 +103,9 @@ class Predictor(Predictions):
     @functools.cached_property
     def eval_state(self) -> ModelState:
         """`model_state`, with the parameters that the task compares the network with, which nothing else reads."""
-        wanted = self.parts.state_spec.abstract().reference
-        if not wanted:
+        if not self.parts.task.needs_reference:
             return self.model_state
-        return self.model_state | {REFERENCE: read_reference(self.workdir, wanted)}
+        return self.model_state | {REFERENCE: self.parts.trainable.of(self._first_params)}
 
     @contextlib.contextmanager
     def held_out(self, data: Any) -> Iterator[Source]:

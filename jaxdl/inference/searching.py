@@ -14,7 +14,7 @@ from jaxdl.inference.decoding.padding import SHORTEST, power_of_two
 from jaxdl.inference.decoding.row_sampling import mark_seen, penalize
 from jaxdl.inference.decoding.settings import Sampling
 from jaxdl.inference.decoding.text_beams import Beams, search_texts
-from jaxdl.inference.generation import Decoder, Read, check_positions, seen_in
+from jaxdl.inference.generation import Decoder, Read, check_positions, seen_in_texts
 from jaxdl.parallel.mesh import batch_ways
 from jaxdl.training.state import replicated
 
@@ -57,7 +57,7 @@ class Searcher:
         found: Beams = self._search(
             *decoder.state, tokens, lengths, most.astype(np.int32), np.asarray(how.stop_tokens, np.int32),
             np.float32(how.length_penalty), np.full(num_rows * how.beams, how.repetition_penalty, np.float32),
-            seen_in(texts[: len(prompts)], num_rows, decoder.vocab_size) if how.repetition_penalty != 1 else None,
+            seen_in_texts(texts[: len(prompts)], num_rows, decoder.vocab_size) if how.repetition_penalty != 1 else None,
             slots=slots, num_beams=how.beams, max_length=how.num_tokens,
         )  # fmt: skip
         best = jax.device_get(found)

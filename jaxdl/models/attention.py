@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxdl.models.dropout import kept
+from jaxdl.models.near_attention import block_size, near_attention
 from jaxdl.parallel import sharding
 from jaxdl.parallel.collectives.attention import ATTENTION, Pattern, Rows, flash_attention, no_flash_kernel
 from jaxdl.parallel.collectives.attention_blocks import Kernel
@@ -50,6 +51,8 @@ class Weighing(NamedTuple):
 
 PLAIN = Weighing()
 """The softmax of scores."""
+CAUSAL = Pattern()
+"""What most texts have."""
 _portable: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxdl_portable_attention", default=False)
 
 
@@ -75,36 +78,40 @@ def whole_scores(mesh: Mesh | None, dtype: DTypeLike, head_dim: int, pattern: Pa
 
 
 def attention_remarks(
-    mesh: Mesh,
-    dtype: DTypeLike,
-    head_dim: int,
-    *,
-    window: int | None = None,
-    dropout: float = 0.0,
-    weighs: str = "",
+    mesh: Mesh, dtype: DTypeLike, head_dim: int, pattern: Pattern = CAUSAL, *, dropout: float = 0.0, weighs: str = ""
 ) -> tuple[str, ...]:
-    """What a user should know of the kernel of self-attention: a line on GPUs. `weighs` names what no kernel has."""
+    """What a user should know of the kernel of attention of this pattern: a line on GPUs, more where lengths are split.
+
+    `weighs` names what no kernel has. A causal pattern is that of texts which may be packed.
+    """
+    split = _of_split_length(mesh, pattern.window, dropout, weighs)
+    if platform(mesh) != "gpu":
+        return split
     if weighs:
-        remarks = _of_split_length(mesh, window, dropout, weighs)
-        if platform(mesh) != "gpu":
-            return remarks
         how = "all pairs of tokens in training (dropout)" if dropout else f"{_BLOCK} tokens at a time"
-        return (f"attention: not by a flash kernel, which has no {weighs}: the scores of {how} are in memory", *remarks)
-    why, remarks = whole_scores(mesh, dtype, head_dim, Pattern(window=window)), _of_split_length(mesh, window, dropout)
-    if why is None and dropout:
-        return (
-            "attention: cuDNN's flash kernel in evaluation; in training attention_dropout takes all scores",
-            *remarks,
-        )
-    if why is None:
-        packed = whole_scores(mesh, dtype, head_dim, Pattern(window=window, packed=True))
-        of_packed = f"; packed documents take the scores of all pairs of tokens ({packed})" if packed else ""
-        return (f"attention: cuDNN's flash kernel{of_packed}", *remarks)
-    if not why:
-        return remarks
-    advice = "" if jnp.dtype(dtype).itemsize == 2 else "; --precision bfloat16 has one"
-    line = f"attention: not by a flash kernel, so the scores of all pairs of tokens are in memory ({why}{advice})"
-    return (line, *remarks)
+        return (f"attention: not by a flash kernel, which has no {weighs}: the scores of {how} are in memory", *split)
+    if why := whole_scores(mesh, dtype, head_dim, pattern):
+        has_one = jnp.dtype(dtype).itemsize != 2 and not whole_scores(mesh, jnp.bfloat16, head_dim, pattern)
+        advice = "; --precision bfloat16 has one" if has_one else ""
+        in_turns = bool(split) and pattern.window is None and not dropout
+        of = "two chunks of a text at a time" if in_turns else "all pairs of tokens"
+        line = f"attention: not by a flash kernel, so the scores of {of} are in memory ({why}{advice})"
+        return (line, *split)
+    if dropout:
+        kernel = "cuDNN's flash kernel in evaluation; in training attention_dropout takes all scores"
+        return (f"attention: {kernel}", *split)
+    packed = whole_scores(mesh, dtype, head_dim, replace(pattern, packed=True)) if pattern.causal else None
+    of_packed = f"; packed documents take the scores of all pairs of tokens ({packed})" if packed else ""
+    return (f"attention: cuDNN's flash kernel{of_packed}", *split)
+
+
+def near_remarks(mesh: Mesh, window: int, dropout: float) -> tuple[str, ...]:
+    """A line on GPUs on the layers of an encoder that see `window - 1` tokens on each side."""
+    if platform(mesh) != "gpu":
+        return ()
+    near = f"the scores of {3 * block_size(window)} near tokens"
+    how = f"all scores in training (attention_dropout), {near} in evaluation" if dropout else near
+    return (f"attention in layers with a window: not by a flash kernel, which has none on both sides: {how}",)
 
 
 def _of_split_length(mesh: Mesh, window: int | None, dropout: float, weighs: str = "") -> tuple[str, ...]:
@@ -205,6 +212,12 @@ class _Visible(NamedTuple):
     limited: jax.Array | None = None
     first_keys: jax.Array | None = None
 
+    def is_near(self, query: jax.Array, key: jax.Array) -> bool:
+        """Whether tokens see those of a window on both sides that is short for their text, and no more is known."""
+        (_, length, *_), (_, key_length, *_), pattern = query.shape, key.shape, self.pattern
+        plain = not pattern.causal and not pattern.packed and self.limited is None and self.first_keys is None
+        return plain and pattern.window is not None and length == key_length > 3 * block_size(pattern.window)
+
     def mask(self, query: jax.Array, key: jax.Array, first: jax.Array | None = None) -> jax.Array:
         """Whether a query may see a key: bool [batch or 1, 1, length, key_length]; `first` is the first query."""
         pattern, rows = self.pattern, self.rows
@@ -243,6 +256,10 @@ def _by_scores(
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     if dropout_key is None and not weighing.is_plain and query.shape[1] > _BLOCK:
         return _in_blocks(query, key, value, visible, weighing)
+    if dropout_key is None and weighing.is_plain and visible.is_near(query, key):
+        assert visible.pattern.window is not None
+        assert not isinstance(visible.rows, tuple)
+        return near_attention(query, key, value, visible.pattern.window, visible.rows)
     mask = visible.mask(query, key)
     if dropout_key is None and weighing.is_plain:
         return jax.nn.dot_product_attention(query, key, value, mask=mask)

@@ -29,8 +29,6 @@ class Model(Choice):
     """The fields that decide how positions are known, and how far; none where the model does not say."""
     may_change: ClassVar[tuple[str, ...]] = ()
     """The fields that may be others when a run resumes: they decide how the network is computed, not what it is."""
-    reads_padding: ClassVar[bool] = False
-    """Whether the padding of a row changes what is made of other rows, or what the network keeps, as of experts."""
     splits_layers: ClassVar[bool] = False
     """Whether its layers can be spread over the mesh axes that split layers (`jaxdl.parallel.mesh.Axis`)."""
     splits_length: ClassVar[bool] = False

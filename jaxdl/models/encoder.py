@@ -15,11 +15,12 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxdl.core.errors import ConfigError
-from jaxdl.models.attention import attention_remarks
+from jaxdl.models.attention import attention_remarks, near_remarks
 from jaxdl.models.config import Model
 from jaxdl.models.encoder_module import Activation, EncoderModule
 from jaxdl.models.lora import LoRA
 from jaxdl.models.remat import Remat
+from jaxdl.parallel.collectives.attention import Pattern
 from jaxdl.parallel.sharding import Params
 
 
@@ -156,7 +157,11 @@ class Encoder(Model, kind="encoder"):
         """The kernel of attention, but not of a class of the user's, which may have another."""
         if self.users_name:
             return ()
-        return attention_remarks(mesh, dtype, self.head_dim, dropout=self.attention_dropout)
+        pattern, dropout = Pattern(causal=False, padded=True), self.attention_dropout
+        remarks = attention_remarks(mesh, dtype, self.head_dim, pattern, dropout=dropout)
+        if self.window is None:
+            return remarks
+        return remarks + near_remarks(mesh, self.window + 1, dropout)
 
     def build(
         self, *, vocab_size: int, num_classes: int, dtype: DTypeLike, num_types: int = 1

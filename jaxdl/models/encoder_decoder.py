@@ -29,6 +29,7 @@ from jaxdl.models.loop import through_layers
 from jaxdl.models.remat import Remat
 from jaxdl.models.rotary import Angles, positions_of, rotary_angles
 from jaxdl.parallel import sharding, token_vectors
+from jaxdl.parallel.collectives.attention import Pattern
 from jaxdl.parallel.gathering import gather_layer
 
 _LONGEST = 10_000.0
@@ -111,7 +112,8 @@ class EncoderDecoder(Model, kind="encoder_decoder"):
         """The kernel of attention, but not of a class of the user's, which may have another."""
         if self.users_name:
             return ()
-        return attention_remarks(mesh, dtype, self.head_dim, dropout=self.attention_dropout)
+        pattern = Pattern(causal=False, packed=True)  # Rows are of packed pairs, whichever part attends.
+        return attention_remarks(mesh, dtype, self.head_dim, pattern, dropout=self.attention_dropout)
 
     def build(self, *, vocab_size: int, dtype: DTypeLike) -> Callable[[nnx.Rngs], nnx.Module]:
         """A function that makes the `EncoderDecoderModule` from random keys (stream `params`), computing in `dtype`."""

@@ -34,7 +34,6 @@ class MixtureOfExperts(Transformer, kind="moe"):
     may_change: ClassVar[tuple[str, ...]] = (
         *Transformer.may_change, "dispatch", "row_buffer", "max_lost", "lost_grace_steps",
     )  # fmt: skip
-    reads_padding: ClassVar[bool] = True
 
     num_experts: int = pydantic.Field(default=8, ge=2)
     """Experts of each block."""
@@ -162,6 +161,7 @@ class MoEModule(TransformerModule):
     """The network of a `MixtureOfExperts` config."""
 
     block: ClassVar[type[Block]] = MoEBlock
+    reads_padding: ClassVar[bool] = True  # Padding would take part in the load of experts.
 
     def blocks(
         self, block: Callable[[Any, Block, jax.Array | int], Any], x: jax.Array, *, train: bool

@@ -68,6 +68,8 @@ class Network:
         ones that were taken.
       key_argument: the argument of a user's function that is a random key, or empty.
       switches: further arguments of each call.
+      reads_padding: whether the padding of a row would change what is made of other rows, or what the network keeps, so
+        that it must be told where padding is (`jaxdl.data.DataSpec.segments`).
       next_change: of jaxdl's transformers: the next length of a text, above the one that is given, of which the tokens
         are read otherwise than in those before, so that a key-value cache is of no use any more; None: there is none.
     """
@@ -108,6 +110,7 @@ class Network:
             abstract = nnx.eval_shape(lambda: self._made(_rngs(0)))
         self._graphdef, params, keys, rest = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
         self._type = type(abstract)
+        self.reads_padding: bool = getattr(abstract, "reads_padding", False)
         self.next_change: Callable[[int], int | None] = getattr(abstract, "next_change", lambda length: None)
         self._keys = [(path, variable) for path, variable in nnx.to_flat_state(keys)]
         self._param_names, self._state_names = Names(nnx.to_pure_dict(params)), Names(nnx.to_pure_dict(rest))

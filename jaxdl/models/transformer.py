@@ -23,6 +23,7 @@ from jaxdl.models.decoder import TransformerModule
 from jaxdl.models.lora import LoRA
 from jaxdl.models.remat import Remat
 from jaxdl.models.rotary import RopeScaling
+from jaxdl.parallel.collectives.attention import Pattern
 from jaxdl.parallel.sharding import Params
 
 
@@ -277,7 +278,7 @@ class Transformer(Model, kind="transformer"):
             return ()
         caps = {"cap of scores": self.attention_cap, "sinks": self.attention_sinks}
         return attention_remarks(
-            mesh, dtype, self.head_dim, window=self.window, dropout=self.attention_dropout,
+            mesh, dtype, self.head_dim, Pattern(window=self.window), dropout=self.attention_dropout,
             weighs=" or ".join(name for name, value in caps.items() if value),
         )  # fmt: skip
 

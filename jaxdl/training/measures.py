@@ -52,6 +52,8 @@ class LmEval(Measure, kind="lm_eval"):
     """Examples before each question; None: as the task has it."""
     limit: float | None = pydantic.Field(default=None, gt=0)
     """The first so many documents of each task alone, or below 1 that share of them."""
+    apply_chat_template: bool = False
+    """Ask the questions as conversations, by the chat template of the data, or of their tokenizer."""
     batch_size: int = pydantic.Field(default=16, ge=1)
     """Texts that are written side by side, over all devices."""
 

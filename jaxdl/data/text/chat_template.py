@@ -135,6 +135,12 @@ class ChatTemplate:
         """Whether the template says itself which parts the assistant writes, by blocks `{% generation %}`."""
         return bool(_compiled(self._for(tools), self.origin).environment.marks)  # pyright: ignore
 
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the text of a conversation can say which functions may be called."""
+        names = _compiled(self._for([{}]), self.origin).environment.names  # pyright: ignore
+        return "tools" in names
+
     def to_json(self) -> dict[str, Any]:
         """The content of a file for `from_json`."""
         return {"template": self.source, "tokens": dict(self.tokens), "with_tools": self.with_tools}
@@ -322,7 +328,8 @@ def _split_at_marks(text: str) -> list[str]:
 
 @functools.lru_cache(maxsize=32)
 def _compiled(source: str, origin: str) -> Any:
-    """The template, compiled; its environment says in `marks` whether it has a block `{% generation %}`.
+    """The template, compiled; its environment says in `marks` whether it has a block `{% generation %}`, and in `names`
+    which variables it reads.
 
     Raises ConfigError for what is not a template.
     """
@@ -368,6 +375,7 @@ def _compiled(source: str, origin: str) -> Any:
     environment.filters["tojson"] = tojson
     environment.globals |= {"raise_exception": raise_exception, "namespace": Namespace}
     try:
+        environment.names = import_text("jinja2.meta", origin).find_undeclared_variables(environment.parse(source))
         return environment.from_string(source)
     except jinja2.exceptions.TemplateError as error:
         line = getattr(error, "lineno", None)

@@ -35,6 +35,13 @@ class PreferenceSpec(TextSpec):
         tokens = batch["tokens"]
         return (tokens.reshape(-1, tokens.shape[-1])[:, :-1],)
 
+    def segments(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Where the texts are, int32 [2 batch, length]: 1, and 0 behind their ends; of texts as they are nothing."""
+        if "answers" not in batch:
+            return ()
+        answers = batch["answers"]
+        return ((np.arange(batch["tokens"].shape[-1] - 1) < answers.reshape(-1, 2)[:, 1:]).astype(np.int32),)
+
     def described(self) -> tuple[str, str]:
         """Length and vocabulary."""
         return "pairs", f"2 x {self.length:,} tokens, vocabulary of {self.vocab_size:,}"

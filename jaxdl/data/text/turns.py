@@ -161,7 +161,7 @@ def _message(turn: Any) -> dict[str, Any]:
     if given == "function_call":
         message = _called(message)
     if "tool_calls" in message:
-        message["tool_calls"] = [_tool_call(call) for call in _listed(message["tool_calls"], "tool_calls")]
+        message["tool_calls"] = [tool_call(call) for call in _listed(message["tool_calls"], "tool_calls")]
     return message
 
 
@@ -198,7 +198,7 @@ def _called(message: dict[str, Any]) -> dict[str, Any]:
         return message
 
 
-def _tool_call(call: Any) -> dict[str, Any]:
+def tool_call(call: Any) -> dict[str, Any]:
     """A call as templates take it: arguments are an object, not its JSON, as OpenAI writes them. Raises Unusable."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -207,6 +207,6 @@ def _tool_call(call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Unusable("a tool call whose arguments are not JSON") from None
     return {"type": "function"} | call | {"function": {"name": function["name"], "arguments": arguments}}

@@ -44,6 +44,12 @@ def row_keys(key: jax.Array, numbers: jax.Array) -> jax.Array:
     return jax.random.key_data(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers))
 
 
+def sample_key(seed: int, sample: int) -> jax.Array:
+    """The key of which those of all prompts are made, for the text of this number of those that continue a prompt."""
+    key = jax.random.key(seed)
+    return jax.random.fold_in(key, _SAMPLES + sample) if sample else key
+
+
 def text_keys(seed: int, places: Sequence[Place], num_rows: int) -> jax.Array:
     """The data of the random keys of texts, of which each has its own, with those of rows up to `num_rows` that are
     only filled.
@@ -51,10 +57,10 @@ def text_keys(seed: int, places: Sequence[Place], num_rows: int) -> jax.Array:
     places = [place if isinstance(place, tuple) else (place, 0) for place in places]
     places += [(places[0][0] + row, 0) for row in range(len(places), num_rows)]
     numbers, samples = np.asarray(places).T
-    keys = row_keys(jax.random.key(seed), jnp.asarray(numbers))
+    keys = row_keys(sample_key(seed, 0), jnp.asarray(numbers))
     for sample in {sample for _, sample in places} - {0}:
-        of_sample = jax.random.fold_in(jax.random.key(seed), _SAMPLES + sample)
-        keys = jnp.where((samples == sample)[:, None], row_keys(of_sample, jnp.asarray(numbers)), keys)
+        of_sample = row_keys(sample_key(seed, sample), jnp.asarray(numbers))
+        keys = jnp.where((samples == sample)[:, None], of_sample, keys)
     return keys
 
 

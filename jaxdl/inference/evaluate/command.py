@@ -52,6 +52,10 @@ class Evaluate(RunCommand):
     """With --tasks: examples before each question; None: as the task has it."""
     limit: float | None = None
     """With --tasks: the first so many documents of each task alone, or below 1 that share of them, for a trial."""
+    apply_chat_template: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """With --tasks: ask the questions as conversations, by the chat template of the run or its checkpoint."""
+    fewshot_as_multiturn: bool = True
+    """With --apply-chat-template: whether the examples before a question are turns of their own."""
     to: Path | None = None
     """With --tasks: a file for the harness's results as JSON."""
 
@@ -74,10 +78,14 @@ def run(args: list[str], prog: str) -> None:
 
 def check_tasks(command: Evaluate) -> None:
     """Raises ConfigError for options of tasks that cannot take effect."""
+    if not command.fewshot_as_multiturn and not command.apply_chat_template:
+        raise ConfigError("--no-fewshot-as-multiturn: it has no effect without --apply-chat-template.")
     if command.tasks:
         if command.to is not None:
             check_writable(command.to, "--to")
         return
+    if command.apply_chat_template:
+        raise ConfigError("--apply-chat-template: it has no effect without --tasks.")
     for name in ("include_path", "num_fewshot", "limit", "to"):
         if getattr(command, name) is not None:
             option = name.replace("_", "-")
@@ -86,7 +94,10 @@ def check_tasks(command: Evaluate) -> None:
 
 def _run_tasks(command: Evaluate, args: list[str]) -> None:
     """Runs the tasks, prints the harness's table of scores, and writes its results."""
-    options = TaskOptions(command.tasks, command.include_path, command.num_fewshot, command.limit)
+    options = TaskOptions(
+        command.tasks, command.include_path, command.num_fewshot, command.limit, command.apply_chat_template,
+        command.fewshot_as_multiturn,
+    )  # fmt: skip
     loaded = load_tasks(options)
     predictor = restore_network(command, args, as_trained=True)
     parts = HarnessParts.of(predictor, f"{command.workdir}, step {predictor.step}")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from jaxdl.core.errors import ConfigError
 from jaxdl.data import TextSpec
+from jaxdl.data.text.chat_template import ChatTemplate
 from jaxdl.inference.generation import Decoder
 from jaxdl.inference.lm_eval.model import HarnessParts, model_class
 from jaxdl.inference.lm_eval.tasks import TaskOptions, evaluate_tasks, load_tasks, scores_of
@@ -14,6 +15,7 @@ from jaxdl.parallel.sharding import Params
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.measures import LmEval, Measurement
 from jaxdl.training.run.inference import Inference
+from jaxdl.training.run.workdir.tokenizer import chat_of_data
 from jaxdl.training.state import ModelState
 from jaxdl.training.step import Parts, num_stages
 
@@ -30,7 +32,9 @@ def measurement(config: LmEval, experiment: Experiment, parts: Parts) -> Measure
             "--evaluation.measures lm_eval: layers in stages do not write texts. Leave it out, and run the tasks on "
             "checkpoints: python -m jaxdl.evaluate --tasks."
         )
-    options = TaskOptions(config.tasks, config.include_path, config.num_fewshot, config.limit)
+    options = TaskOptions(
+        config.tasks, config.include_path, config.num_fewshot, config.limit, config.apply_chat_template
+    )
     return _TasksInTraining(config, experiment, parts, options)
 
 
@@ -41,6 +45,13 @@ class _TasksInTraining:
         self._config, self._experiment, self._parts, self._options = config, experiment, parts, options
         self._loaded = load_tasks(options)
         self._codec = experiment.data.codec()
+        chat = chat_of_data(experiment.data, self._codec)
+        self._template = None if chat is None else ChatTemplate.from_json(chat, "the chat template of the data")
+        if config.apply_chat_template and self._template is None:
+            raise ConfigError(
+                "--evaluation.measures.lm-eval.apply-chat-template: the data have no chat template, nor has their "
+                "tokenizer. Leave it out, or take --data conversations."
+            )
         self._scorer: Scorer | None = None
         self._decoder: Decoder | None = None
 
@@ -62,7 +73,7 @@ class _TasksInTraining:
             return used[0]
 
         try:
-            parts = HarnessParts(self._scorer, decoder, self._codec, "a run that trains", poll)
+            parts = HarnessParts(self._scorer, decoder, self._codec, "a run that trains", lambda: self._template, poll)
             model = model_class()(parts=parts, batch_size=self._config.batch_size)
             return scores_of(evaluate_tasks(model, self._options, self._loaded))
         finally:  # The next step reuses the memory of the state.

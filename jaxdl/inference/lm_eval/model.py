@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import json
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxdl.core.errors import ConfigError
 from jaxdl.data import Codec
+from jaxdl.data.text.chat_template import ChatTemplate
 from jaxdl.inference.decoding.settings import Sampling
 from jaxdl.inference.generation import Decoder, Writing
+from jaxdl.inference.lm_eval.chats import render_context
 from jaxdl.inference.lm_eval.package import import_harness
 from jaxdl.inference.predictor import restore
 from jaxdl.inference.scoring import ScoredText, Scorer
@@ -81,7 +85,37 @@ class HarnessModel:
     @property
     def tokenizer_name(self) -> str:
         """Identifies the tokenizer in the harness's caches of requests."""
-        return f"jaxdl-{self._codec.fingerprint()}"
+        template = self._parts.template()
+        of_template = "" if template is None else f"-{_digest(template)}"
+        return f"jaxdl-{self._codec.fingerprint()}{of_template}"
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The source of the chat template, None where none is asked for. Raises ConfigError for a name, or without one.
+
+        What is asked for by name is one of several templates of a tokenizer, of which a run keeps the one it has.
+        """
+        if not chat_template:
+            return None
+        if isinstance(chat_template, str) and chat_template != "default":
+            raise ConfigError(
+                f"lm_eval: --apply_chat_template {chat_template}: a run has one chat template, without a name. Leave "
+                "the name out."
+            )
+        return self._template().source
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation; see `jaxdl.inference.lm_eval.chats.render_context`."""
+        return render_context(self._template(), chat_history, prompt=add_generation_prompt)
+
+    def _template(self) -> ChatTemplate:
+        """The chat template. Raises ConfigError without one of the network's own."""
+        template = self._parts.template()
+        if template is None:
+            raise ConfigError(
+                f"lm_eval: {self._parts.what}: the run has no chat template, nor has its tokenizer. Leave out "
+                "--apply-chat-template, or tune it on conversations (--data conversations)."
+            )
+        return template
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes beside its results."""
@@ -218,6 +252,8 @@ class HarnessParts:
     decoder: Callable[[], Decoder]
     codec: Codec
     what: str
+    template: Callable[[], ChatTemplate | None] = lambda: None
+    """The chat template of the network; None: it has none of its own."""
     poll: Callable[[], None] = lambda: None
     """Called after each batch; what it raises ends the measurement."""
 
@@ -225,7 +261,16 @@ class HarnessParts:
     def of(cls, predictor: Any, what: str) -> HarnessParts:
         """Those of a `jaxdl.Predictor`. Raises ConfigError for a network that does not read text."""
         predictor.check_text("lm_eval")
-        return cls(Scorer(predictor), lambda: predictor.decoder, predictor.codec, what)
+
+        def template() -> ChatTemplate | None:
+            return predictor.chat_template if predictor.has_chat_template else None
+
+        return cls(Scorer(predictor), lambda: predictor.decoder, predictor.codec, what, template)
+
+
+def _digest(template: ChatTemplate) -> str:
+    """Tells templates apart."""
+    return hashlib.sha256(json.dumps(template.to_json(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _batch_size(given: int | str | None) -> int:

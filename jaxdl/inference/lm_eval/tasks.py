@@ -27,6 +27,8 @@ class TaskOptions:
       tasks: their names, and those of groups; patterns such as `mmlu_*` too.
       include_path: a folder with further tasks, YAML files of the harness's form.
       num_fewshot: examples before each question; None: as the task has it.
+      apply_chat_template: the contexts are conversations, by the network's chat template.
+      fewshot_as_multiturn: then examples are turns of their own, not parts of one question.
       limit: the first so many documents of each task alone, or below 1 that share of them, for a trial.
     """
 
@@ -34,6 +36,8 @@ class TaskOptions:
     include_path: str | None = None
     num_fewshot: int | None = None
     limit: float | None = None
+    apply_chat_template: bool = False
+    fewshot_as_multiturn: bool = True
 
     def check(self) -> None:
         """Raises ConfigError for what can be seen before anything is read."""
@@ -93,6 +97,8 @@ def evaluate_tasks(model: Any, options: TaskOptions, loaded: tuple[list[str], An
             limit=limit,
             task_manager=manager,
             log_samples=False,
+            apply_chat_template=options.apply_chat_template,
+            fewshot_as_multiturn=options.apply_chat_template and options.fewshot_as_multiturn,
             bootstrap_iters=0,
         )
 

@@ -30,12 +30,13 @@ class Answering:
         self._news: asyncio.Queue[tuple[int, Written] | None] = asyncio.Queue()
         self._end = self._loop.time() + timeout_sec
 
-        every = [pair for pair in zip(ask.prompts, ask.hows, strict=True) for _ in range(ask.num_samples)]
-        self._jobs = [
-            Job(prompt, how, self._deliver(number), number, ask.num_top) for number, (prompt, how) in enumerate(every)
-        ]
+        self._jobs = list[Job]()
+        for number, (prompt, how) in enumerate(zip(ask.prompts, ask.hows, strict=True)):
+            for sample in range(ask.num_samples):
+                deliver = self._deliver(len(self._jobs))
+                self._jobs.append(Job(prompt, how, deliver, number, sample, ask.penalties, ask.num_top))
         codec = served.codec
-        self._choices = [Choice(codec, prompt, ask.stop, how.stop_tokens) for prompt, how in every]
+        self._choices = [Choice(codec, job.prompt, ask.stop, job.how.stop_tokens) for job in self._jobs]
         try:
             engine.submit(self._jobs)
         except Full:

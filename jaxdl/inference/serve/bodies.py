@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
+from jaxdl.data.text.turns import Unusable, tool_call
 from jaxdl.inference.serve.drawing import NUM_TOP
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
@@ -17,8 +18,6 @@ MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
 MAX_LEGACY_TOP = 5
 """Of so many likeliest tokens `/v1/completions` gives log-probabilities."""
 _SEED = 2**63
-
-Zero = Annotated[float | None, pydantic.Field(ge=0, le=0)]
 
 
 class StreamOptions(pydantic.BaseModel):
@@ -48,9 +47,9 @@ class Body(pydantic.BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = pydantic.Field(None, ge=1)
+    presence_penalty: float | None = pydantic.Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = pydantic.Field(None, ge=-2, le=2)
     # What would change the text, and is not done.
-    presence_penalty: Zero = None
-    frequency_penalty: Zero = None
     logit_bias: Annotated[dict[str, float] | None, pydantic.Field(max_length=0)] = None
     # What does not change it.
     user: str | None = None
@@ -129,6 +128,24 @@ class ResponseFormat(pydantic.BaseModel):
     type: Literal["text"]
 
 
+class Function(pydantic.BaseModel):
+    """A function that the answer may call."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
+    name: str = pydantic.Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(pydantic.BaseModel):
+    """What the chat template may say of a function."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
+    type: Literal["function"]
+    function: Function
+
+
 class ChatBody(Body):
     """The body of `/v1/chat/completions`."""
 
@@ -140,7 +157,7 @@ class ChatBody(Body):
     modalities: list[Literal["text"]] | None = None
     parallel_tool_calls: bool | None = None
     store: Literal[False] | None = None
-    tools: Annotated[list[dict[str, Any]] | None, pydantic.Field(max_length=0)] = None
+    tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
 
     @pydantic.field_validator("messages")
@@ -153,6 +170,8 @@ class ChatBody(Body):
     def _fits(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: it has no effect without logprobs = true. Leave it out")
+        if self.tools and self.parallel_tool_calls is False:
+            raise ValueError("parallel_tool_calls: the network writes as many calls as it likes. Leave it out")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("max_tokens: it differs from max_completion_tokens. Give one of them")
         return self
@@ -161,6 +180,13 @@ class ChatBody(Body):
     def most_tokens(self) -> int | None:
         """Field `max_completion_tokens`, or the earlier `max_tokens`."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    @property
+    def usable_tools(self) -> list[dict[str, Any]] | None:
+        """The tools as the chat template takes them, their fields as they were given; None where there are none."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
 
     @property
     def num_top(self) -> int | None:
@@ -181,8 +207,19 @@ def _plain_message(number: int, message: dict[str, Any]) -> dict[str, Any]:
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{where} has a part that is no text; this model reads text alone")
         content = "".join(filter(None, texts))
-    if content is None and message.get("tool_calls"):
-        content = ""
+    if calls := message.get("tool_calls"):
+        message = {**message, "tool_calls": _calls(calls, where)}
+        content = "" if content is None else content
     if not isinstance(content, str):
         raise ValueError(f"{where} has no content that is a text")
     return {**message, "content": content}
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Earlier calls as templates take them, whose arguments are no JSON but what it says. Raises ValueError."""
+    if not isinstance(calls, list):
+        raise ValueError(f"{where} has tool_calls that are no list")
+    try:
+        return [tool_call(call) for call in calls]
+    except (Unusable, RecursionError) as error:
+        raise ValueError(f"{where} has {error}") from None

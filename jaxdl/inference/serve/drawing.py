@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdl.inference.decoding.loop import draw_next
-from jaxdl.inference.decoding.row_sampling import filter_logits, penalize
+from jaxdl.inference.decoding.row_sampling import filter_logits, mark_seen, penalize
 from jaxdl.inference.decoding.settings import RowSettings
 
 NUM_TOP = 20
@@ -18,12 +18,26 @@ _FEW = 64
 """The largest `top_k` for which not all tokens are sorted."""
 
 
+class Penalties(NamedTuple):
+    """What is taken from the logits of tokens that a text has, its prompt apart: numbers, or float32 [rows]."""
+
+    presence: Any = 0.0
+    """From each that it has."""
+    frequency: Any = 0.0
+    """From each so many times as it has it."""
+
+
+NO_PENALTIES = Penalties()
+"""None is taken."""
+
+
 class Settings(NamedTuple):
     """How the texts of some rows are drawn: arrays [rows]."""
 
     keys: Any
     """The data of a random key of each row, see `jaxdl.inference.decoding.loop.Rows`."""
     sampling: RowSettings
+    penalties: Penalties
     wants_top: Any
     """bool: whether log-probabilities are asked for."""
 
@@ -41,13 +55,29 @@ class Drawn(NamedTuple):
     """float32, as `top_tokens`."""
 
 
-def draw(logits: jax.Array, settings: Settings, counts: jax.Array, seen: jax.Array) -> Drawn:
+class Had(NamedTuple):
+    """The tokens of each text so far."""
+
+    seen: Any
+    """Which it has, in its prompt too, bool [rows, vocab]."""
+    times: Any
+    """How often it has each behind its prompt, int32 [rows, vocab]."""
+
+    def after(self, tokens: jax.Array) -> Had:
+        """With one more token of each row, int32 [rows]; -1 is none."""
+        is_token = jnp.arange(self.times.shape[1]) == tokens[:, None]
+        return Had(mark_seen(self.seen, tokens), self.times + is_token.astype(jnp.int32))
+
+
+def draw(logits: jax.Array, settings: Settings, counts: jax.Array, had: Had) -> Drawn:
     """The next token of each row from logits [rows, vocab]; `counts` tokens have been drawn before, int32 [rows].
 
-    `seen`, bool [rows, vocab], are the tokens of each row so far. A function to trace.
+    A function to trace.
     """
-    logits = logits.astype(jnp.float32)
-    penalized = penalize(logits, settings.sampling.repetition_penalty, seen)
+    logits, penalties = logits.astype(jnp.float32), settings.penalties
+    penalized = penalize(logits, settings.sampling.repetition_penalty, had.seen)
+    # OpenAI's reference, "frequency and presence penalties".
+    penalized -= penalties.frequency[:, None] * had.times + penalties.presence[:, None] * (had.times > 0)
     filtered = _filtered(penalized, settings.sampling)
     drawn = draw_next(lambda x, keys: jax.vmap(jax.random.categorical)(keys, x), filtered, settings.keys, counts)
     greedy = jnp.argmax(penalized, axis=-1)

@@ -18,9 +18,9 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 
-from jaxdl.inference.decoding.loop import row_keys
+from jaxdl.inference.decoding.loop import row_keys, sample_key
 from jaxdl.inference.decoding.settings import Sampling, row_settings
-from jaxdl.inference.serve.drawing import Drawn, Settings
+from jaxdl.inference.serve.drawing import NO_PENALTIES, Drawn, Penalties, Settings
 from jaxdl.inference.serve.programs import MOST, NUM_STOP, Programs, Rows, blank_rows, blank_settings
 
 _row_keys = jax.jit(row_keys)
@@ -54,7 +54,8 @@ class Job:
       prompt: its tokens, at least one.
       how: how tokens are drawn. Its `num_tokens` are the most that are written, 1 or more; `stop_tokens` are at most
         `NUM_STOP`; and `stop` and `samples` are the client's business.
-      number: that of the prompt, see `Sampling`.
+      number, sample: which text of which prompt it is, see `jaxdl.inference.decoding.loop.Place`.
+      penalties: those of tokens that the text has already.
       num_top: of so many likeliest tokens log-probabilities are given; None: of none, nor of the token itself.
       deliver: called in the thread of the engine with what has been written.
       cancelled: nobody wants it any more.
@@ -64,6 +65,8 @@ class Job:
     how: Sampling
     deliver: Callable[[Written], None]
     number: int = 0
+    sample: int = 0
+    penalties: Penalties = NO_PENALTIES
     num_top: int | None = None
     cancelled: bool = field(default=False, init=False)
 
@@ -93,6 +96,8 @@ class Engine:
         self._changed = threading.Condition()
         self._stopping = False
         self._jobs: list[Job | None] = [None] * programs.num_slots
+        self._reading: dict[Job, list[int]] = {}
+        """The jobs whose prompts are being read, with where the pieces begin that are left."""
         self._rows = blank_rows(programs.num_slots)
         self._blank = blank_settings(1)
         self._step_sec: dict[int, float] = {}
@@ -174,7 +179,9 @@ class Engine:
                 self._end(slot)
         while (slot := self._free_slot()) is not None and (job := self._next_job()) is not None:
             self._admit(job, slot)
-        if self.num_live:
+        if self._reading:  # One piece, of the first that came: then the others' texts go on.
+            self._read(next(iter(self._reading)))
+        if self.num_live > len(self._reading):
             self._write(self._close_ranks())
 
     def _free_slot(self) -> int | None:
@@ -185,11 +192,22 @@ class Engine:
             return self._waiting.popleft() if self._waiting else None
 
     def _admit(self, job: Job, slot: int) -> None:
-        """Reads the prompt of a job into a slot, and writes the first token."""
-        self._jobs[slot], stop = job, job.how.stop_tokens
-        keys, sampling = _key(job.how.seed, job.number)[None], row_settings([job.how])
-        settings = Settings(keys, sampling, np.asarray([job.num_top is not None]))
-        drawn = self._programs.read(job.prompt, slot, settings)
+        """Gives a job a slot. A prompt of one piece is read now, and the first token is written."""
+        self._jobs[slot], self._reading[job] = job, self._programs.pieces(len(job.prompt))
+        if len(self._reading[job]) == 1:
+            self._read(job)
+
+    def _read(self, job: Job) -> None:
+        """Reads the next piece of the prompt of a job, and after the last one writes the first token."""
+        slot, stop = self._jobs.index(job), job.how.stop_tokens
+        keys, sampling = _key(job)[None], row_settings([job.how])
+        penalties = Penalties(*(np.asarray([value], np.float32) for value in job.penalties))
+        settings = Settings(keys, sampling, penalties, np.asarray([job.num_top is not None]))
+        # What a text that is not written yet leaves in the cache lies where the next piece is read.
+        self._rows.positions[slot], drawn = self._programs.read(job.prompt, slot, settings, self._reading[job].pop(0))
+        if self._reading[job]:
+            return
+        del self._reading[job]
         self.num_read += len(job.prompt)
         of_row = Rows(
             np.asarray(drawn.token), np.int32(len(job.prompt)), np.int32(1), np.int32(job.how.num_tokens - 1),
@@ -223,7 +241,7 @@ class Engine:
         # The first calls compile; a slow one says nothing of the next.
         self._step_sec[size] = taken if sec is None else min(taken, 0.8 * sec + 0.2 * taken)
         for slot in range(size):
-            if self._jobs[slot] is not None:
+            if (job := self._jobs[slot]) is not None and job not in self._reading:
                 tokens = [token for token in drawn.token[slot].tolist() if token >= 0]
                 self._rows.tokens[slot] = tokens[-1]
                 for counted in (self._rows.positions, self._rows.counts):
@@ -244,6 +262,8 @@ class Engine:
             self._end(slot)
 
     def _end(self, slot: int) -> None:
+        if (job := self._jobs[slot]) is not None:
+            self._reading.pop(job, None)
         self._jobs[slot], self._rows.left[slot], self._rows.positions[slot] = None, 0, 0
         jax.tree.map(lambda whole, x: _set(whole, slot, x), self._rows.settings, self._blank)
 
@@ -256,9 +276,9 @@ def _token(drawn: Drawn, row: int, at: int, num_top: int | None) -> Token:
     return Token(token, float(drawn.logprob[row, at]), tuple(top)[:num_top])
 
 
-def _key(seed: int, number: int) -> np.ndarray:
+def _key(job: Job) -> np.ndarray:
     """The data of the random key of a text, on the host."""
-    return np.asarray(_row_keys(jax.random.key(seed), np.asarray([number])))[0]
+    return np.asarray(_row_keys(sample_key(job.how.seed, job.sample), np.asarray([job.number])))[0]
 
 
 def _set(rows: np.ndarray, index: int, value: np.ndarray) -> None:

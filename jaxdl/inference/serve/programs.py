@@ -16,10 +16,10 @@ from jax import lax
 
 from jaxdl.data.spec import with_targets
 from jaxdl.inference.decoding.padding import SHORTEST, power_of_two
-from jaxdl.inference.decoding.row_sampling import seen_in
+from jaxdl.inference.decoding.row_sampling import seen_in_rows
 from jaxdl.inference.decoding.settings import Sampling, row_settings
-from jaxdl.inference.generation import check_positions
-from jaxdl.inference.serve.drawing import Drawn, Settings, draw
+from jaxdl.inference.generation import check_positions, seen_in_texts
+from jaxdl.inference.serve.drawing import Drawn, Had, Penalties, Settings, draw
 from jaxdl.models.cache import reads_slots
 from jaxdl.models.logits import of_tokens
 from jaxdl.models.network import Call
@@ -30,6 +30,9 @@ from jaxdl.training.step import apply_network, run_network
 
 MOST = 32
 """Tokens of each row that one call writes at most."""
+PIECE = 512
+"""Tokens of a prompt that one call reads at most, where the network can go on from a part of it: so the texts that are
+being written do not wait for a long prompt."""
 NUM_STOP = 16
 """Tokens that may end a text."""
 _LEAST_READ = 128
@@ -60,8 +63,8 @@ class State(NamedTuple):
 
     cache: Any
     """What the network has read of each."""
-    seen: Any
-    """The tokens of each text so far, bool [1, slots, vocab]."""
+    had: Had
+    """The tokens of each text so far, [1, slots, vocab] each."""
 
 
 class Programs:
@@ -97,6 +100,10 @@ class Programs:
         self._network = (inference.rounded_params, inference.model_state)
         self._shapes = jax.eval_shape(self._empty, *self._network)
         self.cache_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self._shapes))
+        caches = jax.tree.leaves(self._shapes.cache)
+        splits = self._cached and self._ways == 1 and self._parts.network.has("extend")
+        # Attention with a window has fewer slots, of which several tokens at once would replace some that are read.
+        self._piece = PIECE if splits and all(x.shape[2] >= context > PIECE for x in caches) else context
         self._texts: Any = None
         self._shardings: Any = None
         self._abstract: Any = None
@@ -118,8 +125,31 @@ class Programs:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._texts
         )
 
-    def read(self, prompt: list[int], row: int, settings: Settings) -> Drawn:
-        """Reads a prompt into a row, and draws the token after it: arrays of the host, [1, ...]."""
+    def pieces(self, num_tokens: int) -> list[int]:
+        """Where the pieces of a prompt begin that are read one after another; the last may begin before another ends.
+
+        All but a shorter prompt's have the same size.
+        """
+        last = max(0, num_tokens - self._piece)
+        return [*range(0, last, self._piece), last]
+
+    def read(self, prompt: list[int], row: int, settings: Settings, start: int = 0) -> tuple[int, Drawn]:
+        """`(how many tokens of a prompt have been read into a row, the token after these)`: the piece from `start` on.
+
+        What is drawn are arrays of the host, [1, ...]; before the last piece they have no meaning.
+        """
+        piece = prompt[start : start + self._piece]
+        if start == 0:
+            return len(piece), self._begin(piece, row, settings)
+        assert len(piece) == self._piece, "the last piece begins early enough"
+        tokens, seen = np.asarray([piece], np.int32), seen_in_texts([prompt], 1, self._vocab_size)
+        program = self._piece_program()
+        places = (np.int32(start), np.int32(row))
+        self._texts, drawn = program(*self._network, self._texts, tokens, *places, seen, settings)
+        return start + len(piece), self._fetched(drawn, settings)
+
+    def _begin(self, prompt: list[int], row: int, settings: Settings) -> Drawn:
+        """Reads a prompt, or its beginning, into a row, and draws the token after it."""
         length = self._padded(len(prompt))
         tokens = np.zeros((self._ways, length), np.int32)
         tokens[:, : len(prompt)] = prompt
@@ -145,9 +175,11 @@ class Programs:
 
     def warm_up(self) -> int:
         """Compiles all programs, several at once, and returns how many these are; no text may be in a slot."""
-        prompts = sorted({self._padded(2**power) for power in range(self.context.bit_length() + 1)})
+        longest = self._piece.bit_length() + 1
+        prompts = sorted({self._padded(min(2**power, self._piece)) for power in range(longest)})
         tasks = [functools.partial(self._read_program, length) for length in prompts]
         tasks += [functools.partial(self._write_program, size, read) for size in self.sizes for read in self.reads]
+        tasks += [self._piece_program] if self._piece < self.context else []
         with concurrent.futures.ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool:
             list(pool.map(lambda task: task(), tasks))
         if len(self.sizes) > 1:
@@ -160,6 +192,11 @@ class Programs:
     def _read_program(self, length: int) -> Any:
         tokens, lengths = np.zeros((self._ways, length), np.int32), np.zeros(self._ways, np.int32)
         return self._program(("read", length), self._reading, tokens, lengths, np.int32(0), blank_settings(1))
+
+    def _piece_program(self) -> Any:
+        tokens, seen = np.zeros((1, self._piece), np.int32), np.zeros((1, self._vocab_size), bool)
+        zero = np.int32(0)
+        return self._program("piece", self._reading_on, tokens, zero, zero, seen, blank_settings(1))
 
     def _write_program(self, size: int, read: int) -> Any:
         return self._program(("write", size, read), self._writing, blank_rows(size), np.int32(0), read=read)
@@ -180,16 +217,21 @@ class Programs:
 
     def _empty(self, params: Any, model_state: Any) -> Any:
         """Slots with nothing in them; a function to trace."""
-        seen = jnp.zeros((1, self.num_slots, self._vocab_size), bool)
+        shape = (1, self.num_slots, self._vocab_size)
+        had = Had(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32))
         if not self._cached:
-            return State(jnp.zeros((1, self.num_slots, self.context), jnp.int32), seen)
+            return State(jnp.zeros((1, self.num_slots, self.context), jnp.int32), had)
         tokens, lengths = jnp.zeros((self.num_slots, SHORTEST), jnp.int32), jnp.ones(self.num_slots, jnp.int32)
         tokens = tokens[:, : self.context]
-        return State(self._run(params, model_state, tokens, lengths, self.context, method="prefill")[1], seen)
+        return State(self._run(params, model_state, tokens, lengths, self.context, method="prefill")[1], had)
 
     @functools.cached_property
     def _reading(self) -> Any:
         return jax.jit(self._read_prompt, donate_argnums=2, out_shardings=(self._shardings, self._shown))
+
+    @functools.cached_property
+    def _reading_on(self) -> Any:
+        return jax.jit(self._read_piece, donate_argnums=2, out_shardings=(self._shardings, self._shown))
 
     @functools.cached_property
     def _writing(self) -> Any:
@@ -218,26 +260,47 @@ class Programs:
             new = jnp.pad(tokens, ((0, 0), (0, self.context - tokens.shape[1])))[None]
             logits = self._logits_of_texts(params, model_state, new[0], lengths - 1)
 
+        seen = seen_in_rows(tokens[:1], lengths[:1], self._vocab_size)
+        return self._begun(texts, new, logits, row, seen, settings)
+
+    def _read_piece(
+        self, params: Any, model_state: Any, texts: State, tokens: jax.Array, start: jax.Array, row: jax.Array,
+        seen: jax.Array, settings: Settings,
+    ) -> tuple[State, Drawn]:  # fmt: skip
+        cache = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1, axis=1), texts.cache)
+        call = Call(train=False, method="extend", materialize_logits=False)
+        inputs = (tokens, cache, start[None])
+        (outputs, new), _ = run_network(self._parts, self._parts.layout, params, model_state, call, *inputs)
+        logits = of_tokens(outputs, jnp.full(1, self._piece - 1))
+        return self._begun(texts, new, logits, row, seen, settings)
+
+    def _begun(
+        self, texts: State, cache: Any, logits: jax.Array, row: jax.Array, seen: jax.Array, settings: Settings
+    ) -> tuple[State, Drawn]:
+        """`(texts with another one in a row, the token after that)`: its cache, logits [.., 1, vocab], tokens."""
+
         def inserted(whole: jax.Array, x: jax.Array) -> jax.Array:
             return lax.dynamic_update_slice_in_dim(whole, x[:, :1].astype(whole.dtype), row, axis=1)
 
-        seen = seen_in(tokens[:1], lengths[:1], self._vocab_size)
-        drawn = draw(logits[:1, -1, : self._vocab_size], settings, jnp.zeros(1, jnp.int32), seen)
-        return jax.tree.map(inserted, texts, State(new, _marked(seen, drawn.token)[None])), drawn
+        had = Had(seen, jnp.zeros_like(seen, jnp.int32))
+        drawn = draw(logits[:1, -1, : self._vocab_size], settings, jnp.zeros(1, jnp.int32), had)
+        had = jax.tree.map(lambda x: x[None], had.after(drawn.token))
+        return jax.tree.map(inserted, texts, State(cache, had)), drawn
 
     def _write_tokens(
         self, params: Any, model_state: Any, texts: State, rows: Rows, num_tokens: jax.Array, *, read: int
     ) -> tuple[State, Drawn]:
         num_rows = rows.tokens.shape[0]
-        seen = texts.seen[0, :num_rows]
-        blank = jax.eval_shape(draw, jax.ShapeDtypeStruct(seen.shape, jnp.float32), rows.settings, rows.counts, seen)
+        had = jax.tree.map(lambda x: x[0, :num_rows], texts.had)
+        logits = jax.ShapeDtypeStruct(had.seen.shape, jnp.float32)
+        blank = jax.eval_shape(draw, logits, rows.settings, rows.counts, had)
         written = jax.tree.map(lambda x: jnp.zeros((num_rows, MOST, *x.shape[1:]), x.dtype), blank)
         written = written._replace(token=written.token - 1)
 
         def step(carry: Any) -> Any:
-            index, cache, seen, rows, written = carry
+            index, cache, had, rows, written = carry
             logits, cache = self._next_logits(params, model_state, cache, rows, read)
-            drawn, going = draw(logits, rows.settings, rows.counts, seen), rows.left > 0
+            drawn, going = draw(logits, rows.settings, rows.counts, had), rows.left > 0
             drawn = drawn._replace(token=jnp.where(going, drawn.token, -1))
             written = jax.tree.map(lambda all_, x: lax.dynamic_update_index_in_dim(all_, x, index, 1), written, drawn)
             ended = jnp.any(drawn.token[:, None] == rows.stop, axis=1)
@@ -248,14 +311,15 @@ class Programs:
                 counts=rows.counts + one,
                 left=jnp.where(ended, 0, rows.left - one),
             )
-            return index + 1, cache, _marked(seen, drawn.token), after, written
+            return index + 1, cache, had.after(drawn.token), after, written
 
         def goes_on(carry: Any) -> jax.Array:
             return (carry[0] < jnp.minimum(num_tokens, MOST)) & jnp.any(carry[3].left > 0)
 
-        start = (jnp.int32(0), texts.cache, seen, rows, written)
-        _, cache, seen, _, written = lax.while_loop(goes_on, step, start)
-        return State(cache, lax.dynamic_update_slice(texts.seen, seen[None], (0, 0, 0))), written
+        start = (jnp.int32(0), texts.cache, had, rows, written)
+        _, cache, had, _, written = lax.while_loop(goes_on, step, start)
+        had = jax.tree.map(lambda whole, x: lax.dynamic_update_slice(whole, x[None], (0, 0, 0)), texts.had, had)
+        return State(cache, had), written
 
     def _next_logits(self, params: Any, model_state: Any, cache: Any, rows: Rows, read: int) -> tuple[jax.Array, Any]:
         """(the logits of each row's next token, [rows, vocab]; the cache)."""
@@ -281,16 +345,12 @@ class Programs:
         return of_tokens(outputs, positions)
 
 
-def _marked(seen: jax.Array, tokens: jax.Array) -> jax.Array:
-    """`seen`, bool [rows, vocab], with one more token of each row; -1 is none. Faster than a scatter on CPUs."""
-    return seen | (jnp.arange(seen.shape[1]) == tokens[:, None])
-
-
 def blank_settings(num_rows: int) -> Settings:
     """Those of rows without a text."""
     key = np.asarray(jax.random.key_data(jax.random.key(0)))
     sampling = row_settings([Sampling(temperature=0)] * num_rows)
-    return Settings(np.tile(key, (num_rows, 1)), sampling, np.zeros(num_rows, bool))
+    none = np.zeros(num_rows, np.float32)
+    return Settings(np.tile(key, (num_rows, 1)), sampling, Penalties(none, none.copy()), np.zeros(num_rows, bool))
 
 
 def blank_rows(num_rows: int) -> Rows:

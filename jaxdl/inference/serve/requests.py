@@ -16,6 +16,7 @@ from jaxdl.inference.chatting import Chat
 from jaxdl.inference.decoding.settings import Sampling
 from jaxdl.inference.serve.answers import ChatForm, CompletionForm, Form
 from jaxdl.inference.serve.bodies import Body, ChatBody, CompletionBody
+from jaxdl.inference.serve.drawing import Penalties
 from jaxdl.inference.serve.errors import of_invalid
 from jaxdl.inference.serve.programs import NUM_STOP
 
@@ -61,6 +62,7 @@ class Ask:
     num_samples: int
     hows: list[Sampling]
     """Of each prompt."""
+    penalties: Penalties
     stop: tuple[str, ...]
     num_top: int | None
     form: Form
@@ -98,8 +100,12 @@ def read_chat(raw: bytes, served: Served) -> Ask:
     body = _parsed(ChatBody, raw, served)
     if served.chat is None:
         raise Refusal(400, f"{served.name} has no chat template. Use /v1/completions.", param="messages")
+    if body.usable_tools and not served.chat.template.reads_tools:
+        raise Refusal(
+            400, f"tools: the chat template of {served.name} does not read them. Leave them out.", param="tools"
+        )
     try:
-        prompt = served.chat.prompt(body.messages)
+        prompt = served.chat.prompt(body.messages, body.usable_tools)
     except ConfigError as error:
         raise Refusal(400, f"messages: {error}", param="messages") from None
     form = ChatForm(served.codec, served.name, served.fingerprint, body.num_top is not None)
@@ -171,9 +177,9 @@ def _ask(
         )
         for prompt in prompts
     ]
-    options = body.stream_options
+    penalties, options = Penalties(body.presence_penalty or 0.0, body.frequency_penalty or 0.0), body.stream_options
     return Ask(
-        prompts, number, hows, (*(body.stop or ()), *stop), body.num_top, form, bool(body.stream),
+        prompts, number, hows, penalties, (*(body.stop or ()), *stop), body.num_top, form, bool(body.stream),
         bool(options and options.include_usage),
     )  # fmt: skip
 

@@ -39,6 +39,8 @@ def apply_network(
         vectors = parts.tables.lookup(model_state.pop(TABLES), located)
     with _precise(parts, layout):
         inputs = parts.task.inputs(batch, parts.data_spec)
+        if parts.network.reads_padding:
+            inputs = (*inputs, *parts.data_spec.segments(batch))
         if parts.tables is not None and vectors is not None:
             inputs = (*inputs, parts.tables.by_feature(vectors))
     if call.rows is not None and (each := len(inputs[0]) // len(call.rows)) > 1:  # An example is several rows.

@@ -108,8 +108,11 @@ class Preferences(Task, kind="preferences"):
         sums |= {name: total(jax.lax.stop_gradient(x)) for name, x in values.items()}
         if isinstance(outputs, Logits) and outputs.remarks:
             remarks = dict(outputs.remarks)
-            if PENALTY in remarks:  # A sum over tokens, whose mean is added to the mean loss of a pair.
-                remarks[PENALTY] = remarks[PENALTY] * weight / (outputs.shape[0] * outputs.shape[1])
+            if PENALTY in remarks:
+                # A sum over tokens, whose mean is added to the mean loss of a pair: that of the tokens of this replica
+                # and micro-batch, so padding plays no part.
+                num_tokens = jnp.sum(jnp.minimum(batch["answers"][..., 1], outputs.shape[1]), dtype=jnp.float32)
+                remarks[PENALTY] = remarks[PENALTY] * weight / jnp.maximum(num_tokens, 1)
             sums = add_remarks(sums, remarks, weight, train=train)
         return sums
 

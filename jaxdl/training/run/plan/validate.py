@@ -127,11 +127,6 @@ _CAN = {
 def check_axes(experiment: Experiment, sizes: Mapping[str, int]) -> None:
     """Raises ConfigError for a mesh axis of several devices over which the model cannot be split, or not here."""
     model, agreement = experiment.model, experiment.agreement
-    if experiment.task.network_modality is not None and model.reads_padding:
-        raise ConfigError(
-            f"--model {model.kind}: task {experiment.task.kind} pads its rows, and padding would take part in the "
-            "choice of experts. Take a model without experts."
-        )
     if experiment.task.needs_reference and agreement.keeps_replicas:
         raise ConfigError(
             f"--agreement {agreement.kind}: task {experiment.task.kind} compares the network with what it was, and has "
@@ -299,7 +294,17 @@ def check_candidates(auto: Auto, agreement: Agreement, num_replicas: int) -> Non
 
 
 def check_network(experiment: Experiment, network: Network, spec: DataSpec, num_replicas: int) -> None:
-    """Raises ConfigError for a network of a user that fails, or whose outputs are not what the task takes."""
+    """Raises ConfigError for a network of a user that fails, or whose outputs are not what the task takes.
+
+    And for a reference that would not stay what it was.
+    """
+    if experiment.task.needs_reference and network.state_shapes:
+        biased = network.reads_padding
+        what, advice = (" with balance bias", "--model.balance loss, or none") if biased else ("", "another model")
+        raise ConfigError(
+            f"--model {experiment.model.kind}{what}: task {experiment.task.kind} compares the network with what it "
+            f"was, and it keeps numbers besides its parameters, which change. Take {advice}."
+        )
     if network.what is None:
         return
     rows = max(1, experiment.batch_size // num_replicas // experiment.step.microbatches)

@@ -31,7 +31,11 @@ def keep_codec(workdir: Path, data: Data) -> None:
             if codec is not None and not path.exists():
                 content = {"kind": codec.kind, "fingerprint": codec.fingerprint(), "opening": list(codec.opening)}
                 replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
-            if codec is not None and not (workdir / CHAT_FILE).exists() and (chat := _chat(data, codec)) is not None:
+            if (
+                codec is not None
+                and not (workdir / CHAT_FILE).exists()
+                and (chat := chat_of_data(data, codec)) is not None
+            ):
                 replace_file(workdir / CHAT_FILE, (json.dumps(chat, indent=2) + "\n").encode())
         except OSError as error:
             raise ConfigError(f"--workdir {workdir}: {error.strerror}. Choose a writable folder.") from None
@@ -98,7 +102,7 @@ def chat_of_run(workdir: Path, data: Data) -> ChatTemplate | None:
     return own_template(data.codec())  # Of runs that are older than the file.
 
 
-def _chat(data: Data, codec: Codec) -> dict[str, Any] | None:
+def chat_of_data(data: Data, codec: Codec) -> dict[str, Any] | None:
     """The chat template of data, or the one that came with their tokenizer; None for one that cannot be read."""
     made = data.chat()
     if made is not None:
