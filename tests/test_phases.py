@@ -54,7 +54,18 @@ def test_a_phase_that_is_no_whole_number_of_steps_ends_with_the_step():
     assert found.total_examples == 64, "the second one ends where two epochs do"
 
 
-@pytest.mark.parametrize(("length", "steps"), [({"epochs": 2.0}, 6), ({"epochs": 1.1}, 4), ({"steps": 5}, 5)])
+@pytest.mark.parametrize(
+    ("length", "steps"),
+    [
+        ({"epochs": 2.0}, 6),
+        ({"epochs": 1.1}, 4),
+        ({"steps": 5}, 5),
+        ({"epochs": 2.0, "within": (8, 10)}, 8),
+        ({"epochs": 3.0, "within": (8, 10)}, 9),
+        ({"epochs": 50.0, "within": (8, 10)}, 10),
+        ({"steps": 5, "within": (8, 10)}, 5),
+    ],
+)
 def test_without_phases_it_is_one_stretch(length, steps):
     found = timeline((), **length)
     (one,) = found.segments

@@ -53,6 +53,11 @@ class TableMLP(Model, kind="table_mlp"):
             raise ValueError(f"units = {self.units}: give the units of one hidden layer or more, 1 at least each.")
         return self
 
+    @property
+    def trained_members(self) -> int | None:
+        """The members: each learns the label."""
+        return self.members
+
     def build(
         self,
         *,
