@@ -19,7 +19,6 @@ from jaxdl.models.dropout import RowKeys, fold, kept
 from jaxdl.models.layers import Linear
 from jaxdl.models.products import weight_product
 
-
 _ROWS = (1000, 5000)
 """Training rows up to which, and from which on, defaults are those of few, and of many."""
 
@@ -46,8 +45,8 @@ class TableMLP(Model, kind="table_mlp"):
     frequencies: int = pydantic.Field(default=16, ge=0)
     """Cosines of each number; 0: numbers are read as they are."""
     frequency_scale: float | None = pydantic.Field(default=None, gt=0)
-    """Standard deviation of the frequencies at the start, in turns for each unit of a scaled number. None: 0.1 for up to
-    1,000 training rows, 0.5 from 5,000 on, and between these: with few rows high frequencies overfit."""
+    """Standard deviation of the frequencies at the start, in turns for each unit of a scaled number. None: 0.1 for up
+    to 1,000 training rows, 0.5 from 5,000 on, and between these as above: with few rows high ones overfit."""
     number_columns: int = pydantic.Field(default=4, ge=2)
     """How many numbers each one becomes, itself among them."""
     word_columns: int = pydantic.Field(default=8, ge=1)
