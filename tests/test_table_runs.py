@@ -202,6 +202,17 @@ def test_members_are_trained_each_for_itself_and_predict_together():
         Classification().of_members(model.trained_members)
 
 
+def test_what_is_left_open_follows_the_rows(tmp_path):
+    few, middle, many = (TableMLP().for_rows(rows) for rows in (200, 2236, 70_000))
+    assert TableMLP().for_rows(None) == few
+    assert (few.dropout, few.frequency_scale) == (0.3, 0.1)
+    np.testing.assert_allclose((middle.dropout, middle.frequency_scale), (0.2, 0.1 * 5**0.5), rtol=1e-3)
+    np.testing.assert_allclose((many.dropout, many.frequency_scale), (0.1, 0.5))
+    assert TableMLP(dropout=0.0).for_rows(70_000).dropout == 0
+    spec = spec_of(tmp_path, ["rare"] * 10 + ["usual"] * 30)
+    assert spec.sizes()["num_rows"] == spec.num_rows == sum(spec.label.counts)
+
+
 def test_regression_of_arrays():
     x = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
     data = jaxdl.Arrays(train=(x, x[:, 0] * 100), test_fraction=0.2)
