@@ -26,7 +26,7 @@ def config() -> Experiment:
         schedule=Cosine(),
         batch_size=256,
         epochs=100,
-        steps_within=(300, 10_000),
+        steps_within=(400, 10_000),
         evaluation=EvaluationConfig(every_steps=250),
         checkpoint=CheckpointConfig(every_steps=250),
         mesh=MeshConfig(without_gpus=MeshConfig(cpu_devices=1)),
