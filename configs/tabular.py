@@ -10,13 +10,14 @@ from jaxdl.data import Table
 from jaxdl.models import TableMLP
 from jaxdl.optim import AdamW, Cosine
 from jaxdl.parallel.mesh import MeshConfig
+from jaxdl.training.checkpoint import CheckpointConfig
 from jaxdl.training.evaluation import EvaluationConfig
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.tasks import TableTask
 
 
 def config() -> Experiment:
-    """Settings for a few hundred to a few thousand rows; with more rows give more steps, and less dropout."""
+    """Settings for tables of a few to a hundred thousand rows."""
     return Experiment(
         data=Table(),
         model=TableMLP(),
@@ -24,7 +25,9 @@ def config() -> Experiment:
         optimizer=AdamW(learning_rate=2e-3, weight_decay=0.1),
         schedule=Cosine(),
         batch_size=256,
-        steps=1000,
+        epochs=100,
+        steps_within=(400, 10_000),
         evaluation=EvaluationConfig(every_steps=250),
+        checkpoint=CheckpointConfig(every_steps=250),
         mesh=MeshConfig(without_gpus=MeshConfig(cpu_devices=1)),
     )

@@ -172,12 +172,16 @@ def test_files_that_are_no_tables(tmp_path):
         ("c.xlsx", b"PK", "spreadsheets are not read"),
         ("d.parquet", b"PAR1" + b"0" * 64, "cannot be read as a Parquet file"),
         ("e.csv", bytes(range(256)) * 9, "is not utf-8"),
+        ("f.csv", "x,y\n1,a\n2,b\n".encode("utf-16-le"), "data.encoding utf-16-le"),
+        ("g.json", b'[{"x": 1, "y": "a"}]', "JSON is not read as a table"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ConfigError, match=message):
             Table(file=(str(tmp_path / name),), label="y").build()
     with pytest.raises(ConfigError, match="no files are given"):
         Table().build()
+    with pytest.raises(ConfigError, match="it is a folder"):
+        Table(file=(str(tmp_path),), label="y").build()
 
 
 def test_dates_are_read_in_each_form():

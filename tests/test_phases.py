@@ -15,6 +15,7 @@ from runs import TinyResNet
 import jaxdl
 from jaxdl.core.config import ConfigError, Periodic
 from jaxdl.data import Cache, ImageFolder, Photos
+from jaxdl.data.order import EpochShuffle
 from jaxdl.data.phases import Phase, make_timeline
 from jaxdl.data.source import TrainRows
 from jaxdl.models import ViT
@@ -54,11 +55,32 @@ def test_a_phase_that_is_no_whole_number_of_steps_ends_with_the_step():
     assert found.total_examples == 64, "the second one ends where two epochs do"
 
 
-@pytest.mark.parametrize(("length", "steps"), [({"epochs": 2.0}, 6), ({"epochs": 1.1}, 4), ({"steps": 5}, 5)])
+@pytest.mark.parametrize(
+    ("length", "steps"),
+    [
+        ({"epochs": 2.0}, 6),
+        ({"epochs": 1.1}, 4),
+        ({"steps": 5}, 5),
+        ({"epochs": 2.0, "within": (8, 10)}, 8),
+        ({"epochs": 3.0, "within": (8, 10)}, 9),
+        ({"epochs": 50.0, "within": (8, 10)}, 10),
+        ({"steps": 5, "within": (8, 10)}, 5),
+    ],
+)
 def test_without_phases_it_is_one_stretch(length, steps):
     found = timeline((), **length)
     (one,) = found.segments
     assert (one.num_steps, one.batch_size, one.phase) == (steps, 8, None)
+
+
+def test_a_batch_may_be_larger_than_the_data_where_the_steps_have_limits():
+    found = timeline((), num_examples=3, epochs=2.0, within=(4, 9))
+    assert (found.total_steps, found.total_examples) == (4, 32)
+    assert found.epoch(4) == pytest.approx(32 / 3)
+    order = EpochShuffle(3, seed=1)
+    rows = np.concatenate([EpochShuffle(3, seed=1).indices(found.position(step), 8) for step in range(4)])
+    np.testing.assert_array_equal(rows, order.indices(0, 32))
+    assert all(sorted(rows[first : first + 3]) == [0, 1, 2] for first in range(0, 30, 3)), "an epoch has each row once"
 
 
 @pytest.mark.parametrize("epochs", [0.25, 0.5, 1.0, 1.5, None])

@@ -181,8 +181,8 @@ def test_weights_of_classes(tmp_path):
 
 
 def test_members_are_trained_each_for_itself_and_predict_together():
-    network = TableMLP(units=(8,), members=3, dropout=0.0).network((), num_numbers=2, word_sizes=(3,), num_classes=2,
-                                                                   dtype=np.float32)  # fmt: skip
+    model = TableMLP(units=(8,), members=3, dropout=0.0)
+    network = model.network((), num_numbers=2, word_sizes=(3,), num_classes=2, dtype=np.float32)
     params, state = network.init(jax.random.key(0))
     params["head"]["kernel"] = jax.random.normal(jax.random.key(1), params["head"]["kernel"].shape)
     inputs = np.float32([[0.5, -1.0], [2.0, 0.1]]), np.int32([[0], [2]])
@@ -192,12 +192,25 @@ def test_members_are_trained_each_for_itself_and_predict_together():
     assert np.abs(members[:, 0] - members[:, 1]).max() > 0.1
     np.testing.assert_allclose(np.exp(together), jax.nn.softmax(members).mean(axis=1), rtol=1e-5)
     label = np.int32([1, 0])
-    task = TableTask()
+    task = TableTask().of_members(model.trained_members)
     task._task = Classification()
     losses = -np.asarray(jax.nn.log_softmax(members))[np.arange(2), :, label]
     sums = task.sums(members, {"label": label}, train=True)
     np.testing.assert_allclose(sums["loss"], losses.mean(axis=1).sum(), rtol=1e-5)
     assert sums["weight"] == 2
+    with pytest.raises(ConfigError, match="outputs of 3 members"):
+        Classification().of_members(model.trained_members)
+
+
+def test_what_is_left_open_follows_the_rows(tmp_path):
+    few, middle, many = (TableMLP().for_rows(rows) for rows in (200, 2236, 70_000))
+    assert TableMLP().for_rows(None) == few
+    assert (few.dropout, few.frequency_scale) == (0.3, 0.1)
+    np.testing.assert_allclose((middle.dropout, middle.frequency_scale), (0.2, 0.1 * 5**0.5), rtol=1e-3)
+    np.testing.assert_allclose((many.dropout, many.frequency_scale), (0.1, 0.5))
+    assert TableMLP(dropout=0.0).for_rows(70_000).dropout == 0
+    spec = spec_of(tmp_path, ["rare"] * 10 + ["usual"] * 30)
+    assert spec.sizes()["num_rows"] == spec.num_rows == sum(spec.label.counts)
 
 
 def test_regression_of_arrays():

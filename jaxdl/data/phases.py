@@ -122,11 +122,20 @@ class Timeline:
 
 
 def make_timeline(
-    num_examples: int, batch_size: int, *, epochs: float | None, steps: int | None, phases: Sequence[Phase] = ()
+    num_examples: int,
+    batch_size: int,
+    *,
+    epochs: float | None,
+    steps: int | None,
+    within: tuple[int, int] | None = None,
+    phases: Sequence[Phase] = (),
 ) -> Timeline:
-    """The timeline of a run. Raises ConfigError when it has too many steps, or batches larger than the data."""
+    """The timeline of a run; one of `epochs` has steps `within` limits, if there are some, and any batch size.
+
+    Raises ConfigError when it has too many steps, or batches larger than the data.
+    """
     for size in {batch_size, *(phase.batch_size or batch_size for phase in phases)}:
-        if size > num_examples:
+        if size > num_examples and (within is None or not num_examples):
             raise ConfigError(
                 f"--batch-size {size}: there are only {num_examples} training examples. Choose a smaller one."
             )
@@ -141,6 +150,7 @@ def make_timeline(
             end += passes * num_examples
             # A rounding error must not add a step.
             length, given = (end - start) / size - 1e-9, f"--epochs {passes:g}"
+            length = length if within is None or phase else min(max(length, within[0]), within[1])
         if first + length > _MOST_STEPS:
             raise ConfigError(
                 f"{given}: the run would have more than {_MOST_STEPS:,} steps, the most that can be counted. "

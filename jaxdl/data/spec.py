@@ -23,6 +23,8 @@ class DataSpec(NamedRows, abc.ABC):
     """What the rows of a data set are like. A subclass, a frozen dataclass, registers itself by its `modality`."""
 
     modality: ClassVar[str]
+    rows_per_example: ClassVar[int] = 1
+    """How many rows `inputs` makes of an example, those of one after each other."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

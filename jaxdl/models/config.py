@@ -104,6 +104,14 @@ class Model(Choice):
         return False
 
     @property
+    def trained_members(self) -> int | None:
+        """How many outputs of each example the network has in training, [batch, member, ...]; None: one, [batch, ...].
+
+        Each is trained for itself. In evaluation there is one, of all members together.
+        """
+        return None
+
+    @property
     def has_fp8(self) -> bool:
         """Whether large products of its blocks can be in FP8."""
         return False

@@ -19,6 +19,9 @@ from jaxdl.models.dropout import RowKeys, fold, kept
 from jaxdl.models.layers import Linear
 from jaxdl.models.products import weight_product
 
+_ROWS = (1000, 5000)
+"""Training rows up to which, and from which on, defaults are those of few, and of many."""
+
 
 class TableMLP(Model, kind="table_mlp"):
     """A multilayer perceptron for data `table`: numbers and words in, logits of classes or one number out.
@@ -36,12 +39,14 @@ class TableMLP(Model, kind="table_mlp"):
     """Units of each hidden layer."""
     members: int = pydantic.Field(default=8, ge=1)
     """Networks that share the hidden layers; the work of a step grows with them."""
-    dropout: float = pydantic.Field(default=0.3, ge=0, lt=1)
-    """Part of the units of each hidden layer that a training step leaves out (Srivastava et al. 2014)."""
+    dropout: float | None = pydantic.Field(default=None, ge=0, lt=1)
+    """Part of the units of each hidden layer that a training step leaves out (Srivastava et al. 2014). None: 0.3 for up
+    to 1,000 training rows, 0.1 from 5,000 on, and between these by the logarithm of the rows."""
     frequencies: int = pydantic.Field(default=16, ge=0)
     """Cosines of each number; 0: numbers are read as they are."""
-    frequency_scale: float = pydantic.Field(default=0.1, gt=0)
-    """Standard deviation of the frequencies at the start, in turns for each unit of a scaled number."""
+    frequency_scale: float | None = pydantic.Field(default=None, gt=0)
+    """Standard deviation of the frequencies at the start, in turns for each unit of a scaled number. None: 0.1 for up
+    to 1,000 training rows, 0.5 from 5,000 on, and between these as above: with few rows high ones overfit."""
     number_columns: int = pydantic.Field(default=4, ge=2)
     """How many numbers each one becomes, itself among them."""
     word_columns: int = pydantic.Field(default=8, ge=1)
@@ -53,12 +58,18 @@ class TableMLP(Model, kind="table_mlp"):
             raise ValueError(f"units = {self.units}: give the units of one hidden layer or more, 1 at least each.")
         return self
 
+    @property
+    def trained_members(self) -> int | None:
+        """The members: each learns the label."""
+        return self.members
+
     def build(
         self,
         *,
         num_numbers: int | None = None,
         word_sizes: tuple[int, ...] = (),
         num_classes: int | None = None,
+        num_rows: int | None = None,
         dtype: DTypeLike,
     ) -> Callable[[nnx.Rngs], nnx.Module]:
         """A function that makes the `TableModule` from random keys (stream `params`); it computes in `dtype`.
@@ -67,11 +78,22 @@ class TableMLP(Model, kind="table_mlp"):
         """
         if num_numbers is None:
             raise ConfigError("model table_mlp: the data are no table. Choose data table, or another --model.")
-        return lambda rngs: TableModule(self, rngs, num_numbers, word_sizes, num_classes, dtype=dtype)
+        config = self.for_rows(num_rows)
+        return lambda rngs: TableModule(config, rngs, num_numbers, word_sizes, num_classes, dtype=dtype)
+
+    def for_rows(self, num_rows: int | None) -> TableMLP:
+        """The config with all that is left open chosen for so many training rows; None: for few."""
+        few, many = _ROWS
+        share = min(max(math.log((num_rows or few) / few) / math.log(many / few), 0), 1)
+        chosen = {"dropout": 0.3 - 0.2 * share, "frequency_scale": 0.1 * 5**share}
+        return self.model_copy(update={name: x for name, x in chosen.items() if getattr(self, name) is None})
 
 
 class TableModule(nnx.Module):
-    """The network of a `TableMLP`. Its parts are `numbers`, `words1`, ..., `hidden1`, ... and `head`."""
+    """The network of a `TableMLP` in which nothing is left open (`for_rows`).
+
+    Its parts are `numbers`, `words1`, ..., `hidden1`, ... and `head`.
+    """
 
     def __init__(
         self,
@@ -109,7 +131,7 @@ class TableModule(nnx.Module):
         training [batch, member, ...].
         """
         keys = self.row_keys[...] if train and self.row_keys is not None else None
-        rate = self.config.dropout
+        rate = self.config.dropout or 0.0
         x = self._joined(numbers, words)[:, None, :]
         for number in range(1, self.num_hidden + 1):
             x = nnx.silu(getattr(self, f"hidden{number}")(x))
@@ -143,6 +165,7 @@ class Periodic(nnx.Module):
 
     def __init__(self, config: TableMLP, num_numbers: int, rngs: nnx.Rngs, *, dtype: DTypeLike) -> None:
         shape, normal = (num_numbers, config.frequencies), nnx.initializers.normal
+        assert config.frequency_scale is not None, "chosen by for_rows"
         frequency = normal(2 * math.pi * config.frequency_scale)(rngs.params(), shape, jnp.float32)
         phase = jax.random.uniform(rngs.params(), shape, jnp.float32, -math.pi, math.pi)
         mixed = config.number_columns - 1

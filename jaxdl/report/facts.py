@@ -103,8 +103,9 @@ def plan_facts(plan: Any, end: int) -> Iterator[tuple[str, str]]:
 def _length(plan: Any, end: int) -> str:
     """`30 epochs = 675 steps, batch 64 (8 a device)`."""
     experiment, timeline = plan.experiment, plan.timeline
-    epochs = experiment.epochs or timeline.epoch(plan.total_steps)
-    text = f"{epochs:,.4g} epoch{'' if epochs == 1 else 's'} = {plan.total_steps:,} steps"
+    epochs = (not experiment.steps_within and experiment.epochs) or timeline.epoch(plan.total_steps)
+    shown = f"{epochs:,.0f}" if epochs >= 1000 else f"{epochs:.4g}"
+    text = f"{shown} epoch{'' if epochs == 1 else 's'} = {plan.total_steps:,} steps"
     if experiment.phases:
         sizes = ", ".join(f"{phase.size}" for phase in experiment.phases)
         text += f" in {len(experiment.phases)} phases of {sizes} pixels"

@@ -73,6 +73,9 @@ class Experiment(Config):
     tokens: int | None = pydantic.Field(default=None, ge=1)
     """Length of the run of a language model in target tokens, instead of `epochs` or `steps`; rounded up to whole
     steps."""
+    steps_within: tuple[int, int] | None = None
+    """With `epochs`: the fewest and the most steps of the run, however few or many the training examples. A batch may
+    then be larger than the training data; it has examples several times."""
     phases: tuple[Phase, ...] = ()
     """Progressive resizing: consecutive parts of the run, each with its own image size and length. Only a config file
     can set them. The length of the run is their sum, so `epochs` and `steps` must be None."""
@@ -130,6 +133,8 @@ class Experiment(Config):
             )
         if self.phases and lengths:
             raise ValueError("phases already set the length of the run. Set epochs and steps to None.")
+        if self.steps_within is not None and not 1 <= self.steps_within[0] <= self.steps_within[1]:
+            raise ValueError(f"steps_within = {self.steps_within}: give the fewest and the most steps, 1 or more.")
         self.exchange.check_optimizer(self.optimizer)
         needed = self.task.network_modality or self.task.modality
         if not self.task.takes(self.model.modality):
@@ -140,7 +145,7 @@ class Experiment(Config):
         return self
 
 
-LENGTH = ("epochs", "steps", "tokens", "phases")
+LENGTH = ("epochs", "steps", "tokens", "phases", "steps_within")
 """The fields that set the length of a run. They may change when it resumes, see `jaxdl.training.run.plan.length`."""
 
 

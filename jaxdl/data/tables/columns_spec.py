@@ -42,6 +42,8 @@ class ColumnsSpec(DataSpec):
     """Of each number, whether it is missing in training rows."""
     format: tuple[str | None, str] = (None, "utf-8")
     """Delimiter and encoding of CSV files."""
+    num_rows: int | None = None
+    """Rows that it was fitted on; None in runs of earlier versions."""
     modality: ClassVar[str] = "columns"
 
     def __post_init__(self) -> None:
@@ -66,9 +68,10 @@ class ColumnsSpec(DataSpec):
         return tuple(column for column in self.columns if column.num_words is not None)
 
     def sizes(self) -> dict[str, Any]:
-        """`num_numbers` that the network gets, the ids of each column of words, and the classes, if there are some."""
+        """`num_numbers` that the network gets, ids of each column of words, training rows, and classes, if any."""
         words = tuple(column.num_words for column in self.word_columns)
         sizes: dict[str, Any] = {"num_numbers": len(self.numbers) + sum(self.lacks), "word_sizes": words}
+        sizes |= {} if self.num_rows is None else {"num_rows": self.num_rows}
         return sizes | ({"num_classes": len(self.label.classes)} if self.label.classes else {})
 
     def blank(self) -> dict[str, np.ndarray]:

@@ -134,7 +134,7 @@ class Table(Data, kind="table"):
         batch, _ = spec.encode(select(columns, train))
         numbers = batch.get("numbers", np.zeros((len(train), 0), np.float32))
         center, scale, lacks = scales_of(numbers)
-        return dataclasses.replace(spec, center=center, scale=scale, lacks=lacks)
+        return dataclasses.replace(spec, center=center, scale=scale, lacks=lacks, num_rows=len(train))
 
     def _is_held_out(self, count: int) -> np.ndarray:
         """Which rows are held out, bool [row]: by a hash of their numbers, and at least one of two."""

@@ -20,6 +20,7 @@ from jaxdl.data.text_files import open_text, suffix_of
 DELIMITERS = ",;\t|"
 PARQUET = (".parquet", ".pq", ".parq")
 _EXCEL = (".xlsx", ".xls", ".ods")
+_JSON = (".json", ".jsonl", ".ndjson")
 _MARK = b"PAR1"
 _LARGEST_BLOCK = 2**31 - 2
 
@@ -84,7 +85,11 @@ def _read(path: Path, how: Format) -> tuple[Any, bool]:
     suffix = suffix_of(path)
     if suffix in _EXCEL:
         raise ConfigError(f"{path}: spreadsheets are not read. Save it as CSV, or pandas.read_excel(...).to_parquet.")
-    with path.open("rb") as file:
+    if suffix in _JSON:
+        raise ConfigError(f"{path}: JSON is not read as a table. Save it as CSV, or pandas.read_json(...).to_parquet.")
+    if path.is_dir():
+        raise ConfigError(f"{path}: it is a folder. Name the files in it, for instance {path / '*.csv'}.")
+    with reading(path, ""), path.open("rb") as file:
         is_parquet = suffix in PARQUET or file.read(4) == _MARK
     if is_parquet:
         file = open_parquet(path)
@@ -131,13 +136,19 @@ def _text(path: Path, encoding: str) -> bytes:
     with reading(path, ""), open_text(path) as file:
         content = file.read()
     try:
-        return content if name == "utf-8" and content.decode() else content.decode(encoding).encode()
+        text = content if name == "utf-8" and content.decode() else content.decode(encoding).encode()
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigError(
             f"{path}: line {line:,} is not {encoding} ({content[max(0, error.start - 10) : error.start + 10]!r}). Name "
             "its encoding: --data.encoding latin-1, or cp1252, for instance."
         ) from None
+    if b"\0" in text[: 1 << 16]:
+        raise ConfigError(
+            f"{path}: it has bytes of zero, as text in UTF-16 has. Name its encoding: --data.encoding utf-16-le, or "
+            "utf-16-be; or remove them."
+        )
+    return text
 
 
 def _delimiter(head: str) -> str:

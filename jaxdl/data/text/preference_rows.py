@@ -25,6 +25,7 @@ class PreferenceSpec(TextSpec):
     """
 
     modality: ClassVar[str] = "preferences"
+    rows_per_example: ClassVar[int] = 2
 
     def blank(self) -> dict[str, np.ndarray]:
         """One pair of padding."""

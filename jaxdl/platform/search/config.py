@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Lengths", "OnRay", "SearchConfig", "check_settings", "combinations", "direction_of", "metric_of"]
 
-LENGTH_FIELDS = ("epochs", "steps", "tokens", "phases", "batch_size", "data")
+LENGTH_FIELDS = ("epochs", "steps", "tokens", "phases", "steps_within", "batch_size", "data")
 """Fields that decide how many steps a run has."""
 
 
@@ -132,7 +132,12 @@ class Lengths:
         train = self._splits[key].train
         steps = experiment.steps or steps_of(experiment.tokens, experiment.batch_size, experiment.task, train.spec)
         return make_timeline(
-            len(train), experiment.batch_size, epochs=experiment.epochs, steps=steps, phases=experiment.phases
+            len(train),
+            experiment.batch_size,
+            epochs=experiment.epochs,
+            steps=steps,
+            within=experiment.steps_within,
+            phases=experiment.phases,
         )
 
 

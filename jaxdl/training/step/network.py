@@ -43,7 +43,7 @@ def apply_network(
             inputs = (*inputs, *parts.data_spec.segments(batch))
         if parts.tables is not None and vectors is not None:
             inputs = (*inputs, parts.tables.by_feature(vectors))
-    if call.rows is not None and (each := len(inputs[0]) // len(call.rows)) > 1:  # An example is several rows.
+    if call.rows is not None and (each := parts.task.rows_per_example(parts.data_spec)) > 1:
         rows = (each * call.rows[:, None] + jnp.arange(each)).ravel()
         call = dataclasses.replace(call, rows=rows)
     return run_network(parts, layout, params, model_state, call, *inputs)

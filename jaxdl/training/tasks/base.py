@@ -110,6 +110,18 @@ class Task(Choice):
         del spec
         return None
 
+    def of_members(self, members: int | None) -> Self:
+        """The task for a network of so many members (`Model.trained_members`); None for one without any.
+
+        Raises ConfigError where it does not train members.
+        """
+        if members is None:
+            return self
+        raise ConfigError(
+            f"task {self.kind}: in training the model has outputs of {members} members, [batch, member, ...], and this "
+            "task takes one output of each example. Choose --task table, or another --model."
+        )
+
     def fitted(self, spec: DataSpec, outputs: Callable[[Mapping[str, jax.Array]], Any]) -> Self:
         """The task as it is used with this data and a network. Raises ConfigError when they do not fit.
 
@@ -142,6 +154,10 @@ class Task(Choice):
 
         jax.eval_shape(inputs, spec.blank())
         return tuple(names)
+
+    def rows_per_example(self, spec: DataSpec) -> int:
+        """How many rows of the network's inputs `inputs` makes of an example: as many as the data say, mostly one."""
+        return spec.rows_per_example
 
     def units_per_example(self, spec: DataSpec) -> float:
         """How many of `unit` one training example has: one."""

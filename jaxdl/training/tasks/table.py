@@ -34,6 +34,13 @@ class TableTask(Task, kind="table"):
     best_mode: ClassVar[Literal["max", "min"]] = "min"
 
     _task: Task | None = pydantic.PrivateAttr(default=None)
+    _members: int | None = pydantic.PrivateAttr(default=None)
+
+    def of_members(self, members: int | None) -> Self:
+        """A copy that takes outputs of so many members in training."""
+        task = self.model_copy()
+        task._members = members
+        return task
 
     def fitted(self, spec: DataSpec, outputs: Callable[[Mapping[str, jax.Array]], Any]) -> Self:
         """A copy that knows which of the two it is. Raises ConfigError for settings without effect."""
@@ -65,7 +72,7 @@ class TableTask(Task, kind="table"):
 
     def sums(self, outputs: jax.Array, batch: Mapping[str, jax.Array], *, train: bool) -> dict[str, jax.Array]:
         """The sums of the task; in training the means over the members."""
-        if not train or outputs.ndim < 3:
+        if not train or self._members is None:
             return self.task.sums(outputs, batch, train=train)
         sums = jax.vmap(lambda member: self.task.sums(member, batch, train=True), in_axes=1)(outputs)
         return {name: jnp.mean(value, axis=0) for name, value in sums.items()}

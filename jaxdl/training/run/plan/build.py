@@ -98,7 +98,7 @@ def open_mesh(
 
     `workdir` is None for a program that trains no run. Raises ConfigError when the devices do not suit the experiment.
     """
-    if not any(getattr(experiment, name) for name in LENGTH):
+    if not any(getattr(experiment, name) for name in LENGTH[:4]):
         raise ConfigError("the length of the run is not set. Give --epochs or --steps.")
     planned = choose_layout(experiment, devices, start, workdir)
     with start.doing("starting the devices"):
@@ -288,7 +288,7 @@ def fit_network(
         embedding=experiment.embedding,
         stacks=stacks,
     )
-    task = fit_task(experiment.task, spec, network.output_shapes)
+    task = fit_task(experiment.task.of_members(model.trained_members), spec, network.output_shapes)
     if model.adds_to_loss and (task.takes_arrays or task.users_name):
         raise ConfigError(
             f"model {model.kind} has a loss for its router, which the task {task.kind} would leave out. Take jaxdl's "

@@ -85,7 +85,12 @@ def timeline_of(experiment: Experiment, num_examples: int, spec: DataSpec) -> Ti
         check_endless(experiment)
     steps = experiment.steps or steps_of(experiment.tokens, experiment.batch_size, experiment.task, spec)
     return make_timeline(
-        num_examples, experiment.batch_size, epochs=experiment.epochs, steps=steps, phases=experiment.phases
+        num_examples,
+        experiment.batch_size,
+        epochs=experiment.epochs,
+        steps=steps,
+        within=experiment.steps_within,
+        phases=experiment.phases,
     )
 
 
@@ -145,6 +150,7 @@ def change_of_length(
             asked.batch_size,
             epochs=earlier["epochs"],
             steps=steps,
+            within=earlier.get("steps_within"),
             phases=[Phase(**phase) for phase in earlier["phases"] or ()],
         )
     except (KeyError, TypeError, ConfigError) as error:
