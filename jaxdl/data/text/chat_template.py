@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.paths import expand_home
-from jaxdl.data.codec import TOKENIZER_CONFIG_FILE, Codec, import_text
+from jaxdl.data.codec import TOKENIZER_CONFIG_FILE, Codec
 
 TEMPLATE_FILE, TEMPLATES_FOLDER = "chat_template.jinja", "additional_chat_templates"
 """The files of templates in a tokenizer's folder: the default one, and others by their names."""
@@ -333,17 +333,20 @@ def _compiled(source: str, origin: str) -> Any:
 
     Raises ConfigError for what is not a template.
     """
-    jinja2 = import_text("jinja2", origin)
-    sandbox = import_text("jinja2.sandbox", origin)
+    import jinja2
+    import jinja2.ext
+    import jinja2.meta
+    import jinja2.nodes
+    from jinja2 import sandbox
 
-    class Generation(import_text("jinja2.ext", origin).Extension):
+    class Generation(jinja2.ext.Extension):
         """The block `{% generation %} ... {% endgeneration %}` around what the assistant writes."""
 
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
-            self.environment.marks = True
+            setattr(self.environment, "marks", True)  # noqa: B010
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             marking = jinja2.nodes.Name(_MARKING, "load")
             call = self.call_method("_mark", [marking])
@@ -368,14 +371,14 @@ def _compiled(source: str, origin: str) -> Any:
                 raise jinja2.exceptions.SecurityError(f"a namespace has no name such as {name}")
             super().__setitem__(name, value)
 
-    environment = sandbox.ImmutableSandboxedEnvironment(
+    environment: Any = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     environment.marks = False
     environment.filters["tojson"] = tojson
     environment.globals |= {"raise_exception": raise_exception, "namespace": Namespace}
     try:
-        environment.names = import_text("jinja2.meta", origin).find_undeclared_variables(environment.parse(source))
+        environment.names = jinja2.meta.find_undeclared_variables(environment.parse(source))
         return environment.from_string(source)
     except jinja2.exceptions.TemplateError as error:
         line = getattr(error, "lineno", None)

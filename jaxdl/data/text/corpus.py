@@ -151,7 +151,7 @@ class Documents(TokenizedText, kind="documents"):
 class Mixture(Data, kind="mixture"):
     """Several sources of documents or conversations, which training sees by their weights."""
 
-    sources: dict[str, TokenizedText] = {}
+    sources: Mapping[str, TokenizedText] = {}
     """The sources by name, all with the same tokenizer, length and packing; set in a config file. Of conversations the
     answers are learned, of documents beside them all tokens."""
     paths: dict[str, str] = {}

@@ -24,7 +24,7 @@ _DRAIN_SEC = 2
 
 def check_extra() -> None:
     """Raises ConfigError when a package of the extra `serve` is missing."""
-    for package in ("starlette", "uvicorn", "jinja2"):
+    for package in ("starlette", "uvicorn"):
         try:
             importlib.import_module(package)
         except ImportError:
