@@ -31,6 +31,11 @@ BOTH = {
 def test_what_varies_is_given_in_python():
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
+    assert vary_texts("a=1,2") == ("a=1,2",)
+    quoted = parse_settings(vary_texts({"a": {"x": {"b": ["1 if a=x", "it's"]}, "y": None}, "c": np.array([1, 2])}))
+    assert quoted == [Choices("a", ("x", "y")), Choices("c", (1, 2)),
+                      Choices("b", ("1 if a=x", "it's"), when=Condition("a", ("x",)))]  # fmt: skip
+    assert parse_settings(["a=it's,that's"]) == [Choices("a", ("it's", "that's"))]
     assert vary_texts(BOTH) == (
         "optimizer=sgd,lars,adamw", "optimizer.momentum=0.5,0.9 if optimizer=sgd,lars",
         "optimizer.nesterov=True,False if optimizer=sgd", "model.units=(32,),(64, 64)",
@@ -46,7 +51,7 @@ def test_what_varies_is_given_in_python():
     assert parse_settings(vary_texts(given)) == values
     steps = FloatDistribution(0, 1, step=0.5)
     for wrong, message in (({"a": 3}, "says not what varies"), ({"a": steps}, "steps of 0.5"),
-                           ({"a": {"x": {"b": "1,2 if c=3"}}}, "condition already")):  # fmt: skip
+                           ({"a": {"x": ["b"]}}, "no dictionary"), ({"a": {}}, "an empty dictionary")):  # fmt: skip
         with pytest.raises(OptionError, match=message):
             vary_texts(wrong)
 
@@ -69,6 +74,27 @@ def test_a_condition_decides_what_a_trial_has():
         assert {values[setting.name] for values in ends if setting.name in values} == set(setting.ends())
 
 
+def test_a_field_may_have_a_range_for_each_value_of_another(tmp_path):
+    vary = {"optimizer": {"sgd": {"rate": "log:1e-2:1"}, "adamw": {"rate": "log:1e-4:1e-3"}, "lars": None}}
+    settings = parse_settings(vary_texts(vary))
+    assert [setting.key for setting in settings] == ["optimizer", "rate if optimizer=sgd", "rate if optimizer=adamw"]
+    journal = Journal(tmp_path / "journal", settings, "minimize")
+    for seed in range(30):
+        values = TPE(startup=3).propose(settings, journal.trials(), "minimize", seed, {}).settings
+        low, high = {"sgd": (1e-2, 1), "adamw": (1e-4, 1e-3), "lars": (None, None)}[values["optimizer"]]
+        assert ("rate" in values) == (low is not None)
+        assert low is None or low <= values["rate"] <= high
+        journal.add(values, 9)
+        journal.finish(seed, values.get("rate", 0.5))
+        assert dict(journal.trials()[seed].settings) == values
+    assert len({trial.settings["optimizer"] for trial in journal.trials()}) == 3
+
+
+def test_a_large_grid_is_counted_at_once():
+    texts = [*(f"{name}=int:1:1000" for name in "abcdef"), "g=1,2 if a=1,2", "h=1,2,3 if g=1"]
+    assert Grid().check(parse_settings(texts)) == 1000**5 * (998 + 2 * (3 + 1))
+
+
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
@@ -76,6 +102,8 @@ def test_a_condition_decides_what_a_trial_has():
         (["a=1,2 if b=3", "b=1,2"], "b is never 3"),
         (["a=1,2 if b=1", "b=uniform:0:1"], "no list of values"),
         (["a=1,2 if b=1", "b=1,2 if a=1"], "depends on itself"),
+        (["a=1,2 if b=1", "a=3,4", "b=1,2"], "given twice"),
+        (["a=1,2 if b=1", "a=3,4 if b=1,2", "b=1,2"], "given twice"),
     ],
 )
 def test_conditions_that_cannot_hold_are_refused(texts, message):
@@ -104,14 +132,14 @@ def test_a_plateau_ends_the_start_of_trials(first):
     course = Course(20, 9, lambda step: step, "minimize", (), 0, patience=3)
     policy = Full().policy(course) if first is None else ASHA(rungs=(first,), reduction=20).policy(course)
     trials = []
-    for value in (5.0, 4.0, 6.0, 4.0, 3.0, 7.0, None, 3.0):
+    for value in (None, None, None, 5.0, 4.0, 6.0, 4.0, 3.0, 7.0, None, 3.0):
         assert policy.next(trials) == New(first)
         target = first or 9
         assert policy.next([*trials, Trial(len(trials), {}, target)]) == New(first), "one that trains says nothing yet"
         state = "failed" if value is None else "finished" if first is None else "open"
         trials.append(Trial(len(trials), {}, target, {} if value is None else {target: value}, state))
     following = policy.next(trials)
-    assert following is None if first is None else following == Promote(4, 9), "the best one is completed"
+    assert following is None if first is None else following == Promote(7, 9), "the best one is completed"
     with pytest.raises(ConfigError, match="patience"):
         PBT(interval=3).policy(course)
 

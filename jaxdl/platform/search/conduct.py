@@ -65,11 +65,13 @@ class Outcome:
     report: dict[str, Any]
     """What result.json has."""
     signum: int | None
-    """The signal that stopped it; None where nothing was left to do."""
+    """The signal that stopped it."""
+    time_is_over: bool
+    """Whether its hours were over. With neither nothing was left to do."""
 
 
 def conduct(given: Given, shows: Callable[[SearchView], AbstractContextManager[Any]]) -> Outcome:
-    """Searches until nothing is left to do, or a signal comes; writes the report.
+    """Searches until nothing is left to do, a signal comes or the hours are over; writes the report.
 
     `shows` makes the context, with the methods of `Shows`, that is told of the trials. Raises ConfigError.
     """
@@ -89,11 +91,12 @@ def conduct(given: Given, shows: Callable[[SearchView], AbstractContextManager[A
         workers = given.search.engine.open(given.search.parallel, given.search.devices_per_trial)
         shown = SearchView(request, course, given.search.scheduler)
         with shows(shown) as showing:
-            signum = Search(request, journal, given.search.sampler, policy, workers, showing).run()
+            search = Search(request, journal, given.search.sampler, policy, workers, showing)
+            signum = search.run()
         trials = journal.trials()
         report = result(request, trials, shown)
         write_report(given.workdir, request, trials, report, shown)
-        return Outcome(request, trials, report, signum)
+        return Outcome(request, trials, report, signum, search.time_is_over)
     except BrokenPipeError:
         raise
     except OSError as error:  # A full disk, say. A line of the journal that is not whole is cut off when it is opened.

@@ -126,6 +126,8 @@ class Search:
         self.workers, self.shows = workers, shows
         self.running: set[int] = set()
         self.signum: int | None = None
+        self.time_is_over = False
+        """Whether it ended because of `Request.hours`."""
         self._attempts = Attempts(request.retries)
         self._waited: set[int] = set()
         self._first_losses: dict[int, float] = {}
@@ -144,6 +146,7 @@ class Search:
             while self.signum is None and time.monotonic() < until and (goes_on := self._step()):
                 self.shows.refresh(self.journal.trials(), sorted(self.running))
                 time.sleep(POLL_SEC)
+            self.time_is_over = goes_on and self.signum is None
             if self.signum is not None or goes_on:
                 over = f"the time is over ({self.request.hours:g} hours)" if self.signum is None else "stopping"
                 self.shows.event(f"{over}: the trials save their state")

@@ -71,6 +71,8 @@ class SearchResult:
     trials: tuple[SearchTrial, ...]
     best: SearchTrial | None
     """None where no trial has a value."""
+    finished: bool
+    """False where `hours` were over before: the same call goes on."""
 
     def frame(self) -> pd.DataFrame:
         """A row for each trial: number, state, step, value, then the settings. Raises ImportError without pandas."""
@@ -94,7 +96,8 @@ class SearchResult:
         if (best := self.best) is not None:
             settings = ", ".join(f"{name} {value}" for name, value in best.settings.items())
             found = f"trial {best.number}: {self.metric} {best.value:.6g} at step {best.step} ({settings})"
-        return f"SearchResult of {len(self.trials)} trials, {found}\nreport: {self.folder / REPORT_FILE}"
+        goes_on = "" if self.finished else "; its hours are over, the same call goes on"
+        return f"SearchResult of {len(self.trials)} trials, {found}{goes_on}\nreport: {self.folder / REPORT_FILE}"
 
     def _repr_html_(self) -> str:
         """The same for notebooks, and a table of the best trials."""
@@ -114,7 +117,7 @@ class SearchResult:
 
 def search(
     experiment: Experiment | str | Path,
-    vary: Mapping[str, Any] | Sequence[str],
+    vary: Mapping[str, Any] | Sequence[str] | str,
     workdir: str | Path,
     *,
     overrides: Mapping[str, Any] | Sequence[str] = (),
@@ -146,7 +149,7 @@ def search(
 
     Raises:
       ConfigError: for a setting that cannot be used, or when every trial has failed.
-      Interrupted: after a signal, once the trials are saved; its `run` is the result so far.
+      Interrupted: after a signal, once the trials are saved and the report of what there is so far is written.
     """
     folder = Path(workdir)
     given = _given(experiment, overrides, folder, {"vary": vary_texts(vary), **settings})
@@ -155,12 +158,11 @@ def search(
         return Silent() if quiet else Display(view) if Console().is_terminal else Lines()
 
     outcome = conduct(given, shows)
-    found = _result(folder, outcome)
     if outcome.signum is not None:
         message = f"The search in {folder} was stopped, and its trials are saved. The same call goes on."
-        raise Interrupted(outcome.signum, message, found)  # pyright: ignore[reportArgumentType]
+        raise Interrupted(outcome.signum, message)
     check_any(outcome.trials)
-    return found
+    return _result(folder, outcome)
 
 
 def _given(experiment: Experiment | str | Path, overrides: Any, folder: Path, settings: Mapping[str, Any]) -> Given:
@@ -198,4 +200,4 @@ def _result(folder: Path, outcome: Outcome) -> SearchResult:
         for trial, told in zip(outcome.trials, report["trials"], strict=True)
     )
     best = None if report["best"] is None else trials[report["best"]["number"]]
-    return SearchResult(folder, request.metric, request.direction, trials, best)
+    return SearchResult(folder, request.metric, request.direction, trials, best, not outcome.time_is_over)

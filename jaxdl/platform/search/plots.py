@@ -87,12 +87,12 @@ def slices(trials: Sequence[Trial], request: Request) -> bytes | None:
     shades, (low, high) = _shades(seen, request), _limits([_value(trial) for trial in seen], request)
     panels = figure.subplots(1, num, squeeze=False, sharey=True)[0]
     for axes, setting in zip(panels, request.settings, strict=True):
-        having = [trial for trial in seen if setting.name in trial.settings]
+        having = [trial for trial in seen if setting.is_in(trial.settings)]
         colors = [shades[trial.number] for trial in having]
         at = [place_of(setting, trial.settings[setting.name]) for trial in having]
         heights = [min(max(_value(trial), low), high) for trial in having]
         axes.scatter(at, heights, c=colors, s=28, edgecolors=style.GREY, linewidths=0.3)
-        style.dress(axes, x=short(setting.name), y=request.metric if axes is panels[0] else "")
+        style.dress(axes, x=short(setting.key), y=request.metric if axes is panels[0] else "")
         _ticks(axes, setting, "x")
     return style.png(figure)
 
@@ -107,12 +107,12 @@ def parallel(trials: Sequence[Trial], request: Request) -> bytes | None:
     low, high = _limits([_value(trial) for trial in seen], request)
     for trial in sorted(seen, key=lambda trial: rank(trial, request.direction), reverse=True):
         heights = [
-            _share(setting, trial.settings[setting.name]) if setting.name in trial.settings else math.nan
+            _share(setting, trial.settings[setting.name]) if setting.is_in(trial.settings) else math.nan
             for setting in request.settings
         ]
         heights.append((min(max(_value(trial), low), high) - low) / (high - low) if high > low else 0.5)
         axes.plot(range(len(heights)), heights, color=shades[trial.number], lw=1.3)
-    names = [*(short(setting.name) for setting in request.settings), request.metric]
+    names = [*(short(setting.key) for setting in request.settings), request.metric]
     style.dress(axes)
     axes.set_xticks(range(len(names)), names)
     axes.set_yticks([])

@@ -157,7 +157,7 @@ class Grid(Sampler, kind="grid"):
                     f"--sampler grid: {setting.option.removeprefix('--')} has no list of values. Give one: "
                     f"--vary {setting.option.removeprefix('--')}=A,B,C."
                 )
-        return sum(1 for _ in combinations_of(settings))
+        return _count(settings, {})
 
     def propose(
         self,
@@ -171,6 +171,18 @@ class Grid(Sampler, kind="grid"):
         del direction, seed, study_attributes
         place = sum(trial.parent is None for trial in trials)  # Copies of a population are no places of the grid.
         return Proposal(next(itertools.islice(combinations_of(settings), place, None)))
+
+
+def _count(settings: Sequence[Setting], before: Mapping[str, Any]) -> int:
+    """How many combinations there are, of which only those that a condition tells apart are gone through."""
+    if not settings:
+        return 1
+    first, rest = settings[0], settings[1:]
+    if not first.applies(before):
+        return _count(rest, before)
+    if all(other.when is None or other.when.name != first.name for other in rest):
+        return len(first.grid or ()) * _count(rest, before)
+    return sum(_count(rest, {**before, first.name: value}) for value in first.grid or ())
 
 
 def combinations_of(settings: Sequence[Setting], before: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:

@@ -90,7 +90,7 @@ def is_plateau(
             best, since = value, 0
         else:
             since += 1
-    return since >= patience
+    return best is not None and since >= patience
 
 
 class Scheduler(Choice):

@@ -8,7 +8,7 @@ import math
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxdl.core.errors import OptionError
@@ -41,10 +41,23 @@ class Setting(abc.ABC):
     name: str
     when: Condition | None = field(default=None, kw_only=True)
     """None: always."""
+    shared: bool = field(default=False, kw_only=True)
+    """Whether another setting varies the same field under another condition."""
+
+    @property
+    def key(self) -> str:
+        """Its name for Optuna, and in plots: the field, with the condition where several vary it."""
+        if not self.shared or self.when is None:
+            return self.name
+        return f"{self.name} if {self.when.name}={','.join(map(str, self.when.values))}"
 
     def applies(self, settings: Mapping[str, Any]) -> bool:
         """Whether it varies in a trial that has these settings."""
         return self.when is None or self.when.holds(settings)
+
+    def is_in(self, settings: Mapping[str, Any]) -> bool:
+        """Whether these settings of a trial have a value of it."""
+        return self.name in settings and self.applies(settings)
 
     @property
     def option(self) -> str:
@@ -99,7 +112,7 @@ class Choices(Setting):
 
     def suggest(self, trial: OptunaTrial) -> Any:
         """What a trial of Optuna's proposes."""
-        return trial.suggest_categorical(self.name, [self.stored(value) for value in self.values])
+        return trial.suggest_categorical(self.key, [self.stored(value) for value in self.values])
 
     def stored(self, value: Any) -> Any:
         """A tuple as the text of it: Optuna's files have none."""
@@ -148,8 +161,8 @@ class Number(Setting):
     def suggest(self, trial: OptunaTrial) -> Any:
         """What a trial of Optuna's proposes."""
         if self.whole:
-            return trial.suggest_int(self.name, int(self.low), int(self.high), log=self.log)
-        return trial.suggest_float(self.name, self.low, self.high, log=self.log)
+            return trial.suggest_int(self.key, int(self.low), int(self.high), log=self.log)
+        return trial.suggest_float(self.key, self.low, self.high, log=self.log)
 
     def ends(self) -> Sequence[Any]:
         """The lowest and the highest."""
@@ -185,21 +198,30 @@ def parse_settings(texts: Sequence[str]) -> list[Setting]:
     Raises OptionError for what cannot be read, and for a condition that cannot hold.
     """
     settings = [_parse(text) for text in texts]
-    names = [setting.name for setting in settings]
-    for name in names:
-        if names.count(name) > 1:
-            raise OptionError(f"--vary {name}: given twice. Give one range or list of values for it.")
+    settings = [_with_others(setting, settings) for setting in settings]
+    known = {setting.name: setting for setting in settings}
     for setting in settings:
-        _check_condition(setting, {other.name: other for other in settings if other is not setting})
+        _check_condition(setting, known)
     placed: list[Setting] = []
     while left := [setting for setting in settings if setting not in placed]:
         ready = [one for one in left if one.when is None or one.when.name in [other.name for other in placed]]
         if not ready:
-            raise OptionError(
-                f"--vary {left[0].name}: its condition depends on itself. Give conditions in one direction."
-            )
+            raise OptionError(f"--vary {left[0].name}: its condition depends on itself. Leave a condition out.")
         placed += ready
     return placed
+
+
+def _with_others(setting: Setting, settings: Sequence[Setting]) -> Setting:
+    """The setting, marked where others vary the same field. Raises OptionError unless their conditions exclude it."""
+    others = [other for other in settings if other is not setting and other.name == setting.name]
+    for other in others:
+        one, two = setting.when, other.when
+        if one is None or two is None or one.name != two.name or any(_is_in(value, two.values) for value in one.values):
+            raise OptionError(
+                f"--vary {setting.name}: given twice. Give one range or list of values for it, or several with "
+                'conditions of which one holds at a time: "NAME=VALUES if OTHER=A", "NAME=VALUES if OTHER=B".'
+            )
+    return replace(setting, shared=bool(others))
 
 
 def _check_condition(setting: Setting, others: Mapping[str, Setting]) -> None:
@@ -223,16 +245,23 @@ def _is_in(value: Any, values: Sequence[Any]) -> bool:
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
 
 
-_CONDITION = re.compile(r"(?P<varied>.*\S)\s+if\s+(?P<name>[\w.-]+)\s*=\s*(?P<values>.*)", re.DOTALL)
+_CONDITION = re.compile(r"\s+if\s+(?P<name>[\w.-]+)\s*=")
+
+
+def _split_condition(text: str) -> tuple[str, Condition | None]:
+    """(NAME=VALUES, the condition behind it). An " if " in a value in quotes is none."""
+    for match in reversed(list(_CONDITION.finditer(text))):
+        before, after = text[: match.start()], text[match.end() :]
+        last = _items(before.partition("=")[2])[-1]
+        if last[:1] not in tuple("'\"([") or (len(last) > 1 and last[-1] in "'\")]"):
+            other = _choices(_field(match["name"]), text, after)
+            return before, Condition(other.name, other.values)
+    return text, None
 
 
 def _parse(text: str) -> Setting:
-    conditional = _CONDITION.fullmatch(text)
-    when = None
-    if conditional is not None:
-        other = _choices(_field(conditional["name"]), text, conditional["values"])
-        when = Condition(other.name, other.values)
-    name, equals, values = (conditional["varied"] if conditional else text).partition("=")
+    varied, when = _split_condition(text)
+    name, equals, values = varied.partition("=")
     name = _field(name)
     if not (name and equals and values.strip()):
         raise OptionError(f"--vary {text!r}: not NAME=VALUES. Give {FORMS}: optimizer.learning-rate=log:1e-3:1.")
@@ -259,15 +288,19 @@ def _field(name: str) -> str:
 
 
 def _choices(name: str, text: str, values: str, when: Condition | None = None) -> Choices:
-    words = [word.strip() for word in _SEPARATED.findall(values + ",")]
+    words = _items(values)
     choices = tuple(literal(word) for word in words)
     if "" in words or len(set(map(repr, choices))) < len(choices):
         raise OptionError(f"--vary {text}: an empty value, or one that is given twice. Give {FORMS}.")
     return Choices(name, choices, when=when)
 
 
-_SEPARATED = re.compile(r"""((?:\([^()]*\)|\[[^\[\]]*\]|'[^']*'|"[^"]*"|[^,])*),""")
-"""What stands before each comma that is in no brackets or quotes."""
+_ITEM = re.compile(r"""\s*('[^']*'|"[^"]*"|\([^()]*\)|\[[^\[\]]*\]|[^,]*?)\s*,""")
+
+
+def _items(values: str) -> list[str]:
+    """What stands between commas, of which those in quotes and brackets are none; a quote opens at the begin alone."""
+    return _ITEM.findall(values + ",")
 
 
 def literal(word: str) -> Any:
@@ -287,18 +320,21 @@ def _is_plain(value: Any) -> bool:
 
 def stored_settings(settings: Sequence[Setting], values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a trial as Optuna keeps them."""
-    return {setting.name: setting.stored(values[setting.name]) for setting in settings if setting.name in values}
+    return {setting.key: setting.stored(values[setting.name]) for setting in settings if setting.is_in(values)}
 
 
 def read_settings(settings: Sequence[Setting], stored: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a trial that Optuna keeps so."""
-    known = {setting.name: setting for setting in settings}
-    return {name: known[name].read(value) if name in known else value for name, value in stored.items()}
+    known = {setting.key: setting for setting in settings}
+    return {
+        known[key].name if key in known else key: known[key].read(value) if key in known else value
+        for key, value in stored.items()
+    }
 
 
 def distributions(settings: Sequence[Setting], values: Mapping[str, Any]) -> dict[str, BaseDistribution]:
-    """Those of the settings that a trial has."""
-    return {setting.name: setting.distribution() for setting in settings if setting.name in values}
+    """Those of the settings that a trial has, as Optuna names them."""
+    return {setting.key: setting.distribution() for setting in settings if setting.is_in(values)}
 
 
 def words_of(settings: Mapping[str, Any]) -> list[str]:

@@ -9,37 +9,44 @@ from jaxdl.core.errors import OptionError
 from jaxdl.platform.search.space import literal
 
 
-def vary_texts(vary: Mapping[str, Any] | Sequence[str]) -> tuple[str, ...]:
+def vary_texts(vary: Mapping[str, Any] | Sequence[str] | str) -> tuple[str, ...]:
     """What varies, given in Python, in the words of `--vary`; see `jaxdl.search`. Raises OptionError."""
+    if isinstance(vary, str):
+        return (vary,)
     if not isinstance(vary, Mapping):
         return tuple(vary)
-    texts: list[str] = []
+    return tuple(text if when is None else f"{text} if {when}" for text, when in _entries(vary))
+
+
+def _entries(vary: Mapping[str, Any]) -> list[tuple[str, str | None]]:
+    """(NAME=VALUES, the condition of it) of everything that varies."""
+    entries: list[tuple[str, str | None]] = []
     for name, values in vary.items():
         if not isinstance(values, Mapping):
-            texts.append(f"{name}={_values_text(name, values)}")
+            entries.append((f"{name}={_values_text(name, values)}", None))
             continue
-        texts.append(f"{name}={','.join(map(_word, values))}")
-        texts += _inner_texts(name, values)
-    return tuple(texts)
-
-
-def _inner_texts(name: str, values: Mapping[Any, Mapping[str, Any] | None]) -> list[str]:
-    """What varies with some values of a setting alone."""
-    where: dict[str, list[str]] = {}
-    for value, inner in values.items():
-        for other, range_or_list in (inner or {}).items():
-            if isinstance(range_or_list, str) and " if " in range_or_list:
-                raise OptionError(f"vary: {name}: {value}: {other}: it has a condition already. Give it beside {name}.")
-        for text in vary_texts(inner or {}):
-            where.setdefault(text, []).append(_word(value))
-    # What is deeper has the condition of what it is in.
-    return [text if " if " in text else f"{text} if {name}={','.join(of)}" for text, of in where.items()]
+        if not values:
+            raise OptionError(f"vary: {name}: an empty dictionary. Give values, and what varies with each.")
+        entries.append((f"{name}={','.join(map(_word, values))}", None))
+        where: dict[tuple[str, str | None], list[str]] = {}
+        for value, inner in values.items():
+            if not isinstance(inner, Mapping | None):
+                raise OptionError(
+                    f"vary: {name}: {value}: {inner!r} is no dictionary of what varies with it. Give {{}} for nothing, "
+                    "or a list of values instead of the dictionary."
+                )
+            for entry in _entries(inner or {}):
+                where.setdefault(entry, []).append(_word(value))
+        # What is deeper has the condition of what it is in.
+        entries += [(text, when or f"{name}={','.join(of)}") for (text, when), of in where.items()]
+    return entries
 
 
 def _values_text(name: str, values: Any) -> str:
     """A range, a list, or one of Optuna's distributions, as `--vary` has it."""
     if isinstance(values, str):
         return values
+    values = values.tolist() if hasattr(values, "tolist") else values  # NumPy's arrays.
     if isinstance(values, range) and values.step == 1 and len(values) > 1:
         return f"int:{values[0]}:{values[-1]}"
     if isinstance(values, list | tuple | range | set | frozenset) and len(values):
@@ -56,7 +63,7 @@ def _of_optuna(name: str, given: Any) -> str | None:
     """A distribution of Optuna's as `--vary` has it; None for what is none."""
     if hasattr(given, "choices"):
         return ",".join(map(_word, given.choices))
-    if not hasattr(given, "low") or not hasattr(given, "high"):
+    if not all(hasattr(given, name) for name in ("low", "high", "step", "log")):
         return None
     whole = isinstance(given.low, int)
     if given.step not in (None, 1 if whole else None):
