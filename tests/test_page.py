@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -152,6 +154,33 @@ def test_no_spike_is_lost_when_a_curve_is_thinned():
     assert len(kept) <= 1002
     assert {77, 51_234, 0, 99_999} <= set(where.tolist())
     np.testing.assert_array_equal(kept, values[where])
+
+
+def test_the_line_of_a_thinned_curve_is_of_means_not_of_extremes(tmp_path):
+    losses = np.random.default_rng(0).lognormal(-0.5, 1.13, 20_000)
+    lines = [{"step": step, "epoch": 0.0, "train/loss": loss, "huge": 1.7e308} for step, loss in enumerate(losses)]
+    run = make_run(tmp_path / "run", lines=lines)
+    metrics = client(tmp_path).get(f"/api/curves?run={address_of_folder(run)}&all=1").json()["runs"][0]["metrics"]
+    means = metrics["train/loss"]["means"]
+    assert sum(means["count"]) == 20_000
+    np.testing.assert_allclose(means["y"], losses.reshape(500, 40).mean(1), rtol=1e-5)
+    np.testing.assert_allclose(means["x"], np.arange(20_000).reshape(500, 40).mean(1))
+    assert max(metrics["train/loss"]["y"]) == pytest.approx(losses.max(), rel=1e-5), "the faint line has the extremes"
+    assert set(metrics["huge"]["means"]["y"]) == {1.7e308}
+    if node := shutil.which("node"):
+        drawn = drawn_by(node, metrics["train/loss"])
+        assert np.mean(drawn["y"]) == pytest.approx(losses.mean(), rel=0.02)
+        assert len(drawn["raw"]) > len(drawn["y"]) == len(drawn["meanX"]) == 500
+
+
+def drawn_by(node, curve):
+    """What the page's script draws of a curve, smoothed."""
+    data = json.dumps({"runs": [{"id": "a", "metrics": {"train/loss": curve}}]})
+    program = (FOLDER / "static" / "charts.js").read_text(encoding="utf-8") + (
+        f"const found = seriesOf({{metrics: ['train/loss']}}, {data}, {{off: new Set(), smoothing: 0.9}});"
+        "console.log(JSON.stringify(found[0]));"
+    )
+    return json.loads(subprocess.run([node, "-"], input=program, capture_output=True, text=True, check=True).stdout)
 
 
 def test_training_and_evaluation_of_a_metric_are_in_one_panel():

@@ -169,10 +169,24 @@ def thin(where: np.ndarray, values: np.ndarray, most: int = MOST_POINTS) -> tupl
     return where[kept], values[kept]
 
 
+def part_means(where: np.ndarray, values: np.ndarray, most: int = MOST_POINTS) -> tuple[np.ndarray, ...]:
+    """(where, mean, count) of each part that `thin` keeps the extremes of; none if it keeps every point.
+
+    What is smoothed is these: the middle of two extremes is not the mean where large values are rare.
+    """
+    if len(values) <= most:
+        return np.empty(0), np.empty(0), np.empty(0, int)
+    parts = np.array_split(np.arange(len(values)), most // 2)
+    with np.errstate(over="ignore"):  # The sum of values near the largest float is infinite, their mean is not.
+        means = [np.clip(values[part].mean(), values[part].min(), values[part].max()) for part in parts]
+    return np.asarray([where[part].mean() for part in parts]), np.asarray(means), np.asarray([*map(len, parts)])
+
+
 def curves_as_json(series: Series, by: By, metrics: Sequence[str] = (), most: int = MOST_POINTS) -> dict[str, Any]:
     """The points of each metric (of `metrics` alone, if any are given), the events, and what is not shown.
 
-    A number is rounded to six digits, a curve thinned as `thin` says; `num_points` is what there is.
+    A number is rounded to six digits, a curve thinned as `thin` says; `num_points` is what there is, `means` what
+    `part_means` returns, by `x`, `y` and `count`.
     """
     curves, problems = series.curves, list(series.problems)
     names = dict.fromkeys(name for row in curves.rows for name in row if name not in ("step", "epoch"))
@@ -191,16 +205,20 @@ def curves_as_json(series: Series, by: By, metrics: Sequence[str] = (), most: in
         missing = sum(row.get(name, 0) is None for row in curves.rows)
         if not len(values) and not missing:
             continue
-        thinned = thin(where, values, most)
+        thinned, means = thin(where, values, most), part_means(where, values, most)
         best = _best(curves, name)
         found[name] = {
-            "x": [float(f"{value:.9g}") for value in thinned[0]],
-            "y": [float(f"{value:.6g}") for value in thinned[1]],
+            **_as_lists(*thinned),
+            "means": _as_lists(*means[:2]) | {"count": means[2].tolist()},
             "num_points": len(values),
             "not_finite": missing,
             "best": None if best is None else [best[0], best[1]],
         }
     return {"metrics": found, "problems": problems, "by": by}
+
+
+def _as_lists(where: np.ndarray, values: np.ndarray) -> dict[str, list]:
+    return {"x": [float(f"{value:.9g}") for value in where], "y": [float(f"{value:.6g}") for value in values]}
 
 
 def _best(curves: Curves, metric: str) -> tuple[float, int] | None:
