@@ -176,11 +176,26 @@ def test_the_line_of_a_thinned_curve_is_of_means_not_of_extremes(tmp_path):
 def drawn_by(node, curve):
     """What the page's script draws of a curve, smoothed."""
     data = json.dumps({"runs": [{"id": "a", "metrics": {"train/loss": curve}}]})
-    program = (FOLDER / "static" / "charts.js").read_text(encoding="utf-8") + (
-        f"const found = seriesOf({{metrics: ['train/loss']}}, {data}, {{off: new Set(), smoothing: 0.9}});"
-        "console.log(JSON.stringify(found[0]));"
+    return of_script(node, f"seriesOf({{metrics: ['train/loss']}}, {data}, {{off: new Set(), smoothing: 0.9}})[0]")
+
+
+def of_script(node, expression):
+    """The value of an expression in the script that draws."""
+    program = (
+        f"{(FOLDER / 'static' / 'charts.js').read_text(encoding='utf-8')}\nconsole.log(JSON.stringify({expression}));"
     )
     return json.loads(subprocess.run([node, "-"], input=program, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_notes_below_a_panel_begin_with_what_is_not_finite_and_count_the_rest():
+    curves = [
+        {"label": f"run{n}", "left": 2, "curve": {"not_finite": int(n == 3), "x": [1], "num_points": 1}}
+        for n in range(6)
+    ]
+    found = of_script("node", f"notes({json.dumps(curves)}, [])")
+    assert found[0] == "run3: 1 value is not finite and not drawn"
+    assert (len(found), found[-1]) == (5, "and 3 more")
 
 
 def test_training_and_evaluation_of_a_metric_are_in_one_panel():

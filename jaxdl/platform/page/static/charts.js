@@ -4,6 +4,7 @@
 let WIDTH = 460; // Of a panel, in pixels: as wide as its column.
 const HEIGHT = 240, LEFT = 54, RIGHT = 10, TOP = 8, BOTTOM = 26;
 let plots = 0; // Each has a clip of its own.
+const NOTES = 4, VALUES = 16; // So many are written below a panel, and at the pointer.
 const FEW = 30; // So many points are drawn as such, and not smoothed.
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -165,15 +166,20 @@ function plot(panel, drawn, xs, ys, settings) {
   return whole;
 }
 
+// The first texts, and how many more there are.
+function withoutRest(texts, most) {
+  return texts.length > most ? texts.slice(0, most).concat(`and ${texts.length - most} more`) : texts;
+}
+
 function notes(all, drawn) {
-  const found = [];
+  const missing = [], found = [];
   for (const series of all) {
-    if (series.curve.not_finite) found.push(`${series.label}: ${series.curve.not_finite} value${series.curve.not_finite > 1 ? "s are" : " is"} not finite and not drawn`);
+    if (series.curve.not_finite) missing.push(`${series.label}: ${series.curve.not_finite} value${series.curve.not_finite > 1 ? "s are" : " is"} not finite and not drawn`);
     if (series.left) found.push(`${series.label}: ${series.left} value${series.left > 1 ? "s are" : " is"} not above 0 and not drawn`);
     if (series.curve.num_points > series.curve.x.length) found.push(`${series.label}: ${series.curve.x.length} of ${series.curve.num_points} values are drawn, lowest and highest of each part; the line is of the means of ${series.curve.means.x.length} parts`);
   }
   if (drawn.length === 1 && drawn[0].curve.best) found.push(`best: ${short(drawn[0].curve.best[0])} at step ${drawn[0].curve.best[1]}`);
-  return found.slice(0, 4);
+  return withoutRest(missing.concat(found), NOTES);
 }
 
 // The values at one place along the curves: where the pointer is, or where the arrow keys lead.
@@ -184,13 +190,13 @@ function follow(svg, box, cross, drawn, atX) {
   const show = () => {
     const x = longest.x[place];
     box.replaceChildren(element("div", { class: "muted" }, `at ${x.toLocaleString("en")}`));
-    const rows = drawn.slice(0, 16).map((series) => ({ series, value: series.mean[nearest(series.meanX, x)] })).filter(({ value }) => value !== undefined);
-    for (const { series, value } of rows) {
-      const of = series.meanX === series.x ? "" : " mean";
-      const row = element("div");
+    const rows = drawn.map((series) => ({ series, value: series.mean[nearest(series.meanX, x)] })).filter(({ value }) => value !== undefined);
+    for (const { series, value } of rows.slice(0, VALUES)) {
+      const row = element("div"), of = series.meanX === series.x ? "" : " mean";
       row.append(element("span", { class: `swatch s${series.color}` }), `${series.label}${of} ${short(value)}`);
       box.append(row);
     }
+    if (rows.length > VALUES) box.append(element("div", { class: "muted" }, `and ${rows.length - VALUES} more`));
     box.hidden = false;
     cross.setAttribute("x1", atX(x));
     cross.setAttribute("x2", atX(x));
