@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+import threading
 from urllib.parse import quote
 
 import pytest
@@ -155,7 +156,40 @@ def test_links_and_pipes_in_a_workdir_are_not_followed(tmp_path):
     (good / "metrics.jsonl").unlink()
     os.mkfifo(good / "metrics.jsonl")
     (row,) = client(good).get("/api/runs").json()["rows"]
-    assert row["problem"] == "metrics.jsonl is no ordinary file, and is not read"
+    assert row["problem"] == "metrics.jsonl: it is no ordinary file, and is not shown"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "status.json", "summary.json", "lease.json"])
+def test_what_the_table_shows_is_read_in_the_workdir_alone(tmp_path, name):
+    foreign = make_run(tmp_path / "foreign", lines=[{"step": 1, "epoch": 1.0, "eval/loss": 0.123}])
+    run = make_run(tmp_path / "runs" / "run", lines=[])
+    (foreign / name).touch()
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(foreign / name)
+    (row,) = client(tmp_path / "runs").get("/api/runs").json()["rows"]
+    assert row["problem"] == f"{name}: it leads out of its folder, and is not shown"
+    assert row["metrics"] == {}
+    (run / name).unlink()
+    (run / name).symlink_to("inner")
+    (run / "inner").write_bytes((foreign / name).read_bytes())
+    (row,) = client(tmp_path / "runs").get("/api/runs").json()["rows"]
+    assert "leads out" not in row["problem"]
+
+
+@pytest.mark.parametrize("name", ["examples.json", "status.json", "config.json", "metrics.jsonl"])
+def test_a_pipe_in_one_run_keeps_no_curves_waiting(tmp_path, name):
+    bad, good = (make_run(tmp_path / "runs" / which) for which in ("bad", "good"))
+    (bad / name).unlink(missing_ok=True)
+    os.mkfifo(bad / name)
+    page, answers = client(tmp_path), []
+    path = "/api/curves?" + "&".join(f"run={address_of_folder(run)}" for run in (bad, good))
+    thread = threading.Thread(target=lambda: answers.append(page.get(path).json()["runs"]), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert answers, "it waits for the pipe"
+    assert answers[0][1]["metrics"]
+    if name != "status.json":
+        assert answers[0][0]["problems"] == [f"{name}: it is no ordinary file, and is not shown"]
 
 
 def test_names_that_are_no_unicode_are_shown(tmp_path):
@@ -211,6 +245,9 @@ def test_the_page_of_a_fleet_and_what_it_may_be_asked(tmp_path):
     assert page.post(f"{fleet}/0077/hold", headers=HERE).status_code == 409
     (tmp_path / "fleet" / "fleet.json").write_text("{")
     assert "fleet.json: it is damaged" in client(tmp_path).get(fleet).text
+    (tmp_path / "fleet" / "fleet.json").unlink()
+    (tmp_path / "fleet" / "fleet.json").symlink_to(run / "status.json")
+    assert "fleet.json: it leads out of its folder" in client(tmp_path).get(fleet).text
 
 
 def test_the_page_of_a_search(tmp_path):

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from jaxdl.core.errors import ConfigError
-from jaxdl.core.files import CONFIG_FILE, METRICS_FILE
-from jaxdl.platform.page.files import Signature, Unreadable, opened, read_json, signature
+from jaxdl.core.files import CONFIG_FILE, EXAMPLES_FILE, METRICS_FILE
+from jaxdl.platform.page.files import Signature, Unreadable, opened, read_json, read_status, signature
 from jaxdl.report.compare.curves import By, Curves, curves_of_rows
 from jaxdl.report.status.rows import parse_row
 
@@ -120,28 +120,39 @@ class Series:
     problems: Sequence[str]
 
 
+@dataclass
+class _Kept:
+    """What is kept in memory of a run. Who reads its files has the lock, and no other run waits for it."""
+
+    file: _File
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    signatures: tuple[Signature | None, ...] = ()
+    series: Series | None = None
+
+
 class AllSeries:
     """The measurements of runs."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._files: OrderedDict[Path, tuple[_File, tuple[Signature | None, ...], Series | None]] = OrderedDict()
+        self._kept: OrderedDict[Path, _Kept] = OrderedDict()
 
     def of(self, workdir: Path) -> Series:
         """What a run has measured by now. Raises nothing: what cannot be read is one of its problems."""
-        signatures = signature(workdir / METRICS_FILE), signature(workdir / CONFIG_FILE)
         with self._lock:
-            file, before, series = self._files.pop(workdir, (_File(workdir / METRICS_FILE), (), None))
-            if series is None or signatures != before:
-                series = _series(workdir, file)
-            self._files[workdir] = file, signatures, series
-            while len(self._files) > KEPT_RUNS:
-                self._files.popitem(last=False)
-            return series
+            kept = self._kept.setdefault(workdir, _Kept(_File(workdir / METRICS_FILE)))
+            self._kept.move_to_end(workdir)
+            while len(self._kept) > KEPT_RUNS:
+                self._kept.popitem(last=False)
+        with kept.lock:
+            signatures = tuple(signature(workdir / name) for name in (METRICS_FILE, CONFIG_FILE, EXAMPLES_FILE))
+            if kept.series is None or signatures != kept.signatures:
+                kept.series, kept.signatures = _series(workdir, kept.file), signatures
+            return kept.series
 
 
 def _series(workdir: Path, file: _File) -> Series:
-    problems, config = [], None
+    problems, values = [], {}
     try:
         file.update()
     except FileNotFoundError:
@@ -149,13 +160,16 @@ def _series(workdir: Path, file: _File) -> Series:
     except Unreadable as error:
         problems.append(f"{METRICS_FILE}: {error}")
     problems += file.problems()
-    try:
-        config = read_json(workdir / CONFIG_FILE, workdir)
-    except FileNotFoundError:
-        pass
-    except Unreadable as error:
-        problems.append(f"{CONFIG_FILE}: {error}")
-    return Series(curves_of_rows(workdir, file.rows, config), list(file.events[-MOST_EVENTS:]), config, problems)
+    for name in (CONFIG_FILE, EXAMPLES_FILE):
+        try:
+            values[name] = read_json(workdir / name, workdir)
+        except FileNotFoundError:
+            pass
+        except Unreadable as error:
+            problems.append(f"{name}: {error}")
+    config = values.get(CONFIG_FILE)
+    curves = curves_of_rows(workdir, file.rows, config, values.get(EXAMPLES_FILE), read_status(workdir))
+    return Series(curves, list(file.events[-MOST_EVENTS:]), config, problems)
 
 
 def thin(where: np.ndarray, values: np.ndarray, most: int = MOST_POINTS) -> tuple[np.ndarray, np.ndarray]:
