@@ -1,11 +1,14 @@
 """Who may see the page of runs and act on it, and what hostile names, files and requests cannot do."""
 
+import asyncio
 import json
 import os
 import stat
 import threading
+import time
 from urllib.parse import quote
 
+import httpx
 import pytest
 from mistakes import refusal
 from page_runs import TOKEN, address, client, make_folder, make_run, rows
@@ -13,6 +16,7 @@ from page_runs import TOKEN, address, client, make_folder, make_run, rows
 from jaxdl.core.files import HALT_FILE, RESULT_FILE, SEARCH_FILE
 from jaxdl.parallel.lease import this_process
 from jaxdl.platform.fleet.store import Store
+from jaxdl.platform.page.app import make_app
 from jaxdl.platform.page.scan import address_of_folder
 from jaxdl.report.status import Reason, State, add_failure
 from jaxdl.report.status.__main__ import main
@@ -60,6 +64,60 @@ def test_with_the_token_a_run_is_halted(folder):
     assert page.post(f"{address(folder / 'good')}/halt", headers=HERE).status_code == 409, "it has ended"
     page.post("/sign-out", headers=HERE)
     assert page.post(halt, headers=HERE).status_code == 403
+
+
+def test_who_sends_wrong_tokens_keeps_nobody_waiting(folder):
+    app = make_app([str(folder)], tokens=[TOKEN], hosts=None, everyone_looks=False)
+
+    def at(host):
+        transport = httpx.ASGITransport(app, client=(host, 1))  # pyright: ignore[reportArgumentType]
+        return httpx.AsyncClient(
+            transport=transport, base_url="http://page:8070", headers={"origin": "http://page:8070"}
+        )
+
+    async def ask():
+        here, evil = at("10.0.0.1"), at("10.0.0.2")
+        assert (await here.post("/sign-in", data={"token": TOKEN})).status_code == 303
+        await here.get("/")
+        form = [evil.post("/sign-in", data={"token": f"wrong{number}"}) for number in range(25)]
+        header = [evil.get("/", headers={"authorization": f"Bearer wrong{number}"}) for number in range(25)]
+        wrong = [asyncio.ensure_future(request) for request in form + header]
+        await asyncio.sleep(0)
+        start = time.monotonic()
+        fine = [await here.get("/") for _ in range(5)]
+        took = time.monotonic() - start
+        unknown = await evil.get("/", headers={"authorization": f"Bearer {TOKEN}"})
+        return fine, took, unknown, [answer.status_code for answer in await asyncio.gather(*wrong)], start
+
+    fine, took, unknown, codes, start = asyncio.run(ask())
+    assert [answer.status_code for answer in fine] == [200] * 5
+    assert codes.count(429) == 46
+    assert set(codes) <= {429, 403, 401}
+    assert time.monotonic() - start > 1.9, "four wrong ones, one after the other"
+    assert unknown.status_code == 429, "a guess is not looked at, or the answer would tell that it is right"
+    assert took < 1.5
+
+
+def test_a_cookie_is_of_one_server(folder):
+    one, other = (client(folder, tokens=[TOKEN], everyone_looks=False) for _ in range(2))
+    names = set()
+    for port in (8070, 8071):
+        answer = one.post(
+            f"http://localhost:{port}/sign-in", data={"token": TOKEN}, headers={"origin": f"http://localhost:{port}"}
+        )
+        assert answer.status_code == 303
+        names.add(answer.headers["set-cookie"].partition("=")[0])
+    assert names == {"jaxdl_status_8070", "jaxdl_status_8071"}
+    cookies = dict(one.cookies)
+    header = {"cookie": "; ".join(f"{name}={value}" for name, value in cookies.items())}
+    assert one.get("http://localhost:8070/", headers=header).status_code == 200
+    assert other.get("http://localhost:8070/", headers=header).status_code == 401, "it was started again"
+
+
+def test_a_form_of_many_fields_is_refused(folder):
+    page = client(folder, tokens=[TOKEN])
+    answer = page.post("/sign-in", content="&".join(f"a{number}=1" for number in range(9)), headers=HERE)
+    assert answer.status_code == 400
 
 
 def test_programs_send_the_token_as_a_header(folder):
