@@ -141,7 +141,9 @@ def test_other_machines_need_the_token_to_look(folder):
 def test_it_is_asked_by_the_name_of_this_machine_alone(folder):
     page = client(folder)
     assert page.get("/", headers={"host": "localhost:8070"}).status_code == 200
-    assert page.get("/", headers={"host": "evil.example"}).status_code == 403
+    refused = page.get("/", headers={"host": "evil.example"})
+    assert (refused.status_code, list(refused.json())) == (403, ["error"])
+    assert "name of this machine" in refused.json()["error"], "in the form of the page's other errors"
 
 
 def test_every_answer_has_the_security_headers(folder):

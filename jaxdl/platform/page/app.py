@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jaxdl.core.web.gate import App, Gate, Message, Receive, Scope, Send
+from jaxdl.core.web.refusal import Refusal
 from jaxdl.platform.page.access import Access
 from jaxdl.platform.page.acting import Acting
 from jaxdl.platform.page.pages import Pages
@@ -112,8 +113,9 @@ def make_app(
         middleware=[Middleware(GZipMiddleware, minimum_size=2_000)],
         exception_handlers={HTTPException: _of_http, Exception: _of_mistake},
     )
-    gate = Gate(app, tokens=(), hosts=hosts, max_requests=_MAX_REQUESTS, timeout_sec=_TIMEOUT_SEC)
-    return _Secured(gate)
+    return _Secured(
+        Gate(app, body=_refused, tokens=(), hosts=hosts, max_requests=_MAX_REQUESTS, timeout_sec=_TIMEOUT_SEC)
+    )
 
 
 def _checked(handler: Callable[[Request], Response], access: Access) -> Callable[[Request], Awaitable[Response]]:
@@ -154,9 +156,14 @@ def _health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
+def _refused(refusal: Refusal) -> dict[str, str]:
+    """The JSON of an error."""
+    return {"error": refusal.message}
+
+
 def _answer(request: Request, status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
     if request.url.path.startswith("/api/"):
-        return JSONResponse({"error": message}, status, headers)
+        return JSONResponse(_refused(Refusal(status, message)), status, headers)
     answer = as_html(render("message.html", title=f"{status}", message=message, sign_in=status == 401), status)
     answer.headers.update(headers or {})
     return answer
