@@ -113,9 +113,8 @@ def make_app(
         middleware=[Middleware(GZipMiddleware, minimum_size=2_000)],
         exception_handlers={HTTPException: _of_http, Exception: _of_mistake},
     )
-    return _Secured(
-        Gate(app, body=_refused, tokens=(), hosts=hosts, max_requests=_MAX_REQUESTS, timeout_sec=_TIMEOUT_SEC)
-    )
+    gate = Gate(app, body=_refused, tokens=(), hosts=hosts, max_requests=_MAX_REQUESTS, timeout_sec=_TIMEOUT_SEC)
+    return _Secured(gate)
 
 
 def _checked(handler: Callable[[Request], Response], access: Access) -> Callable[[Request], Awaitable[Response]]:
