@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -152,6 +154,48 @@ def test_no_spike_is_lost_when_a_curve_is_thinned():
     assert len(kept) <= 1002
     assert {77, 51_234, 0, 99_999} <= set(where.tolist())
     np.testing.assert_array_equal(kept, values[where])
+
+
+def test_the_line_of_a_thinned_curve_is_of_means_not_of_extremes(tmp_path):
+    losses = np.random.default_rng(0).lognormal(-0.5, 1.13, 20_000)
+    lines = [{"step": step, "epoch": 0.0, "train/loss": loss, "huge": 1.7e308} for step, loss in enumerate(losses)]
+    run = make_run(tmp_path / "run", lines=lines)
+    metrics = client(tmp_path).get(f"/api/curves?run={address_of_folder(run)}&all=1").json()["runs"][0]["metrics"]
+    means = metrics["train/loss"]["means"]
+    assert sum(means["count"]) == 20_000
+    np.testing.assert_allclose(means["y"], losses.reshape(500, 40).mean(1), rtol=1e-5)
+    np.testing.assert_allclose(means["x"], np.arange(20_000).reshape(500, 40).mean(1))
+    assert max(metrics["train/loss"]["y"]) == pytest.approx(losses.max(), rel=1e-5), "the faint line has the extremes"
+    assert set(metrics["huge"]["means"]["y"]) == {1.7e308}
+    if node := shutil.which("node"):
+        drawn = drawn_by(node, metrics["train/loss"])
+        assert np.mean(drawn["y"]) == pytest.approx(losses.mean(), rel=0.02)
+        assert len(drawn["raw"]) > len(drawn["y"]) == len(drawn["meanX"]) == 500
+
+
+def drawn_by(node, curve):
+    """What the page's script draws of a curve, smoothed."""
+    data = json.dumps({"runs": [{"id": "a", "metrics": {"train/loss": curve}}]})
+    return of_script(node, f"seriesOf({{metrics: ['train/loss']}}, {data}, {{off: new Set(), smoothing: 0.9}})[0]")
+
+
+def of_script(node, expression):
+    """The value of an expression in the script that draws."""
+    program = (
+        f"{(FOLDER / 'static' / 'charts.js').read_text(encoding='utf-8')}\nconsole.log(JSON.stringify({expression}));"
+    )
+    return json.loads(subprocess.run([node, "-"], input=program, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_notes_below_a_panel_begin_with_what_is_not_finite_and_count_the_rest():
+    curves = [
+        {"label": f"run{n}", "left": 2, "curve": {"not_finite": int(n == 3), "x": [1], "num_points": 1}}
+        for n in range(6)
+    ]
+    found = of_script("node", f"notes({json.dumps(curves)}, [])")
+    assert found[0] == "run3: 1 value is not finite and not drawn"
+    assert (len(found), found[-1]) == (5, "and 3 more")
 
 
 def test_training_and_evaluation_of_a_metric_are_in_one_panel():

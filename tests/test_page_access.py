@@ -1,10 +1,14 @@
 """Who may see the page of runs and act on it, and what hostile names, files and requests cannot do."""
 
+import asyncio
 import json
 import os
 import stat
+import threading
+import time
 from urllib.parse import quote
 
+import httpx
 import pytest
 from mistakes import refusal
 from page_runs import TOKEN, address, client, make_folder, make_run, rows
@@ -12,6 +16,7 @@ from page_runs import TOKEN, address, client, make_folder, make_run, rows
 from jaxdl.core.files import HALT_FILE, RESULT_FILE, SEARCH_FILE
 from jaxdl.parallel.lease import this_process
 from jaxdl.platform.fleet.store import Store
+from jaxdl.platform.page.app import make_app
 from jaxdl.platform.page.scan import address_of_folder
 from jaxdl.report.status import Reason, State, add_failure
 from jaxdl.report.status.__main__ import main
@@ -61,6 +66,60 @@ def test_with_the_token_a_run_is_halted(folder):
     assert page.post(halt, headers=HERE).status_code == 403
 
 
+def test_who_sends_wrong_tokens_keeps_nobody_waiting(folder):
+    app = make_app([str(folder)], tokens=[TOKEN], hosts=None, everyone_looks=False)
+
+    def at(host):
+        transport = httpx.ASGITransport(app, client=(host, 1))  # pyright: ignore[reportArgumentType]
+        return httpx.AsyncClient(
+            transport=transport, base_url="http://page:8070", headers={"origin": "http://page:8070"}
+        )
+
+    async def ask():
+        here, evil = at("10.0.0.1"), at("10.0.0.2")
+        assert (await here.post("/sign-in", data={"token": TOKEN})).status_code == 303
+        await here.get("/")
+        form = [evil.post("/sign-in", data={"token": f"wrong{number}"}) for number in range(25)]
+        header = [evil.get("/", headers={"authorization": f"Bearer wrong{number}"}) for number in range(25)]
+        wrong = [asyncio.ensure_future(request) for request in form + header]
+        await asyncio.sleep(0)
+        start = time.monotonic()
+        fine = [await here.get("/") for _ in range(5)]
+        took = time.monotonic() - start
+        unknown = await evil.get("/", headers={"authorization": f"Bearer {TOKEN}"})
+        return fine, took, unknown, [answer.status_code for answer in await asyncio.gather(*wrong)], start
+
+    fine, took, unknown, codes, start = asyncio.run(ask())
+    assert [answer.status_code for answer in fine] == [200] * 5
+    assert codes.count(429) == 46
+    assert set(codes) <= {429, 403, 401}
+    assert time.monotonic() - start > 1.9, "four wrong ones, one after the other"
+    assert unknown.status_code == 429, "a guess is not looked at, or the answer would tell that it is right"
+    assert took < 1.5
+
+
+def test_a_cookie_is_of_one_server(folder):
+    one, other = (client(folder, tokens=[TOKEN], everyone_looks=False) for _ in range(2))
+    names = set()
+    for port in (8070, 8071):
+        answer = one.post(
+            f"http://localhost:{port}/sign-in", data={"token": TOKEN}, headers={"origin": f"http://localhost:{port}"}
+        )
+        assert answer.status_code == 303
+        names.add(answer.headers["set-cookie"].partition("=")[0])
+    assert names == {"jaxdl_status_8070", "jaxdl_status_8071"}
+    cookies = dict(one.cookies)
+    header = {"cookie": "; ".join(f"{name}={value}" for name, value in cookies.items())}
+    assert one.get("http://localhost:8070/", headers=header).status_code == 200
+    assert other.get("http://localhost:8070/", headers=header).status_code == 401, "it was started again"
+
+
+def test_a_form_of_many_fields_is_refused(folder):
+    page = client(folder, tokens=[TOKEN])
+    answer = page.post("/sign-in", content="&".join(f"a{number}=1" for number in range(9)), headers=HERE)
+    assert answer.status_code == 400
+
+
 def test_programs_send_the_token_as_a_header(folder):
     page, halt = client(folder, tokens=[TOKEN]), f"{address(folder / 'running')}/halt"
     assert page.post(halt, headers={"authorization": "Bearer wrong-token"}).status_code == 403
@@ -82,7 +141,9 @@ def test_other_machines_need_the_token_to_look(folder):
 def test_it_is_asked_by_the_name_of_this_machine_alone(folder):
     page = client(folder)
     assert page.get("/", headers={"host": "localhost:8070"}).status_code == 200
-    assert page.get("/", headers={"host": "evil.example"}).status_code == 403
+    refused = page.get("/", headers={"host": "evil.example"})
+    assert (refused.status_code, list(refused.json())) == (403, ["error"])
+    assert "name of this machine" in refused.json()["error"], "in the form of the page's other errors"
 
 
 def test_every_answer_has_the_security_headers(folder):
@@ -155,7 +216,40 @@ def test_links_and_pipes_in_a_workdir_are_not_followed(tmp_path):
     (good / "metrics.jsonl").unlink()
     os.mkfifo(good / "metrics.jsonl")
     (row,) = client(good).get("/api/runs").json()["rows"]
-    assert row["problem"] == "metrics.jsonl is no ordinary file, and is not read"
+    assert row["problem"] == "metrics.jsonl: it is no ordinary file, and is not shown"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "status.json", "summary.json", "lease.json"])
+def test_what_the_table_shows_is_read_in_the_workdir_alone(tmp_path, name):
+    foreign = make_run(tmp_path / "foreign", lines=[{"step": 1, "epoch": 1.0, "eval/loss": 0.123}])
+    run = make_run(tmp_path / "runs" / "run", lines=[])
+    (foreign / name).touch()
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(foreign / name)
+    (row,) = client(tmp_path / "runs").get("/api/runs").json()["rows"]
+    assert row["problem"] == f"{name}: it leads out of its folder, and is not shown"
+    assert row["metrics"] == {}
+    (run / name).unlink()
+    (run / name).symlink_to("inner")
+    (run / "inner").write_bytes((foreign / name).read_bytes())
+    (row,) = client(tmp_path / "runs").get("/api/runs").json()["rows"]
+    assert "leads out" not in row["problem"]
+
+
+@pytest.mark.parametrize("name", ["examples.json", "status.json", "config.json", "metrics.jsonl"])
+def test_a_pipe_in_one_run_keeps_no_curves_waiting(tmp_path, name):
+    bad, good = (make_run(tmp_path / "runs" / which) for which in ("bad", "good"))
+    (bad / name).unlink(missing_ok=True)
+    os.mkfifo(bad / name)
+    page, answers = client(tmp_path), []
+    path = "/api/curves?" + "&".join(f"run={address_of_folder(run)}" for run in (bad, good))
+    thread = threading.Thread(target=lambda: answers.append(page.get(path).json()["runs"]), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert answers, "it waits for the pipe"
+    assert answers[0][1]["metrics"]
+    if name != "status.json":
+        assert answers[0][0]["problems"] == [f"{name}: it is no ordinary file, and is not shown"]
 
 
 def test_names_that_are_no_unicode_are_shown(tmp_path):
@@ -211,6 +305,9 @@ def test_the_page_of_a_fleet_and_what_it_may_be_asked(tmp_path):
     assert page.post(f"{fleet}/0077/hold", headers=HERE).status_code == 409
     (tmp_path / "fleet" / "fleet.json").write_text("{")
     assert "fleet.json: it is damaged" in client(tmp_path).get(fleet).text
+    (tmp_path / "fleet" / "fleet.json").unlink()
+    (tmp_path / "fleet" / "fleet.json").symlink_to(run / "status.json")
+    assert "fleet.json: it leads out of its folder" in client(tmp_path).get(fleet).text
 
 
 def test_the_page_of_a_search(tmp_path):

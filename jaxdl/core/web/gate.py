@@ -26,9 +26,14 @@ class Gate:
     """An ASGI application around another: refuses what may not pass, and turns errors into answers."""
 
     def __init__(
-        self, app: App, *, tokens: Sequence[str], hosts: Collection[str] | None, max_requests: int, timeout_sec: float
-    ) -> None:
-        """One of `tokens` is needed, if there are some; `hosts` are the names by which it may be asked, None: any."""
+        self, app: App, *, body: Callable[[Refusal], Any], tokens: Sequence[str], hosts: Collection[str] | None,
+        max_requests: int, timeout_sec: float,
+    ) -> None:  # fmt: skip
+        """`body` returns the JSON of the answer to what is refused.
+
+        One of `tokens` is needed, if there are some; `hosts` are the names by which it may be asked, None: any.
+        """
+        self._body = body
         self._app, self._hosts, self._max, self._timeout_sec = app, hosts, max_requests, timeout_sec
         self._tokens = Tokens(tokens)
         self._paths: set[str] = set()
@@ -65,14 +70,14 @@ class Gate:
             finally:
                 self.num_requests -= 1
         except Refusal as refusal:
-            await refuse(refusal, counted)
+            await self._refuse(refusal, counted)
         except TimeoutError:  # A client that does not read its answer, or does not send its request.
             if not status:
-                await refuse(Refusal(408, "The request took longer than this server allows."), counted)
+                await self._refuse(Refusal(408, "The request took longer than this server allows."), counted)
         except Exception:
             traceback.print_exc()
             if not status:
-                await refuse(Refusal(500, "The server made a mistake; its output has more."), counted)
+                await self._refuse(Refusal(500, "The server made a mistake; its output has more."), counted)
 
     def _check(self, scope: Scope) -> None:
         headers: Mapping[bytes, bytes] = dict(scope["headers"])
@@ -81,34 +86,28 @@ class Gate:
             raise Refusal(403, "This server is asked by the name of this machine alone, such as localhost.")
         if scope["path"] in OPEN:
             return
-        if self._tokens and not self._is_known(headers.get(b"authorization", b"")):
+        if self._tokens and not self._tokens.match_header(headers.get(b"authorization", b"")):
             message = "No valid token. Send the header Authorization: Bearer TOKEN."
-            raise Refusal(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            raise Refusal(401, message, headers={"WWW-Authenticate": "Bearer"})
         if self.num_requests >= self._max:
             message = f"This server answers {self._max} requests at once. Try again later."
-            raise Refusal(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
+            raise Refusal(429, message, headers={"Retry-After": "1"})
 
-    def _is_known(self, header: bytes) -> bool:
-        """Whether a header has one of the tokens; it takes as long whatever it has."""
-        kind, _, given = header.partition(b" ")
-        return self._tokens.match(given.strip()) and kind.lower() == b"bearer"
+    async def _refuse(self, refusal: Refusal, send: Send) -> None:
+        """Sends an error."""
+        body = json.dumps(self._body(refusal)).encode()
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **refusal.headers}
+        await send(
+            {
+                "type": "http.response.start",
+                "status": refusal.status,
+                "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+            }
+        )
+        await send({"type": "http.response.body", "body": body})
 
 
 def _host(header: bytes) -> str:
     """The name in a header `Host`, without a port."""
     name = header.decode("latin-1").lower()
     return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
-
-
-async def refuse(refusal: Refusal, send: Send) -> None:
-    """Sends an error."""
-    body = json.dumps(refusal.content()).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body)), **refusal.headers}
-    await send(
-        {
-            "type": "http.response.start",
-            "status": refusal.status,
-            "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
-        }
-    )
-    await send({"type": "http.response.body", "body": body})

@@ -1,8 +1,6 @@
-"""What a request is refused with, in the form of OpenAI's errors."""
+"""What a request is refused with; in which form a client is told it is the application's."""
 
 from __future__ import annotations
-
-from typing import Any
 
 
 class Refusal(Exception):
@@ -11,23 +9,14 @@ class Refusal(Exception):
     Attributes:
       status: the HTTP status.
       message: what is wrong, and what to do.
-      kind: OpenAI's `type`; by default that of the status.
       param: the field of the request that it is about.
-      code: OpenAI's `code`.
+      code: a word for programs; None: that of the status.
       headers: of the answer.
     """
 
     def __init__(
-        self, status: int, message: str, *, kind: str | None = None, param: str | None = None, code: str | None = None,
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
-        self.kind = kind or _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-
-    def content(self) -> dict[str, Any]:
-        """The body of the answer."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
-
-
-_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}

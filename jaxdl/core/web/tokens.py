@@ -22,6 +22,17 @@ class Tokens:
         matches = [hmac.compare_digest(found, digest) for digest in self._digests]
         return any(matches)
 
+    def match_header(self, header: bytes) -> bool:
+        """Whether a header `Authorization: Bearer TOKEN` has one of the tokens; it takes as long whatever it has."""
+        given = bearer(header)
+        return self.match(given or b"") and given is not None
+
+
+def bearer(header: bytes) -> bytes | None:
+    """The token in a header `Authorization: Bearer TOKEN`; None in one of another kind."""
+    kind, _, given = header.partition(b" ")
+    return given.strip() if kind.lower() == b"bearer" else None
+
 
 def _digest(token: bytes) -> bytes:
     return hashlib.sha256(token).digest()

@@ -11,6 +11,7 @@ from typing import Any
 from jaxdl.core.web.refusal import Refusal
 from jaxdl.inference.serve.answers import Choice, Piece, usage
 from jaxdl.inference.serve.engine import Engine, Full, Job, Stopped, Written
+from jaxdl.inference.serve.errors import body_of
 from jaxdl.inference.serve.requests import Ask, Served
 
 _RETRY = {"Retry-After": "1"}
@@ -41,7 +42,7 @@ class Answering:
             engine.submit(self._jobs)
         except Full:
             message = "Too many texts wait for this server. Try again later."
-            raise Refusal(429, message, code="rate_limit_exceeded", headers=_RETRY) from None
+            raise Refusal(429, message, headers=_RETRY) from None
         except Stopped:
             raise Refusal(503, "The server is stopping.", headers=_RETRY) from None
 
@@ -116,7 +117,7 @@ class Answering:
                 if piece.text or piece.finish or (piece.tokens and self._ask.num_top is not None):
                     yield _event(form.envelope([form.part(index, piece)], streamed=True) | more)
         except Refusal as refusal:
-            yield _event(refusal.content())
+            yield _event(body_of(refusal))
             return
         if usage_too:
             yield _event(form.envelope([], streamed=True) | {"usage": self._usage()})

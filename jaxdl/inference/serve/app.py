@@ -19,6 +19,7 @@ from jaxdl.core.web.gate import Gate, Receive, Scope, Send
 from jaxdl.core.web.refusal import Refusal
 from jaxdl.inference.serve.answering import Answering, Gone
 from jaxdl.inference.serve.engine import Engine
+from jaxdl.inference.serve.errors import body_of
 from jaxdl.inference.serve.requests import Ask, Served, read_chat, read_completion
 
 _BODY_SEC = 30.0
@@ -171,18 +172,18 @@ async def _of_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     messages = {404: f"There is no {request.url.path[:100]} here.", 405: f"{request.method}: not for this path."}
     refusal = Refusal(error.status_code, messages.get(error.status_code, error.detail))
-    return JSONResponse(refusal.content(), error.status_code, headers=dict(error.headers or {}))
+    return JSONResponse(body_of(refusal), error.status_code, headers=dict(error.headers or {}))
 
 
 async def _of_refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    return JSONResponse(error.content(), error.status, headers=error.headers)
+    return JSONResponse(body_of(error), error.status, headers=error.headers)
 
 
 async def _of_mistake(request: Request, error: Exception) -> Response:
     """An error of ours, which Starlette raises again, so that it is printed."""
     refusal = Refusal(500, "The server made a mistake; its output has more.")
-    return JSONResponse(refusal.content(), 500)
+    return JSONResponse(body_of(refusal), 500)
 
 
 async def _of_gone(request: Request, error: Exception) -> Response:
@@ -215,7 +216,8 @@ def make_app(
     # What is longer than the texts of a request may take is a client that does not send or read.
     slack = 2 * _BODY_SEC
     api.gate = gate = Gate(
-        app, tokens=tokens, hosts=hosts, max_requests=limits.max_requests, timeout_sec=limits.timeout_sec + slack
-    )
+        app, body=body_of, tokens=tokens, hosts=hosts, max_requests=limits.max_requests,
+        timeout_sec=limits.timeout_sec + slack,
+    )  # fmt: skip
     gate.known(paths)
     return gate

@@ -1,10 +1,22 @@
-"""The refusal of a body that is not what a request may have."""
+"""Errors in OpenAI's form, and the refusal of a body that is not what a request may have."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pydantic
 
 from jaxdl.core.web.refusal import Refusal
+
+_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+
+
+def body_of(refusal: Refusal) -> dict[str, Any]:
+    """The body of the answer, in the form of OpenAI's errors: `type` and, without one of its own, `code` by status."""
+    kind = _KINDS.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error")
+    code = refusal.code or _CODES.get(refusal.status)
+    return {"error": {"message": refusal.message, "type": kind, "param": refusal.param, "code": code}}
 
 
 def of_invalid(error: pydantic.ValidationError) -> Refusal:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-import threading
-import time
+import asyncio
+import contextlib
+import hmac
+import secrets
+from collections import Counter
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from jaxdl.core.web.tokens import Tokens
+from jaxdl.core.web.tokens import Tokens, bearer
 
-COOKIE = "jaxdl_status"
 COOKIE_SEC = 7 * 86_400
 _WRONG_SEC = 0.5
-"""Wrong tokens are answered one after the other, each after this time."""
+"""Wrong tokens of one address are answered one after the other, each after this time."""
+_MOST_WAIT, _MOST_WAIT_ALL = 4, 16
+"""So many wrong tokens wait for their answer, of one address and of all. Whoever sends more is refused at once."""
 
 
 class Access:
@@ -28,26 +32,58 @@ class Access:
 
     def __init__(self, tokens: Sequence[str], *, everyone_looks: bool) -> None:
         self.has_tokens, self._everyone_looks = bool(tokens), everyone_looks
-        self._tokens, self._cookies = Tokens(tokens), Tokens([cookie_of(token) for token in tokens])
-        self._lock = threading.Lock()
+        # A cookie is that of this process: it is of no use to another server, nor to this one when it is started again.
+        self._secret = secrets.token_bytes(32)
+        self._tokens, self._cookies = Tokens(tokens), Tokens([self.cookie_of(token) for token in tokens])
+        self._waiting: Counter[str] = Counter()
+        self._locks: dict[str, asyncio.Lock] = {}
 
     def may_act(self, request: Request) -> bool:
         """Whether a request has a token: in its cookie, or in a header `Authorization: Bearer TOKEN`."""
-        kind, _, given = request.headers.get("authorization", "").partition(" ")
-        by_header = kind.lower() == "bearer" and self._tokens.match(_as_bytes(given.strip()))
-        return by_header or self._cookies.match(_as_bytes(request.cookies.get(COOKIE, "")))
+        by_header = self._tokens.match_header(_header(request))
+        return by_header or self._cookies.match(_as_bytes(request.cookies.get(cookie_name(request), "")))
 
     def may_look(self, request: Request) -> bool:
         """Whether a request may see the page."""
         return self._everyone_looks or self.may_act(request)
 
-    def is_token(self, given: str) -> bool:
-        """Whether a text is one of the tokens; a wrong one is answered slowly."""
-        if self._tokens.match(_as_bytes(given)):
+    async def is_token(self, request: Request, given: str) -> bool:
+        """Whether a text is one of the tokens; a wrong one is answered slowly. Other requests do not wait for it.
+
+        Raises HTTPException 429, whatever the text, for an address of which several wrong ones wait for their answer.
+        """
+        return await self._is_token(request, _as_bytes(given))
+
+    async def check_header(self, request: Request) -> None:
+        """Lets a request with a wrong token in its header wait. Raises as `is_token`.
+
+        Cookies need no such thing: nobody guesses 256 random bits.
+        """
+        given = bearer(_header(request))
+        if self.has_tokens and given is not None:
+            await self._is_token(request, given)
+
+    async def _is_token(self, request: Request, given: bytes) -> bool:
+        address = "" if request.client is None else request.client.host
+        if self._waiting[address] >= _MOST_WAIT:
+            raise _too_many()
+        if self._tokens.match(given):
             return True
-        with self._lock:
-            time.sleep(_WRONG_SEC)
+        if self._waiting.total() >= _MOST_WAIT_ALL:
+            raise _too_many()
+        self._waiting[address] += 1
+        try:
+            async with self._locks.setdefault(address, asyncio.Lock()):
+                await asyncio.sleep(_WRONG_SEC)
+        finally:
+            self._waiting[address] -= 1
+            if not self._waiting[address]:
+                del self._waiting[address], self._locks[address]
         return False
+
+    def cookie_of(self, token: str) -> str:
+        """What a browser keeps in place of a token."""
+        return hmac.new(self._secret, _as_bytes(token), "sha256").hexdigest()
 
     def is_from_here(self, request: Request) -> bool:
         """Whether a form was sent by a page of this server: a page of another site could send one with the cookie.
@@ -60,9 +96,20 @@ class Access:
         return urlsplit(origin).netloc.lower() == request.headers.get("host", "").lower()
 
 
-def cookie_of(token: str) -> str:
-    """What a browser keeps in place of a token."""
-    return hashlib.sha256(b"jaxdl status page\0" + _as_bytes(token)).hexdigest()
+def cookie_name(request: Request) -> str:
+    """The name of the cookie: browsers send those of one port of a machine to its other ports too."""
+    port = None
+    with contextlib.suppress(ValueError):  # A header `Host` may have any text.
+        port = request.url.port
+    return f"jaxdl_status_{port or request.url.scheme}"
+
+
+def _header(request: Request) -> bytes:
+    return request.headers.get("authorization", "").encode("latin-1", "replace")
+
+
+def _too_many() -> HTTPException:
+    return HTTPException(429, "Too many wrong tokens. Try again later.", {"Retry-After": "5"})
 
 
 def _as_bytes(text: str) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from urllib.parse import parse_qs
 
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -12,7 +11,7 @@ from starlette.responses import RedirectResponse, Response
 from jaxdl.core.errors import ConfigError
 from jaxdl.core.files import HALT_FILE, replace_file
 from jaxdl.platform.fleet.store import Store
-from jaxdl.platform.page.access import COOKIE, COOKIE_SEC, Access, cookie_of
+from jaxdl.platform.page.access import COOKIE_SEC, Access, cookie_name
 from jaxdl.platform.page.fleets import ORDERS
 from jaxdl.platform.page.render import as_html, render
 from jaxdl.platform.page.runs import Runs
@@ -84,22 +83,30 @@ class Acting:
                 raise HTTPException(413, "The form is too large.")
         if not self._access.is_from_here(request):
             raise HTTPException(403, "This form was not sent by a page of this server.")
-        values = parse_qs(content.decode("latin-1"), max_num_fields=8)
-        token = values.get("token", [""])[0].strip()
-        return await run_in_threadpool(self.with_cookie, request, self._access, token, "/")
+        try:
+            values = parse_qs(content.decode("latin-1"), max_num_fields=8)
+        except ValueError:
+            raise HTTPException(400, "The form has more fields than that of this page.") from None
+        return await self.with_cookie(request, self._access, values.get("token", [""])[0].strip(), "/")
 
     def sign_out(self, request: Request) -> Response:
         """Takes the cookie back."""
         answer = RedirectResponse("/", 303)
-        answer.delete_cookie(COOKIE)
+        answer.delete_cookie(cookie_name(request))
         return answer
 
     @staticmethod
-    def with_cookie(request: Request, access: Access, token: str, where: str) -> Response:
-        """Leads elsewhere, with the cookie of a token. Raises HTTPException 403 for a wrong one."""
-        if not access.is_token(token):
+    async def with_cookie(request: Request, access: Access, token: str, where: str) -> Response:
+        """Leads elsewhere, with the cookie of a token. Raises HTTPException 403 for a wrong one, and as `is_token`."""
+        if not await access.is_token(request, token):
             raise HTTPException(403, "This is not the token of this server.")
         answer = RedirectResponse(where, 303)
-        secure = request.url.scheme == "https"
-        answer.set_cookie(COOKIE, cookie_of(token), max_age=COOKIE_SEC, httponly=True, samesite="strict", secure=secure)
+        answer.set_cookie(
+            cookie_name(request),
+            access.cookie_of(token),
+            max_age=COOKIE_SEC,
+            httponly=True,
+            samesite="strict",
+            secure=request.url.scheme == "https",
+        )
         return answer

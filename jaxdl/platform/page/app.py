@@ -5,9 +5,10 @@ from __future__ import annotations
 import mimetypes
 import threading
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
@@ -16,13 +17,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jaxdl.core.web.gate import App, Gate, Message, Receive, Scope, Send
+from jaxdl.core.web.refusal import Refusal
 from jaxdl.platform.page.access import Access
 from jaxdl.platform.page.acting import Acting
 from jaxdl.platform.page.pages import Pages
 from jaxdl.platform.page.render import FOLDER, as_html, render
 
 _MAX_REQUESTS, _TIMEOUT_SEC = 64, 60.0
-_YEAR_SEC = 365 * 86_400
 _SECURITY = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -97,13 +98,13 @@ def make_app(
     acts = {
         "/run/{id}/halt": acting.halt,
         "/fleet/{id}/{run}/{order}": acting.order,
-        "/sign-in": acting.sign_in,
         "/sign-out": acting.sign_out,
     }
     routes = [Route(path, _guarded(handler, access), methods=["GET"]) for path, handler in looks.items()]
-    routes += [Route(path, handler, methods=["POST"]) for path, handler in acts.items()]
+    routes += [Route(path, _checked(handler, access), methods=["POST"]) for path, handler in acts.items()]
     routes += [
         Route("/sign-in", acting.sign_in_page, methods=["GET"]),
+        Route("/sign-in", acting.sign_in, methods=["POST"]),
         Route("/static/{name}", _static, methods=["GET"]),
         Route("/health", _health, methods=["GET"]),
     ]
@@ -112,18 +113,29 @@ def make_app(
         middleware=[Middleware(GZipMiddleware, minimum_size=2_000)],
         exception_handlers={HTTPException: _of_http, Exception: _of_mistake},
     )
-    gate = Gate(app, tokens=(), hosts=hosts, max_requests=_MAX_REQUESTS, timeout_sec=_TIMEOUT_SEC)
+    gate = Gate(app, body=_refused, tokens=(), hosts=hosts, max_requests=_MAX_REQUESTS, timeout_sec=_TIMEOUT_SEC)
     return _Secured(gate)
 
 
-def _guarded(handler: Callable[[Request], Response], access: Access) -> Callable[[Request], Response]:
+def _checked(handler: Callable[[Request], Response], access: Access) -> Callable[[Request], Awaitable[Response]]:
+    """The handler, run in a thread, with which wrong tokens cannot be tried quickly."""
+
+    async def checked(request: Request) -> Response:
+        await access.check_header(request)
+        return await run_in_threadpool(handler, request)
+
+    return checked
+
+
+def _guarded(handler: Callable[[Request], Response], access: Access) -> Callable[[Request], Awaitable[Response]]:
     """The handler for those who may look. A token in the address becomes a cookie, and leaves the address."""
 
-    def guarded(request: Request) -> Response:
+    async def guarded(request: Request) -> Response:
         if "token" in request.query_params and request.url.path == "/":
-            return Acting.with_cookie(request, access, request.query_params["token"], "/")
+            return await Acting.with_cookie(request, access, request.query_params["token"], "/")
+        await access.check_header(request)
         if access.may_look(request):
-            return handler(request)
+            return await run_in_threadpool(handler, request)
         raise HTTPException(401, "This page needs the token that its server was started with.")
 
     return guarded
@@ -136,23 +148,29 @@ def _static(request: Request) -> Response:
     if path is None:
         raise HTTPException(404, "There is no such file.")
     kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
-    keep = f"public, max-age={_YEAR_SEC}, immutable" if "v" in request.query_params else "no-cache"
-    return Response(path.read_bytes(), 200, {"Cache-Control": keep}, kind)
+    return Response(path.read_bytes(), 200, {"Cache-Control": "no-cache"}, kind)
 
 
 def _health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-def _answer(request: Request, status: int, message: str) -> Response:
+def _refused(refusal: Refusal) -> dict[str, str]:
+    """The JSON of an error."""
+    return {"error": refusal.message}
+
+
+def _answer(request: Request, status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
     if request.url.path.startswith("/api/"):
-        return JSONResponse({"error": message}, status)
-    return as_html(render("message.html", title=f"{status}", message=message, sign_in=status == 401), status)
+        return JSONResponse(_refused(Refusal(status, message)), status, headers)
+    answer = as_html(render("message.html", title=f"{status}", message=message, sign_in=status == 401), status)
+    answer.headers.update(headers or {})
+    return answer
 
 
 def _of_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _answer(request, error.status_code, error.detail)
+    return _answer(request, error.status_code, error.detail, dict(error.headers or {}))
 
 
 def _of_mistake(request: Request, error: Exception) -> Response:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxdl.core.files import STATUS_FILE
 from jaxdl.report.status.parsing import parse_json
+from jaxdl.report.status.record import Record
 
 Signature = tuple[int, int, int]
 """(nanoseconds of the last change, bytes, inode): another one means that a file was written."""
@@ -42,12 +44,24 @@ def signature(path: Path) -> Signature | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def is_ordinary(path: Path) -> bool:
-    """Whether a path is a file of bytes, or nothing. A pipe, say, would be waited for without an end."""
+def why_not_read(path: Path, inside: Path, most: int | None = None) -> str:
+    """Why `opened` or `read_whole` would refuse a file that another reader is about to read; empty if they would not.
+
+    Empty too without the file, or the right to read it: who reads it says so.
+    """
+    if not os.access(path, os.R_OK):
+        return ""
     try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except OSError:
-        return True  # Who reads it says what is wrong.
+        with opened(path, inside) as (_, size):
+            return "" if most is None or size <= most else _too_large(size, most)
+    except FileNotFoundError:
+        return ""
+    except Unreadable as error:
+        return str(error)
+
+
+def _too_large(size: int, most: int) -> str:
+    return f"it has {size:,} bytes; at most {most:,} are shown"
 
 
 @contextmanager
@@ -77,7 +91,7 @@ def read_whole(path: Path, inside: Path, most: int) -> bytes:
     """The bytes of a file. Raises as `opened`, and Unreadable for more than `most` bytes."""
     with opened(path, inside) as (file, size):
         if size > most:
-            raise Unreadable(f"it has {size:,} bytes; at most {most:,} are shown")
+            raise Unreadable(_too_large(size, most))
         return file.read(most + 1)[:most]
 
 
@@ -87,6 +101,14 @@ def read_json(path: Path, inside: Path) -> Any:
         return parse_json(read_whole(path, inside, JSON_BYTES))
     except ValueError as error:
         raise Unreadable(f"it is damaged: {' '.join(str(error).split())}") from None
+
+
+def read_status(workdir: Path) -> Record | None:
+    """The record of a run; None without one that can be read: the run's row says why."""
+    try:
+        return Record.from_bytes(read_whole(workdir / STATUS_FILE, workdir, JSON_BYTES))
+    except (FileNotFoundError, Unreadable, ValueError):
+        return None
 
 
 def read_tail(path: Path, inside: Path, most: int) -> Tail:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jaxdl.core.errors import OptionError
 from jaxdl.core.files import LEASE_FILE, METRICS_FILE, SEARCH_FILE, STATUS_FILE, SUMMARY_FILE, TRIALS_FOLDER, hang_file
-from jaxdl.platform.page.files import Signature, is_ordinary, signature
+from jaxdl.platform.page.files import JSON_BYTES, Signature, signature, why_not_read
 from jaxdl.platform.page.scan import Found, address_of_folder, scan
 from jaxdl.report.compare.curves import short_names
 from jaxdl.report.status.record import State
@@ -160,9 +160,8 @@ def _older(run: Run, now: float) -> Run:
 
 
 def _read(run_id: str, path: Path, now: float) -> Run:
-    odd = [name for name in _READ if not is_ordinary(path / name)]
-    problem = f"{odd[0]} is no ordinary file, and is not read" if odd else ""
-    row = Row(str(path), UNKNOWN, problem=problem) if odd else read_row(path)
+    problem = _why_not(path)
+    row = Row(str(path), UNKNOWN, problem=problem) if problem else read_row(path)
     search = path.parent.parent
     is_trial = path.parent.name == TRIALS_FOLDER and os.path.exists(search / SEARCH_FILE)
     stuck = _why_stuck(path, row, now)
@@ -170,6 +169,15 @@ def _read(run_id: str, path: Path, now: float) -> Run:
         run_id, path, as_shown(str(path)), row, "stuck" if stuck else group_of(row), now,
         address_of_folder(search) if is_trial else "", as_shown(path.name) if is_trial else "", stuck,
     )  # fmt: skip
+
+
+def _why_not(path: Path) -> str:
+    """Why the files of a workdir are not read for its row; empty if they are."""
+    for name in _READ:
+        most = None if name == METRICS_FILE else JSON_BYTES  # Of the metrics the end is read.
+        if why := why_not_read(path / name, path, most):
+            return f"{name}: {why}"
+    return ""
 
 
 def group_of(row: Row) -> str:

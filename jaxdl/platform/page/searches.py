@@ -11,10 +11,9 @@ from typing import Any
 from jaxdl.core.files import CONFIG_FILE, RESULT_FILE, SEARCH_FILE
 from jaxdl.parallel.cluster.consistency import flat
 from jaxdl.platform.page.details import as_text, fields_of, is_picture
-from jaxdl.platform.page.files import Signature, Unreadable, names_in, read_json, signature
+from jaxdl.platform.page.files import Signature, Unreadable, names_in, read_json, read_status, signature
 from jaxdl.platform.page.runs import Run, as_shown
 from jaxdl.report.better_direction import is_higher_better
-from jaxdl.report.status import read_record
 
 MOST_TRIALS = 1_000
 
@@ -119,10 +118,7 @@ class Searches:
 def _best_metric(trials: Sequence[Run]) -> str:
     """The best metric of the task of the trials, by the status of one of them."""
     for run in trials:
-        try:
-            record = read_record(run.path)
-        except (OSError, ValueError):
-            continue
+        record = read_status(run.path)
         if record is not None and record.best_metric:
             return f"eval/{record.best_metric}"
     return "eval/loss"

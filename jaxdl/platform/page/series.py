@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from jaxdl.core.errors import ConfigError
-from jaxdl.core.files import CONFIG_FILE, METRICS_FILE
-from jaxdl.platform.page.files import Signature, Unreadable, opened, read_json, signature
+from jaxdl.core.files import CONFIG_FILE, EXAMPLES_FILE, METRICS_FILE
+from jaxdl.platform.page.files import Signature, Unreadable, opened, read_json, read_status, signature
 from jaxdl.report.compare.curves import By, Curves, curves_of_rows
 from jaxdl.report.status.rows import parse_row
 
@@ -120,28 +120,39 @@ class Series:
     problems: Sequence[str]
 
 
+@dataclass
+class _Kept:
+    """What is kept in memory of a run. Who reads its files has the lock, and no other run waits for it."""
+
+    file: _File
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    signatures: tuple[Signature | None, ...] = ()
+    series: Series | None = None
+
+
 class AllSeries:
     """The measurements of runs."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._files: OrderedDict[Path, tuple[_File, tuple[Signature | None, ...], Series | None]] = OrderedDict()
+        self._kept: OrderedDict[Path, _Kept] = OrderedDict()
 
     def of(self, workdir: Path) -> Series:
         """What a run has measured by now. Raises nothing: what cannot be read is one of its problems."""
-        signatures = signature(workdir / METRICS_FILE), signature(workdir / CONFIG_FILE)
         with self._lock:
-            file, before, series = self._files.pop(workdir, (_File(workdir / METRICS_FILE), (), None))
-            if series is None or signatures != before:
-                series = _series(workdir, file)
-            self._files[workdir] = file, signatures, series
-            while len(self._files) > KEPT_RUNS:
-                self._files.popitem(last=False)
-            return series
+            kept = self._kept.setdefault(workdir, _Kept(_File(workdir / METRICS_FILE)))
+            self._kept.move_to_end(workdir)
+            while len(self._kept) > KEPT_RUNS:
+                self._kept.popitem(last=False)
+        with kept.lock:
+            signatures = tuple(signature(workdir / name) for name in (METRICS_FILE, CONFIG_FILE, EXAMPLES_FILE))
+            if kept.series is None or signatures != kept.signatures:
+                kept.series, kept.signatures = _series(workdir, kept.file), signatures
+            return kept.series
 
 
 def _series(workdir: Path, file: _File) -> Series:
-    problems, config = [], None
+    problems, values = [], {}
     try:
         file.update()
     except FileNotFoundError:
@@ -149,13 +160,16 @@ def _series(workdir: Path, file: _File) -> Series:
     except Unreadable as error:
         problems.append(f"{METRICS_FILE}: {error}")
     problems += file.problems()
-    try:
-        config = read_json(workdir / CONFIG_FILE, workdir)
-    except FileNotFoundError:
-        pass
-    except Unreadable as error:
-        problems.append(f"{CONFIG_FILE}: {error}")
-    return Series(curves_of_rows(workdir, file.rows, config), list(file.events[-MOST_EVENTS:]), config, problems)
+    for name in (CONFIG_FILE, EXAMPLES_FILE):
+        try:
+            values[name] = read_json(workdir / name, workdir)
+        except FileNotFoundError:
+            pass
+        except Unreadable as error:
+            problems.append(f"{name}: {error}")
+    config = values.get(CONFIG_FILE)
+    curves = curves_of_rows(workdir, file.rows, config, values.get(EXAMPLES_FILE), read_status(workdir))
+    return Series(curves, list(file.events[-MOST_EVENTS:]), config, problems)
 
 
 def thin(where: np.ndarray, values: np.ndarray, most: int = MOST_POINTS) -> tuple[np.ndarray, np.ndarray]:
@@ -169,10 +183,24 @@ def thin(where: np.ndarray, values: np.ndarray, most: int = MOST_POINTS) -> tupl
     return where[kept], values[kept]
 
 
+def part_means(where: np.ndarray, values: np.ndarray, most: int = MOST_POINTS) -> tuple[np.ndarray, ...]:
+    """(where, mean, count) of each part that `thin` keeps the extremes of; none if it keeps every point.
+
+    What is smoothed is these: the middle of two extremes is not the mean where large values are rare.
+    """
+    if len(values) <= most:
+        return np.empty(0), np.empty(0), np.empty(0, int)
+    parts = np.array_split(np.arange(len(values)), most // 2)
+    with np.errstate(over="ignore"):  # The sum of values near the largest float is infinite, their mean is not.
+        means = [np.clip(values[part].mean(), values[part].min(), values[part].max()) for part in parts]
+    return np.asarray([where[part].mean() for part in parts]), np.asarray(means), np.asarray([*map(len, parts)])
+
+
 def curves_as_json(series: Series, by: By, metrics: Sequence[str] = (), most: int = MOST_POINTS) -> dict[str, Any]:
     """The points of each metric (of `metrics` alone, if any are given), the events, and what is not shown.
 
-    A number is rounded to six digits, a curve thinned as `thin` says; `num_points` is what there is.
+    A number is rounded to six digits, a curve thinned as `thin` says; `num_points` is what there is, `means` what
+    `part_means` returns, by `x`, `y` and `count`.
     """
     curves, problems = series.curves, list(series.problems)
     names = dict.fromkeys(name for row in curves.rows for name in row if name not in ("step", "epoch"))
@@ -191,16 +219,20 @@ def curves_as_json(series: Series, by: By, metrics: Sequence[str] = (), most: in
         missing = sum(row.get(name, 0) is None for row in curves.rows)
         if not len(values) and not missing:
             continue
-        thinned = thin(where, values, most)
+        thinned, means = thin(where, values, most), part_means(where, values, most)
         best = _best(curves, name)
         found[name] = {
-            "x": [float(f"{value:.9g}") for value in thinned[0]],
-            "y": [float(f"{value:.6g}") for value in thinned[1]],
+            **_as_lists(*thinned),
+            "means": _as_lists(*means[:2]) | {"count": means[2].tolist()},
             "num_points": len(values),
             "not_finite": missing,
             "best": None if best is None else [best[0], best[1]],
         }
     return {"metrics": found, "problems": problems, "by": by}
+
+
+def _as_lists(where: np.ndarray, values: np.ndarray) -> dict[str, list]:
+    return {"x": [float(f"{value:.9g}") for value in where], "y": [float(f"{value:.6g}") for value in values]}
 
 
 def _best(curves: Curves, metric: str) -> tuple[float, int] | None:

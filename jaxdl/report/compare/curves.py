@@ -20,6 +20,7 @@ from jaxdl.report.better_direction import Best, is_higher_better
 from jaxdl.report.divergence import Divergence, divergence, losses
 from jaxdl.report.status import read_record
 from jaxdl.report.status.parsing import parse_json
+from jaxdl.report.status.record import Record
 from jaxdl.report.status.rows import parse_row
 
 By = Literal["step", "examples", "time"]
@@ -109,28 +110,40 @@ def read_curves(workdir: Path) -> Curves:
     rows = [row for row in map(parse_row, lines) if row is not None and "event" not in row]
     if not rows:
         raise ConfigError(f"{workdir}: there is no measurement in its {METRICS_FILE} yet.")
-    return curves_of_rows(workdir, rows, config)
+    examples = record = None
+    with contextlib.suppress(OSError, ValueError):
+        examples = parse_json((workdir / EXAMPLES_FILE).read_bytes())
+    with contextlib.suppress(OSError, ValueError):
+        record = read_record(workdir)
+    return curves_of_rows(workdir, rows, config, examples, record)
 
 
-def curves_of_rows(workdir: Path, rows: Sequence[Mapping[str, Any]], config: Any) -> Curves:
-    """The measurements of a run whose rows, without events, and config have been read; some of the rows may be left
-    out."""
+def curves_of_rows(
+    workdir: Path, rows: Sequence[Mapping[str, Any]], config: Any, examples: Any, record: Record | None
+) -> Curves:
+    """The measurements of a run whose files have been read; none is read here.
+
+    Args:
+      workdir: where they were.
+      rows: those of metrics.jsonl without events; some may be left out.
+      config: the JSON of config.json.
+      examples: the JSON of examples.json; None without one.
+      record: that of status.json; None without one.
+    """
     try:
-        examples = int(parse_json((workdir / EXAMPLES_FILE).read_bytes())["train"]["examples"])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
-        examples = None
+        train_examples = int(examples["train"]["examples"])
+    except (ValueError, KeyError, TypeError, OverflowError):
+        train_examples = None
     fields = flat(config) if isinstance(config, dict) else {}
     fields = {FORMER_FIELDS.get(name, name): value for name, value in fields.items()}
     rows = sorted(rows, key=lambda row: row["step"])
-    return Curves(workdir, rows, fields, examples, _task_best(workdir, fields))
+    return Curves(workdir, rows, fields, train_examples, _task_best(record, fields))
 
 
-def _task_best(workdir: Path, config: Mapping[str, Any]) -> Best | None:
+def _task_best(record: Record | None, config: Mapping[str, Any]) -> Best | None:
     """The best metric of a run's task: the status has that of any task, the config that of a `Loss`."""
-    with contextlib.suppress(OSError, ValueError):
-        record = read_record(workdir)
-        if record is not None and record.best_metric and record.best_mode in ("max", "min"):
-            return record.best_metric, record.best_mode
+    if record is not None and record.best_metric and record.best_mode in ("max", "min"):
+        return record.best_metric, record.best_mode
     name, mode = config.get("task.best_metric"), config.get("task.best_mode")
     return (name, mode) if isinstance(name, str) and name and mode in ("max", "min") else None
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 PROG = "python -m jaxdl.status"
 PAGE = "jaxdl.platform.page.command"
+"""What serves the page. It stands above this room, since it shows fleets and searches too: it is named here and not
+imported, as `planner` in `jaxdl/training/plans.py`."""
 PORT = 8070
 MOST_SEC = 86_400
 """A table that is kept up to date is so at least once a day."""
@@ -90,7 +92,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    """Serves the page, which is on a floor above: it shows fleets and searches too."""
+    """Serves the page."""
     for name in ("json", "watch", "reverse", "every_sec"):
         if getattr(options, name):
             raise ConfigError(f"--serve and --{name.replace('_', '-')}: give one of them.")

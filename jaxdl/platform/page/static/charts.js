@@ -4,6 +4,7 @@
 let WIDTH = 460; // Of a panel, in pixels: as wide as its column.
 const HEIGHT = 240, LEFT = 54, RIGHT = 10, TOP = 8, BOTTOM = 26;
 let plots = 0; // Each has a clip of its own.
+const NOTES = 4, VALUES = 16; // So many are written below a panel, and at the pointer.
 const FEW = 30; // So many points are drawn as such, and not smoothed.
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -78,6 +79,12 @@ function nearest(values, wanted) {
   return best;
 }
 
+// The points that the axes can show.
+function drawable(points, settings) {
+  const keep = points.x.map((x, at) => at).filter((at) => (!settings.logX || points.x[at] > 0) && (!settings.logY || points.y[at] > 0));
+  return { x: keep.map((at) => points.x[at]), y: keep.map((at) => points.y[at]) };
+}
+
 // The curves of a panel: of one run a colour for each metric, of several one for each run.
 function seriesOf(panel, data, settings) {
   const found = [];
@@ -87,12 +94,12 @@ function seriesOf(panel, data, settings) {
       const curve = run.metrics[metric];
       if (!curve) return;
       const color = data.runs.length > 1 ? number : place;
-      const keep = curve.x.map((x, at) => at).filter((at) => (!settings.logX || curve.x[at] > 0) && (!settings.logY || curve.y[at] > 0));
-      const x = keep.map((at) => curve.x[at]), raw = keep.map((at) => curve.y[at]);
-      const held = metric.startsWith("eval/");
-      const y = held || raw.length <= FEW || metric.endsWith("learning_rate") ? raw : smooth(raw, settings.smoothing);
+      const { x, y: raw } = drawable(curve, settings), held = metric.startsWith("eval/");
+      // Of a curve that was thinned the points are extremes: the line is that of the means of its parts.
+      const means = curve.means.x.length ? drawable(curve.means, settings) : { x, y: raw };
+      const y = held || raw.length <= FEW || metric.endsWith("learning_rate") ? means.y : smooth(means.y, settings.smoothing);
       const label = data.runs.length > 1 ? (panel.metrics.length > 1 ? `${run.name} ${metric}` : run.name) : metric;
-      found.push({ label, x, raw, y, curve, held, color: color % 8, again: color >= 8, many: data.runs.length > 1, left: curve.x.length - keep.length });
+      found.push({ label, x, raw, meanX: means.x, mean: means.y, y, curve, held, color: color % 8, again: color >= 8, many: data.runs.length > 1, left: curve.x.length - x.length });
     });
   });
   return found;
@@ -109,8 +116,8 @@ function drawAxes(svg, xs, ys, atX, atY, settings) {
   }
 }
 
-function drawLine(svg, series, values, atX, atY, kind, id) {
-  const path = values.map((value, at) => `${at ? "L" : "M"}${atX(series.x[at]).toFixed(1)} ${atY(value).toFixed(1)}`).join("");
+function drawLine(svg, series, x, values, atX, atY, kind, id) {
+  const path = values.map((value, at) => `${at ? "L" : "M"}${atX(x[at]).toFixed(1)} ${atY(value).toFixed(1)}`).join("");
   const classes = [`s${series.color}`, kind, series.held && series.many ? "held" : "", series.again ? "again" : ""].filter(Boolean).join(" ");
   svg.append(element("svg:path", { class: classes, d: path, "clip-path": `url(#${id})` }));
 }
@@ -147,8 +154,8 @@ function plot(panel, drawn, xs, ys, settings) {
   const atX = scale(xs[0], xs[1], LEFT, WIDTH - RIGHT, settings.logX), atY = scale(ys[0], ys[1], HEIGHT - BOTTOM, TOP, settings.logY);
   drawAxes(svg, xs, ys, atX, atY, settings);
   for (const series of drawn) {
-    if (series.y !== series.raw) drawLine(svg, series, series.raw, atX, atY, "raw", id);
-    drawLine(svg, series, series.y, atX, atY, "", id);
+    if (series.y !== series.raw) drawLine(svg, series, series.x, series.raw, atX, atY, "raw", id);
+    drawLine(svg, series, series.meanX, series.y, atX, atY, "", id);
     if (series.x.length <= FEW) series.x.forEach((x, at) => svg.append(element("svg:circle", { class: `s${series.color}`, cx: atX(x), cy: atY(series.y[at]), r: 2.5, "clip-path": `url(#${id})` })));
   }
   const box = element("div", { class: "values", hidden: "" }), cross = element("svg:line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
@@ -159,15 +166,20 @@ function plot(panel, drawn, xs, ys, settings) {
   return whole;
 }
 
+// The first texts, and how many more there are.
+function withoutRest(texts, most) {
+  return texts.length > most ? texts.slice(0, most).concat(`and ${texts.length - most} more`) : texts;
+}
+
 function notes(all, drawn) {
-  const found = [];
+  const missing = [], found = [];
   for (const series of all) {
-    if (series.curve.not_finite) found.push(`${series.label}: ${series.curve.not_finite} value${series.curve.not_finite > 1 ? "s are" : " is"} not finite and not drawn`);
+    if (series.curve.not_finite) missing.push(`${series.label}: ${series.curve.not_finite} value${series.curve.not_finite > 1 ? "s are" : " is"} not finite and not drawn`);
     if (series.left) found.push(`${series.label}: ${series.left} value${series.left > 1 ? "s are" : " is"} not above 0 and not drawn`);
-    if (series.curve.num_points > series.curve.x.length) found.push(`${series.label}: ${series.curve.x.length} of ${series.curve.num_points} values are drawn, the extremes among them`);
+    if (series.curve.num_points > series.curve.x.length) found.push(`${series.label}: ${series.curve.x.length} of ${series.curve.num_points} values are drawn, lowest and highest of each part; the line is of the means of ${series.curve.means.x.length} parts`);
   }
   if (drawn.length === 1 && drawn[0].curve.best) found.push(`best: ${short(drawn[0].curve.best[0])} at step ${drawn[0].curve.best[1]}`);
-  return found.slice(0, 4);
+  return withoutRest(missing.concat(found), NOTES);
 }
 
 // The values at one place along the curves: where the pointer is, or where the arrow keys lead.
@@ -178,12 +190,13 @@ function follow(svg, box, cross, drawn, atX) {
   const show = () => {
     const x = longest.x[place];
     box.replaceChildren(element("div", { class: "muted" }, `at ${x.toLocaleString("en")}`));
-    const rows = drawn.slice(0, 16).map((series) => ({ series, value: series.raw[nearest(series.x, x)] }));
-    for (const { series, value } of rows) {
-      const row = element("div");
-      row.append(element("span", { class: `swatch s${series.color}` }), `${series.label} ${short(value)}`);
+    const rows = drawn.map((series) => ({ series, value: series.mean[nearest(series.meanX, x)] })).filter(({ value }) => value !== undefined);
+    for (const { series, value } of rows.slice(0, VALUES)) {
+      const row = element("div"), of = series.meanX === series.x ? "" : " mean";
+      row.append(element("span", { class: `swatch s${series.color}` }), `${series.label}${of} ${short(value)}`);
       box.append(row);
     }
+    if (rows.length > VALUES) box.append(element("div", { class: "muted" }, `and ${rows.length - VALUES} more`));
     box.hidden = false;
     cross.setAttribute("x1", atX(x));
     cross.setAttribute("x2", atX(x));
