@@ -74,6 +74,8 @@ class Network:
         are read otherwise than in those before, so that a key-value cache is of no use any more; None: there is none.
     """
 
+    reads_padding: bool = False
+    next_change: Callable[[int], int | None] = staticmethod(lambda length: None)
     axes: LogicalAxes
     looped: dict[str, Any]
     param_shapes: Params
@@ -110,8 +112,8 @@ class Network:
             abstract = nnx.eval_shape(lambda: self._made(_rngs(0)))
         self._graphdef, params, keys, rest = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
         self._type = type(abstract)
-        self.reads_padding: bool = getattr(abstract, "reads_padding", False)
-        self.next_change: Callable[[int], int | None] = getattr(abstract, "next_change", lambda length: None)
+        self.reads_padding = getattr(abstract, "reads_padding", self.reads_padding)
+        self.next_change = getattr(abstract, "next_change", self.next_change)
         self._keys = [(path, variable) for path, variable in nnx.to_flat_state(keys)]
         self._param_names, self._state_names = Names(nnx.to_pure_dict(params)), Names(nnx.to_pure_dict(rest))
         axes = jax.tree.map(self._axes, params, is_leaf=lambda node: isinstance(node, nnx.Variable))
