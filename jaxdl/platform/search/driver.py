@@ -30,6 +30,7 @@ from jaxdl.platform.search.space import Setting, format_settings, words_of
 from jaxdl.platform.search.trial import Direction, Trial
 from jaxdl.platform.search.workdirs import copy_workdir, is_free, metrics_of, rows, value_at, why_failed, why_halted
 from jaxdl.report.divergence import divergence, first_loss, losses
+from jaxdl.training.experiment import with_one_length
 
 PROGRAMS_FOLDER = "programs"
 PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
@@ -90,7 +91,7 @@ class Request:
 
     def options(self, trial: Trial) -> list[str]:
         """The options that train a trial."""
-        return [*self.command, *words_of(trial.settings)]
+        return [*self.command, *words_of(with_one_length(trial.settings))]
 
     def train(self, trial: Trial) -> list[str]:
         """The command that trains a trial to its target."""
