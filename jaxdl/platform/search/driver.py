@@ -91,7 +91,9 @@ class Request:
 
     def options(self, trial: Trial) -> list[str]:
         """The options that train a trial."""
-        return [*self.command, *words_of(with_one_length(trial.settings))]
+        given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in self.command}
+        settings = with_one_length(trial.settings)  # Which unsets a length that is given for all trials.
+        return [*self.command, *words_of({x: settings[x] for x in settings if x in given or x in trial.settings})]
 
     def train(self, trial: Trial) -> list[str]:
         """The command that trains a trial to its target."""
