@@ -128,6 +128,26 @@ def test_overrides_by_mapping():
     assert base.optimizer.learning_rate == 0.2, "the original is frozen"
 
 
+def test_a_length_that_is_given_replaces_that_of_the_config():
+    def lengths(given):
+        """(epochs, steps, tokens, steps_within)."""
+        asked = jaxdl.load(ROOT / "configs" / "tabular.py", given)
+        return asked.epochs, asked.steps, asked.tokens, asked.steps_within
+
+    assert lengths({}) == (100, None, None, (400, 10_000))
+    assert lengths({"epochs": 5}) == lengths(["--epochs", "5"]) == (5, None, None, None)
+    assert lengths({"steps": 50}) == lengths(["--epochs", "None", "--steps", "50"]) == (None, 50, None, None)
+    assert lengths(["--tokens", "9"]) == (None, None, 9, None)
+    assert lengths(["--epochs", "5", "--steps-within", "4", "9"]) == (5, None, None, (4, 9))
+    assert lengths({"steps_within": (4, 9)}) == lengths(["--steps-within", "4", "9"]) == (100, None, None, (4, 9))
+    assert lengths(["--steps", "50", "--epochs", "5", "--steps", "None"]) == (5, None, None, None)
+    for given in (["--epochs", "None", "--steps", "50", "--steps-within", "4", "9"], {"epochs": None}):
+        with pytest.raises(jaxdl.ConfigError, match="it limits a length in epochs, and none is set"):
+            lengths(given)
+    with pytest.raises(jaxdl.ConfigError, match="epochs = 5 and steps = 50: both set"):
+        lengths({"epochs": 5, "steps": 50})
+
+
 def test_gpus_choose_the_mesh_of_a_config_before_the_command_line_changes_it():
     replica_4 = {"mesh.replica": 4}
     assert jaxdl.load(DIGITS, replica_4, gpus=True).mesh == MeshConfig(replica=4)
@@ -160,6 +180,7 @@ def test_a_choice_by_mapping_is_a_name_an_object_or_a_dictionary():
         (["--optimizer=sgd", "--optimizer.momentum", "0.8"], {"optimizer.momentum": 0.8}),
         (["--exchange", "dense"], {}),
         (["--epochs", "None", "--steps", "10"], {"epochs": None, "steps": 10}),
+        (["--steps", "10"], {"epochs": None, "steps": 10}),
         (["--batch-size", "32", "--mesh.cpu-devices", "None"], {"batch_size": 32, "mesh.cpu_devices": None}),
         (["--batch_size", "32"], {"batch_size": 32}),
         (["--mesh.replica", "-1", "--mesh.fsdp", "4"], {"mesh.replica": -1, "mesh.fsdp": 4}),

@@ -60,7 +60,11 @@ def test_compilations_are_seen_by_the_fixture(compilations):
         (["--optimizer", "larz"], ["--optimizer larz", "sgd, adamw, sign_sgd, lars, lamb"]),
         (["--optimizer"], ["--optimizer", "sgd, adamw, sign_sgd, lars, lamb"]),
         (["--optimizer", "--steps", "3"], ["--optimizer", "sgd, adamw, sign_sgd, lars, lamb"]),
-        (["--steps", "10"], ["epochs = 30", "steps = 10", "--epochs None or --steps None"]),
+        (["--steps", "10", "--epochs", "3"], ["epochs = 3 and steps = 10", "--epochs None or --steps None"]),
+        (
+            ["--steps", "10", "--steps-within", "4", "9"],
+            ["--steps-within 4 9", "it limits a length in epochs", "--epochs"],
+        ),
         (["--epochs", "inf"], ["--epochs inf", "finite"]),
         (["--epochs", "1e308"], ["--epochs 1e+308", "2,147,483,647"]),
         (["--optimizer.learning-rate", "nan"], ["--optimizer.learning-rate nan", "finite"]),
@@ -236,6 +240,8 @@ def test_a_measurement_takes_the_options_of_the_experiment():
     assert command.experiment == jaxdl.load(DIGITS, {"optimizer": "lars", "mesh.replica": 4})
     with pytest.raises(ConfigError, match=r"epochs=3\.0: .* num_steps"):
         step.parse_command([*args, "--epochs", "3"])
+    with pytest.raises(ConfigError, match=r"steps=3: .* num_steps"):
+        step.parse_command([*args, "--steps", "3"])
     with pytest.raises(ConfigError, match="num_repeats=0: "):
         step.parse_command([*args, "--num-repeats", "0"])
 

@@ -43,6 +43,8 @@ ODD = {
     "lacks.tsv": (b"prompt\tcompletion\na\t\n", "prompt without completion"),
     "listed.csv": (b"messages\nhello\n", "messages that are a text, not a list"),
     "list.csv": (b"messages\n\"[{'role': 'user'} {\"\n", "begins like a list of messages, but cannot be read"),
+    "key.csv": (b'messages\n"[{""role"": ""user"", ""role"": ""assistant""}]"\n', "the key 'role' stands there twice"),
+    "literal.csv": (b"messages\n\"[{'role': None, 'role': 'user'}]\"\n", "the key 'role' stands there twice"),
     "cut.csv.gz": (gzip.compress(b"prompt,completion\n" + b"a,b\n" * 99)[:-9], "it cannot be read"),
     "strings.json": (b'["a", "b"]', "a row that is not an object"),
     "null.json": (b"[null]", "a row that is not an object"),

@@ -22,6 +22,7 @@ from jaxdl.data import Codec, Conversations
 from jaxdl.data.__main__ import main
 from jaxdl.data.text.answers import Renderer, Unusable
 from jaxdl.data.text.chat_template import ChatTemplate, TemplateRefusal, template_of
+from jaxdl.data.text.row_files import find_rows
 from jaxdl.models import Transformer
 from jaxdl.report.facts import data_fact
 from jaxdl.training.tasks import LanguageModelling
@@ -178,7 +179,31 @@ def test_files_without_rows_are_named(tmp_path):
         (tmp_path / name).write_bytes(lines(chats(2)))
     (tmp_path / "README.md").write_text("about")
     made = Conversations(paths=(str(tmp_path),), length=99, shards=str(tmp_path.parent / "shards"))
-    assert "and are not read: README.md" in made.build().train.remark()
+    assert "Files that are not read: README.md" in made.build().train.remark()
+
+
+def test_a_table_beside_rows_of_another_form_is_read_if_it_is_named(tmp_path):
+    rows, cells, alone = tmp_path / "rows" / "a.jsonl", tmp_path / "rows" / "scores.csv", tmp_path / "alone" / "b.csv"
+    for path, content in (
+        (rows, lines(chats(2))),
+        (cells, b"prompt,completion\nx,y\n"),
+        (alone, b"prompt,completion\n"),
+    ):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    both, aside = [str(tmp_path / "rows"), str(tmp_path / "alone")], "scores.csv (a table beside other rows"
+
+    def names(*arguments):
+        files, others = find_rows(*arguments)
+        assert all(other.startswith(aside) for other in others)
+        return [name for name, _ in files], len(others)
+
+    assert names(both, "**/*") == (["a.jsonl", "b.csv"], 1)
+    assert names([*both, str(cells)], "**/*") == (["a.jsonl", "b.csv", "scores.csv"], 0)
+    assert names(both[:1], "**/*.csv") == (["scores.csv"], 0)
+    assert names(both[:1], "*") == (["a.jsonl", "scores.csv"], 0)
+    made = Conversations(paths=tuple(both[:1]), length=99, shards=str(tmp_path / "shards"))
+    assert f"Files that are not read: {aside}" in made.build().train.remark()
 
 
 def test_settings_of_conversations_are_checked(tmp_path):

@@ -198,6 +198,15 @@ def test_a_length_in_tokens():
         EXPERIMENT.replaced({"steps": None, "epochs": 2, "tokens": 5})
 
 
+def test_limits_of_the_steps_are_of_a_length_in_epochs():
+    limits = {"steps": None, "within": (40, 90)}
+    assert [make_timeline(64, 16, epochs=x, **limits).total_steps for x in (1, 15, 30)] == [40, 60, 90]
+    assert make_timeline(8, 16, epochs=1, **limits).total_steps == 40  # Each batch has the examples twice.
+    with pytest.raises(ConfigError, match="there are only 8 training examples"):
+        make_timeline(8, 16, epochs=None, steps=5, within=(40, 90))
+    assert make_timeline(64, 16, epochs=None, steps=5, within=(40, 90)).total_steps == 5
+
+
 def test_a_length_that_cannot_be_read():
     timeline = make_timeline(64, 16, epochs=None, steps=3)
     for earlier in ({}, {"epochs": None, "steps": None, "phases": [{"size": 3}]}):

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +11,11 @@ from children import CHILD, child_of, ends
 from search_made_up import RATE, MadeUp, Said, course, request_in, searched
 
 from jaxdl.core.errors import ConfigError
+from jaxdl.core.options import parse
 from jaxdl.platform.launch import processes
 from jaxdl.platform.search import command
 from jaxdl.platform.search.attempts import Attempts
+from jaxdl.platform.search.conduct import settings_of
 from jaxdl.platform.search.driver import Search, check_any
 from jaxdl.platform.search.engines import Job, Processes
 from jaxdl.platform.search.journal import Journal
@@ -23,6 +26,7 @@ from jaxdl.platform.search.show import SearchView, table
 from jaxdl.platform.search.trial import Trial
 from jaxdl.report.status import Reason, Record, State, utc_now, write_record
 from jaxdl.report.tracking import name_of
+from jaxdl.training.experiment import load
 
 
 class Killed(BaseException):
@@ -236,6 +240,16 @@ def test_copies_of_the_data_are_for_trials_and_may_be_elsewhere_next_time(tmp_pa
         command.parse_command([*digits, "--stage-data", "/local/disk"], "search")
     varied = [*digits[:4], "--vary", "data=digits,tabular", "--stage-data", "/local/disk"]
     assert command.parse_command(varied, "search").stage_data == "/local/disk", "some trials may have files"
+
+
+def test_a_length_that_varies_replaces_that_of_all_trials(tmp_path):
+    line = ["--config", "tabular", "--workdir", str(tmp_path), "--vary", "epochs=2,4", "--scheduler", "none"]
+    request = replace(request_in(tmp_path), command=("--config", "tabular", "--batch-size", "9", "--steps", "7"))
+    options = request.options(Trial(0, {"epochs": 2.0}, 9))
+    asked = parse(load("tabular"), options[2:])
+    assert (options.count("None"), asked.epochs, asked.steps, asked.steps_within) == (1, 2, None, None)
+    with pytest.raises(ConfigError, match="vary epochs: a length that varies has no limits"):
+        settings_of(command.parse_command([*line, "--steps-within", "4", "9"], "search"))
 
 
 def test_trials_have_names_that_say_which_search_they_are_of(tmp_path):

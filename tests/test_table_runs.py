@@ -1,7 +1,9 @@
 """Runs on tables with words and gaps: they resume bit-equal, name classes, give units; weights, scores, exports."""
 
 import csv
+import dataclasses
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -11,12 +13,14 @@ from runs import ONE_DEVICE
 import jaxdl
 from jaxdl.core.config import ConfigError
 from jaxdl.data import Table
+from jaxdl.data.spec import spec_from_json
 from jaxdl.inference.export.writing import export
 from jaxdl.inference.score.__main__ import main as score
 from jaxdl.models import TableMLP
 from jaxdl.optim import AdamW, Cosine
 from jaxdl.report import ReportConfig
 from jaxdl.training.experiment import Experiment
+from jaxdl.training.run.workdir.records import keep_spec
 from jaxdl.training.tasks import Classification, Regression, TableTask
 
 ROWS = 240
@@ -84,6 +88,28 @@ def test_a_resumed_run_is_bit_equal_and_names_the_class(classified, animals, tmp
     assert probabilities.shape == (ROWS, 3)
     np.testing.assert_allclose(probabilities.sum(axis=1), 1, atol=1e-5)
     assert predictor.evaluate() == {name: run.metrics[name] for name in predictor.evaluate()}
+
+
+def test_a_run_on_a_table_of_an_earlier_version_is_used_and_resumed(classified, animals, tmp_path):
+    made, run, workdir = classified
+    shutil.copytree(workdir, tmp_path / "old")
+    spec = tmp_path / "old" / "data.json"
+    recorded = json.loads(spec.read_text())
+    assert recorded["num_rows"] > 0
+    spec.write_text(json.dumps({name: value for name, value in recorded.items() if name != "num_rows"}))
+    score(["--workdir", str(tmp_path / "old"), "--table", str(animals), "--to", str(tmp_path / "scores.json")])
+    rows = {"island": ["Dream", "Biscoe"], "length": [35.0, None]}
+    np.testing.assert_array_equal(
+        jaxdl.restore(tmp_path / "old").predict_probabilities(rows), jaxdl.restore(workdir).predict_probabilities(rows)
+    )
+    resumed = jaxdl.train(made, tmp_path / "old", quiet=True, devices=jax.devices()[:1])
+    assert all(map(np.array_equal, jax.tree.leaves(resumed.state.params), jax.tree.leaves(run.state.params)))
+    # Other readers may give the number.
+    now = spec_from_json(json.dumps(recorded))
+    keep_spec(tmp_path / "old", now)
+    assert json.loads(spec.read_text()) == recorded
+    with pytest.raises(ConfigError, match=f"num_rows was {recorded['num_rows']}, is 7"):
+        keep_spec(tmp_path / "old", dataclasses.replace(now, num_rows=7))
 
 
 def test_scores_and_predictions_of_a_file(classified, animals, tmp_path, capsys):

@@ -18,16 +18,21 @@ TABLE = ".tsv"
 """The ends of the names of files whose lines are JSON objects, and of those with tab-separated columns."""
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises ValueError for one that has a key twice, of which Python would take the last."""
+class RepeatedKey(ValueError):
+    """An object has a key twice, of which Python would take the last."""
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises RepeatedKey."""
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice")
+        raise RepeatedKey(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice")
     return made
 
 
-_JSON = json.JSONDecoder(object_pairs_hook=_unique)
+JSON = json.JSONDecoder(object_pairs_hook=unique)
+"""Reads JSON. Raises ValueError, RepeatedKey for an object that has a key twice."""
 
 
 class Span(NamedTuple):
@@ -114,7 +119,7 @@ def records(span: Span) -> Iterator[tuple[str, Any]]:
                 "memory as a whole. Write JSON lines: one object on each line."
             )
         try:
-            values = _JSON.decode(content.decode())
+            values = JSON.decode(content.decode())
         except ValueError as error:
             raise ConfigError(f"{span.path}: it begins like a JSON array, but is not one ({error}).") from None
         yield from ((f"{span.path}: element {number + 1} of the array", value) for number, value in enumerate(values))
@@ -142,7 +147,7 @@ def place(span: Span, number: int) -> str:
 def json_object(line: str, where: str) -> Any:
     """The value of a line of JSON. Raises ConfigError, which begins with `where`, for what is not JSON."""
     try:
-        return _JSON.decode(line)
+        return JSON.decode(line)
     except ValueError as error:
         raise ConfigError(f"{where} is not JSON ({error}). Each line must be one JSON object.") from None
 

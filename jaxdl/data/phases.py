@@ -134,6 +134,8 @@ def make_timeline(
 
     Raises ConfigError when it has too many steps, or batches larger than the data.
     """
+    if epochs is None:
+        within = None
     for size in {batch_size, *(phase.batch_size or batch_size for phase in phases)}:
         if size > num_examples and (within is None or not num_examples):
             raise ConfigError(
@@ -150,7 +152,7 @@ def make_timeline(
             end += passes * num_examples
             # A rounding error must not add a step.
             length, given = (end - start) / size - 1e-9, f"--epochs {passes:g}"
-            length = length if within is None or phase else min(max(length, within[0]), within[1])
+            length = length if within is None else min(max(length, within[0]), within[1])
         if first + length > _MOST_STEPS:
             raise ConfigError(
                 f"{given}: the run would have more than {_MOST_STEPS:,} steps, the most that can be counted. "

@@ -201,7 +201,8 @@ class TextSpec(DataSpec):
 
     def described(self) -> tuple[str, str]:
         """Length and vocabulary."""
-        what = f"rows of {'conversations' if self.masked else 'packed documents'}" if self.packed else "windows"
+        # Of a mixture some rows are documents.
+        what = f"rows {'with conversations' if self.masked else 'of packed documents'}" if self.packed else "windows"
         return what, f"{self.length:,} tokens, vocabulary of {self.vocab_size:,}"
 
     def example(self) -> np.ndarray:

@@ -106,7 +106,8 @@ def _length(plan: Any, end: int) -> str:
     epochs = (not experiment.steps_within and experiment.epochs) or timeline.epoch(plan.total_steps)
     shown = f"{epochs:,.0f}" if epochs >= 1000 else f"{epochs:.4g}"
     text = f"{shown} epoch{'' if epochs == 1 else 's'} = {plan.total_steps:,} steps"
-    if experiment.steps_within and experiment.epochs and plan.total_steps in experiment.steps_within:
+    asked = (experiment.epochs or 0) * timeline.steps_per_epoch
+    if experiment.steps_within and abs(plan.total_steps - asked) >= 1:
         low, high = experiment.steps_within
         text += f" ({experiment.epochs:g} epochs, but --steps-within {low} {high})"
     if experiment.phases:

@@ -75,7 +75,8 @@ class Experiment(Config):
     steps."""
     steps_within: tuple[int, int] | None = None
     """With `epochs`: the fewest and the most steps of the run, however few or many the training examples. A batch may
-    then be larger than the training data; it has examples several times."""
+    then be larger than the training data; it has examples several times. A length that replaces that of a config file
+    has no such limits, unless they are given too."""
     phases: tuple[Phase, ...] = ()
     """Progressive resizing: consecutive parts of the run, each with its own image size and length. Only a config file
     can set them. The length of the run is their sum, so `epochs` and `steps` must be None."""
@@ -102,6 +103,10 @@ class Experiment(Config):
     cluster: ClusterConfig = ClusterConfig()
     """How long a run waits for processes that are missing, lost or hung."""
 
+    def replaced(self, overrides: Mapping[str, Any]) -> Self:
+        """As `Config.replaced`; one of `epochs`, `steps` and `tokens` replaces the others, and `steps_within`."""
+        return super().replaced(with_one_length(overrides))
+
     def to_json(self) -> str:
         """The experiment as JSON; a subclass outside jaxdl is named too, as `class`."""
         source, text = source_of(type(self)), super().to_json()
@@ -124,7 +129,7 @@ class Experiment(Config):
 
     @pydantic.model_validator(mode="after")
     def _fits_together(self) -> Experiment:
-        lengths = {name: getattr(self, name) for name in LENGTH[:3] if getattr(self, name) is not None}
+        lengths = {name: getattr(self, name) for name in SINGLE_LENGTHS if getattr(self, name) is not None}
         if len(lengths) > 1:
             given = " and ".join(f"{name} = {value:.15g}" for name, value in lengths.items())
             raise ValueError(
@@ -133,6 +138,11 @@ class Experiment(Config):
             )
         if self.phases and lengths:
             raise ValueError("phases already set the length of the run. Set epochs and steps to None.")
+        if self.steps_within is not None and self.epochs is None:
+            raise ValueError(
+                f"--steps-within {' '.join(map(str, self.steps_within))}: it limits a length in epochs, and none is "
+                "set. Give --epochs, or leave it out: --steps-within None."
+            )
         if self.steps_within is not None and not 1 <= self.steps_within[0] <= self.steps_within[1]:
             raise ValueError(f"steps_within = {self.steps_within}: give the fewest and the most steps, 1 or more.")
         self.exchange.check_optimizer(self.optimizer)
@@ -145,8 +155,19 @@ class Experiment(Config):
         return self
 
 
-LENGTH = ("epochs", "steps", "tokens", "phases", "steps_within")
+SINGLE_LENGTHS = ("epochs", "steps", "tokens")
+"""The fields of which one alone may be set."""
+SETS_LENGTH = (*SINGLE_LENGTHS, "phases")
+"""The fields of which one must be set in a run."""
+LENGTH = (*SETS_LENGTH, "steps_within")
 """The fields that set the length of a run. They may change when it resumes, see `jaxdl.training.run.plan.length`."""
+
+
+def with_one_length(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Overrides of fields that set the others of `LENGTH` but the phases to None, if one is a length."""
+    if all(overrides.get(name) is None for name in SINGLE_LENGTHS):
+        return overrides
+    return dict.fromkeys((*SINGLE_LENGTHS, "steps_within")) | dict(overrides)
 
 
 def identity(config: Mapping[str, Any]) -> dict[str, Any]:

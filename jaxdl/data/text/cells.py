@@ -6,14 +6,23 @@ import ast
 import contextlib
 import csv
 import io
-import json
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxdl.core.config import ConfigError
-from jaxdl.data.lines import LARGEST_DOCUMENT, TABLE, Span, line_spans, lines, open_lines
+from jaxdl.data.lines import (
+    JSON,
+    LARGEST_DOCUMENT,
+    TABLE,
+    RepeatedKey,
+    Span,
+    line_spans,
+    lines,
+    open_lines,
+    unique,
+)
 from jaxdl.data.tables.row_groups import check_names
 from jaxdl.data.text_files import suffix_of
 
@@ -105,11 +114,24 @@ def of_cell(text: str, where: str) -> Any:
         return None
     if not _MESSAGES.match(text):
         return text
-    for read in (json.loads, ast.literal_eval):
-        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+    for read in (JSON.decode, _literal):
+        try:
             if isinstance(value := read(text.strip()), list):
                 return value
+        except RepeatedKey as error:
+            raise ConfigError(f"{where}: {error}. Name each once.") from None
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            continue
     raise ConfigError(
         f"{where} begins like a list of messages, but cannot be read as one. Write JSON into the cells, or write JSON "
         "lines or Parquet."
     )
+
+
+def _literal(text: str) -> Any:
+    """What Python writes of a list. Raises ValueError, RepeatedKey where a dictionary has a key twice."""
+    tree = ast.parse(text, mode="eval")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            unique([(ast.literal_eval(key), None) for key in node.keys if key is not None])
+    return ast.literal_eval(tree)

@@ -62,7 +62,7 @@ class ChatTexts(FileTexts):
     learn: Learned
     date: str
     others: tuple[str, ...] = ()
-    """The names of files that were found, and have no rows."""
+    """The names of files that were found, and are not read."""
     noun = "conversations"
     notes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter, compare=False)
 
@@ -157,7 +157,7 @@ class ChatTexts(FileTexts):
         if self.others:
             names = ", ".join(self.others[:_MOST_TOLD])
             more = f" and {len(self.others) - _MOST_TOLD:,} more" if len(self.others) > _MOST_TOLD else ""
-            sentences.append(f"Files that have no rows by their names, and are not read: {names}{more}.")
+            sentences.append(f"Files that are not read: {names}{more}.")
         return " ".join(sentences)
 
     def _note(self, name: str, other: str) -> None:

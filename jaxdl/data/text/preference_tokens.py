@@ -103,7 +103,7 @@ def read_pairs(paths: Sequence[str], glob: str, reader: Reader) -> ReadPairs:
 
     read = tokenized(rows(), reader, ", ".join(paths))
     if others:
-        read.not_used.append(f"{len(others):,} files without rows: {_some(others)}")
+        read.not_used.append(f"{len(others):,} files that are not read: {_some(others)}")
     return read
 
 

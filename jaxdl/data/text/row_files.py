@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxdl.core.config import ConfigError
+from jaxdl.core.paths import expand_home
 from jaxdl.data.codec import import_text
 from jaxdl.data.lines import JSON_LINES, TABLE, Span, line_spans, reading_file, record_spans, records
 from jaxdl.data.tables.row_groups import check_names
 from jaxdl.data.text.cells import cell_rows, header, of_cell
-from jaxdl.data.text.forms import Form, find_documents, is_dataset
+from jaxdl.data.text.forms import EVERY_FILE, Form, find_documents, is_dataset, is_searched
 
 _BATCH = 256
 """Rows of a columnar file that are made at a time."""
+_BESIDE = " (a table beside other rows: its path, or --data.glob, must name it)"
 
 
 class RowFormat(Form):
@@ -207,6 +209,7 @@ def _open_dataset(path: Path) -> Any:
 def find_rows(paths: Sequence[str], glob: str) -> tuple[list[tuple[str, str]], list[str]]:
     """((name, path) of the files with rows, the names of other files in the folders that were searched).
 
+    In a folder without a pattern, CSV and TSV beside rows of other forms are others: mostly they are about these rows.
     Raises ConfigError where there is none, and for a file that was named and has no rows by its name.
     """
     found = [(name, path) for name, path in find_documents(paths, glob)]
@@ -219,8 +222,21 @@ def find_rows(paths: Sequence[str], glob: str) -> tuple[list[tuple[str, str]], l
             f"{wrong or others[0][1]}: it has no rows by its name. Rows are in files {suffixes}, which but for Parquet "
             "may be compressed, and in folders that Dataset.save_to_disk wrote."
         )
-    left_out = {name for name, _ in others}
-    return [(name, str(path)) for name, path in found if name not in left_out], sorted(left_out)
+    beside = _tables_beside_rows(paths) - named if glob == EVERY_FILE else set[Path]()
+    unread = {path for _, path in others} | beside
+    left_out = [name + (_BESIDE if path in beside else "") for name, path in found if path in unread]
+    return [(name, str(path)) for name, path in found if path not in unread], left_out
+
+
+def _tables_beside_rows(paths: Sequence[str]) -> set[Path]:
+    """The CSV and TSV files of each folder that has rows of other forms too, resolved."""
+    beside = set[Path]()
+    for folder in (path for path in paths if is_searched(expand_home(path))):
+        forms = {path.resolve(): RowFormat.find(path) for _, path in find_documents([folder], EVERY_FILE)}
+        tables = {path for path, form in forms.items() if form and not form.has_types}
+        if any(form and form.has_types for form in forms.values()):
+            beside |= tables
+    return beside
 
 
 def row_spans(path: Path, span_bytes: int) -> list[Span]:

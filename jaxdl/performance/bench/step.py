@@ -16,7 +16,7 @@ from jaxdl.optim import Constant
 from jaxdl.performance.bench.shared import ExperimentBench, bench, make_table, median_ratio, parse_experiment_bench
 from jaxdl.report import ReportConfig
 from jaxdl.training.evaluation import max_in_flight
-from jaxdl.training.experiment import LENGTH, Experiment
+from jaxdl.training.experiment import SINGLE_LENGTHS, Experiment
 from jaxdl.training.run.compile import shared_programs
 from jaxdl.training.run.hooks import StepInfo
 from jaxdl.training.run.plan.build import make_initial_state, make_plan
@@ -50,8 +50,8 @@ def main(args: list[str]) -> None:
 def parse_command(args: list[str]) -> StepBench:
     """The command line as a StepBench. Raises ConfigError, or exits after --help."""
     command, given = parse_experiment_bench(StepBench, args, __name__, num_steps=1, num_repeats=1)
-    for name in LENGTH[:3]:
-        value = getattr(command.experiment, name)
+    values = {name: getattr(command.experiment, name) for name in SINGLE_LENGTHS}
+    for name, value in sorted(values.items(), key=lambda pair: pair[1] is None):  # One that is given unsets others.
         if value != getattr(given, name):
             raise ConfigError(f"--{name} {value}: the measurement sets its own length. Give --num-steps instead.")
     return command

@@ -58,6 +58,8 @@ def resident(experiment: Experiment, image_size: int | None) -> Experiment:
         "report.profile_start_step": None,
         "report.profile_steps": 3,
     }
+    if experiment.steps_within is not None:  # Its batch may be larger than its data.
+        changes |= {"epochs": 1.0, "steps": None, "steps_within": (10**6, 10**6)}
     if photos is not None:
         size = image_size or photos.size
         count = experiment.batch_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ from jaxdl.platform.search.space import Setting, parse_settings
 from jaxdl.platform.search.trial import Trial
 from jaxdl.report import replace_file
 from jaxdl.report.status.rows import MARKS
-from jaxdl.training.experiment import LENGTH, Experiment, identity
+from jaxdl.training.experiment import LENGTH, SINGLE_LENGTHS, Experiment, identity
 
 JOURNAL_FILE = "journal.log"
 
@@ -110,6 +110,7 @@ def settings_of(given: Given) -> list[Setting]:
     """What varies. Raises ConfigError for what the experiment does not take."""
     settings = parse_settings(given.search.vary)
     check_settings(given.search, given.experiment, settings)
+    _check_limits(given.words, settings)
     return settings
 
 
@@ -199,3 +200,13 @@ def _fixed_fields(experiment: Mapping[str, Any]) -> dict[str, Any]:
 
 def _lost(reason: str) -> None:
     exits.end_process(reason.replace("this run", "this search"), BROKEN)
+
+
+def _check_limits(words: Sequence[str], settings: Sequence[Setting]) -> None:
+    """Raises ConfigError for limits of the steps that a length which varies would unset."""
+    length = next((setting.name for setting in settings if setting.name in SINGLE_LENGTHS), None)
+    has_limits = any(word.partition("=")[0].replace("_", "-") == "--steps-within" for word in words)
+    if length is not None and has_limits and all(setting.name != "steps_within" for setting in settings):
+        raise ConfigError(
+            f"--vary {length}: a length that varies has no limits, so --steps-within has no effect. Leave it out."
+        )

@@ -17,7 +17,7 @@ from jaxdl.platform.search.schedulers import ASHA, Scheduler
 from jaxdl.platform.search.space import Setting, words_of
 from jaxdl.platform.search.trial import Direction
 from jaxdl.report.better_direction import is_higher_better
-from jaxdl.training.experiment import Experiment
+from jaxdl.training.experiment import LENGTH, SETS_LENGTH, Experiment
 from jaxdl.training.run.plan.changed_settings import check_may_change
 from jaxdl.training.run.plan.data import read_splits
 from jaxdl.training.run.plan.length import steps_of
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Lengths", "OnRay", "SearchConfig", "check_settings", "combinations", "direction_of", "metric_of"]
 
-LENGTH_FIELDS = ("epochs", "steps", "tokens", "phases", "steps_within", "batch_size", "data")
+LENGTH_FIELDS = (*LENGTH, "batch_size", "data")
 """Fields that decide how many steps a run has."""
 
 
@@ -124,7 +124,7 @@ class Lengths:
                 schedule.build(peak=experiment.optimizer.learning_rate, **length)
 
     def _timeline(self, experiment: Experiment) -> Timeline:
-        if not any(getattr(experiment, name) for name in ("epochs", "steps", "tokens", "phases")):
+        if not any(getattr(experiment, name) for name in SETS_LENGTH):
             raise ConfigError("the length of the runs is not set. Give --epochs or --steps.")
         key = experiment.data.to_json()
         if key not in self._splits:

@@ -30,6 +30,7 @@ from jaxdl.platform.search.space import Setting, format_settings, words_of
 from jaxdl.platform.search.trial import Direction, Trial
 from jaxdl.platform.search.workdirs import copy_workdir, is_free, metrics_of, rows, value_at, why_failed, why_halted
 from jaxdl.report.divergence import divergence, first_loss, losses
+from jaxdl.training.experiment import with_one_length
 
 PROGRAMS_FOLDER = "programs"
 PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
@@ -90,7 +91,9 @@ class Request:
 
     def options(self, trial: Trial) -> list[str]:
         """The options that train a trial."""
-        return [*self.command, *words_of(trial.settings)]
+        given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in self.command}
+        settings = with_one_length(trial.settings)  # Which unsets a length that is given for all trials.
+        return [*self.command, *words_of({x: settings[x] for x in settings if x in given or x in trial.settings})]
 
     def train(self, trial: Trial) -> list[str]:
         """The command that trains a trial to its target."""

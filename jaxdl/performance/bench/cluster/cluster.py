@@ -174,7 +174,8 @@ def _check(command: ClusterBench, given: Experiment) -> None:
         ("tokens", "Give --num-rounds instead."),
         ("cluster", "Leave it out."),
     ):
-        if getattr(command.experiment, name) != getattr(given, name):
+        value = getattr(command.experiment, name)  # A length that is given unsets the others.
+        if value is not None and value != getattr(given, name):
             raise ConfigError(f"--{name}: the measurement sets this itself. {advice}")
     for option, what, known in (("exchanges", "exchange", EXCHANGES), ("agreements", "agreement", AGREEMENTS)):
         for name in getattr(command, option):

@@ -27,7 +27,7 @@ from jaxdl.parallel.cluster import start_devices
 from jaxdl.parallel.mesh import Axis, Device, batch_ways, make_mesh, platform
 from jaxdl.parallel.sharding import Layout
 from jaxdl.report import Start
-from jaxdl.training.experiment import LENGTH, Experiment, as_experiment
+from jaxdl.training.experiment import SETS_LENGTH, Experiment, as_experiment
 from jaxdl.training.run.plan.data import RunData, copy_data, read_data
 from jaxdl.training.run.plan.exchange import choose_exchange, loop_sum_dtype, make_exchange
 from jaxdl.training.run.plan.fp8 import fp8_remarks
@@ -98,7 +98,7 @@ def open_mesh(
 
     `workdir` is None for a program that trains no run. Raises ConfigError when the devices do not suit the experiment.
     """
-    if not any(getattr(experiment, name) for name in LENGTH[:4]):
+    if not any(getattr(experiment, name) for name in SETS_LENGTH):
         raise ConfigError("the length of the run is not set. Give --epochs or --steps.")
     planned = choose_layout(experiment, devices, start, workdir)
     with start.doing("starting the devices"):

@@ -187,7 +187,11 @@ def _describe(length: Mapping[str, Any]) -> str:
     if length["phases"]:
         return f"phases {json.dumps(length['phases'])}"
     name = next((field for field in ("steps", "tokens") if length.get(field) is not None), "epochs")
-    return f"--{name} {length[name]:g}" if name == "epochs" else f"--{name} {length[name]}"
+    if name != "epochs":
+        return f"--{name} {length[name]}"
+    within = length.get("steps_within")
+    limits = f" --steps-within {within[0]} {within[1]}" if within else ""
+    return f"--epochs {length['epochs']:g}{limits}"
 
 
 def _examples_of(timeline: Timeline, done: int) -> list[tuple[Any, ...]]:

@@ -156,6 +156,10 @@ def keep_examples(
     of_first_process(keep)
 
 
+_NOT_KNOWN: dict[str, Any] = {"class_names": [], "num_rows": None}
+"""Fields of specs that earlier versions did not record, as they are read then."""
+
+
 def keep_spec(workdir: Path, spec: DataSpec) -> None:
     """Records in `data.json` what the examples of a run are like, or checks that a resumed run reads them so too.
 
@@ -167,7 +171,8 @@ def keep_spec(workdir: Path, spec: DataSpec) -> None:
         write_file(workdir / DATA_FILE, content.encode())
         return
     there, here = json.loads(spec_to_json(recorded)), json.loads(content)
-    if there != here and there == {**here, "class_names": []}:  # An earlier version recorded no names.
+    earlier = {name: value for name, value in _NOT_KNOWN.items() if name in here and there.get(name) == value}
+    if there != here and there == {**here, **earlier}:
         write_file(workdir / DATA_FILE, content.encode())
         return
     changes = ", ".join(f"{name} was {_short(there.get(name))}, is {_short(here.get(name))}"
