@@ -198,7 +198,7 @@ def test_odd_inputs(tmp_path, content, settings, message):
     [
         ("a.jsonl", b'{"prompt": "a", "chosen": "b", "chosen": "c"}', "the key 'chosen' stands there twice"),
         ("a.jsonl", b'\xe9{"prompt": "a"}', "line 1 is not UTF-8"),
-        ("a.jsonl.gz", gzip.compress(json.dumps(ROW).encode())[:-9], "it cannot be read"),
+        ("a.jsonl.gz", gzip.compress(json.dumps(ROW).encode(), mtime=0)[:-9], "it cannot be read"),
         ("a.jsonl", b"[" * 100_000, "it cannot be read"),
         ("a.json", json.dumps({"data": [ROW]}).encode(), "The columns there are data"),
         ("a.json", json.dumps([[ROW]]).encode(), "no object with columns"),
