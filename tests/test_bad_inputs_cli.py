@@ -47,7 +47,7 @@ WITH_THE_FILE = {
     "--seed 3 4": ["4: not an option and not a value: --seed before it takes one value"],
     "--steps ": ["--steps '': not a whole number or None."],
     "--optimizer.learning-rate ": ["--optimizer.learning-rate '': not a number."],
-    "--steps 2": ["error: epochs = 30 and steps = 2: both set the length of the run."],
+    "--epochs 30 --steps 2": ["error: epochs = 30 and steps = 2: both set the length of the run."],
     "--mesh.replica 0": ["error: --mesh.replica 0: an axis has 1 or more devices"],
     "--evaluation.every-steps 2 --evaluation.every-epochs 1": [
         "error: --evaluation.every-steps 2, --evaluation.every-epochs 1: "
