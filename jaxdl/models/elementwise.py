@@ -7,6 +7,7 @@ passes over it; they are cheap to compute again where the gradient needs them.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -110,48 +111,32 @@ def _geglu_backward(residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array
 geglu.defvjp(_geglu_forward, _geglu_backward)
 
 
-@jax.custom_vjp
-def gelu(x: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """GELU (Hendrycks and Gimpel, arXiv 1606.08415) in its tanh form of `x` [..., features] + `bias`, like `x`."""
-    return jax.nn.gelu(_wide_sum(x, bias), approximate=True).astype(x.dtype)
+def _gelu_of(*, approximate: bool) -> Callable[[jax.Array, jax.Array | None], jax.Array]:
+    """GELU of `x` [..., features] + `bias`, like `x`, in its tanh form or in its exact one."""
+
+    @jax.custom_vjp
+    def gelu(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+        return jax.nn.gelu(_wide_sum(x, bias), approximate=approximate).astype(x.dtype)
+
+    def forward(x: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+        return gelu(x, bias), (x, bias)
+
+    def backward(
+        residuals: tuple[jax.Array, jax.Array | None], cotangent: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        x, bias = _again(residuals)
+        _, transpose = jax.vjp(lambda x: jax.nn.gelu(x, approximate=approximate), _wide_sum(x, bias))
+        x_gradient = transpose(cotangent.astype(jnp.float32))[0].astype(x.dtype)
+        return x_gradient, None if bias is None else sum_of_rows(x_gradient).astype(bias.dtype)
+
+    gelu.defvjp(forward, backward)
+    return gelu
 
 
-def _gelu_forward(x: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
-    return gelu(x, bias), (x, bias)
-
-
-def _gelu_backward(
-    residuals: tuple[jax.Array, jax.Array | None], cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
-    x, bias = _again(residuals)
-    _, transpose = jax.vjp(lambda x: jax.nn.gelu(x, approximate=True), _wide_sum(x, bias))
-    x_gradient = transpose(cotangent.astype(jnp.float32))[0].astype(x.dtype)
-    return x_gradient, None if bias is None else sum_of_rows(x_gradient).astype(bias.dtype)
-
-
-gelu.defvjp(_gelu_forward, _gelu_backward)
-
-
-@jax.custom_vjp
-def gelu_erf(x: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """`gelu` in its exact form, with the error function."""
-    return jax.nn.gelu(_wide_sum(x, bias), approximate=False).astype(x.dtype)
-
-
-def _gelu_erf_forward(x: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
-    return gelu_erf(x, bias), (x, bias)
-
-
-def _gelu_erf_backward(
-    residuals: tuple[jax.Array, jax.Array | None], cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
-    x, bias = _again(residuals)
-    _, transpose = jax.vjp(lambda x: jax.nn.gelu(x, approximate=False), _wide_sum(x, bias))
-    x_gradient = transpose(cotangent.astype(jnp.float32))[0].astype(x.dtype)
-    return x_gradient, None if bias is None else sum_of_rows(x_gradient).astype(bias.dtype)
-
-
-gelu_erf.defvjp(_gelu_erf_forward, _gelu_erf_backward)
+gelu = _gelu_of(approximate=True)
+"""GELU (Hendrycks and Gimpel, arXiv 1606.08415) in its tanh form of `x` [..., features] + `bias`, like `x`."""
+gelu_erf = _gelu_of(approximate=False)
+"""`gelu` in its exact form, with the error function."""
 
 
 def _again(residuals: Any) -> Any:

@@ -1,11 +1,14 @@
-"""Where the server listens, and who may ask it."""
+"""Where the server listens, who may ask it, and which signals end it."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
+import signal
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxdl.core.config import ConfigError
@@ -80,3 +83,14 @@ def address_of(bound: socket.socket) -> str:
 def local_names(host: str) -> set[str]:
     """The names by which a server is asked that listens to this machine alone."""
     return {"localhost", "127.0.0.1", "::1", host.lower()}
+
+
+@contextlib.contextmanager
+def kept_signals() -> Iterator[None]:
+    """Context in which the signals that end a server end nothing else: uvicorn raises them again when it has ended."""
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

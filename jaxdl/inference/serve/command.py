@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import logging
-import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from jaxdl.core.web.listening import (
     address_of,
     bind,
     is_local,
+    kept_signals,
     local_names,
     others_read,
     read_tokens,
@@ -108,7 +106,7 @@ def run(args: list[str], prog: str) -> None:
                 flush=True,
             )
             try:
-                with _kept_signals():
+                with kept_signals():
                     asyncio.run(server.serve(sockets=[bound]))
             finally:
                 engine.stop()
@@ -258,14 +256,3 @@ def make_server(
     server = uvicorn.Server(config)
     engine.failed = lambda: setattr(server, "should_exit", True)
     return server, engine
-
-
-@contextlib.contextmanager
-def _kept_signals() -> Iterator[None]:
-    """Context in which the signals that end a server end nothing else: uvicorn raises them again when it has ended."""
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

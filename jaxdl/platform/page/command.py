@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import secrets
-import signal
 import socket
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from jaxdl.core.errors import ConfigError
-from jaxdl.core.web.listening import address_of, bind, is_local, local_names, others_read, read_tokens
+from jaxdl.core.web.listening import address_of, bind, is_local, kept_signals, local_names, others_read, read_tokens
 from jaxdl.platform.page.scan import check_given
 
 TOKEN_VARIABLE = "JAXDL_STATUS_TOKEN"
@@ -91,16 +88,5 @@ def serve(options: argparse.Namespace) -> None:
         print(f"the page is at {where}", flush=True)
         rights = "read-only for who has no token" if tokens else "read-only"
         print(f"{rights}; Ctrl-C ends it", file=sys.stderr)
-        with _kept_signals():
+        with kept_signals():
             server.run(sockets=[bound])
-
-
-@contextlib.contextmanager
-def _kept_signals() -> Iterator[None]:
-    """Context in which the signals that end a server end nothing else: uvicorn raises them again when it has ended."""
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

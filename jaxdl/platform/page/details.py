@@ -24,7 +24,7 @@ from jaxdl.core.files import (
     step_folder,
 )
 from jaxdl.parallel.cluster.consistency import flat
-from jaxdl.platform.page.files import Tail, Unreadable, names_in, read_json, read_tail, read_whole, signature
+from jaxdl.platform.page.files import Tail, Unreadable, json_or_problem, names_in, read_tail, read_whole, signature
 from jaxdl.platform.page.runs import as_shown
 
 TEXT_BYTES = 1 << 16
@@ -87,16 +87,6 @@ class Details:
     """(name, version) of each picture."""
     problems: list[str] = field(default_factory=list)
 
-    def json(self, workdir: Path, name: str) -> Any:
-        """The value of a JSON file of the workdir; None without one, and a problem if it cannot be read."""
-        try:
-            return read_json(workdir / name, workdir)
-        except FileNotFoundError:
-            return None
-        except Unreadable as error:
-            self.problems.append(f"{name}: {error}")
-            return None
-
 
 def fields_of(values: Any) -> list[tuple[str, str]]:
     """(dotted name, value as text) of a JSON object, at most `MOST_FIELDS`."""
@@ -112,17 +102,18 @@ def as_text(value: Any) -> str:
 def read_details(workdir: Path, config: Any) -> Details:
     """The files of a run, whose config has been read. Raises nothing."""
     found = Details(config=fields_of(config))
-    status = found.json(workdir, STATUS_FILE)
+    status = json_or_problem(workdir, STATUS_FILE, found.problems)
     process = status.get("process") if isinstance(status, dict) else None
     if isinstance(process, dict):
         found.command = as_text(process.get("command", ""))
         found.process = as_text(f"process {process.get('pid')} on {process.get('host')} since {process.get('since')}")
     if isinstance(status, dict):
         found.skipped = as_text(status.get("skipped") or "")
-    summary = found.json(workdir, SUMMARY_FILE)
+    summary = json_or_problem(workdir, SUMMARY_FILE, found.problems)
     found.summary = {} if not isinstance(summary, dict) else summary
     for name in (INIT_FILE, PLAN_FILE):
-        found.origin += [(f"{name}: {key}", value) for key, value in fields_of(found.json(workdir, name))[:40]]
+        fields = fields_of(json_or_problem(workdir, name, found.problems))
+        found.origin += [(f"{name}: {key}", value) for key, value in fields[:40]]
     found.halt = signature(workdir / HALT_FILE) is not None
     found.diverged = read_text(workdir, REPORT_FILE)
     _read_failures(workdir, found)
@@ -150,7 +141,7 @@ def _read_failures(workdir: Path, found: Details) -> None:
     numbers = sorted((int(name) for name in names_in(workdir / FAILURES_FOLDER) if name.isdecimal()), reverse=True)
     for number in numbers[:MOST_FILES]:
         folder = f"{FAILURES_FOLDER}/{number}"
-        facts = found.json(workdir, f"{folder}/{FAILURE_FILE}")
+        facts = json_or_problem(workdir, f"{folder}/{FAILURE_FILE}", found.problems)
         names = [name for name in names_in(workdir / folder) if name.endswith(".txt")]
         texts = [text for name in names[:MOST_FILES] if (text := read_text(workdir, f"{folder}/{name}")) is not None]
         if len(names) > MOST_FILES:
@@ -168,7 +159,8 @@ def _read_checkpoints(workdir: Path, found: Details) -> None:
     found.not_listed = max(0, len(steps) - MOST_CHECKPOINTS)
     for step in steps[:MOST_CHECKPOINTS]:
         path = f"{CHECKPOINTS_FOLDER}/{step_folder(step)}"
-        listed, meta = found.json(workdir, f"{path}/{MANIFEST_FILE}"), found.json(workdir, f"{path}/{_META}")
+        names = (f"{path}/{MANIFEST_FILE}", f"{path}/{_META}")
+        listed, meta = (json_or_problem(workdir, name, found.problems) for name in names)
         files = listed.get("files") if isinstance(listed, dict) else None
         sizes = [of[0] for of in files.values() if isinstance(of, list) and of] if isinstance(files, dict) else []
         known = signature(workdir / path / MANIFEST_FILE)

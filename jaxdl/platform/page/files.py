@@ -103,6 +103,17 @@ def read_json(path: Path, inside: Path) -> Any:
         raise Unreadable(f"it is damaged: {' '.join(str(error).split())}") from None
 
 
+def json_or_problem(folder: Path, name: str, problems: list[str]) -> Any:
+    """The value of a JSON file of a folder; None without one, and one more of the `problems` if it cannot be read."""
+    try:
+        return read_json(folder / name, folder)
+    except FileNotFoundError:
+        return None
+    except Unreadable as error:
+        problems.append(f"{name}: {error}")
+        return None
+
+
 def read_status(workdir: Path) -> Record | None:
     """The record of a run; None without one that can be read: the run's row says why."""
     try:

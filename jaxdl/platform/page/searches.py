@@ -11,7 +11,15 @@ from typing import Any
 from jaxdl.core.files import CONFIG_FILE, RESULT_FILE, SEARCH_FILE
 from jaxdl.parallel.cluster.consistency import flat
 from jaxdl.platform.page.details import as_text, fields_of, is_picture
-from jaxdl.platform.page.files import Signature, Unreadable, names_in, read_json, read_status, signature
+from jaxdl.platform.page.files import (
+    Signature,
+    Unreadable,
+    json_or_problem,
+    names_in,
+    read_json,
+    read_status,
+    signature,
+)
 from jaxdl.platform.page.runs import Run, as_shown
 from jaxdl.report.better_direction import is_higher_better
 
@@ -48,7 +56,7 @@ class Searches:
     def read(self, folder: Path, trials: Sequence[Run]) -> Search:
         """A search, by its settings, its report, and the workdirs of its trials. Raises nothing."""
         found = Search()
-        config, result = _json(folder, SEARCH_FILE, found), _json(folder, RESULT_FILE, found)
+        config, result = (json_or_problem(folder, name, found.problems) for name in (SEARCH_FILE, RESULT_FILE))
         config = config.get("search", config) if isinstance(config, dict) else {}
         config = config if isinstance(config, dict) else {}
         found.settings = fields_of(config)
@@ -130,13 +138,3 @@ def _rank(trial: Mapping[str, Any], direction: str) -> tuple[bool, float, str]:
     if value is None or direction not in ("maximize", "minimize"):
         return value is None and bool(direction), 0.0, trial["number"].zfill(9)
     return False, -value if direction == "maximize" else value, trial["number"].zfill(9)
-
-
-def _json(folder: Path, name: str, found: Search) -> Any:
-    try:
-        return read_json(folder / name, folder)
-    except FileNotFoundError:
-        return None
-    except Unreadable as error:
-        found.problems.append(f"{name}: {error}")
-        return None

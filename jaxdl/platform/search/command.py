@@ -38,7 +38,7 @@ def run(args: list[str], prog: str) -> int | None:
             [*_search_words(split([arg for arg in args if arg not in ("--help", "-h")])[0]), "--help"],
             prog=prog,
         )
-    given, as_json = parse_command(args, prog), _plain(split(args)[0])[1]
+    given, as_json = parse_command(args, prog), "--json" in args
 
     def shows(view: SearchView) -> Lines | Display:
         return Lines(as_json=as_json) if as_json or not Console().is_terminal else Display(view)
@@ -56,7 +56,7 @@ def run(args: list[str], prog: str) -> int | None:
 def parse_command(args: Sequence[str], prog: str) -> Given:
     """The parsed command line. Raises ConfigError."""
     groups, words = split(args)
-    values, _ = _plain(groups)
+    values = _plain(groups)
     if "config" not in values:
         raise ConfigError(no_config(prog))
     if not values.get("workdir", "").strip():
@@ -116,20 +116,19 @@ def _search_words(groups: Sequence[Sequence[str]]) -> list[str]:
     return [word for group in groups if group[0].partition("=")[0] not in _PLAIN for word in group]
 
 
-def _plain(groups: Sequence[Sequence[str]]) -> tuple[dict[str, str], bool]:
-    """(the values of --config, --workdir and --stage-data, whether --json is given)."""
-    values, as_json = dict[str, str](), False
+def _plain(groups: Sequence[Sequence[str]]) -> dict[str, str]:
+    """The values of --config, --workdir and --stage-data. Raises ConfigError where one lacks, or --json has one."""
+    values: dict[str, str] = {}
     for first, *rest in groups:
         name, equals, value = first.partition("=")
         if name == "--json":
             if rest or equals:
                 raise ConfigError("--json: it takes no value.")
-            as_json = True
         elif name in _PLAIN:
             if len(rest) != (not equals):
                 raise ConfigError(f"{name}: give one value.")
             values[name.removeprefix("--")] = value or rest[0]
-    return values, as_json
+    return values
 
 
 def _lines(given: Given, outcome: Mapping[str, Any]) -> list[str]:

@@ -154,7 +154,7 @@ def search(
     folder = Path(workdir)
     given = _given(experiment, overrides, folder, {"vary": vary_texts(vary), **settings})
 
-    def shows(view: SearchView) -> Silent | Lines | Display:
+    def shows(view: SearchView) -> Lines | Display:
         return Silent() if quiet else Display(view) if Console().is_terminal else Lines()
 
     outcome = conduct(given, shows)

@@ -77,7 +77,7 @@ class Sampler(Choice):
             asked, values = study.ask(), {}
             for setting in settings:  # One that others depend on stands before them.
                 if setting.applies(values):
-                    values[setting.name] = setting.read(setting.suggest(asked))
+                    values[setting.name] = setting.read(asked._suggest(setting.key, setting.distribution()))
             kept = storage.get_trial(asked._trial_id).system_attrs
             return Proposal(values, kept, storage.get_study_system_attrs(study._study_id))
 

@@ -83,19 +83,6 @@ def table(shown: SearchView, trials: Sequence[Trial], running: Sequence[int]) ->
     return grid
 
 
-class Silent(contextlib.AbstractContextManager):
-    """Shows nothing."""
-
-    def event(self, text: str) -> None:
-        """Nothing."""
-
-    def refresh(self, trials: Sequence[Trial], running: Sequence[int]) -> None:
-        """Nothing."""
-
-    def __exit__(self, *error: object) -> None:
-        del error
-
-
 class Lines(contextlib.AbstractContextManager):
     """A line for each event: on stdout, or on stderr when the result there is JSON."""
 
@@ -111,6 +98,13 @@ class Lines(contextlib.AbstractContextManager):
 
     def __exit__(self, *error: object) -> None:
         del error
+
+
+class Silent(Lines):
+    """Shows nothing."""
+
+    def event(self, text: str) -> None:
+        """Nothing."""
 
 
 class Display(contextlib.AbstractContextManager):

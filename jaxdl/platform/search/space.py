@@ -15,7 +15,6 @@ from jaxdl.core.errors import OptionError
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
-    from optuna.trial import Trial as OptunaTrial
 
 FACTORS = (0.8, 1.2)
 """By which population based training multiplies a number (Jaderberg et al., arXiv 1711.09846)."""
@@ -68,10 +67,6 @@ class Setting(abc.ABC):
     def distribution(self) -> BaseDistribution:
         """The values as Optuna describes them."""
 
-    @abc.abstractmethod
-    def suggest(self, trial: OptunaTrial) -> Any:
-        """What a trial of Optuna's proposes, as Optuna keeps it."""
-
     def stored(self, value: Any) -> Any:
         """A value as Optuna keeps it."""
         return value
@@ -109,10 +104,6 @@ class Choices(Setting):
         from optuna.distributions import CategoricalDistribution
 
         return CategoricalDistribution([self.stored(value) for value in self.values])
-
-    def suggest(self, trial: OptunaTrial) -> Any:
-        """What a trial of Optuna's proposes."""
-        return trial.suggest_categorical(self.key, [self.stored(value) for value in self.values])
 
     def stored(self, value: Any) -> Any:
         """A tuple as the text of it: Optuna's files have none."""
@@ -157,12 +148,6 @@ class Number(Setting):
         if self.whole:
             return IntDistribution(int(self.low), int(self.high), log=self.log)
         return FloatDistribution(self.low, self.high, log=self.log)
-
-    def suggest(self, trial: OptunaTrial) -> Any:
-        """What a trial of Optuna's proposes."""
-        if self.whole:
-            return trial.suggest_int(self.key, int(self.low), int(self.high), log=self.log)
-        return trial.suggest_float(self.key, self.low, self.high, log=self.log)
 
     def ends(self) -> Sequence[Any]:
         """The lowest and the highest."""
