@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,16 @@ def made_up(seed: int, steps: int) -> list[Asked]:
 class Played:
     """One play of the runs: the fleet's folder, its server, and what was done to it."""
 
-    def __init__(self, folder: Path, asked: list[Asked], args: argparse.Namespace, static: bool) -> None:
-        self.folder, self.asked, self._args, self._static = folder, asked, args, static
+    def __init__(
+        self,
+        folder: Path,
+        asked: list[Asked],
+        args: argparse.Namespace,
+        *,
+        static: bool = False,
+        harms: Sequence[Harm] = HARMS,
+    ) -> None:
+        self.folder, self.asked, self._args, self._static, self.harms = folder, asked, args, static, harms
         self.store = Store(folder / "fleet")
         self.store.folder.mkdir(parents=True)
         (folder / "steps").mkdir()
@@ -84,7 +92,7 @@ class Played:
         """Returns when all runs have completed. Raises RuntimeError if that takes too long, or one has failed."""
         self._serve()
         plan = [(run.arrival_sec, lambda run=run: self._submit(run)) for run in self.asked]
-        plan += [(harm.at_sec, lambda harm=harm: self._harm(harm)) for harm in HARMS]
+        plan += [(harm.at_sec, lambda harm=harm: self._harm(harm)) for harm in self.harms]
         self._later = plan
         try:
             while self._later or not self._over():
@@ -122,12 +130,15 @@ class Played:
             return len(runs) == len(self.asked) and all(run["state"] == "completed" for run in runs)
         return False
 
-    def _serve(self) -> None:
+    def serve_command(self) -> list[str]:
+        """The command of the fleet's server."""
         words = ["serve", "--state", str(self.store.folder), "--nodes", str(NUM_NODES), "--poll-sec", "0.25"]
         words += ["--between-sec", str(self._args.between_sec), "--resized", "0.34", "--fairness", "0.35"]
+        return [sys.executable, "-m", "jaxdl.fleet", *words]
+
+    def _serve(self) -> None:
         with (self.folder / "server.txt").open("ab") as log:
-            command = [sys.executable, "-m", "jaxdl.fleet", *words]
-            self._server = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self._server = subprocess.Popen(self.serve_command(), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
     def _end_server(self) -> None:
         if self._server is not None:
@@ -144,42 +155,53 @@ class Played:
         """Kills what there is, a run that makes steps: it waits until there is one."""
         attempts = self._attempts()
         if harm.what != "server" and not attempts:
-            self._later.append((time.time() - self.began + 1.0, lambda: self._harm(harm)))
+            self.later(1.0, lambda: self._harm(harm))
             return
         told: dict[str, Any] = {"what": harm.what, "at": time.time()}
         if harm.what == "server":
             self._end_server()
-            self._later.append((harm.at_sec + harm.down_sec, self._serve))
+            self.later(harm.down_sec, self._serve)
         else:
-            run, nodes, pids = attempts[len(self.harmed) % len(attempts)]
+            run, nodes, folder = attempts[len(self.harmed) % len(attempts)]
             index = len(self.harmed) % len(nodes)
             told |= {"run": self.names[run], "node": nodes[index]}
-            whose = pids["launcher"] if harm.what == "run" else pids["hosts"][f"host{index}"]
-            try:
-                os.kill(whose, signal.SIGKILL)
-            except ProcessLookupError:  # It has just ended.
-                self._later.append((time.time() - self.began + 1.0, lambda: self._harm(harm)))
+            if not self.kill(harm, nodes, index, folder):
+                self.later(1.0, lambda: self._harm(harm))
                 return
-            if harm.what == "node":
-                self.store.set_lost_nodes([nodes[index]])
-                back = time.time() - self.began + harm.down_sec
-                self._later.append((back, lambda: self.store.set_lost_nodes([])))
         self.harmed.append(told)
 
-    def _attempts(self) -> list[tuple[str, list[str], dict[str, Any]]]:
-        """Runs, nodes and process ids of the attempts that run now, as the journal says, and have made steps."""
+    def later(self, sec: float, act: Callable[[], None]) -> None:
+        """Acts so many seconds from now."""
+        self._later.append((time.time() - self.began + sec, act))
+
+    def kill(self, harm: Harm, nodes: Sequence[str], index: int, folder: Path) -> bool:
+        """Harms the attempt of this folder, on these nodes, at one of them; False if it has just ended."""
+        if not (folder / PIDS_FILE).exists():
+            return False
+        pids = json.loads((folder / PIDS_FILE).read_text(encoding="utf-8"))
+        try:
+            os.kill(pids["launcher"] if harm.what == "run" else pids["hosts"][f"host{index}"], signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        if harm.what == "node":
+            self.store.set_lost_nodes([nodes[index]])
+            self.later(harm.down_sec, lambda: self.store.set_lost_nodes([]))
+        return True
+
+    def _attempts(self) -> list[tuple[str, list[str], Path]]:
+        """Runs, nodes and folders of the attempts that run now, as the journal says, and have made steps."""
         running = {}
         for event in map(json.loads, (self.store.folder / "journal.jsonl").read_text(encoding="utf-8").splitlines()):
             folder = self.store.folder / "runs" / event["run"] / "attempts" / str(event.get("attempt"))
             if event["what"] == "started":
-                running[event["run"]] = (event["nodes"], folder / PIDS_FILE)
+                running[event["run"]] = (event["nodes"], folder, event["at"])
             elif event["what"] != "killed":
                 running.pop(event["run"], None)
         ready = []
-        for run, (nodes, path) in sorted(running.items()):
+        for run, (nodes, folder, started) in sorted(running.items()):
             log = self.folder / "steps" / f"{self.names[run]}.jsonl"
-            if path.exists() and log.exists() and log.stat().st_mtime > path.stat().st_mtime + 5:
-                ready.append((run, nodes, json.loads(path.read_text(encoding="utf-8"))))
+            if log.exists() and log.stat().st_mtime > started + 6:
+                ready.append((run, nodes, folder))
         return ready
 
 

@@ -96,7 +96,7 @@ class Status(OfFleet):
 def serve(args: list[str]) -> None:
     """Serves until a signal, or until all is done."""
     from jaxdl.parallel.lease import Lease
-    from jaxdl.platform.fleet.engines import make_engine
+    from jaxdl.platform.fleet.engines import make_engine, rehearsal_note
     from jaxdl.platform.fleet.policy import Rules
     from jaxdl.platform.fleet.resources import parse_nodes
     from jaxdl.platform.fleet.server import Server, Settings
@@ -143,6 +143,8 @@ def serve(args: list[str]) -> None:
             raise ConfigError(
                 f"run {', '.join(server.sharing_runs)}: it shares nodes, and {known}; else it would stop."
             )
+        if note := rehearsal_note(engine):
+            print(note, file=sys.stderr, flush=True)
         _loop(server, options)
     finally:
         lease.release()

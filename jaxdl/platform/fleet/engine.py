@@ -41,6 +41,8 @@ class Engine(abc.ABC):
     gives_gpus: ClassVar[bool] = True
     """Whether a host has the GPUs that it asks for, or those of the node that it has alone; without any, and where this
     is False, it has one CPU device."""
+    rehearses: ClassVar[bool] = False
+    """Whether all nodes are processes of this machine: to rehearse what an engine for a cluster then does."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -109,6 +111,7 @@ class Local(Engine):
     name = "local"
     options = ("have",)
     gives_gpus = False
+    rehearses = True
     launcher: ClassVar[str] = "local"
     """The command of `python -m jaxdl.launch`."""
 

@@ -24,3 +24,11 @@ def make_engine(name: str, store: Store, num_nodes: int, **given: Any) -> Engine
             shown = " ".join(value) if isinstance(value, tuple) else value
             raise ConfigError(f"--{option} {shown}: the engine {name} has no such option. It is for {owners}.")
     return kind(store, num_nodes, **{option: given.get(option) for option in kind.options})
+
+
+def rehearsal_note(engine: Engine) -> str:
+    """What to say of an engine whose nodes are all this machine; empty for one that has a cluster."""
+    if not engine.rehearses:
+        return ""
+    others = " or ".join(f"--engine {name}" for name, kind in sorted(engines.items()) if not kind.rehearses)
+    return f"--engine {engine.name}: a rehearsal, all nodes are processes of this machine. A cluster needs {others}."

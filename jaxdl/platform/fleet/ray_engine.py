@@ -38,6 +38,8 @@ from jaxdl.platform.launch.reaper import Reaper, kill_session
 RESERVE_SEC = 600.0
 """How long an attempt waits for its nodes, if others than the fleet use them."""
 _OTHERS_SEC, _CALL_SEC, _LEAVE_SEC, _POLL_SEC = 30.0, 60.0, 30.0, 0.5
+_NOTICED_SEC = 30.0
+"""How long an attempt whose actor is gone waits for Ray to say that its node is lost."""
 _NODE_LABEL = "ray.io/node-id"
 _OF_RAY: Mapping[str, tuple[str, float]] = {"cpus": ("CPU", 1.0), "gpus": ("GPU", 1.0), "memory-gb": ("memory", 1e9)}
 """Resource of a fleet -> (that of Ray, how many of it are one); other resources have one name."""
@@ -81,7 +83,11 @@ class OnRay(Engine):
         known, mine = self._ray_nodes(), _to_ray(run.needs)
         bundles = [(node, mine or _whole(known.get(node, {"CPU": 1.0}))) for node in nodes]
         actor = self._ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(Keeper)
-        named = {"name": run.name, "namespace": self._namespace, "lifetime": "detached"}
+        # On the node of its first host, so that no other node than those of the run can end it. Ray keeps to the node
+        # only with `soft=False`; if the node is lost, the attempt is lost too.
+        beside = importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
+        where = beside(node_id=nodes[0], soft=False)
+        named = {"name": run.name, "namespace": self._namespace, "lifetime": "detached", "scheduling_strategy": where}
         with contextlib.suppress(ValueError):  # Another server was faster.
             environment = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
             actor.options(**named).remote(str(folder), run.folder, run.words(len(nodes)), bundles, environment)
@@ -192,6 +198,7 @@ class Keeper:
             code, said = 1, str(error)
         except self._ray.exceptions.RayError as error:
             code, said = exits.BROKEN, f"a node was lost: {error}"
+            self._await_loss()
         except Exception as error:  # The actor must end, and say why, whatever happens.
             code, said = 1, repr(error)
         try:
@@ -204,6 +211,17 @@ class Keeper:
             self._ray.get_runtime_context().current_actor.leave.remote()
             time.sleep(_LEAVE_SEC)
             os._exit(0)
+
+    def _await_loss(self) -> None:
+        """Waits until Ray says that a node is lost, as it does some seconds after it has lost the actors there.
+
+        The server then knows why the attempt has ended: that counts as no failure, and the node gets no other run.
+        """
+        end = time.monotonic() + _NOTICED_SEC
+        while time.monotonic() < end:
+            if not set(self._nodes) <= {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}:
+                return
+            time.sleep(_POLL_SEC)
 
     def _run(self) -> int:
         for gpus in (bundle.get("GPU", 0.0) for bundle in self._bundles):

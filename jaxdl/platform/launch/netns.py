@@ -133,6 +133,10 @@ class Network:
         """Disconnects the link of a host, as if its cable were unplugged at the switch, or reconnects it."""
         _ip("-n", self._bridge, "link", "set", f"port{host_index}", "up" if up else "down")
 
+    def kill_host(self, host_index: int) -> None:
+        """Kills every process of a host, as if its power were cut; its address and link stay."""
+        _empty(self._namespace(host_index))
+
     def sent_bytes(self, host_index: int) -> int:
         """Bytes that the host has sent over its link so far, with headers."""
         return self._statistics(host_index)["tx"]["bytes"]
