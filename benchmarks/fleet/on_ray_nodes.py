@@ -36,6 +36,7 @@ NODES = 3
 HARMS = (Harm(60, "node", 40), Harm(90, "server", 3), Harm(150, "node", 40), Harm(190, "server", 3))
 STORE_BYTES = 80_000_000
 PORT = 6379
+_AGENTS = ("metrics-export", "dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent")
 _NODES = "import json, ray; ray.init('auto', log_to_driver=False); print('NODES', json.dumps(ray.nodes()))"
 
 
@@ -97,6 +98,8 @@ class Cluster:
         host = self._network.hosts[index]
         words = [str(Path(sys.executable).parent / "ray"), "start", "--block", f"--node-ip-address={host.address}"]
         words += [f"--object-store-memory={STORE_BYTES}", "--disable-usage-stats", f"--node-name={host.name}"]
+        # With ports that it chooses itself a node waits for its agents to say them, and on a busy machine gives up.
+        words += [f"--{name}-port={PORT + 1 + number}" for number, name in enumerate(_AGENTS)]
         if index == 0:
             words += ["--head", f"--port={PORT}", "--num-cpus=0", "--include-dashboard=false"]
         else:
