@@ -60,9 +60,7 @@ class Access:
         try:
             return await self._trials.match("" if request.client is None else request.client.host, given)
         except TooMany:
-            raise HTTPException(
-                429, "Too many wrong tokens. Try again later.", {"Retry-After": "5"}
-            ) from None
+            raise HTTPException(429, "Too many wrong tokens. Try again later.", {"Retry-After": "5"}) from None
 
     def cookie_of(self, token: str) -> str:
         """What a browser keeps in place of a token."""

@@ -88,7 +88,7 @@ class Acting:
         return await self.with_cookie(request, self._access, values.get("token", [""])[0].strip(), "/")
 
     async def _form(self, request: Request) -> bytes:
-        """The body of a form. Nobody needs a token to send one, so few are read at a time, and each for a short time."""
+        """The body of a form. Nobody needs a token to send one: few are read at a time, each for a short time."""
         if self._num_forms >= _MOST_FORMS:
             raise HTTPException(429, "Too many forms are being sent. Try again later.", {"Retry-After": "5"})
         self._num_forms += 1
