@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 import re
 import secrets
@@ -61,7 +62,10 @@ class _Greeting(Listener):
             except (ValueError, KeyError, TypeError):
                 nonce = "0" * 32
             known = Handshake(token, nonce, str(fields.get("nonce", "")), fields.get("process", 0))
-            proof = known.proof("guest", json.loads(json.dumps(fields)))
+            try:
+                proof = known.proof("guest", json.loads(json.dumps(fields)))
+            except UnicodeEncodeError:  # Of a nonce that is half a surrogate.
+                proof = "0" * 64
             fields["proof"] = proof if draw.random() < 0.9 else draw.choice(["", proof[:32], proof.upper(), None, 7])
         data = as_line(fields) * draw.choice([1] * 9 + [2])
         return flipped(draw, data) if draw.random() < 0.25 else data + self.after(draw)
@@ -91,6 +95,7 @@ class Rendezvous(_Greeting):
 
     def use(self) -> None:
         """Meets process 0."""
+        os.environ["JAXDL_HOST"] = "legit"
         time.sleep(0.2)
         spec = ClusterSpec(f"127.0.0.1:{self.port}", 2, 1)
         meeting = meet(spec, DESCRIPTION, timeout_sec=60, token=TOKEN)

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -109,6 +110,13 @@ class _Connection(H11Protocol):
         super().on_response_complete()
         if self.num_unsent:
             self.keeper.check_unsent()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is no request, where it can be answered: not after the end of an earlier answer."""
+        with contextlib.suppress(h11.LocalProtocolError):
+            if not self.is_busy:
+                super().send_400_response(msg)
+        self.transport.close()
 
     @property
     def is_busy(self) -> bool:
