@@ -30,7 +30,7 @@ from jaxdl.core.files import replace_file
 from jaxdl.core.options import parse_options
 
 _MODULES = (sockets, web)  # They have the listeners.
-_PAUSE_SEC = 16.0
+_PAUSE_SEC = 13.0
 """After an attack: until the listener has given up the connections that it waits for."""
 
 
@@ -46,7 +46,7 @@ class Fuzz:
     """The inputs follow from it."""
     only: int | None = None
     """Sends the input of this number alone."""
-    threads: int = 3
+    threads: int = 4
     """Connections at a time of each listener that send, besides those that are held open."""
     folder: Path | None = None
     """Where the files of the listeners are; None makes a folder that is removed."""
@@ -62,6 +62,8 @@ class Result:
     minutes: float = 0.0
     num_inputs: int = 0
     num_bytes: int = 0
+    refused: int = 0
+    """Connections that could not be made, and are not counted as inputs: a start listens until all have come."""
     answers: dict[str, int] = field(default_factory=dict)
     crashed: bool = False
     tracebacks: dict[str, int] = field(default_factory=dict)
@@ -171,6 +173,7 @@ def _send(listener: Listener, result: Result, command: Fuzz) -> None:
         one.close()
         result.num_inputs += one.num_inputs
         result.num_bytes += one.num_bytes
+        result.refused += one.refused
         for kind, count in one.answers.items():
             result.answers[kind] = result.answers.get(kind, 0) + count
     time.sleep(_PAUSE_SEC)
@@ -186,7 +189,7 @@ def _print(results: list[Result]) -> None:
             "{} -> {}".format(*result.memory_mb), "{} -> {}".format(*result.descriptors), f"{result.done:,}",
             str(result.failed), f"{result.slowest_sec:g}",
         )  # fmt: skip
-    Console().print(table)
+    Console(width=max(120, Console().width)).print(table)
 
 
 if __name__ == "__main__":

@@ -46,14 +46,14 @@ class Attack:
     def send(self, seed: str) -> None:
         """Sends the input of a seed: equal seeds give equal inputs."""
         draw = random.Random(seed)
-        self.num_inputs += 1
         way = draw.choices(list(_WAYS), [entry[0] for entry in _WAYS.values()])[0]
         try:
             connection = self._connect(draw)
         except OSError:
             self.refused += 1
-            self.answers["no connection"] += 1
+            time.sleep(0.02)
             return
+        self.num_inputs += 1
         try:
             first = self._read(connection, _ANSWER_SEC, line=True) if self.greets and way != "silent" else b""
             _WAYS[way][1](self, draw, connection, first)
@@ -99,7 +99,7 @@ class Attack:
         found, end = b"", time.monotonic() + seconds
         with contextlib.suppress(OSError):
             while len(found) < 1 << 18 and (left := end - time.monotonic()) > 0:
-                if not select.select([connection], [], [], min(left, 0.3 if found else left))[0]:
+                if not select.select([connection], [], [], min(left, 0.05 if found else left))[0]:
                     break
                 data = connection.recv(1 << 16)
                 found += data
