@@ -29,6 +29,7 @@ from jaxdl.platform.fleet.store import Store
 from jaxdl.platform.fleet.submission import DamagedFile
 from jaxdl.platform.launch.learners import Learners
 from jaxdl.platform.page import acting
+from jaxdl.platform.page.scan import scan
 from jaxdl.platform.spark.hello import Go
 from jaxdl.platform.spark.stream import Stream
 from jaxdl.platform.spark.supervise import ToDriver
@@ -247,6 +248,17 @@ def test_no_link_leads_out_of_a_fleet(tmp_path):
     os.mkfifo(store.folder / "fleet.json")
     with pytest.raises(ConfigError, match="no ordinary file"):
         store.view()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a link of another user")
+def test_a_link_of_another_user_shows_no_folder_of_ours(tmp_path):
+    ours = make_folder(tmp_path / "ours")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "link").symlink_to(ours / "good")
+    assert [path.name for path in scan([str(shared)]).workdirs.values()] == ["link"]
+    os.lchown(shared / "link", 12345, 12345)
+    assert not scan([str(shared)]).workdirs
 
 
 @pytest.mark.parametrize(
