@@ -284,6 +284,7 @@ def test_a_door_outlives_what_is_sent_to_it(monkeypatch, capsys):
     admitted = []
     listener = socket.create_server(("127.0.0.1", 0))
     door = Door(listener, 2, SECRET, Claim, lambda stranger, hello, handshake: admitted.append(hello.host))
+    door.start()
     port = listener.getsockname()[1]
     try:
         monkeypatch.setattr("jaxdl.parallel.cluster.door.proves", lambda *_: 1 / 0)

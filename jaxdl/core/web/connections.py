@@ -131,12 +131,14 @@ class _Connection(H11Protocol):
     def is_late(self, now: float) -> bool:
         """Whether the client sends no request, or does not take its answer. Called about every second."""
         left = self.num_unsent
-        if not left or left < self._left:
+        if self.is_busy or left < self._left:  # The gate bounds what a request takes, and may add to what is left.
             self._moved = now
         self._left = left
+        if self.is_busy:
+            return False
         if left:
             return now - self._moved > STALL_SEC
-        return not self.is_busy and now - self._since > HEAD_SEC
+        return now - max(self._since, self._moved) > HEAD_SEC
 
     def abort(self) -> None:
         """Closes it without waiting for the client."""

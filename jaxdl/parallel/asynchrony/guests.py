@@ -67,6 +67,7 @@ class Doorkeeper:
                 f"a connection from {address}, as learner {hello.process}, {NO_TOKEN}: {VARIABLE} differs"
             ),
         )
+        self._door.start()
 
     def _admit(self, stranger: Stranger, hello: Hello, handshake: Handshake) -> None:
         guest = Guest(stranger, hello, handshake, self._news, silence_sec=self._silence_sec)

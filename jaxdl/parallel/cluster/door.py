@@ -49,6 +49,9 @@ class Door(Generic[HelloT]):
         self.closed = threading.Event()
         """Set when nobody is let in any more."""
         self._thread = threading.Thread(target=self._run, name="jaxdl-door", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
         self._thread.start()
 
     def close(self) -> None:
@@ -92,7 +95,11 @@ class Door(Generic[HelloT]):
                 acceptor.refused(stranger, NO_HELLO)
         else:
             acceptor.admitted(stranger)
-            self._admit(stranger, hello, handshake)
+            try:
+                self._admit(stranger, hello, handshake)
+            except Exception:
+                traceback.print_exc()
+                stranger.line.close()
 
     def _name(self, address: str, hello: HelloT) -> None:
         who = address, hello.process

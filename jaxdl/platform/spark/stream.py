@@ -60,6 +60,7 @@ class Stream:
 
     def __enter__(self) -> Self:
         self._door = Door(self._server, len(self._numbers), self._secret, Joining, self._serve_in_thread)
+        self._door.start()
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -61,13 +61,12 @@ class ToDriver:
     def _join(self, host: str, port: int, secret: str, process: int, start: str) -> None:
         """Connects, and proves to know the secret. Raises OSError, Lost, Malformed."""
         line = Line(socket.create_connection((host, port), timeout=_CONNECT_SEC))
-        greeting, end = None, time.monotonic() + _CONNECT_SEC
-        while greeting is None:
-            if time.monotonic() > end:
-                raise Lost("it does not answer")
-            ready([line], _POLL_SEC)
-            greeting = next(iter(line.messages()), None)
-        self._handshake = Handshake(secret, read(Greeting, greeting).nonce, make_nonce(), process)
+        try:
+            greeting = read(Greeting, _greeting(line))
+        except BaseException:
+            line.close()
+            raise
+        self._handshake = Handshake(secret, greeting.nonce, make_nonce(), process)
         hello = Joining(
             jaxdl=PROTOCOL,
             process=process,
@@ -117,6 +116,16 @@ class ToDriver:
         assert self._handshake is not None
         answer = read(Go, fields)
         return answer.go and proves(answer.proof, self._handshake.proof("host", fields))
+
+
+def _greeting(line: Line) -> dict[str, Any]:
+    """What the driver says first. Raises Lost."""
+    end = time.monotonic() + _CONNECT_SEC
+    while time.monotonic() < end:
+        ready([line], _POLL_SEC)
+        for message in line.messages():
+            return message
+    raise Lost("it does not answer")
 
 
 class Supervised:
