@@ -41,6 +41,8 @@ SECRET = "0123456789abcdef"
 async def plain(scope, receive, send):
     """An application: the path `/large` has a large answer."""
     body = b"x" * (LARGE if scope["path"] == "/large" else 2)
+    if scope["path"] == "/slow":
+        await asyncio.sleep(0.2)
     length = (b"content-length", str(len(body)).encode())
     await send({"type": "http.response.start", "status": 200, "headers": [length]})
     await send({"type": "http.response.body", "body": body})
@@ -118,7 +120,13 @@ def test_a_client_that_reads_nothing_is_closed(served):
 
 def test_what_is_no_request_is_answered_or_closed_without_a_traceback(served, capfd):
     after_the_end = b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n" + b"\0\n" * 50
-    for sent in (b"\x16\x03\x01\0\n\r\n\r\n", after_the_end, GET[:-2] + b"X: " + b"y" * connections.HEAD_BYTES * 2):
+    within = b"POST /slow HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" + b"x\r\n" * 50
+    for sent in (
+        b"\x16\x03\x01\0\n\r\n\r\n",
+        after_the_end,
+        within,
+        GET[:-2] + b"X: " + b"y" * connections.HEAD_BYTES * 2,
+    ):
         with connected(served, sent=b"") as connection:
             for place in range(0, len(sent), 60):
                 try:

@@ -112,9 +112,12 @@ class _Connection(H11Protocol):
             self.keeper.check_unsent()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is no request, where it can be answered: not after the end of an earlier answer."""
-        with contextlib.suppress(h11.LocalProtocolError):
-            if not self.is_busy:
+        """Answers what is no request, where it can be answered: not within an answer, or after the last one."""
+        if self.is_busy:
+            self.cycle.disconnected = True  # What the application still sends is dropped, as when a client has left.
+            self.cycle.message_event.set()
+        else:
+            with contextlib.suppress(h11.LocalProtocolError):
                 super().send_400_response(msg)
         self.transport.close()
 
