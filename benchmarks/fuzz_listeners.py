@@ -100,8 +100,6 @@ def main(args: list[str] | None = None) -> None:
             len(command.listeners), mp_context=multiprocessing.get_context("fork")
         ) as pool:
             results = list(pool.map(functools.partial(attack, folder, command), command.listeners))
-    for result in results:
-        print(json.dumps(asdict(result)), flush=True)
     _print(results)
     if command.out is not None:
         replace_file(command.out, json.dumps([asdict(result) for result in results], indent=2).encode())
@@ -131,6 +129,7 @@ def attack(folder: Path, command: Fuzz, name: str) -> Result:
         listener.stop()
     result.done, result.failed, result.failures = listener.done, listener.failed, listener.failures
     result.slowest_sec, result.tracebacks = round(listener.slowest_sec, 2), listener.faults
+    print(json.dumps(asdict(result)), flush=True)
     return result
 
 
