@@ -30,7 +30,7 @@ from jaxdl.core.files import replace_file
 from jaxdl.core.options import parse_options
 
 _MODULES = (sockets, web)  # They have the listeners.
-_PAUSE_SEC = 13.0
+_PAUSE_SEC = 24.0
 """After an attack: until the listener has given up the connections that it waits for."""
 
 

@@ -13,6 +13,8 @@ import httpx
 import pytest
 from page_runs import TOKEN, client, make_folder
 
+from benchmarks.fuzz import sockets
+from benchmarks.fuzz.listener import Listener
 from jaxdl.core.errors import ConfigError
 from jaxdl.core.web import connections, tokens
 from jaxdl.core.web.gate import Gate
@@ -34,6 +36,7 @@ from jaxdl.platform.spark.hello import Go
 from jaxdl.platform.spark.stream import Stream
 from jaxdl.platform.spark.supervise import ToDriver
 
+assert sockets  # It has the listeners.
 LARGE = 8 << 20
 SECRET = "0123456789abcdef"
 
@@ -352,3 +355,15 @@ def test_a_false_driver_is_not_obeyed(capsys):
         driver._socket.close()
         thread.join(20)
     assert SECRET.encode() not in heard[0]
+
+
+@pytest.mark.parametrize("name", ["rendezvous", "spark", "syncer"])
+def test_an_input_of_an_attack_can_be_sent_again(name, tmp_path):
+    listener = Listener.kinds[name](tmp_path)
+    first = json.dumps({"nonce": "a" * 32}).encode() + b"\n"
+
+    def inputs():
+        return [listener.payload(random.Random(f"0/{name}/{number}"), first) for number in range(100)]
+
+    assert inputs() == inputs()
+    assert len(set(inputs())) > 60

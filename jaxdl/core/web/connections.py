@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxdl.core.web.gate import App
 
-HEAD_SEC = 10.0
+HEAD_SEC = 20.0
 """Within this time a client must have sent a request: its first, and those that it begins after an answer."""
 STALL_SEC = 30.0
 """A client that takes nothing of its answer for this long is gone."""
