@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable
@@ -49,11 +50,11 @@ def changed(draw: random.Random, value: Any) -> Any:
         place = draw.randrange(len(value))
         return [*value[:place], changed(draw, value[place]), *value[place:]]
     if draw.random() < 0.05:
-        deep: Any = draw.choice(NASTY)
+        deep: Any = copy.deepcopy(draw.choice(NASTY))
         for _ in range(draw.choice([3, 40, 200, 900])):
             deep = [deep] if draw.random() < 0.5 else {"a": deep}
         return deep
-    return draw.choice(NASTY)
+    return copy.deepcopy(draw.choice(NASTY))  # Else a change of this input would be one of all later ones.
 
 
 def as_line(value: Any) -> bytes:
