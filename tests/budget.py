@@ -218,6 +218,7 @@ BUDGETS = {
     "test_imports.py": 6,
     "test_jobs.py": 6,
     "test_quantized_traffic.py": 6,
+    "test_listeners.py": 6,
     "test_strangers.py": 6,
     "test_trackers.py": 6,
     "test_clicks.py": 5,

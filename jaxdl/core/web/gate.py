@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMap
 from typing import Any
 
 from jaxdl.core.web.refusal import Refusal
-from jaxdl.core.web.tokens import Tokens
+from jaxdl.core.web.tokens import Tokens, TooMany, Trials, bearer
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -20,6 +20,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = ("/health",)
 """Paths that need no token, and are not counted among the requests at once."""
+_ONCE = (b"host", b"authorization", b"origin")
+"""Headers that a request has once: of two, the next reader could take the other one."""
 
 
 class Gate:
@@ -36,6 +38,7 @@ class Gate:
         self._body = body
         self._app, self._hosts, self._max, self._timeout_sec = app, hosts, max_requests, timeout_sec
         self._tokens = Tokens(tokens)
+        self._trials = Trials(self._tokens)
         self._paths: set[str] = set()
         self.num_requests = 0
         self.answers: Counter[tuple[str, int]] = Counter()
@@ -59,7 +62,7 @@ class Gate:
             await send(message)
 
         try:
-            self._check(scope)
+            await self._check(scope)
             if path in OPEN:
                 await self._app(scope, receive, counted)
                 return
@@ -79,19 +82,32 @@ class Gate:
             if not status:
                 await self._refuse(Refusal(500, "The server made a mistake; its output has more."), counted)
 
-    def _check(self, scope: Scope) -> None:
+    async def _check(self, scope: Scope) -> None:
         headers: Mapping[bytes, bytes] = dict(scope["headers"])
+        counts = Counter(name for name, _ in scope["headers"])
+        if twice := [name.decode() for name in _ONCE if counts[name] > 1]:
+            raise Refusal(400, f"The request has more than one header {twice[0]}.")
         if self._hosts is not None and _host(headers.get(b"host", b"")) not in self._hosts:
             # A page in a browser could otherwise reach it by a name of its own that leads here (DNS rebinding).
             raise Refusal(403, "This server is asked by the name of this machine alone, such as localhost.")
         if scope["path"] in OPEN:
             return
-        if self._tokens and not self._tokens.match_header(headers.get(b"authorization", b"")):
+        if self._tokens and not await self._has_token(scope, headers.get(b"authorization", b"")):
             message = "No valid token. Send the header Authorization: Bearer TOKEN."
             raise Refusal(401, message, headers={"WWW-Authenticate": "Bearer"})
         if self.num_requests >= self._max:
             message = f"This server answers {self._max} requests at once. Try again later."
             raise Refusal(429, message, headers={"Retry-After": "1"})
+
+    async def _has_token(self, scope: Scope, header: bytes) -> bool:
+        """Whether a request has a token; a wrong one is answered slowly."""
+        given, client = bearer(header), scope.get("client")
+        if given is None:
+            return False
+        try:
+            return await self._trials.match("" if client is None else client[0], given)
+        except TooMany:
+            raise Refusal(429, "Too many wrong tokens. Try again later.", headers={"Retry-After": "5"}) from None
 
     async def _refuse(self, refusal: Refusal, send: Send) -> None:
         """Sends an error."""

@@ -170,7 +170,7 @@ async def _disconnected(receive: Receive) -> None:
 async def _of_http(request: Request, error: Exception) -> Response:
     """An error of Starlette, such as a path that there is not, in OpenAI's form."""
     assert isinstance(error, HTTPException)
-    messages = {404: f"There is no {request.url.path[:100]} here.", 405: f"{request.method}: not for this path."}
+    messages = {404: f"There is no {request.scope['path'][:100]} here.", 405: f"{request.method}: not for this path."}
     refusal = Refusal(error.status_code, messages.get(error.status_code, error.detail))
     return JSONResponse(body_of(refusal), error.status_code, headers=dict(error.headers or {}))
 

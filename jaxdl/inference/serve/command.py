@@ -229,8 +229,7 @@ def make_server(
 
     The server ends when the engine fails. Raises ConfigError as `make_programs` does.
     """
-    import uvicorn
-
+    from jaxdl.core.web.connections import make_server as make_web_server
     from jaxdl.inference.serve.app import Limits, make_app
 
     programs = make_programs(command, predictor)
@@ -242,17 +241,12 @@ def make_server(
     engine = Engine(programs, max_waiting=command.queue)
     limits = Limits(command.max_requests, command.max_body_bytes, command.timeout_sec)
     hosts = None if tokens or not is_local(bound) else local_names(command.host)
-    config: Any = uvicorn.Config(
+    server = make_web_server(
         make_app(served, engine, limits, tokens=tokens, hosts=hosts),
-        lifespan="off",
-        log_config=None,
-        access_log=False,
+        most_connections=8 * command.max_requests + 100,
         backlog=_BACKLOG,
-        server_header=False,
-        limit_concurrency=8 * command.max_requests + 100,
-        timeout_graceful_shutdown=int(max(1, command.drain_sec)),
+        drain_sec=int(max(1, command.drain_sec)),
     )
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # Requests that are no HTTP; errors are printed here.
-    server = uvicorn.Server(config)
     engine.failed = lambda: setattr(server, "should_exit", True)
     return server, engine

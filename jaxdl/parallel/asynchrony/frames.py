@@ -96,7 +96,7 @@ class Channel:
         if payload_bytes != (expected := num_bytes(header)):
             raise Lost(f"it sent {payload_bytes} bytes where {expected} are expected")
         payload = self._receive_exactly(payload_bytes)
-        if hashlib.sha256(payload).digest() != hashed:
+        if not hmac.compare_digest(hashlib.sha256(payload).digest(), hashed):
             raise Lost("it sent a payload that is not authentic")
         return header, payload, hashed.hex()
 

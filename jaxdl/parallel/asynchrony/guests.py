@@ -6,7 +6,6 @@ import contextlib
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,13 +16,12 @@ from jaxdl.parallel.asynchrony.codec import Codec
 from jaxdl.parallel.asynchrony.frames import Channel, frame_key
 from jaxdl.parallel.asynchrony.messages import Beat, Begin, Bye, Delta, Hello, Replaced, Welcome, read_to_syncer
 from jaxdl.parallel.asynchrony.outer import Vector
-from jaxdl.parallel.cluster.acceptor import LEAST_SEC, NO_HELLO, NO_TOKEN, Acceptor, Stranger
-from jaxdl.parallel.cluster.messages import Malformed, Message, read
-from jaxdl.parallel.cluster.token import VARIABLE, Handshake, proves
-from jaxdl.parallel.cluster.wire import Lost, NoMessage, ready
+from jaxdl.parallel.cluster.acceptor import NO_TOKEN, Stranger
+from jaxdl.parallel.cluster.door import POLL_SEC, Door
+from jaxdl.parallel.cluster.messages import Message
+from jaxdl.parallel.cluster.token import VARIABLE, Handshake
+from jaxdl.parallel.cluster.wire import Lost
 
-_POLL_SEC = 0.2
-_MOST_TOLD = 100
 _BEATS = 4
 """Beats within the time after which silence means that the connection is lost."""
 
@@ -58,60 +56,26 @@ class Doorkeeper:
         silence_sec: float,
         say: Callable[[str], object],
     ) -> None:
-        self._acceptor = Acceptor(listener, num_learners)
-        self._token, self._news, self._silence_sec, self._say = token, news, silence_sec, say
-        self._told: set[str] = set()
-        """Addresses without the token that have been named."""
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="jaxdl-door", daemon=True)
-        self._thread.start()
+        self._news, self._silence_sec = news, silence_sec
+        self._door = Door(
+            listener,
+            num_learners,
+            token,
+            Hello,
+            self._admit,
+            tell=lambda address, hello: say(
+                f"a connection from {address}, as learner {hello.process}, {NO_TOKEN}: {VARIABLE} differs"
+            ),
+        )
+        self._door.start()
 
-    def _run(self) -> None:
-        acceptor = self._acceptor
-        while not self._closed.is_set():
-            now = time.monotonic()
-            acceptor.tidy(now)
-            open_ = acceptor.is_open(now)
-            ready_items = ready(
-                [*acceptor.strangers, *([acceptor] if open_ else [])], _POLL_SEC if open_ else LEAST_SEC
-            )
-            for stranger in [item for item in ready_items if isinstance(item, Stranger)]:
-                if stranger in acceptor:
-                    self._listen_to(stranger)
-            if acceptor in ready_items:
-                acceptor.accept(time.monotonic())
-        acceptor.close()
-
-    def _listen_to(self, stranger: Stranger) -> None:
-        try:
-            message = self._acceptor.hear(stranger)
-            if message is None:
-                return
-            hello = read(Hello, message)
-            handshake = Handshake(self._token, stranger.nonce, hello.nonce or "", hello.process)
-            if not hello.nonce or not proves(hello.proof, handshake.proof("guest", message)):
-                self._acceptor.refused(stranger, NO_TOKEN, hello.host)
-                self._tell(f"{stranger.address}, as learner {hello.process}")
-                return
-        except (Malformed, NoMessage, RecursionError):
-            self._acceptor.refused(stranger, NO_HELLO)
-        except Lost:
-            self._acceptor.gone(stranger)
-        else:
-            self._acceptor.admitted(stranger)
-            guest = Guest(stranger, hello, handshake, self._news, silence_sec=self._silence_sec)
-            put(self._news, News("hello", guest, hello=hello), self._closed)
-
-    def _tell(self, who: str) -> None:
-        """Names a learner without the token, once; not everybody, if there are many."""
-        if who not in self._told and len(self._told) < _MOST_TOLD:
-            self._told.add(who)
-            self._say(f"a connection from {who}, {NO_TOKEN}: {VARIABLE} differs")
+    def _admit(self, stranger: Stranger, hello: Hello, handshake: Handshake) -> None:
+        guest = Guest(stranger, hello, handshake, self._news, silence_sec=self._silence_sec)
+        put(self._news, News("hello", guest, hello=hello), self._door.closed)
 
     def close(self) -> None:
         """Stops listening, and ends the connections that were not answered."""
-        self._closed.set()
-        self._thread.join()
+        self._door.close()
         with contextlib.suppress(queue.Empty):
             while True:
                 self._news.get_nowait().guest.close()
@@ -121,7 +85,7 @@ def put(news: queue.Queue[News], item: News, closed: threading.Event) -> None:
     """Adds to the news when there is room; ends the connection when they are not read any more."""
     while not closed.is_set():
         with contextlib.suppress(queue.Full):
-            return news.put(item, timeout=_POLL_SEC)
+            return news.put(item, timeout=POLL_SEC)
     item.guest.close()
 
 

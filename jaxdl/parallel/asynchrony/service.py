@@ -35,6 +35,8 @@ class Service(Policy):
     """Bits of a value of a delta on its way to the syncer; below 32 with error feedback. Anchors take 32."""
     folder: Path = Path("syncer")
     """Where the syncer keeps its tape and its state, and goes on from."""
+    host: str | None = None
+    """The address that it listens on; None: all of this machine, or for `async` 127.0.0.1, as all learners are here."""
     port: int = Field(default=0, ge=0, lt=2**16)
     """The port that it listens on; 0: any free one."""
     silence_sec: float = Field(default=20.0, gt=0)
@@ -105,12 +107,14 @@ def serve(service: Service) -> int:
     """
     token = _token()
     try:
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        listener = socket.create_server(("", service.port), family=family, dualstack_ipv6=both)
+        host = (service.host or "").strip("[]")
+        both = not host and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
+        listener = socket.create_server((host, service.port), family=family, dualstack_ipv6=both)
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno else str(error)
-        raise ConfigError(f"--port {service.port}: {why}. Choose another one.") from None
+        why = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or str(error)
+        given = f"--port {service.port}" if service.host is None else f"--host {service.host} --port {service.port}"
+        raise ConfigError(f"{given}: {why}. Choose another one.") from None
     syncer = Syncer(
         service.policy(),
         service.outer,

@@ -107,9 +107,10 @@ class Acceptor:
     `now` is always a `time.monotonic()`.
     """
 
-    def __init__(self, listener: socket.socket, num_processes: int) -> None:
+    def __init__(self, listener: socket.socket, num_processes: int, *, hello_bytes: int = MAX_HELLO_BYTES) -> None:
+        """`hello_bytes` is the longest hello."""
         listener.setblocking(False)
-        self._listener = listener
+        self._listener, self._hello_bytes = listener, hello_bytes
         self._max_strangers = max(MIN_STRANGERS, 2 * num_processes)
         self._num_kept_bytes = 0
         self._strangers: dict[Stranger, None] = {}  # The oldest first.
@@ -207,7 +208,7 @@ class Acceptor:
 
     def _greet(self, connection: socket.socket, address: str, now: float) -> None:
         try:
-            line = Line(connection, limit_bytes=MAX_HELLO_BYTES)
+            line = Line(connection, limit_bytes=self._hello_bytes)
         except OSError:
             connection.close()
             self.seen.add(SILENT, address)

@@ -203,6 +203,19 @@ def resolved(host: str) -> list[str]:
         return []
 
 
+def local_bind(host: str) -> str | None:
+    """The address to listen on where a coordinator's address leads every machine to itself; None where it does not.
+
+    A host's own name may lead that host to a loopback address, and others to it: it counts as one that does not.
+    """
+    if host == "localhost":
+        return "127.0.0.1"
+    try:
+        return host if ipaddress.ip_address(host).is_loopback else None
+    except ValueError:
+        return None
+
+
 def loopback(host: str) -> str | None:
     """The loopback address that a name resolves to on this machine; None if it also resolves to another address."""
     addresses = resolved(host)

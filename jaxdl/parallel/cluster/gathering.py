@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jaxdl.core.config import ConfigError
 from jaxdl.parallel.cluster.acceptor import LEAST_SEC, NO_HELLO, NO_TOKEN, Acceptor, Stranger
-from jaxdl.parallel.cluster.address import BIND_VARIABLE, ClusterSpec, bind_address, host_name
+from jaxdl.parallel.cluster.address import BIND_VARIABLE, ClusterSpec, bind_address, host_name, local_bind
 from jaxdl.parallel.cluster.consistency import difference, process_names
 from jaxdl.parallel.cluster.meeting import ClusterError, Meeting
 from jaxdl.parallel.cluster.messages import MAX_REASON, PROTOCOL, Claim, Hello, Here, Malformed, Verdict, read
@@ -75,7 +75,7 @@ class Gathering:
 
     def _listen(self) -> socket.socket:
         bind = os.environ.get(BIND_VARIABLE)
-        address = ("", self._spec.port) if bind is None else bind_address(bind)
+        address = (local_bind(self._spec.host) or "", self._spec.port) if bind is None else bind_address(bind)
         both = address[0] in ("", "::") and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both or ":" in address[0] else socket.AF_INET
         end = min(self._end, time.monotonic() + PORT_BUSY_SEC)

@@ -13,7 +13,15 @@ import pydantic
 
 from jaxdl.core.config import Config, ConfigError
 from jaxdl.core.startup import check_cpu_devices
-from jaxdl.parallel.cluster.address import ClusterSpec, find_cluster_spec, host_name, several_processes, unused_note
+from jaxdl.parallel.cluster.address import (
+    BIND_VARIABLE,
+    ClusterSpec,
+    find_cluster_spec,
+    host_name,
+    local_bind,
+    several_processes,
+    unused_note,
+)
 from jaxdl.parallel.cluster.consistency import describe_process, difference, unequal_counts
 from jaxdl.parallel.cluster.heartbeat import heartbeat
 from jaxdl.parallel.cluster.machine import (
@@ -148,10 +156,12 @@ def _join(cluster: ClusterConfig, description: Mapping[str, Any], *, on_cpu: boo
 def _initialize(cluster: ClusterConfig, spec: ClusterSpec | None) -> None:
     import jax
 
-    known = {}
+    known: dict[str, Any] = {}
     if spec is not None:
         known = {"coordinator_address": spec.address, "num_processes": spec.num_processes}
         known |= {"process_id": spec.process}
+        if BIND_VARIABLE not in os.environ and (here := local_bind(spec.host)) is not None:
+            known |= {"coordinator_bind_address": f"[{here}]:{spec.port}" if ":" in here else f"{here}:{spec.port}"}
     try:
         jax.distributed.initialize(
             **known,

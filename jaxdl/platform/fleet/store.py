@@ -30,6 +30,7 @@ from typing import Any, Literal
 
 from jaxdl.core.errors import ConfigError
 from jaxdl.core.files import replace_file
+from jaxdl.core.inside import Unreadable, read_whole, real_inside
 from jaxdl.platform.fleet.journal import JOURNAL_FILE, sync_folder
 from jaxdl.platform.fleet.queued import queue
 from jaxdl.platform.fleet.speed import Exchange
@@ -40,6 +41,8 @@ Order = Literal["run", "hold", "cancel", "remove"]
 RUNS, SUBMISSION = "runs", "submission.json"
 _ASKED, _LAST, _NEWS, _REMOVED = "asked.json", "last.json", "news", "removed"
 _FEW = 5
+VIEW_BYTES, _FORM_BYTES = 64 << 20, 1 << 16
+"""The largest file that describes a fleet, and the largest that asks something of a run."""
 FLEET_FILE, ENDED_FILE, LOST_FILE, SERVER_FOLDER = "fleet.json", "ended.json", "lost.json", "server"
 
 
@@ -174,7 +177,7 @@ class Store:
 
     def submission(self, name: str) -> Submission:
         """What was submitted. Raises DamagedFile, and FileNotFoundError if the run was removed."""
-        return read_submission(self.folder / RUNS / name / SUBMISSION)
+        return read_submission(self.folder / RUNS / name / SUBMISSION, self.folder)
 
     def submissions(self) -> list[Submission]:
         """All that were accepted, in their order, but those whose file is damaged."""
@@ -189,7 +192,15 @@ class Store:
         path = self.folder / RUNS / name.zfill(4)
         if not (path / SUBMISSION).is_file():
             raise ConfigError(f"run {name}: there is no such run in {self.folder}. There are: {_few(self.names())}.")
+        self._check_inside(path / _ASKED)
         return path
+
+    def _check_inside(self, path: Path) -> None:
+        """Raises ConfigError for a path that leads out of the fleet: who may write here must not write elsewhere."""
+        try:
+            real_inside(path, self.folder)
+        except Unreadable:
+            raise ConfigError(f"{path}: a link leads out of the fleet's folder. Remove it.") from None
 
     def path_of(self, name: str) -> Path:
         """Where the folder of a run is, or would be."""
@@ -230,13 +241,13 @@ class Store:
     def _read_order(self, name: str) -> tuple[Order, int]:
         path = self.folder / RUNS / name / _ASKED
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(read_whole(path, self.folder, _FORM_BYTES))
             order, number = values["asked"], values.get("number", 0)
             if order not in ("run", "hold", "cancel", "remove") or type(number) is not int:
                 raise ValueError
         except FileNotFoundError:
             return "run", 0
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, Unreadable):
             raise DamagedFile(
                 f"{path}: it is damaged, so it is not known whether run {name} was held or cancelled. Ask again: hold, "
                 "resume or cancel."
@@ -246,6 +257,7 @@ class Store:
     def _announce(self, name: str) -> None:
         """Says to the server that there is something new of a run."""
         (self.folder / _NEWS).mkdir(exist_ok=True)
+        self._check_inside(self.folder / _NEWS / name)
         (self.folder / _NEWS / name).touch()
 
     def news(self, *, take: bool) -> set[str]:
@@ -291,12 +303,12 @@ class Store:
     def _lost_nodes(self) -> set[str]:
         path = self.folder / LOST_FILE
         try:
-            names = json.loads(path.read_text(encoding="utf-8"))
+            names = json.loads(read_whole(path, self.folder, VIEW_BYTES))
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 raise ValueError
         except FileNotFoundError:
             return set()
-        except ValueError:
+        except (ValueError, RecursionError, Unreadable):
             raise DamagedFile(
                 f"{path}: it is damaged; nodes that were out of service before still count so. Name one again with "
                 "`nodes --lost` or `--back`."
@@ -315,7 +327,7 @@ class Store:
         """What the server wrote last. Raises ConfigError if there is nothing yet, and for a damaged file."""
         path = self.folder / FLEET_FILE
         try:
-            view = json.loads(path.read_text(encoding="utf-8"))
+            view = json.loads(read_whole(path, self.folder, VIEW_BYTES))
             runs = {run["run"]: run for run in view["runs"]}
             if not {"at", "nodes"} <= view.keys():
                 raise ValueError
@@ -323,12 +335,15 @@ class Store:
             raise ConfigError(
                 f"{self.folder}: no fleet is served there. Start one: python -m jaxdl.fleet serve --state {self.folder}"
             ) from None
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except Unreadable as error:
+            raise ConfigError(f"{path}: {error}") from None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise ConfigError(
                 f"{path}: it is damaged. A server writes it again: python -m jaxdl.fleet serve --state {self.folder}"
             ) from None
-        with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
-            ended = {run["run"]: run for run in json.loads((self.folder / ENDED_FILE).read_text(encoding="utf-8"))}
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError, RecursionError, Unreadable):
+            ended = json.loads(read_whole(self.folder / ENDED_FILE, self.folder, VIEW_BYTES))
+            ended = {run["run"]: run for run in ended}
             runs = ended | runs
         return view | {"runs": [runs[name] for name in sorted(runs, key=lambda name: (len(name), name))]}
 

@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxdl.core.errors import ConfigError
+from jaxdl.core.inside import Unreadable, read_whole
 from jaxdl.platform.fleet.speed import Exchange
+
+_MOST_BYTES = 1 << 22
+"""The largest file of a submission."""
 
 
 class DamagedFile(ConfigError):
@@ -56,10 +60,13 @@ class Submission:
         return None
 
 
-def read_submission(path: Path) -> Submission:
-    """What a file says. Raises DamagedFile, and FileNotFoundError if the run was removed."""
+def read_submission(path: Path, inside: Path) -> Submission:
+    """What a file of the fleet in the folder `inside` says.
+
+    Raises DamagedFile, also for a link that leads out of it, and FileNotFoundError if the run was removed.
+    """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_whole(path, inside, _MOST_BYTES))
         lists = {name: tuple(values[name]) for name in ("command", "sizes")}
         made = Submission(**(values | lists | {"exchange": _exchange(values.get("exchange"))}))
         right = (
@@ -74,7 +81,7 @@ def read_submission(path: Path) -> Submission:
             raise ValueError("its values are not those of a submission")
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, Unreadable) as error:
         why = " ".join(str(error).split()) or type(error).__name__
         raise DamagedFile(
             f"{path}: this is no submission ({why}). Restore the file, or cancel the run and submit it again."

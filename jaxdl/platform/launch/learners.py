@@ -68,7 +68,8 @@ class Learners:
         stderr: TextIO | None = None,
     ) -> None:
         self._command = resolve_command(command)
-        self._service = service.replaced({"port": service.port or free_port()})
+        host = service.host or (None if place else "127.0.0.1")
+        self._service = service.replaced({"host": host, "port": service.port or free_port()})
         numbers = range(service.learners) if place is None else [place.number]
         self._numbers = {f"learner{number}": number for number in numbers}
         self._has_syncer, self._elsewhere = 0 in numbers, service.learners > len(numbers)

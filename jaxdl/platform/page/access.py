@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hmac
 import secrets
-from collections import Counter
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from jaxdl.core.web.tokens import Tokens, bearer
+from jaxdl.core.web.tokens import Tokens, TooMany, Trials, bearer
 
 COOKIE_SEC = 7 * 86_400
-_WRONG_SEC = 0.5
-"""Wrong tokens of one address are answered one after the other, each after this time."""
-_MOST_WAIT, _MOST_WAIT_ALL = 4, 16
-"""So many wrong tokens wait for their answer, of one address and of all. Whoever sends more is refused at once."""
 
 
 class Access:
@@ -35,8 +29,7 @@ class Access:
         # A cookie is that of this process: it is of no use to another server, nor to this one when it is started again.
         self._secret = secrets.token_bytes(32)
         self._tokens, self._cookies = Tokens(tokens), Tokens([self.cookie_of(token) for token in tokens])
-        self._waiting: Counter[str] = Counter()
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._trials = Trials(self._tokens)
 
     def may_act(self, request: Request) -> bool:
         """Whether a request has a token: in its cookie, or in a header `Authorization: Bearer TOKEN`."""
@@ -50,7 +43,7 @@ class Access:
     async def is_token(self, request: Request, given: str) -> bool:
         """Whether a text is one of the tokens; a wrong one is answered slowly. Other requests do not wait for it.
 
-        Raises HTTPException 429, whatever the text, for an address of which several wrong ones wait for their answer.
+        Raises HTTPException 429 where `Trials.match` raises TooMany.
         """
         return await self._is_token(request, _as_bytes(given))
 
@@ -64,22 +57,10 @@ class Access:
             await self._is_token(request, given)
 
     async def _is_token(self, request: Request, given: bytes) -> bool:
-        address = "" if request.client is None else request.client.host
-        if self._waiting[address] >= _MOST_WAIT:
-            raise _too_many()
-        if self._tokens.match(given):
-            return True
-        if self._waiting.total() >= _MOST_WAIT_ALL:
-            raise _too_many()
-        self._waiting[address] += 1
         try:
-            async with self._locks.setdefault(address, asyncio.Lock()):
-                await asyncio.sleep(_WRONG_SEC)
-        finally:
-            self._waiting[address] -= 1
-            if not self._waiting[address]:
-                del self._waiting[address], self._locks[address]
-        return False
+            return await self._trials.match("" if request.client is None else request.client.host, given)
+        except TooMany:
+            raise HTTPException(429, "Too many wrong tokens. Try again later.", {"Retry-After": "5"}) from None
 
     def cookie_of(self, token: str) -> str:
         """What a browser keeps in place of a token."""
@@ -93,7 +74,10 @@ class Access:
         origin = request.headers.get("origin")
         if origin is None or origin == "null":
             return "authorization" in request.headers and origin is None
-        return urlsplit(origin).netloc.lower() == request.headers.get("host", "").lower()
+        try:
+            return urlsplit(origin).netloc.lower() == request.headers.get("host", "").lower()
+        except ValueError:
+            return False
 
 
 def cookie_name(request: Request) -> str:
@@ -101,15 +85,11 @@ def cookie_name(request: Request) -> str:
     port = None
     with contextlib.suppress(ValueError):  # A header `Host` may have any text.
         port = request.url.port
-    return f"jaxdl_status_{port or request.url.scheme}"
+    return f"jaxdl_status_{port or request.scope['scheme']}"
 
 
 def _header(request: Request) -> bytes:
     return request.headers.get("authorization", "").encode("latin-1", "replace")
-
-
-def _too_many() -> HTTPException:
-    return HTTPException(429, "Too many wrong tokens. Try again later.", {"Retry-After": "5"})
 
 
 def _as_bytes(text: str) -> bytes:

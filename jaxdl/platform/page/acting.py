@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from urllib.parse import parse_qs
 
 from starlette.exceptions import HTTPException
@@ -16,7 +17,7 @@ from jaxdl.platform.page.fleets import ORDERS
 from jaxdl.platform.page.render import as_html, render
 from jaxdl.platform.page.runs import Runs
 
-_FORM_BYTES = 4096
+_FORM_BYTES, _FORM_SEC, _MOST_FORMS = 4096, 5.0, 16
 HALT_REASON = "halted on the status page"
 
 
@@ -25,6 +26,7 @@ class Acting:
 
     def __init__(self, runs: Runs, access: Access) -> None:
         self._runs, self._access = runs, access
+        self._num_forms = 0
 
     def _check(self, request: Request) -> None:
         """Raises HTTPException 403 for who may not act."""
@@ -76,11 +78,7 @@ class Acting:
 
     async def sign_in(self, request: Request) -> Response:
         """Takes the token, and gives the browser a cookie."""
-        content = b""
-        async for piece in request.stream():
-            content += piece
-            if len(content) > _FORM_BYTES:
-                raise HTTPException(413, "The form is too large.")
+        content = await self._form(request)
         if not self._access.is_from_here(request):
             raise HTTPException(403, "This form was not sent by a page of this server.")
         try:
@@ -89,8 +87,28 @@ class Acting:
             raise HTTPException(400, "The form has more fields than that of this page.") from None
         return await self.with_cookie(request, self._access, values.get("token", [""])[0].strip(), "/")
 
+    async def _form(self, request: Request) -> bytes:
+        """The body of a form. Nobody needs a token to send one: few are read at a time, each for a short time."""
+        if self._num_forms >= _MOST_FORMS:
+            raise HTTPException(429, "Too many forms are being sent. Try again later.", {"Retry-After": "5"})
+        self._num_forms += 1
+        content = b""
+        try:
+            async with asyncio.timeout(_FORM_SEC):
+                async for piece in request.stream():
+                    content += piece
+                    if len(content) > _FORM_BYTES:
+                        raise HTTPException(413, "The form is too large.")
+        except TimeoutError:
+            raise HTTPException(408, f"The form did not come within {_FORM_SEC:.0f} s.") from None
+        finally:
+            self._num_forms -= 1
+        return content
+
     def sign_out(self, request: Request) -> Response:
         """Takes the cookie back."""
+        if not self._access.is_from_here(request):
+            raise HTTPException(403, "This form was not sent by a page of this server.")
         answer = RedirectResponse("/", 303)
         answer.delete_cookie(cookie_name(request))
         return answer
@@ -107,6 +125,6 @@ class Acting:
             max_age=COOKIE_SEC,
             httponly=True,
             samesite="strict",
-            secure=request.url.scheme == "https",
+            secure=request.scope["scheme"] == "https",
         )
         return answer

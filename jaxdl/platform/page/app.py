@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -111,7 +111,7 @@ def make_app(
     app = Starlette(
         routes=routes,
         middleware=[Middleware(GZipMiddleware, minimum_size=2_000)],
-        exception_handlers={HTTPException: _of_http, Exception: _of_mistake},
+        exception_handlers={HTTPException: _of_http, ClientDisconnect: _of_gone, Exception: _of_mistake},
     )
     gate = Gate(app, body=_refused, tokens=(), hosts=hosts, max_requests=_MAX_REQUESTS, timeout_sec=_TIMEOUT_SEC)
     return _Secured(gate)
@@ -131,7 +131,7 @@ def _guarded(handler: Callable[[Request], Response], access: Access) -> Callable
     """The handler for those who may look. A token in the address becomes a cookie, and leaves the address."""
 
     async def guarded(request: Request) -> Response:
-        if "token" in request.query_params and request.url.path == "/":
+        if "token" in request.query_params and request.scope["path"] == "/":
             return await Acting.with_cookie(request, access, request.query_params["token"], "/")
         await access.check_header(request)
         if access.may_look(request):
@@ -161,7 +161,7 @@ def _refused(refusal: Refusal) -> dict[str, str]:
 
 
 def _answer(request: Request, status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-    if request.url.path.startswith("/api/"):
+    if request.scope["path"].startswith("/api/"):
         return JSONResponse(_refused(Refusal(status, message)), status, headers)
     answer = as_html(render("message.html", title=f"{status}", message=message, sign_in=status == 401), status)
     answer.headers.update(headers or {})
@@ -171,6 +171,10 @@ def _answer(request: Request, status: int, message: str, headers: Mapping[str, s
 def _of_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return _answer(request, error.status_code, error.detail, dict(error.headers or {}))
+
+
+def _of_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # Nobody reads it.
 
 
 def _of_mistake(request: Request, error: Exception) -> Response:

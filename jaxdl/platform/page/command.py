@@ -15,7 +15,7 @@ from jaxdl.platform.page.scan import check_given
 
 TOKEN_VARIABLE = "JAXDL_STATUS_TOKEN"
 """The environment variable that may have the token."""
-_BACKLOG = 512
+_BACKLOG, _MOST_CONNECTIONS = 512, 512
 _DRAIN_SEC = 2
 
 
@@ -44,12 +44,11 @@ def choose_tokens(options: argparse.Namespace) -> tuple[tuple[str, ...], str]:
 
 def make_server(options: argparse.Namespace, bound: socket.socket, tokens: tuple[str, ...]) -> Any:
     """A `uvicorn.Server` of the page for a socket, which has not started."""
-    import uvicorn
-
+    from jaxdl.core.web.connections import make_server as make_web_server
     from jaxdl.platform.page.app import make_app
 
     local = is_local(bound)
-    app: Any = make_app(
+    app = make_app(
         options.workdirs,
         tokens=tokens,
         everyone_looks=local or options.without_token,
@@ -57,18 +56,7 @@ def make_server(options: argparse.Namespace, bound: socket.socket, tokens: tuple
         metrics=options.metric,
         look_ahead=True,
     )
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            backlog=_BACKLOG,
-            server_header=False,
-            limit_concurrency=512,
-            timeout_graceful_shutdown=_DRAIN_SEC,
-        )
-    )
+    return make_web_server(app, most_connections=_MOST_CONNECTIONS, backlog=_BACKLOG, drain_sec=_DRAIN_SEC)
 
 
 def serve(options: argparse.Namespace) -> None:

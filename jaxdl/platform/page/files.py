@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from jaxdl.core.files import STATUS_FILE
+from jaxdl.core.inside import Unreadable, opened, read_whole, too_large
 from jaxdl.report.status.parsing import parse_json
 from jaxdl.report.status.record import Record
 
@@ -18,10 +16,6 @@ Signature = tuple[int, int, int]
 """(nanoseconds of the last change, bytes, inode): another one means that a file was written."""
 JSON_BYTES = 4 << 20
 """The largest JSON file that is read."""
-
-
-class Unreadable(Exception):
-    """A file cannot be shown; the text says why, without the path."""
 
 
 @dataclass(frozen=True)
@@ -53,46 +47,11 @@ def why_not_read(path: Path, inside: Path, most: int | None = None) -> str:
         return ""
     try:
         with opened(path, inside) as (_, size):
-            return "" if most is None or size <= most else _too_large(size, most)
+            return "" if most is None or size <= most else too_large(size, most)
     except FileNotFoundError:
         return ""
     except Unreadable as error:
         return str(error)
-
-
-def _too_large(size: int, most: int) -> str:
-    return f"it has {size:,} bytes; at most {most:,} are shown"
-
-
-@contextmanager
-def opened(path: Path, inside: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """Context of a file that is open for reading, and its size.
-
-    Raises Unreadable if it leads out of the folder `inside`, or is no ordinary file, and FileNotFoundError.
-    """
-    real, folder = os.path.realpath(path), os.path.realpath(inside)
-    if os.path.commonpath([real, folder]) != folder:
-        raise Unreadable("it leads out of its folder, and is not shown")
-    try:
-        # A pipe is not waited for; and between the check and here the file may have become a link.
-        descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise Unreadable(f"it cannot be read: {error.strerror}") from None
-    with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise Unreadable("it is no ordinary file, and is not shown")
-        yield file, found.st_size
-
-
-def read_whole(path: Path, inside: Path, most: int) -> bytes:
-    """The bytes of a file. Raises as `opened`, and Unreadable for more than `most` bytes."""
-    with opened(path, inside) as (file, size):
-        if size > most:
-            raise Unreadable(_too_large(size, most))
-        return file.read(most + 1)[:most]
 
 
 def read_json(path: Path, inside: Path) -> Any:

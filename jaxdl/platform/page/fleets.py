@@ -12,8 +12,8 @@ from jaxdl.core.errors import ConfigError
 from jaxdl.platform.fleet.journal import JOURNAL_FILE
 from jaxdl.platform.fleet.member import ENDED, RESUMABLE
 from jaxdl.platform.fleet.status_view import explain
-from jaxdl.platform.fleet.store import ENDED_FILE, FLEET_FILE, Order, Store
-from jaxdl.platform.page.files import Unreadable, read_tail, why_not_read
+from jaxdl.platform.fleet.store import Order, Store
+from jaxdl.platform.page.files import Unreadable, read_tail
 from jaxdl.platform.page.render import as_iso, as_number
 from jaxdl.platform.page.runs import as_shown
 from jaxdl.platform.page.scan import address_of_folder
@@ -22,7 +22,7 @@ from jaxdl.report.status.parsing import parse_json
 SILENT_SEC = 30.0
 """A server that has not written what it sees for this long is called silent."""
 MOST_EVENTS, MOST_RUNS = 200, 500
-_JOURNAL_BYTES, _VIEW_BYTES = 1 << 17, 64 << 20
+_JOURNAL_BYTES = 1 << 17
 ORDERS: Mapping[str, Order] = {"hold": "hold", "resume": "run", "cancel": "cancel"}
 """What a button is called -> what the fleet is asked."""
 
@@ -51,7 +51,7 @@ def read_fleet(folder: Path) -> Fleet:
     """What the server of a fleet wrote last. Raises nothing."""
     found, store = Fleet(), Store(folder)
     try:
-        view = _view(store)
+        view = store.view()
         _read_view(view, found)
         names = {str(run.get("run")) for run in view["runs"]}
         found.not_seen = [as_shown(name) for name in store.names() if name not in names]
@@ -63,14 +63,6 @@ def read_fleet(folder: Path) -> Fleet:
         found.problems.append(as_shown(f"what its server wrote cannot be read: {type(error).__name__}: {error}"))
     _read_journal(folder, found)
     return found
-
-
-def _view(store: Store) -> dict[str, Any]:
-    """What a fleet's server wrote last. Raises as `Store.view`, and ConfigError for a file that is not to be read."""
-    for name in (FLEET_FILE, ENDED_FILE):
-        if why := why_not_read(store.folder / name, store.folder, _VIEW_BYTES):
-            raise ConfigError(f"{name}: {why}")
-    return store.view()
 
 
 def _read_view(view: Mapping[str, Any], found: Fleet) -> None:
@@ -154,7 +146,7 @@ def runs_of(folders: Sequence[Path]) -> dict[str, list[tuple[Path, str]]]:
     for folder in folders:
         try:
             runs = [
-                (str(run["run"]), str(run["workdir"])) for run in _view(Store(folder))["runs"] if run.get("workdir")
+                (str(run["run"]), str(run["workdir"])) for run in Store(folder).view()["runs"] if run.get("workdir")
             ]
         except Exception:  # Its own page says what is wrong.
             continue

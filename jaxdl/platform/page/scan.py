@@ -77,5 +77,19 @@ def _search(folder: Path, depth: int, found: Found) -> Iterator[Path]:
         return
     if depth:
         for name in sorted(inside):
-            if not name.startswith(".") and os.path.isdir(inside[name].path):
+            if not name.startswith(".") and os.path.isdir(inside[name].path) and _may_follow(inside[name]):
                 yield from _search(Path(inside[name].path), depth - 1, found)
+
+
+def _may_follow(entry: os.DirEntry[str]) -> bool:
+    """Whether a folder is looked into. A link is, if it is our own, the system's, or of whom it leads to.
+
+    Else anybody who may write into a folder of the page could show folders of ours that they themselves may not see.
+    """
+    if not entry.is_symlink():
+        return True
+    try:
+        owner = entry.stat(follow_symlinks=False).st_uid
+        return owner in (os.geteuid(), 0, entry.stat().st_uid)
+    except OSError:
+        return False

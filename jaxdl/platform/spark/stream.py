@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import signal
 import socket
@@ -12,11 +11,18 @@ import threading
 from dataclasses import dataclass
 from typing import Any, Self
 
+from jaxdl.parallel.cluster.acceptor import Stranger
+from jaxdl.parallel.cluster.door import Door
+from jaxdl.parallel.cluster.token import Handshake
+from jaxdl.parallel.cluster.wire import encoded
 from jaxdl.platform.launch.output import Printer
 from jaxdl.platform.launch.processes import NOT_RESTARTED
-from jaxdl.platform.spark.supervise import GO, STOP
+from jaxdl.platform.spark.hello import Go, Joining
+from jaxdl.platform.spark.supervise import STOP
 
 _PATIENCE_SEC = 120.0
+_LINE_BYTES = 1 << 23
+"""Longest message of a process: the last lines of one that has ended take the most."""
 _TERMINATED = 128 + signal.SIGTERM
 """The exit code of a run that was told to save."""
 
@@ -50,13 +56,16 @@ class Stream:
         self._gone = threading.Condition(self._lock)
         self._server = socket.create_server((_listen_address(host), 0))
         self.address = f"{host}:{self._server.getsockname()[1]}"
+        self._door: Door[Joining] | None = None
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self._accept, name="jaxdl-spark", daemon=True).start()
+        self._door = Door(self._server, len(self._numbers), self._secret, Joining, self._serve_in_thread)
+        self._door.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._server.close()
+        if self._door is not None:
+            self._door.close()
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
@@ -91,33 +100,32 @@ class Stream:
         with self._gone:
             self._gone.wait_for(lambda: not self._connections, timeout_sec)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:  # Closed.
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+    def _serve_in_thread(self, stranger: Stranger, hello: Joining, handshake: Handshake) -> None:
+        """Called for who knows the secret: so there are as many threads as processes, and strangers get none."""
+        connection = stranger.line.detach()
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # Its machine may be gone without a word.
+        threading.Thread(target=self._serve, args=(connection, hello, handshake), daemon=True).start()
 
-    def _serve(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), connection.makefile("rb") as lines:
-            hello = json.loads(lines.readline())
-            process, start = int(hello["process"]), str(hello["start"])
-            if hmac.compare_digest(str(hello["secret"]).encode(), self._secret.encode()) and process in self._numbers:
-                self._admit(connection, start)
-                for line in lines:
-                    self._take(process, json.loads(line), start)
+    def _serve(self, connection: socket.socket, hello: Joining, handshake: Handshake) -> None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            if hello.process in self._numbers:
+                self._admit(connection, hello.start, handshake)
+                with connection.makefile("rb") as lines:
+                    while (line := lines.readline(_LINE_BYTES)).endswith(b"\n"):
+                        self._take(hello.process, json.loads(line), hello.start)
         with self._gone:
             self._connections.pop(connection, None)
             self._gone.notify_all()
         connection.close()
 
-    def _admit(self, connection: socket.socket, start: str) -> None:
+    def _admit(self, connection: socket.socket, start: str, handshake: Handshake) -> None:
         """Lets a process begin when those of an earlier start have ended: they may be saving in the same workdir."""
         with self._gone:
             self._connections[connection] = start
             self._gone.wait_for(lambda: set(self._connections.values()) <= {start}, _PATIENCE_SEC)
-        connection.sendall(GO)
+        fields = Go(go=True).to_json()
+        connection.sendall(encoded(fields | {"proof": handshake.proof("host", fields)}))
 
     def _take(self, process: int, fields: dict[str, Any], start: str) -> None:
         if "ended" not in fields:

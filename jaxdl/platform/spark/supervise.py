@@ -22,14 +22,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from jaxdl.parallel.cluster.address import host_name
 from jaxdl.parallel.cluster.exits import stop_signals
+from jaxdl.parallel.cluster.messages import MAX_PROCESSES, PROTOCOL, Greeting, Malformed, read
+from jaxdl.parallel.cluster.token import Handshake, make_nonce, proves
+from jaxdl.parallel.cluster.wire import Line, Lost, ready
 from jaxdl.platform.launch import die_with_parent
 from jaxdl.platform.launch.output import KEPT_CHARACTERS, KEPT_LINES, LineReader
+from jaxdl.platform.spark.hello import Go, Joining
 
 SECRET = "JAXDL_SPARK_SECRET"
 """The environment variable with what the driver knows its processes by; the command does not get it."""
-GO, STOP = b"go\n", b"stop\n"
-"""What the driver sends: the process may start; it is to save and end."""
+STOP = b"stop\n"
+"""What the driver sends when the process is to save and end; before, that it may start (`hello.Go`)."""
 _POLL_SEC = 0.1
 _READ_BYTES = 1 << 16
 _CONNECT_SEC = 10.0
@@ -43,15 +48,36 @@ class ToDriver:
         self.is_asked_to_stop = False
         self._may_go, self._lock = threading.Event(), threading.Lock()
         self._socket: socket.socket | None = None
+        self._handshake: Handshake | None = None
         host, _, port = address.rpartition(":")
         try:
             if address:
-                self._socket = socket.create_connection((host, int(port)), timeout=_CONNECT_SEC)
-                self._socket.settimeout(None)
-        except OSError as error:
+                self._join(host, int(port), secret, process, start)
+        except (OSError, Lost, Malformed) as error:
+            self._socket = None
             print(f"the driver at {address} is out of reach ({error}); lines stay here", file=sys.stderr, flush=True)
-        self.send({"secret": secret, "process": process, "start": start})
         threading.Thread(target=self._listen, daemon=True).start()
+
+    def _join(self, host: str, port: int, secret: str, process: int, start: str) -> None:
+        """Connects, and proves to know the secret. Raises OSError, Lost, Malformed."""
+        line = Line(socket.create_connection((host, port), timeout=_CONNECT_SEC))
+        try:
+            greeting = read(Greeting, _greeting(line))
+        except BaseException:
+            line.close()
+            raise
+        self._handshake = Handshake(secret, greeting.nonce, make_nonce(), process)
+        hello = Joining(
+            jaxdl=PROTOCOL,
+            process=process,
+            num_processes=MAX_PROCESSES,
+            host=host_name(),
+            nonce=self._handshake.guest_nonce,
+            start=start,
+        ).to_json()
+        self._socket = line.detach()
+        self._socket.settimeout(None)
+        self.send(hello | {"proof": self._handshake.proof("guest", hello)})
 
     def send(self, fields: dict[str, Any]) -> bool:
         """Sends a message, one line of JSON; whether that worked."""
@@ -77,11 +103,29 @@ class ToDriver:
 
     def _listen(self) -> None:
         connection = self._socket
-        with contextlib.suppress(OSError):
-            for line in connection.makefile("rb") if connection is not None else ():
-                self.is_asked_to_stop = self.is_asked_to_stop or line == STOP
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+            lines = connection.makefile("rb") if connection is not None else None
+            if lines is not None and self._is_go(json.loads(lines.readline(_READ_BYTES))):
                 self._may_go.set()
+                while line := lines.readline(_READ_BYTES):
+                    self.is_asked_to_stop = self.is_asked_to_stop or line == STOP
         self._may_go.set()
+
+    def _is_go(self, fields: Any) -> bool:
+        """Whether the driver, and no one else, says that the process may start. Raises ValueError."""
+        assert self._handshake is not None
+        answer = read(Go, fields)
+        return answer.go and proves(answer.proof, self._handshake.proof("host", fields))
+
+
+def _greeting(line: Line) -> dict[str, Any]:
+    """What the driver says first. Raises Lost."""
+    end = time.monotonic() + _CONNECT_SEC
+    while time.monotonic() < end:
+        ready([line], _POLL_SEC)
+        for message in line.messages():
+            return message
+    raise Lost("it does not answer")
 
 
 class Supervised:

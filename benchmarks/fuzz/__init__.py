@@ -1,0 +1,1 @@
+"""What attacks the listeners of jaxdl, and works beside the attack: see `benchmarks.fuzz_listeners`."""
