@@ -1,9 +1,7 @@
 """The command `python -m jaxdl.export`: a trained network is written for other programs."""
 
-FILES = {
-    "safetensors": "params.safetensors",
-    "stablehlo": "predict.stablehlo",
-    "readme": "README.md",
-    "columns": "columns.json",
-}
-"""What is written -> the name of its file; `columns` for a network that reads a table with names."""
+README_FILE, ABOUT_FILE, PROGRAM_FILE = "README.md", "predict.json", "predict.py"
+COLUMNS_FILE = "columns.json"
+"""Of a network that reads a table with names."""
+TOKENIZER_FILE = "tokenizer"
+"""Of a network that reads texts, with the suffix of the tokenizer's own file."""
