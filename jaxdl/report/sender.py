@@ -21,7 +21,7 @@ RETRY_SEC, LONGEST_RETRY_SEC = 2.0, 60.0
 PART_ROWS = 100
 MAX_WAITING_ROWS = 5_000
 """A tracker that is behind by more rows is worth a warning."""
-MODEL_SEC = 600.0
+MODEL_SEC = 300.0
 """And so long for one that gets the network of the run: whoever asked for that wants it there."""
 FAILING_SEC = 3.0
 """At the end of a run, wait at most so long for a tracker that has just failed."""

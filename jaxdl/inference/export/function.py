@@ -53,8 +53,8 @@ class Function:
                 self.rows = predictor.parts.task.to_predict(spec.example(), spec, "export")
             except ConfigError as error:
                 raise ConfigError(
-                    f"{FORMS['stablehlo'].place}: the function from inputs to predictions cannot be made ({error}) Give "
-                    "--format safetensors, for the parameters alone."
+                    f"{FORMS['stablehlo'].place}: the function from inputs to predictions cannot be made ({error}) "
+                    "Give --format safetensors, for the parameters alone."
                 ) from None
         self.is_dictionary = len(self.rows) > 1
 
@@ -123,7 +123,6 @@ class Function:
 
     def onnx(self, batch_size: int | None) -> bytes:
         """The content of `predict.onnx`, for any batch size or for one. Raises ConfigError where it cannot be made."""
-        # Its plugins cannot be imported beside x64 that a program has turned on by itself; jaxdl never does.
         with _quiet():
             jax2onnx = importlib.import_module("jax2onnx")
             size: Any = "batch" if batch_size is None else batch_size

@@ -117,7 +117,9 @@ def _example(predictor: Predictor) -> Any:
         return example
     import pandas
 
-    return pandas.DataFrame(example if isinstance(example, dict) else dict(zip(("text", "text_pair"), zip(*example, strict=True), strict=True)))  # fmt: skip
+    if not isinstance(example, dict):  # Pairs of texts.
+        example = dict(zip(("text", "text_pair"), zip(*example, strict=True), strict=True))
+    return pandas.DataFrame(example)
 
 
 def _signature(predictor: Predictor, example: Any, answers: Any) -> Any:

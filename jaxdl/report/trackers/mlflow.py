@@ -230,7 +230,8 @@ class _Run(Writer):
         except exceptions.MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        source = f"models:/{model_id}"
+        # Not models:/ID, which a database would look up where the process tracks globally.
+        source = self._client.get_logged_model(model_id).artifact_location
         versions = self._client.search_model_versions(f"run_id = '{self.run_id}'")
         if not any(version.name == name and version.model_id == model_id for version in versions):
             self._client.create_model_version(name, source, run_id=self.run_id, model_id=model_id)

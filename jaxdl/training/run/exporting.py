@@ -15,7 +15,7 @@ from jaxdl.core.config import ConfigError
 from jaxdl.core.files import EXPORTED_FOLDER
 from jaxdl.core.kinds import import_object
 from jaxdl.parallel.cluster.agree import of_first_process
-from jaxdl.report import Reporter
+from jaxdl.report import Reporter, Stopwatch
 from jaxdl.report.trackers import TrackedModel
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.exported import FORMS, USUAL, check_packages
@@ -52,6 +52,7 @@ class Ended(Protocol):
     experiment: Experiment
     workdir: Path | None
     reporter: Reporter
+    watch: Stopwatch
 
     @property
     def step(self) -> int:
@@ -76,7 +77,9 @@ def models_of(run: Ended, *, ended: bool, changed: bool) -> Callable[[], Mapping
         models = {name: TrackedModel(folder / FORMS[name].place, run.step, metrics) for name in formats}
         if changed or not all(model.folder.exists() for model in models.values()):
             run.reporter.show_status("exporting")
-            if (failed := _write(workdir, folder, formats)) is not None:
+            with run.watch("export"):
+                failed = _write(workdir, folder, formats)
+            if failed is not None:
                 run.reporter.warn(failed)
                 return {}
         return models
