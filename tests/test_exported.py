@@ -1,4 +1,4 @@
-"""What `python -m jaxdl.export` and `--export` write is used where there is no jaxdl, with the network's predictions."""
+"""What `python -m jaxdl.export` and `--export` write is used without jaxdl, and predicts as the network does."""
 
 import datetime
 import importlib.util
@@ -201,5 +201,5 @@ def test_an_export_that_fails_ends_no_run(tmp_path, capsys, monkeypatch):
 
 
 def test_without_a_workdir_there_is_nothing_to_export():
-    with pytest.raises(ConfigError, match="export.*: without a workdir"):
+    with pytest.raises(ConfigError, match=r"export.*: without a workdir"):
         jaxdl.train(tiny_experiment(mesh=ONE_DEVICE, export=()), quiet=True, devices=jax.devices()[:1])

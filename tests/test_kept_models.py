@@ -22,12 +22,12 @@ from jaxdl.report.trackers import MLflow, Wandb
 
 FRESH = """
 import json, sys
-import mlflow, pandas
+import mlflow
 mlflow.set_tracking_uri(sys.argv[1])
 inputs = json.loads(sys.argv[3])
 model = mlflow.pyfunc.load_model(sys.argv[2])
-answers = model.predict(pandas.DataFrame(inputs) if isinstance(inputs[0], dict) else inputs)
-print(json.dumps({name: answers[name].tolist() for name in answers} if hasattr(answers, "columns") else answers.tolist()))
+answers = model.predict(inputs)
+print(json.dumps({name: answers[name].tolist() for name in answers}))
 """
 
 
