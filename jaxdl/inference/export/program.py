@@ -45,6 +45,7 @@ class Predictor:
         self.about = json.loads((self.folder / "predict.json").read_text(encoding="utf-8"))
         self.preparation = self.about["preparation"]
         self.call = self._load(runtime)
+        self._library: Any = None
 
     def _load(self, runtime: str | None) -> Any:
         files = self.about["files"]
@@ -75,7 +76,7 @@ class Predictor:
         outputs = self.probabilities(inputs)
         names = self.about["classes"]
         if self.preparation["kind"] == "columns" and not names:
-            return [float(x) for x in outputs]
+            return outputs.reshape(-1).tolist()
         if outputs.ndim != 2:
             return list(outputs)
         return [names[number] if names else number for number in outputs.argmax(axis=1).tolist()]
@@ -146,17 +147,20 @@ class Predictor:
         return library.encode(text, add_special_tokens=False).ids
 
     def _tokenizer(self) -> Any:
+        if self._library is not None:
+            return self._library
         path = str(self.folder / self.preparation["file"])
         if self.preparation["tokenizer"] == "sentencepiece":
             import sentencepiece
 
-            return sentencepiece.SentencePieceProcessor(model_file=path)
-        import tokenizers
+            self._library = sentencepiece.SentencePieceProcessor(model_file=path)
+        else:
+            import tokenizers
 
-        made = tokenizers.Tokenizer.from_file(path)
-        made.no_padding()
-        made.no_truncation()
-        return made
+            self._library = tokenizers.Tokenizer.from_file(path)
+            self._library.no_padding()
+            self._library.no_truncation()
+        return self._library
 
     def _of_rows(self, rows: Any) -> dict[str, np.ndarray]:
         """The numbers and the ids of words of rows: dictionaries by column; or a data frame."""
@@ -198,13 +202,16 @@ def number_of(row: Any, column: dict[str, Any], missing: set[str]) -> float:
         return math.nan
     if "pattern" in column:
         return date_part(text, column)
+    given = row[column["column"]]
+    if isinstance(given, int | float | np.number | np.bool_):
+        return float(given) - column["offset"] if math.isfinite(given) else math.nan
     value = parse_number(text, column["style"])
     return math.nan if value is None else value - column["offset"]
 
 
 def parse_number(text: str, style: str) -> float | None:
     """The number that a text writes in a style."""
-    if style == "boolean" or text in ("true", "false"):
+    if style == "boolean":
         return TRUTHS.get(text.lower())
     if style == "comma" and (COMMA.fullmatch(text) or GROUPED["."].fullmatch(text)):
         text = text.replace(".", "").replace(",", ".")

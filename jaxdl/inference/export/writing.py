@@ -40,11 +40,15 @@ def export(
     """Writes the network of a run's checkpoint into a folder, with a README.md; returns a text on what was written.
 
     The network must fit on one device. `formats` are some of `jaxdl.training.exported.FORMS`; `step` and `average` are
-    those of `jaxdl.restore`. `batch_size` is the one that the functions take, None any. With `replace` folders of an
-    earlier export are replaced. Raises ConfigError when there is no such checkpoint, when the folder cannot be written,
+    those of `jaxdl.restore`. `batch_size` is the one that the functions take, None any. With `replace` all that an
+    earlier export wrote there is removed first. Raises ConfigError when there is no such checkpoint, when the folder cannot be written,
     or when the function cannot be exported.
     """
-    restored, folder = restore(workdir, step=step, average=average), Path(folder)
+    folder = Path(folder)
+    writers = {name: write for name in formats if (write := _folder_writer(name, average)) is not None}
+    if replace:
+        _clear(folder)
+    restored = restore(workdir, step=step, average=average)
     predictor = restored.merged()
     contents: dict[str, bytes] = {}
     about = None
@@ -60,12 +64,8 @@ def export(
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():
             replace_file(folder / name, content)
-        for name in formats:
-            if (write := _folder_writer(name, average)) is not None:
-                place = folder / FORMS[name].place
-                if replace:
-                    shutil.rmtree(place, ignore_errors=True)
-                write(restored, place)
+        for name, write in writers.items():
+            write(restored, folder / FORMS[name].place)
     except OSError as error:
         raise ConfigError(f"--to {folder}: {error.strerror}. Choose a writable folder.") from None
     sizes = [f"  {name:20} {len(content):>14,} bytes" for name, content in contents.items()]
@@ -73,6 +73,20 @@ def export(
               for name in formats if (folder / FORMS[name].place).is_dir()]  # fmt: skip
     notes = [] if about is None else [_about_difference(name, x) for name, x in about["differences"].items()]
     return "\n".join([f"{workdir}, step {predictor.step}, is written to {folder}:", *sizes, *filter(None, notes)])
+
+
+def places() -> list[str]:
+    """The names of what an export may write into its folder, but for a tokenizer."""
+    return [*(form.place for form in FORMS.values()), README_FILE, COLUMNS_FILE, ABOUT_FILE, PROGRAM_FILE]
+
+
+def _clear(folder: Path) -> None:
+    """Removes what an earlier export wrote: parts of it beside new ones would be of another network."""
+    for name in places():
+        if (folder / name).is_dir():
+            shutil.rmtree(folder / name)
+        else:
+            (folder / name).unlink(missing_ok=True)
 
 
 def _folder_writer(name: str, average: int) -> Callable[[Predictor, Path], None] | None:

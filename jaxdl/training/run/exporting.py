@@ -65,7 +65,7 @@ def models_of(run: Ended, *, ended: bool, changed: bool) -> Callable[[], Mapping
 
     Its last checkpoint is complete. What is called gives what is there for trackers, by its form; nothing where it
     could not be written, of which the reporter warns: the run itself is kept. Unless the run has `changed`, what is
-    there stays.
+    there stays; else it is removed first.
     """
     formats, workdir = formats_of(run.experiment), run.workdir
     if not ended or not formats or workdir is None or jax.process_index() > 0:
