@@ -15,8 +15,8 @@ import tyro
 from jaxdl.core.errors import ConfigError, command_line
 from jaxdl.core.options import parse_options
 from jaxdl.core.runs import check_checkpoint, check_run
-from jaxdl.inference.export import ABOUT_FILE, COLUMNS_FILE, PROGRAM_FILE, README_FILE
-from jaxdl.training.exported import FORMS, USUAL, ExportFormat, check_packages
+from jaxdl.inference.export import PLACES
+from jaxdl.training.exported import USUAL, ExportFormat, check_packages
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,7 @@ def check(command: Export) -> None:
         raise ConfigError(f"--batch-size {command.batch_size}: give a whole number, 1 or more, or leave it out.")
     if command.to.exists() and not command.to.is_dir():
         raise ConfigError(f"--to {command.to}: a file, not a folder. Choose another folder.")
-    names = [form.place for form in FORMS.values()] + [README_FILE, COLUMNS_FILE, ABOUT_FILE, PROGRAM_FILE]
-    there = [name for name in names if (command.to / name).exists()]
+    there = [name for name in PLACES if (command.to / name).exists()]
     if there and not command.replace:
         raise ConfigError(f"--to {command.to}: it has {', '.join(there)} already. Choose another folder.")
     check_packages(command.format, "--format")

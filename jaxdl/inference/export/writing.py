@@ -14,7 +14,7 @@ from jaxdl import __version__
 from jaxdl.core.config import ConfigError
 from jaxdl.core.runs import Which
 from jaxdl.data import spec_to_json
-from jaxdl.inference.export import ABOUT_FILE, COLUMNS_FILE, PROGRAM_FILE, README_FILE
+from jaxdl.inference.export import ABOUT_FILE, COLUMNS_FILE, PLACES, PROGRAM_FILE, README_FILE
 from jaxdl.inference.export.about import as_bytes, description, readme, tokenizer_name
 from jaxdl.inference.export.function import Function
 from jaxdl.inference.export.network import check_whole, write_network
@@ -41,8 +41,8 @@ def export(
 
     The network must fit on one device. `formats` are some of `jaxdl.training.exported.FORMS`; `step` and `average` are
     those of `jaxdl.restore`. `batch_size` is the one that the functions take, None any. With `replace` all that an
-    earlier export wrote there is removed first. Raises ConfigError when there is no such checkpoint, when the folder cannot be written,
-    or when the function cannot be exported.
+    earlier export wrote there is removed first. Raises ConfigError when there is no such checkpoint, when the folder
+    cannot be written, or when the function cannot be exported.
     """
     folder = Path(folder)
     writers = {name: write for name in formats if (write := _folder_writer(name, average)) is not None}
@@ -75,18 +75,19 @@ def export(
     return "\n".join([f"{workdir}, step {predictor.step}, is written to {folder}:", *sizes, *filter(None, notes)])
 
 
-def places() -> list[str]:
-    """The names of what an export may write into its folder, but for a tokenizer."""
-    return [*(form.place for form in FORMS.values()), README_FILE, COLUMNS_FILE, ABOUT_FILE, PROGRAM_FILE]
-
-
 def _clear(folder: Path) -> None:
-    """Removes what an earlier export wrote: parts of it beside new ones would be of another network."""
-    for name in places():
-        if (folder / name).is_dir():
-            shutil.rmtree(folder / name)
-        else:
-            (folder / name).unlink(missing_ok=True)
+    """Removes what an earlier export wrote: parts of it beside new ones would be of another network.
+
+    Raises ConfigError where that cannot be done.
+    """
+    try:
+        for name in PLACES:
+            if (folder / name).is_dir():
+                shutil.rmtree(folder / name)
+            else:
+                (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--to {folder}: {error.strerror}. Choose a writable folder.") from None
 
 
 def _folder_writer(name: str, average: int) -> Callable[[Predictor, Path], None] | None:
