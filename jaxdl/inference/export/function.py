@@ -146,7 +146,8 @@ class Function:
 
     def difference_of_stablehlo(self, content: bytes, platforms: Sequence[str], batch_size: int | None) -> float | None:
         """The largest difference of the predictions of the sample; None where these are for other devices or sizes."""
-        if jax.default_backend() not in platforms or not self._is_comparable(batch_size):
+        backend = jax.default_backend()
+        if {"gpu": "cuda"}.get(backend, backend) not in platforms or not self._is_comparable(batch_size):
             return None
         function = jax.export.deserialize(bytearray(content))
         return self._largest(np.asarray(function.call(self.inputs(self.sample))))

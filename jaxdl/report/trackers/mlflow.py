@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import itertools
 import logging
 import os
 import re
-import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -211,13 +210,16 @@ class _Run(Writer):
         logged = self._client.create_logged_model(
             run.info.experiment_id, name=MODEL_NAME, source_run_id=self.run_id, tags={"step": str(model.step)}
         )
-        with tempfile.TemporaryDirectory() as place:  # The run's own copy stays as it is.
-            copy = shutil.copytree(model.folder, Path(place) / MODEL_NAME)
-            about = models.Model.load(str(copy))
+        try:
+            about = models.Model.load(str(model.folder))
             about.run_id, about.model_id, about.model_uuid = self.run_id, logged.model_id, logged.model_id
             about.artifact_path = logged.artifact_location
-            about.save(str(copy / "MLmodel"))
-            self._client.log_model_artifacts(logged.model_id, str(copy))
+            about.save(str(model.folder / "MLmodel"))
+            self._client.log_model_artifacts(logged.model_id, str(model.folder))
+        except BaseException:
+            with contextlib.suppress(Exception):  # The server may be gone.
+                self._client.finalize_logged_model(logged.model_id, "FAILED")
+            raise
         self._client.finalize_logged_model(logged.model_id, "READY")
         self._client.log_outputs(self.run_id, [entities.LoggedModelOutput(logged.model_id, step=model.step)])
         return logged.model_id
