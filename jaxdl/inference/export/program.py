@@ -58,7 +58,9 @@ class Predictor:
         if chosen == "onnx":
             import onnxruntime  # pyright: ignore[reportMissingImports]
 
-            session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+            options = onnxruntime.SessionOptions()
+            options.log_severity_level = 3  # It warns of shapes that it finds out itself.
+            session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
             return lambda arrays: session.run(None, arrays)[0]
         from jax import export
 
