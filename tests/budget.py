@@ -202,6 +202,7 @@ BUDGETS = {
     "test_pairs.py": 7,
     "test_preference_files.py": 6,
     "test_preferences.py": 45,
+    "test_exported.py": 40,
     "test_predictor.py": 7,
     "test_spark_jobs.py": 7,
     "test_staging.py": 7,
@@ -229,6 +230,7 @@ BUDGETS = {
     "test_locale.py": 5,
     "test_packed_rows.py": 5,
     "test_tfds.py": 5,
+    "test_kept_models.py": 4,
 }
 """Budget of a file in CPU seconds, the slow tests included. The files begin in this order: the longest one first."""
 

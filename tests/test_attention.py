@@ -11,7 +11,7 @@ from runs import tiny_experiment
 
 from jaxdl.core.files import DATA_FILE
 from jaxdl.data import SyntheticText, spec_to_json
-from jaxdl.inference.export.writing import function_file
+from jaxdl.inference.export.function import Function
 from jaxdl.inference.predictor import Predictor
 from jaxdl.models import Encoder, EncoderDecoder, Transformer, attention, near_attention
 from jaxdl.models.remat import rematerialize
@@ -280,7 +280,7 @@ def test_an_export_from_a_gpu_runs_on_every_platform(monkeypatch, tmp_path):
     state = make_initial_state(plan)
     (tmp_path / DATA_FILE).write_text(spec_to_json(plan.parts.data_spec), encoding="utf-8")
     predictor = Predictor(experiment, plan.parts, state.eval_params, state.model_state, 0, tmp_path)
-    read = jax.export.deserialize(bytearray(function_file(predictor, ("cpu", "cuda"), 2)))
+    read = jax.export.deserialize(bytearray(Function(predictor).stablehlo(("cpu", "cuda"), 2)))
     assert read.platforms == ("cpu", "cuda")
 
 

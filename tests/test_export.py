@@ -69,7 +69,9 @@ def test_one_format_of_an_earlier_checkpoint_for_one_batch_size(run, tmp_path, c
     main([*places, "--format", "stablehlo", "--platforms", "cpu", "--batch-size", "3"])
     printed = capsys.readouterr().out
     assert "step 2" in printed
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["README.md", "predict.stablehlo"]
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
+        "README.md", "predict.json", "predict.py", "predict.stablehlo",
+    ]  # fmt: skip
     assert "uint8 [3, 8, 8, 1]" in (tmp_path / "a" / "README.md").read_text()
     images = run.plan.splits.test.batch(np.arange(3))["image"]
     function = jax.export.deserialize(bytearray((tmp_path / "a" / "predict.stablehlo").read_bytes()))
@@ -147,10 +149,13 @@ def test_tables(made, tmp_path):
     [
         (["--workdir", "RUN"], "--to: required"),
         (["--workdir", "nowhere", "--to", "NEW"], "--workdir nowhere: there is no run in this folder"),
-        (["--workdir", "RUN", "--to", "DONE"], "it has params.safetensors, predict.stablehlo, README.md already"),
+        (
+            ["--workdir", "RUN", "--to", "DONE"],
+            "it has params.safetensors, predict.stablehlo, README.md, predict.json, predict.py already",
+        ),
         (["--workdir", "RUN", "--to", "DONE/README.md"], "a file, not a folder"),
         (["--workdir", "RUN", "--to", "NEW", "--step", "3"], "there are checkpoints of steps 2, 4"),
-        (["--workdir", "RUN", "--to", "NEW", "--format", "onnx"], "--format onnx: not"),
+        (["--workdir", "RUN", "--to", "NEW", "--format", "onx"], "--format onx: not"),
         (["--workdir", "RUN", "--to", "NEW", "--batch-size", "0"], "--batch-size 0: give a whole number"),
     ],
 )

@@ -51,6 +51,9 @@ TRACKERS_FILE = "trackers.json"
 TRACKERS_FOLDER = "trackers"
 """What trackers keep in the workdir."""
 
+EXPORTED_FOLDER = "exported"
+"""The network for other programs, written at the end of a run with `--export`."""
+
 SPARK_FOLDER = "spark"
 """The rows of a DataFrame that a run is fitted on, and the experiment that is trained, see `jaxdl.spark`."""
 

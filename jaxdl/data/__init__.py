@@ -15,7 +15,7 @@ worker processes of a `Pool`, and keeps what it has read or decoded in `Store`s,
 from jaxdl.data.array_spec import ArraySpec
 from jaxdl.data.arrays.in_memory import Arrays
 from jaxdl.data.codec import Codec
-from jaxdl.data.converted import Converted, ConvertedPhotos
+from jaxdl.data.converted import Converted, ConvertedPhotos, Kept
 from jaxdl.data.digits import Digits
 from jaxdl.data.images.folder import ImageFolder
 from jaxdl.data.images.parquet import ParquetImages, ParquetPhotos
@@ -75,6 +75,7 @@ __all__ = [
     "ImageSpec",
     "ImageStream",
     "ImageTars",
+    "Kept",
     "LabelledTextSpec",
     "LabelledTexts",
     "Mixture",

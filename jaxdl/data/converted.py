@@ -1,4 +1,4 @@
-"""The data of a run that was converted from elsewhere: only how the network reads its inputs is known."""
+"""The data of a network whose examples are not here: only how it reads its inputs is known."""
 
 from __future__ import annotations
 
@@ -50,3 +50,26 @@ class ConvertedPhotos(Data, kind="converted_photos"):
     def build(self) -> Splits:
         """Raises ConfigError: the examples are not here."""
         raise ConfigError("the network was converted, and its training data are not here. Give other --data.")
+
+
+class Kept(Data, kind="kept"):
+    """No examples: those of a network that was copied out of its run, with its tokenizer."""
+
+    tokenizer: str | None = None
+    """The tokenizer's folder or file, relative to the workdir; None for bytes, and for what is not text."""
+    photos: Photos | None = None
+    """How photographs become inputs, for a network that reads them."""
+
+    def build(self) -> Splits:
+        """Raises ConfigError: the examples are not here."""
+        raise ConfigError("only the network was copied, and its training data are not here. Give other --data.")
+
+    def within(self, folder: Path) -> Kept:
+        """The config with the whole path of the tokenizer, which is relative to `folder`."""
+        if self.tokenizer is None:
+            return self
+        return self.replaced({"tokenizer": str(folder.absolute() / self.tokenizer)})
+
+    def codec(self) -> Codec:
+        """Between text and tokens."""
+        return Codec(self.tokenizer)

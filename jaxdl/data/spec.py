@@ -66,6 +66,10 @@ class DataSpec(NamedRows, abc.ABC):
         """One example of zeros, as `to_predict` takes it: of what the network reads, without labels."""
         return self.blank()
 
+    def user_example(self) -> Any:
+        """An example as a user gives it to `predict`; None where that is an array, as `example` has it."""
+        return None
+
     def example_text(self) -> str:
         """What else must be known to give inputs to an exported network, beside their shapes; empty for nothing."""
         return ""
@@ -204,6 +208,10 @@ class TextSpec(DataSpec):
         # Of a mixture some rows are documents.
         what = f"rows {'with conversations' if self.masked else 'of packed documents'}" if self.packed else "windows"
         return what, f"{self.length:,} tokens, vocabulary of {self.vocab_size:,}"
+
+    def user_example(self) -> list[str]:
+        """A text that is to be continued."""
+        return ["A text"]
 
     def example(self) -> np.ndarray:
         """One window of zeros."""

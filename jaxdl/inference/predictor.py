@@ -76,7 +76,7 @@ class Predictor(Predictions):
         if model is self.experiment.model:
             return self
         experiment = self.experiment.replaced({"model": model})
-        parts = _parts(experiment, self.parts.data_spec, self.parts.layout.mesh, self.workdir)
+        parts = parts_of(experiment, self.parts.data_spec, self.parts.layout.mesh, self.workdir)
         predictor = Predictor(experiment, parts, params, self.model_state, self.step, self.workdir)
         predictor._with_adapters = self
         return predictor
@@ -356,7 +356,7 @@ def restore(
         start_devices(mesh or experiment.mesh)
     device_mesh = make_mesh(mesh) if mesh is not None else make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
     check_axes(experiment, device_mesh.shape)
-    parts = _parts(experiment, spec, device_mesh, folder)
+    parts = parts_of(experiment, spec, device_mesh, folder)
     checkpoints = Checkpoints(
         folder,
         experiment.checkpoint,
@@ -385,7 +385,7 @@ def data_spec_of(workdir: Path) -> DataSpec:
     return spec_from_json((workdir / DATA_FILE).read_text(encoding="utf-8"))
 
 
-def _parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, workdir: Path) -> Parts:
+def parts_of(experiment: Experiment, spec: DataSpec, mesh: Mesh, workdir: Path) -> Parts:
     """The parts of a network that only predicts; its stacks are those of the run, which rounds weights by them."""
     # How long the run was plays no part in prediction; no schedule's warm-up is longer than this.
     return make_parts(

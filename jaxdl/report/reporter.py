@@ -38,6 +38,7 @@ from jaxdl.report.summary import (
     what_next,
     write_summary,
 )
+from jaxdl.report.trackers import TrackedModel
 from jaxdl.report.tracking import Trackers
 
 
@@ -284,8 +285,17 @@ class Reporter:
             jax.profiler.start_trace(self._folder / PROFILE_FOLDER)
             self._profile_end = step + self._config.profile_steps
 
-    def finish(self, status: Status, *, mesh: Mapping[str, int], changed: bool = True) -> Summary:
+    def finish(
+        self,
+        status: Status,
+        *,
+        mesh: Mapping[str, int],
+        changed: bool = True,
+        models: Callable[[], Mapping[str, TrackedModel]] = dict,
+    ) -> Summary:
         """Draws the curves, writes and prints the summary, and returns it.
+
+        `models` writes the network in the forms that are asked for, and gives those that trackers may want.
 
         Its seconds are those of this process and of the ones before it in this workdir that came to their own summary.
         When nothing has `changed` since the summary of this status was written, that one stays.
@@ -316,9 +326,10 @@ class Reporter:
                     if (judged := self._judged) is not None and status != "interrupted":
                         self._try(CONFUSION_FILE, lambda: judged.draw(folder))
                 self._try(SUMMARY_FILE, functools.partial(write_summary, folder / SUMMARY_FILE, summary))
+        written = models()
         if self._trackers:
             self.show_status("writing to trackers")
-            self._trackers.close(status)
+            self._trackers.close(status, written)
         self.show_status(status)
         self._show_curves(last=True)
         if self._progress is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxdl.report.trackers import State, TrackedRun, Tracker, Writer
+from jaxdl.report.trackers import State, TrackedModel, TrackedRun, Tracker, Writer
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -21,6 +21,8 @@ RETRY_SEC, LONGEST_RETRY_SEC = 2.0, 60.0
 PART_ROWS = 100
 MAX_WAITING_ROWS = 5_000
 """A tracker that is behind by more rows is worth a warning."""
+MODEL_SEC = 300.0
+"""And so long for one that gets the network of the run: whoever asked for that wants it there."""
 FAILING_SEC = 3.0
 """At the end of a run, wait at most so long for a tracker that has just failed."""
 
@@ -70,9 +72,15 @@ class Sender(threading.Thread):
         self._rows: Rows = ()
         self._next = self._num_events = 0
         self._files: list[Path] = []
+        self._model: TrackedModel | None = None
         self._ending, self._written = threading.Event(), False
         self._state: State = "failed"
         self._failing = self._warned = False
+
+    @property
+    def model_format(self) -> str:
+        """`Tracker.model_format`; empty for none."""
+        return self._tracker.model_format or ""
 
     def run(self) -> None:
         """Writes until `end`. Called by the thread."""
@@ -96,9 +104,9 @@ class Sender(threading.Thread):
         if behind > MAX_WAITING_ROWS:
             self._say(f"{behind:,} rows wait to be written; the run does not wait for them")
 
-    def end(self, state: State, files: Sequence[Path]) -> None:
-        """Asks for the end, with the files that the tracker gets; `wait` waits for it."""
-        self._state, self._files = state, list(files)
+    def end(self, state: State, files: Sequence[Path], model: TrackedModel | None = None) -> None:
+        """Asks for the end, with the files and the network that the tracker gets; `wait` waits for it."""
+        self._state, self._files, self._model = state, list(files), model
         self._ending.set()
 
     def wait(self, since: float) -> str | None:
@@ -106,13 +114,16 @@ class Sender(threading.Thread):
 
         None when all is written and nothing was to be said before.
         """
-        allowed = min(self._tracker.wait_sec, FAILING_SEC) if self._failing else self._tracker.wait_sec
+        longest = self._tracker.wait_sec if self._model is None else max(self._tracker.wait_sec, MODEL_SEC)
+        allowed = min(self._tracker.wait_sec, FAILING_SEC) if self._failing else longest
         self.join(max(0.0, since + allowed - time.monotonic()))
         if self._written:
             return f"tracker {self._tracker.kind}: all rows have been written after all" if self._warned else None
         self._warned = True  # What comes later interests nobody.
         rows = self._history()
         every, left = num_measured(rows), num_measured(rows[self._next :])
+        if not left and self._model is not None:
+            return f"tracker {self._tracker.kind}: the network of the run could not be logged there"
         if not left:
             return f"tracker {self._tracker.kind}: the end of the run could not be noted there"
         return f"tracker {self._tracker.kind}: {left:,} of {every:,} rows were not written"
@@ -135,6 +146,9 @@ class Sender(threading.Thread):
         while self._files:
             self._writer.keep(self._files[0])
             del self._files[0]
+        if self._model is not None:
+            self._writer.keep_model(self._model)
+            self._model = None
 
     def _open(self) -> None:
         """Opens the run there, and finds the first row that it lacks."""

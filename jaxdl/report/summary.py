@@ -20,6 +20,7 @@ from jaxdl.core.files import (
     CHECKPOINTS_FOLDER,
     CONFUSION_FILE,
     CURVES_FILE,
+    EXPORTED_FOLDER,
     LOAD_PLOT_FILE,
     MISTAKES_FILE,
     replace_file,
@@ -155,7 +156,8 @@ def what_next(
     """
     if folder is None:
         return [("kept", "nothing; give --workdir FOLDER to keep checkpoints and curves")]
-    drawn = {"curves": CURVES_FILE, "experts": LOAD_PLOT_FILE, "confusion": CONFUSION_FILE, "mistakes": MISTAKES_FILE}
+    drawn = {"curves": CURVES_FILE, "experts": LOAD_PLOT_FILE, "confusion": CONFUSION_FILE, "mistakes": MISTAKES_FILE,
+             "exported": EXPORTED_FOLDER}  # fmt: skip
     lines = [(name, str(folder / file)) for name, file in drawn.items() if (folder / file).exists()]
     if (folder / CHECKPOINTS_FOLDER).is_dir():
         lines.append(("checkpoints", str(folder / CHECKPOINTS_FOLDER)))

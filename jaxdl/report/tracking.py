@@ -8,7 +8,7 @@ import json
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from jaxdl.parallel.cluster.consistency import flat
 from jaxdl.report.history import replace_file
 from jaxdl.report.sender import Opening, Rows, Sender, num_measured
 from jaxdl.report.summary import Devices, describe_devices, versions
-from jaxdl.report.trackers import State, TrackedRun, Tracker
+from jaxdl.report.trackers import State, TrackedModel, TrackedRun, Tracker
 
 KEPT_FILES = (SUMMARY_FILE, CURVES_FILE, LOAD_PLOT_FILE, REPORT_FILE)
 """The files of a workdir that trackers get, when the run ends."""
@@ -140,16 +140,16 @@ class Trackers:
         for sender in self._senders:
             sender.look()
 
-    def close(self, state: State) -> None:
+    def close(self, state: State, models: Mapping[str, TrackedModel] | None = None) -> None:
         """Hands over the files of the run, waits a bounded time until all is written, and warns of what is missing.
 
-        May be called twice.
+        `models` are its network in the forms that trackers ask for. May be called twice.
         """
         senders, self._senders = self._senders, []
         folder = self._folder
         files = [] if folder is None else [folder / name for name in KEPT_FILES if (folder / name).is_file()]
         for sender in senders:
-            sender.end(state, files)
+            sender.end(state, files, (models or {}).get(sender.model_format))
         since = time.monotonic()
         for sender in senders:
             left = sender.wait(since)

@@ -35,6 +35,7 @@ from jaxdl.report import ReportConfig
 from jaxdl.report.better_direction import mode_of
 from jaxdl.training.checkpoint import CheckpointConfig
 from jaxdl.training.evaluation import EvaluationConfig
+from jaxdl.training.exported import ExportFormat
 from jaxdl.training.guard import GuardConfig
 from jaxdl.training.plans import AsGiven, PlanChoice
 from jaxdl.training.step import StepConfig
@@ -100,6 +101,10 @@ class Experiment(Config):
     """When checkpoints are written, and which are kept."""
     report: ReportConfig = ReportConfig()
     """How often metrics are reported, and in which forms."""
+    export: tuple[ExportFormat, ...] | None = None
+    """When the run is finished, write its network for other programs, as `python -m jaxdl.export` does, into the folder
+    `exported` of the workdir: some of `safetensors`, `stablehlo`, `onnx`, `jaxdl`, `mlflow`; the first two without a
+    name. None writes nothing."""
     cluster: ClusterConfig = ClusterConfig()
     """How long a run waits for processes that are missing, lost or hung."""
 
@@ -178,7 +183,7 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
     be raised to resume a run that gave up, and the files of kinds outside jaxdl may move. Embedding tables may be
     spread otherwise, another plan be made, and a turn of the loop over layers compute another number of them.
     """
-    others = (*LENGTH, "mesh", "plan", "sharding", "compiler", "checkpoint", "report", "cluster")
+    others = (*LENGTH, "mesh", "plan", "sharding", "compiler", "checkpoint", "report", "export", "cluster")
     fields = without_source({name: value for name, value in config.items() if name not in others})
     photos = (fields.get("data") or {}).get("photos")
     if photos:

@@ -12,8 +12,9 @@ import numpy as np
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data.spec import DataSpec
-from jaxdl.data.tables.cells import Cells, cells_of, columns_of_rows
+from jaxdl.data.tables.cells import MISSING, Cells, cells_of, columns_of_rows
 from jaxdl.data.tables.column_kinds import FIRST_ID, MISSING_ID, UNKNOWN_ID, Column, Surprises
+from jaxdl.data.tables.dates import FORMS
 from jaxdl.data.tables.row_groups import check_columns
 from jaxdl.data.tables.table_files import Format, parts_of_list, read_tables
 from jaxdl.data.tables.table_label import Label
@@ -120,6 +121,10 @@ class ColumnsSpec(DataSpec):
         """The arrays of one row, without the label."""
         return {name: x for name, x in self.blank().items() if name != "label"}
 
+    def user_example(self) -> dict[str, list[Any]]:
+        """One row, by column."""
+        return {column.name: [column.example()] for column in self.columns}
+
     def example_text(self) -> str:
         """What the numbers and ids of a row are."""
         words = ", ".join(column.name for column in self.word_columns)
@@ -141,7 +146,11 @@ class ColumnsSpec(DataSpec):
                  | {"ids": {word: FIRST_ID + number for number, word in enumerate(column.to_json()["words"])}}
                  for column in self.word_columns]  # fmt: skip
         label = {"name": self.label.name, "classes": self.label.classes, "form": self.label.form}
-        return {"numbers": numbers, "words": words, "label": label, "left_out": self.left_out}
+        for number in numbers:  # So that a program without jaxdl reads dates as the network does.
+            if (form := FORMS.get(number.get("form", ""))) is not None:
+                number["pattern"] = form.pattern
+        cells = {"missing": sorted(MISSING), "delimiter": self.format[0], "encoding": self.format[1]}
+        return {"numbers": numbers, "words": words, "label": label, "left_out": self.left_out, "cells": cells}
 
     def class_counts(self) -> tuple[int, ...]:
         """How many training rows have each class; empty where the label is a number."""

@@ -65,6 +65,10 @@ class LabelledTextSpec(DataSpec):
         """One text of padding, without its label."""
         return {name: x for name, x in self.blank().items() if name != "label"}
 
+    def user_example(self) -> list[Any]:
+        """A text, or a pair of them."""
+        return [("a text", "its pair")] if self.num_types > 1 else ["a text"]
+
     def example_text(self) -> str:
         """What the arrays are, and what the outputs are about."""
         return (

@@ -41,6 +41,10 @@ class PairSpec(DataSpec):
         """The size of the vocabulary."""
         return {"vocab_size": self.vocab_size}
 
+    def user_example(self) -> list[str]:
+        """A text that is to be translated."""
+        return ["A text"]
+
     def blank(self) -> dict[str, np.ndarray]:
         """One row of padding."""
         lengths = {"source": self.source_length, "target": self.target_length}

@@ -5,19 +5,18 @@ The command line is checked before JAX is imported.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from jaxdl.core.errors import ConfigError, command_line
 from jaxdl.core.options import parse_options
 from jaxdl.core.runs import check_checkpoint, check_run
-from jaxdl.inference.export import FILES
-
-NEEDED = {"safetensors": "safetensors", "stablehlo": "flatbuffers"}
-"""Format -> the package that writes it; `jax.export` needs flatbuffers."""
+from jaxdl.inference.export import PLACES
+from jaxdl.training.exported import USUAL, ExportFormat, check_packages
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,9 @@ class Export:
     """The folder of the run."""
     to: Path
     """The folder to write; it is made if it is not there."""
-    format: tuple[Literal["safetensors", "stablehlo"], ...] = ("safetensors", "stablehlo")
-    """What to write: the parameters (safetensors), the prediction function with its parameters (stablehlo), or both."""
+    format: tuple[ExportFormat, ...] = USUAL
+    """What to write: the parameters (safetensors); the prediction function with its parameters, for JAX (stablehlo) or
+    for ONNX Runtime (onnx); the network alone for jaxdl.restore (jaxdl); a model of MLflow (mlflow)."""
     step: Literal["newest", "best"] | int = "newest"
     """The checkpoint: the newest, the one with the best evaluation, or the one of a step."""
     average: int = 1
@@ -38,6 +38,8 @@ class Export:
     """The platforms that the function runs on."""
     batch_size: int | None = None
     """The batch size that the function takes; None lets it take any."""
+    replace: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Replace what an earlier export has written there."""
 
 
 def main(args: list[str] | None = None, *, prog: str = "python -m jaxdl.export") -> None:
@@ -49,7 +51,7 @@ def main(args: list[str] | None = None, *, prog: str = "python -m jaxdl.export")
         from jaxdl.training.run.result import exit_codes
 
         with exit_codes():
-            names = ("step", "average", "platforms", "batch_size")
+            names = ("step", "average", "platforms", "batch_size", "replace")
             options = {name: getattr(command, name) for name in names}
             print(export(command.workdir, command.to, formats=command.format, **options))
 
@@ -63,15 +65,10 @@ def check(command: Export) -> None:
         raise ConfigError(f"--batch-size {command.batch_size}: give a whole number, 1 or more, or leave it out.")
     if command.to.exists() and not command.to.is_dir():
         raise ConfigError(f"--to {command.to}: a file, not a folder. Choose another folder.")
-    there = [name for name in FILES.values() if (command.to / name).exists()]
-    if there:
+    there = [name for name in PLACES if (command.to / name).exists()]
+    if there and not command.replace:
         raise ConfigError(f"--to {command.to}: it has {', '.join(there)} already. Choose another folder.")
-    for name in command.format:
-        if importlib.util.find_spec(NEEDED[name]) is None:
-            raise ConfigError(
-                f"--format {name}: it needs the package {NEEDED[name]}, which is not installed. Install it with "
-                "pip install 'jaxdl[export]'."
-            )
+    check_packages(command.format, "--format")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-WITHOUT_STEPS = ("compile",)
-"""Phases of unlimited duration: XLA shows no progress while it compiles."""
+WITHOUT_STEPS = ("compile", "export")
+"""Phases of unlimited duration: XLA shows no progress while it compiles, and nor does an export, which compiles too."""
 
 
 class Heartbeat:

@@ -47,6 +47,9 @@ class Writer(abc.ABC):
     def keep(self, path: Path) -> None:  # noqa: B027
         """Keeps a file of the run, such as its curves; an earlier one of the same name is replaced."""
 
+    def keep_model(self, model: TrackedModel) -> None:  # noqa: B027
+        """Keeps the network of the finished run, if the tracker has asked for one (`Tracker.model_format`)."""
+
     def close(self, state: State | None = None) -> None:  # noqa: B027
         """Writes what is kept back, and ends. `state` is None if the run is still going on, and opened again."""
 
@@ -73,6 +76,18 @@ class TrackedRun:
     """Commit, versions, devices, the number of hosts and its changes."""
 
 
+@dataclass(frozen=True)
+class TrackedModel:
+    """The network of a finished run."""
+
+    folder: Path
+    """What `jaxdl.training.exported` has written in the form that the tracker asked for."""
+    step: int
+    """The step of its checkpoint."""
+    metrics: Mapping[str, float | None]
+    """Those of the last evaluation."""
+
+
 class Tracker(Choice):
     """Where the rows of a run go besides metrics.jsonl. Written in a thread of its own; no failure ends a run."""
 
@@ -85,6 +100,11 @@ class Tracker(Choice):
     """Words by which the run is found there."""
     wait_sec: float = pydantic.Field(default=20.0, ge=0)
     """At the end of a run, wait at most so long for what is not yet written."""
+
+    @property
+    def model_format(self) -> str | None:
+        """In which form it gets the network of a finished run, see `jaxdl.training.exported`; None: not at all."""
+        return None
 
     def check(self, workdir: Path | None) -> None:
         """Raises ConfigError, before anything is trained, if the run cannot be tracked: here, for a missing package.

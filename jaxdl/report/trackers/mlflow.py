@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -17,11 +18,13 @@ from urllib.parse import urlsplit
 import pydantic
 
 from jaxdl.core.config import ConfigError
-from jaxdl.report.trackers.base import State, TrackedRun, Tracker, Writer, finite
+from jaxdl.report.trackers.base import State, TrackedModel, TrackedRun, Tracker, Writer, finite
 
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 ROW = "row"
 """The metric with the number of a row, counted from 1: MLflow keeps its metrics one by one."""
+MODEL_NAME, MODEL_TAG, MODEL_STEP_TAG = "model", "model.id", "model.step"
+"""What the model of a run is called, and the tags of the run that say which one it is."""
 MAX_METRICS, MAX_OTHERS = 1000, 100
 """The most metrics, and the most parameters or tags, that MLflow takes in one call."""
 MAX_VALUE, MAX_NAME = 5000, 250
@@ -43,6 +46,11 @@ class MLflow(Tracker, kind="mlflow"):
     a database in the workdir."""
     experiment: str = pydantic.Field(default="jaxdl", min_length=1)
     """The experiment that the run belongs to; made if there is none of this name."""
+    log_model: bool = False
+    """Log the network of the finished run, as a model that `mlflow.pyfunc.load_model` loads where jaxdl is installed:
+    with a signature, an example, and parameters of its own. Needs a workdir."""
+    register_as: str | None = pydantic.Field(default=None, min_length=1)
+    """Register the model as a new version of this name too, which implies log_model."""
 
     @pydantic.field_validator("uri")
     @classmethod
@@ -53,6 +61,11 @@ class MLflow(Tracker, kind="mlflow"):
                 f"{URI_VARIABLE}, or user and password by MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
             )
         return uri
+
+    @property
+    def model_format(self) -> str | None:
+        """The form that MLflow loads, if models are logged."""
+        return "mlflow" if self.log_model or self.register_as is not None else None
 
     def check(self, workdir: Path | None) -> None:
         """Raises ConfigError if the run cannot be tracked: without the package, or with neither a workdir nor a URI."""
@@ -72,13 +85,15 @@ class MLflow(Tracker, kind="mlflow"):
         """Begins the run there, or opens it again."""
         uri = self.place(run.folder)
         assert uri is not None
-        return _Run(uri, self.experiment, run, self.tags)
+        return _Run(uri, self.experiment, run, self.tags, self.register_as)
 
 
 class _Run(Writer):
     """One run of MLflow. All its calls name the server and the run; what a program sets globally is not touched."""
 
-    def __init__(self, uri: str, experiment: str, run: TrackedRun, words: tuple[str, ...]) -> None:
+    def __init__(
+        self, uri: str, experiment: str, run: TrackedRun, words: tuple[str, ...], register_as: str | None = None
+    ) -> None:
         for name in ("alembic", "mlflow.store.db.utils"):  # Each new database would print how it is made.
             logging.getLogger(name).setLevel(logging.WARNING)
         for name, value in PATIENCE.items():
@@ -86,7 +101,7 @@ class _Run(Writer):
         mlflow = importlib.import_module("mlflow")
         if uri.startswith("sqlite:///"):
             Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        self._client, self._register_as = mlflow.MlflowClient(tracking_uri=uri), register_as
         self._metrics: list[Any] = []
         self._names: dict[str, str] = {}
         tracked = None if run.run_id is None else self._earlier_run(run.run_id)
@@ -177,6 +192,51 @@ class _Run(Writer):
         """Keeps a file of the run."""
         assert self.run_id is not None
         self._client.log_artifact(self.run_id, str(path))
+
+    def keep_model(self, model: TrackedModel) -> None:
+        """Logs the model of the run, once for a step, and registers it."""
+        tags = self._client.get_run(self.run_id).data.tags
+        model_id = tags.get(MODEL_TAG) if tags.get(MODEL_STEP_TAG) == str(model.step) else None
+        if model_id is None:
+            model_id = self._log_model(model)
+            self.tag({MODEL_TAG: model_id, MODEL_STEP_TAG: str(model.step)})
+        if self._register_as is not None:
+            self._register(model_id, self._register_as)
+
+    def _log_model(self, model: TrackedModel) -> str:
+        """Logs the model; its id."""
+        models, entities = importlib.import_module("mlflow.models"), importlib.import_module("mlflow.entities")
+        run = self._client.get_run(self.run_id)
+        logged = self._client.create_logged_model(
+            run.info.experiment_id, name=MODEL_NAME, source_run_id=self.run_id, tags={"step": str(model.step)}
+        )
+        try:
+            about = models.Model.load(str(model.folder))
+            about.run_id, about.model_id, about.model_uuid = self.run_id, logged.model_id, logged.model_id
+            about.artifact_path = logged.artifact_location
+            about.save(str(model.folder / "MLmodel"))
+            self._client.log_model_artifacts(logged.model_id, str(model.folder))
+        except BaseException:
+            with contextlib.suppress(Exception):  # The server may be gone.
+                self._client.finalize_logged_model(logged.model_id, "FAILED")
+            raise
+        self._client.finalize_logged_model(logged.model_id, "READY")
+        self._client.log_outputs(self.run_id, [entities.LoggedModelOutput(logged.model_id, step=model.step)])
+        return logged.model_id
+
+    def _register(self, model_id: str, name: str) -> None:
+        """Makes the model a version of a registered one, unless it is."""
+        exceptions = importlib.import_module("mlflow.exceptions")
+        try:
+            self._client.create_registered_model(name)
+        except exceptions.MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        # Not models:/ID, which a database would look up where the process tracks globally.
+        source = self._client.get_logged_model(model_id).artifact_location
+        versions = self._client.search_model_versions(f"run_id = '{self.run_id}'")
+        if not any(version.name == name and version.model_id == model_id for version in versions):
+            self._client.create_model_version(name, source, run_id=self.run_id, model_id=model_id)
 
     def close(self, state: State | None = None) -> None:
         """Writes what is kept back, and ends."""

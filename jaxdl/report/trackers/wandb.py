@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pydantic
 
 from jaxdl.core.config import ConfigError
-from jaxdl.report.trackers.base import State, TrackedRun, Tracker, Writer
+from jaxdl.report.trackers.base import State, TrackedModel, TrackedRun, Tracker, Writer
 
 EARLIER = "earlier"
 """The folder with the files of the process before this one, until the next."""
@@ -32,6 +32,14 @@ class Wandb(Tracker, kind="wandb"):
     """The user or team of the project; that of the login by default."""
     mode: Literal["offline", "online"] = "offline"
     """Write files in the workdir, which `wandb sync` uploads; or upload while the run trains, which takes a login."""
+    log_model: bool = False
+    """Keep the network of the finished run as an artifact of type `model`, with the aliases `latest` and `step-N`:
+    `jaxdl.restore` reads the folder that `artifact.download()` makes."""
+
+    @property
+    def model_format(self) -> str | None:
+        """The form that jaxdl restores, if models are logged."""
+        return "jaxdl" if self.log_model else None
 
     def check(self, workdir: Path | None) -> None:
         """Raises ConfigError if the run cannot be tracked: without the package, or without a workdir for its files."""
@@ -101,6 +109,14 @@ class _Run(Writer):
         folder = Path(self._run.dir)
         shutil.copyfile(path, folder / path.name)  # A link would be a warning, and change with the file.
         self._run.save(str(folder / path.name), base_path=str(folder), policy="now")
+
+    def keep_model(self, model: TrackedModel) -> None:
+        """Keeps the network as an artifact; one with the content of an earlier one is the same version."""
+        wandb = importlib.import_module("wandb")
+        metadata = {"step": model.step, **{f"eval/{name}": value for name, value in model.metrics.items()}}
+        artifact = wandb.Artifact(f"model-{self.run_id}", type="model", metadata=metadata)
+        artifact.add_dir(str(model.folder))
+        self._run.log_artifact(artifact, aliases=["latest", f"step-{model.step}"])
 
     def close(self, state: State | None = None) -> None:
         """Writes what is kept back, and ends."""

@@ -359,7 +359,9 @@ def program_key(plan: Plan, segment: Segment) -> str:
 
 
 _NOT_COMPILED = {
-    **dict.fromkeys(("seed", "epochs", "steps", "phases", "report", "checkpoint", "evaluation", "cluster"), True),
+    **dict.fromkeys(
+        ("seed", "epochs", "steps", "phases", "report", "checkpoint", "evaluation", "export", "cluster"), True
+    ),
     "guard": {"rollback_after", "max_rollbacks"},
     "embedding": {"cache": {"policy", "window", "folder"}},
 }

@@ -12,6 +12,7 @@ from jaxdl.core.errors import without_frames
 from jaxdl.data import Stage
 from jaxdl.parallel.mesh import Device
 from jaxdl.training.experiment import Experiment, as_experiment
+from jaxdl.training.run.exporting import check_export
 from jaxdl.training.run.hooks import Callbacks, OnCheckpoint, OnEvaluation, OnStep
 from jaxdl.training.run.learners.learning import as_learner
 from jaxdl.training.run.plan.build import add_initial, join, open_data, open_mesh
@@ -90,6 +91,7 @@ def _plan(
 
     def make() -> Plan:
         planned, mesh = open_mesh(experiment, devices, start, workdir)
+        check_export(experiment, workdir.path)
         session.take_workdir(experiment.report.trackers)  # The lease: once all processes have met.
         data = open_data(planned.experiment, mesh, start, workdir, stage=stage)
         return add_initial(join(planned, mesh, data, start, workdir), init, workdir)

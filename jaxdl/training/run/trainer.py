@@ -17,6 +17,7 @@ from jaxdl.training.checkpoint import Restored, Unusable
 from jaxdl.training.evaluation import max_in_flight
 from jaxdl.training.run.compile import StepFunctions, programs
 from jaxdl.training.run.evaluation import Evaluation
+from jaxdl.training.run.exporting import models_of
 from jaxdl.training.run.hooks import Callbacks, Hooks
 from jaxdl.training.run.plan.build import make_exchange_state
 from jaxdl.training.run.plan.length import check_not_past, checked_report, early_end_note
@@ -42,7 +43,6 @@ class Trainer:
         self.watch, self.stack, self.start = session.watch, session.stack, session.start
         self.programs = programs()  # Compiles the steps of segments.
         self.run_ahead = max_in_flight() > 1  # A step may be started before the one before it has ended.
-
         # What changes while the run trains.
         self.end = end
         self.end_asked_by = "--max-steps"
@@ -57,9 +57,8 @@ class Trainer:
         self.num_taken = 1  # Steps of the last call; a merge that overlaps local steps is one call.
         self.first_batch = True  # Whether the loader's next batch is its first.
 
-        folder = self.workdir if jax.process_index() == 0 else None
-        source, seed = plan.splits.train, self.experiment.seed
-        subject = Subject(plan.timeline, self.counter, self.parts.task, source, seed, self.experiment)
+        folder, seed = self.workdir if jax.process_index() == 0 else None, self.experiment.seed
+        subject = Subject(plan.timeline, self.counter, self.parts.task, plan.splits.train, seed, self.experiment)
         self.reporter = Reporter(self.experiment.report, folder, self.watch, self.start, subject)
         self.stack.callback(self.reporter.close)
         self.evaluation = Evaluation(plan, self.reporter, self.watch, self.stop.poll)
@@ -330,11 +329,12 @@ class Trainer:
         """`_finish` at the full length of the run, or at the earlier end that was asked for."""
         if early := self.step < self.plan.total_steps:
             kept = self.saver is not None and self._saves_this_step
-            by, timeline = self.end_asked_by, self.plan.timeline
-            self.reporter.note(early_end_note(self.step, timeline, by, kept=kept, over=self.over))
+            by, over = self.end_asked_by, self.over
+            self.reporter.note(early_end_note(self.step, self.plan.timeline, by, kept=kept, over=over))
         return self._finish("stopped" if early else "finished", changed=changed)
 
     def _finish(self, status: Status, *, changed: bool = True) -> Run:
         """Writes the curves and the summary (unless nothing has `changed`); returns the run."""
-        summary = self.reporter.finish(status, mesh=self.plan.mesh_sizes, changed=changed)
+        models = models_of(self, ended=status == "finished" or (status == "stopped" and self.over), changed=changed)
+        summary = self.reporter.finish(status, mesh=self.plan.mesh_sizes, changed=changed, models=models)
         return Run(self.state, self.reporter.history.columns(), summary, self.plan, self.workdir)
