@@ -131,9 +131,7 @@ PartitionName=urgent Nodes=n[1-{count}] MaxTime=INFINITE PriorityTier=10 Preempt
 
     def state(self, name: str) -> str:
         """The state of a node, such as idle; empty while Slurm does not answer."""
-        done = subprocess.run(
-            ["sinfo", "--noheader", f"--nodes={name}", "--format=%T"], capture_output=True, text=True
-        )
+        done = subprocess.run(["sinfo", "--noheader", f"--nodes={name}", "--format=%T"], capture_output=True, text=True)
         return (done.stdout.split() or [""])[0]
 
     def control(self, *words: str) -> str:
@@ -148,7 +146,9 @@ PartitionName=urgent Nodes=n[1-{count}] MaxTime=INFINITE PriorityTier=10 Preempt
 
     def submit(self, *options: str) -> str:
         """The number of a job."""
-        return subprocess.run(["sbatch", "--parsable", *options], check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["sbatch", "--parsable", *options], check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     def close(self) -> None:
         """Ends all jobs and daemons."""

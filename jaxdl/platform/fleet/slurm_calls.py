@@ -93,11 +93,8 @@ def read_nodes(partition: str | None) -> dict[str, Amounts]:
     for line in call(["sinfo", "--noheader", "--Node", *where, "--format=%N|%T|%c|%m|%P|%G"]).splitlines():
         name, state, cpus, mebibytes, its_partition, devices = line.split("|", 5)
         if (partition or its_partition.endswith("*")) and re.sub(r"[^a-z].*", "", state) in _USABLE:
-            nodes[name] = {
-                "cpus": float(cpus),
-                "gpus": float(_num_gpus(devices)),
-                "memory-gb": float(mebibytes) * _MIB / 1e9,
-            }
+            has = {"cpus": float(cpus), "gpus": float(_num_gpus(devices)), "memory-gb": float(mebibytes) * _MIB / 1e9}
+            nodes[name] = {resource: amount for resource, amount in has.items() if amount}
     return nodes
 
 

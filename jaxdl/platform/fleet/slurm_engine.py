@@ -134,7 +134,7 @@ class OnSlurm(Engine):
             return False
         folder.mkdir(parents=True, exist_ok=True)
         sync_folder(folder.parent)
-        gpus = int(min(has["gpus"] for has in self._known.values()))
+        gpus = int(min(has.get("gpus", 0) for has in self._known.values()))
         job = slurm.SlurmJob(nodes=len(nodes), gpus_per_node=gpus, save_sec=max(1, round(self.save_sec)))
         replace_file(folder / SCRIPT_FILE, _script(job, run, attempt, folder).encode())
         if run.needs:
