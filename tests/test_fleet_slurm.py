@@ -12,6 +12,7 @@ from fake_slurm import FakeSlurm
 from fleet_engine import states
 
 from jaxdl.core.errors import ConfigError
+from jaxdl.parallel.lease import IN_USE
 from jaxdl.platform.fleet import slurm_engine
 from jaxdl.platform.fleet.__main__ import main
 from jaxdl.platform.fleet.engines import make_engine
@@ -191,6 +192,23 @@ def test_how_a_job_ends_says_whether_its_run_has_failed(cluster, fleet, state, w
     event = next(event for event in Journal(store.folder).events() if event["what"] == "left")
     assert said in event["reason"]
     assert event["failures"] == failures
+
+
+def test_a_run_that_still_lives_on_a_lost_node_keeps_its_workdir_and_the_next_attempt_waits(cluster, fleet):
+    store, make = fleet
+    server, name = make(), submit(store, (1,))
+    turns(server)
+    end(cluster, store, 1, name, 1, None, state="NODE_FAIL")
+    turns(server)
+    output = store.path_of(name) / "attempts" / "2" / "output.txt"
+    output.write_text(f"0: error: --workdir x{IN_USE}a process of n1\n")
+    end(cluster, store, 2, name, 2, 2)
+    turns(server)
+    assert states(server) == {name: "running"}
+    assert [event["code"] for event in Journal(store.folder).events() if event["what"] == "left"][-1] == 75
+    end(cluster, store, 3, name, 3, 2)
+    turns(server)
+    assert states(server) == {name: "failed"}, "any other mistake"
 
 
 def test_the_accounts_say_what_the_queue_has_forgotten(cluster, fleet):

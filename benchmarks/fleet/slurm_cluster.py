@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import secrets
 import shutil
 import socket
@@ -142,7 +143,8 @@ PartitionName=urgent Nodes=n[1-{count}] MaxTime=INFINITE PriorityTier=10 Preempt
         """(number, name, state) of all jobs that Slurm knows."""
         command = ["squeue", "--noheader", "--states=all", "--format=%i|%j|%T"]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        return sorted((line.split("|", 2) for line in said.splitlines()), key=lambda job: int(job[0]))  # pyright: ignore
+        jobs = [line.split("|", 2) for line in said.splitlines()]
+        return sorted(((number, name, state) for number, name, state in jobs), key=lambda job: int(job[0]))
 
     def submit(self, *options: str) -> str:
         """The number of a job."""
@@ -171,14 +173,15 @@ def slurm_cluster(folder: Path, num_nodes: int, extra: str = "") -> Iterator[Slu
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    """Below those of outgoing connections, which may take another between now and its use."""
+    free: list[int] = []
+    for port in random.sample(range(15000, 30000), 1000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            free.append(port)
+        if len(free) == count:
+            return free
+    raise RuntimeError("no free ports")
 
 
 def _wait_for(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:

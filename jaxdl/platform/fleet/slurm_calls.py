@@ -44,7 +44,7 @@ class SlurmJob:
     state: str
     reason: str
     """Why it waits, or has ended."""
-    num_nodes: int
+    num_nodes: str
     nodes: str
     """Where it runs, as Slurm writes it: n[1-3]; empty before."""
     script: PurePath
@@ -112,7 +112,7 @@ def read_jobs(folder: PurePath) -> list[SlurmJob]:
     for line in said.splitlines():
         number, state, reason, num_nodes, nodes, script = line.split("|", 5)
         if PurePath(script).is_relative_to(folder):
-            jobs.append(SlurmJob(number, state, reason, int(num_nodes), nodes, PurePath(script)))
+            jobs.append(SlurmJob(number, state, reason, num_nodes, nodes, PurePath(script)))
     return jobs
 
 

@@ -8,17 +8,21 @@ so that also a job that a killed server had on its way to Slurm runs beside no o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath
 
 from jaxdl.core.errors import ConfigError
 from jaxdl.core.files import replace_file
 from jaxdl.parallel.cluster import exits
+from jaxdl.parallel.lease import IN_USE
 from jaxdl.platform.fleet.engine import LOST, Engine, exit_code
 from jaxdl.platform.fleet.journal import sync_folder
 from jaxdl.platform.fleet.keeper import EXIT_FILE, OUTPUT_FILE
@@ -40,7 +44,7 @@ from jaxdl.platform.launch.jobs import slurm
 SCRIPT_FILE, REFUSED_FILE = "job.sh", "refused.txt"
 _LOOK_SEC, _STOP_AGAIN_SEC = 5.0, 30.0
 """How often Slurm is asked what there is, and to stop a job that it was asked to stop: it serves others too."""
-_ASKED_TO_END = 143
+_ASKED_TO_END, _TAIL_BYTES = 143, 4096
 _LIMIT, _PREEMPTED = "limit", "preempted"
 _WHY: Mapping[str, str] = {_LIMIT: "its time limit was reached", _PREEMPTED: "its nodes were taken for another job"}
 
@@ -103,8 +107,9 @@ class OnSlurm(Engine):
             raise ConfigError(f"--engine slurm: {error}.") from None
         self._known, self._jobs = nodes, {}
         for job in jobs:
-            run, _, attempt = job.script.parts[-4:-1]
-            self._jobs[run, int(attempt)] = job
+            run, _, attempt, name = job.script.parts[-4:]
+            if name == SCRIPT_FILE and attempt.isdecimal():
+                self._jobs[run, int(attempt)] = job
         self._looked = time.monotonic()
 
     def nodes(self) -> list[str]:
@@ -143,7 +148,7 @@ class OnSlurm(Engine):
             number = call(self._submission(job, run, folder)).strip().split(";")[0]
         except Unanswered as error:
             return self._refuse(folder, 1, str(error))
-        self._jobs[run.name, attempt] = SlurmJob(number, "PENDING", "", len(nodes), "", folder / SCRIPT_FILE)
+        self._jobs[run.name, attempt] = SlurmJob(number, "PENDING", "", str(len(nodes)), "", folder / SCRIPT_FILE)
         return True
 
     def _submission(self, job: slurm.SlurmJob, run: Submission, folder: Path) -> list[str]:
@@ -202,8 +207,10 @@ class OnSlurm(Engine):
         job = self._jobs.get((run.name, attempt))
         if job is not None and job.alive:
             return None
-        path = self._attempt(run.name, attempt) / EXIT_FILE
-        if (code := exit_code(path)) != LOST or job is None:
+        code = exit_code(self._attempt(run.name, attempt) / EXIT_FILE)
+        if code == exits.MISTAKE and self._in_use(run.name, attempt):
+            return exits.BROKEN  # It is no mistake that would be made again.
+        if code != LOST or job is None:
             return code
         # The script did not begin, was killed, or could not write.
         began = job.nodes != ""
@@ -214,6 +221,8 @@ class OnSlurm(Engine):
         said = _read_exit(self._attempt(run.name, attempt) / EXIT_FILE)
         if why := _WHY.get(said):
             return why, True
+        if self._in_use(run.name, attempt):
+            return "what ran on a lost node still trains in its workdir", False
         job = self._jobs.get((run.name, attempt))
         state = job.state if job else ""
         if job is None and (number := self._number(run.name, attempt)):
@@ -246,11 +255,18 @@ class OnSlurm(Engine):
             resize_waiting(job.number, num_nodes)
         except Unanswered:  # It has begun, say: then it is stopped as others are.
             return False
-        self._jobs[run.name, attempt] = SlurmJob(job.number, job.state, "", num_nodes, "", job.script)
+        self._jobs[run.name, attempt] = replace(job, reason="", num_nodes=str(num_nodes))
         return True
 
     def _attempt(self, name: str, attempt: int) -> Path:
         return self._folder / "runs" / name / "attempts" / str(attempt)
+
+    def _in_use(self, name: str, attempt: int) -> bool:
+        """Whether an attempt was refused its workdir: an earlier one may live on, on a node that Slurm has lost."""
+        with contextlib.suppress(OSError), (self._attempt(name, attempt) / OUTPUT_FILE).open("rb") as output:
+            output.seek(max(0, output.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return attempt > 1 and IN_USE.encode() in output.read()
+        return False
 
     def _number(self, name: str, attempt: int) -> str:
         """The number of a job that Slurm may have forgotten, as its script has written it; empty without."""
