@@ -82,7 +82,7 @@ def main(program, args):
             sys.exit("slurm_update error: Job is no longer pending execution")
         job["num"] = int(given["NumNodes"].split("-")[0])
     elif program == "scontrol" and args[:2] == ["show", "hostnames"]:
-        name, first, last = re.fullmatch(r"(\w+)\[(\d+)-(\d+)\]", args[2]).groups()
+        name, first, last = re.findall(r"(\w+)\[(\d+)-(\d+)\]", args[2])[0]
         print("\n".join(f"{name}{number}" for number in range(int(first), int(last) + 1)))
     elif program == "sacct":
         print(next((job.get("accounts", "") for number, job in enumerate(jobs, 1) if f"{number}" in args), ""))

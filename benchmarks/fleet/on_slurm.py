@@ -133,12 +133,10 @@ class Play:
 def doubled_jobs(cluster: SlurmCluster) -> list[str]:
     """Jobs of one run that ran at the same time, by Slurm's own account."""
     times = defaultdict(list)
-    command = ["squeue", "--noheader", "--states=all", "--format=%j|%S|%e"]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    for line in said.splitlines():
-        name, begin, end = line.split("|")
-        if name != "wrap" and begin != "N/A":
-            times[name].append((begin, end))
+    for job in cluster.ended():
+        if job["StartTime"] != "Unknown" and job["NodeCnt"] != "0":
+            times[job["Name"]].append((job["StartTime"], job["EndTime"]))
+    times.pop("wrap", None)
     return [f"two jobs {name} at a time: {first}, {second}" for name, ones in times.items()
             for first, second in pairwise(sorted(ones)) if second[0] < first[1]]  # fmt: skip
 
@@ -190,7 +188,7 @@ def play_fleet(asked: list[Asked], folder: Path, args: argparse.Namespace, clust
     reasons = " ".join(event["reason"] for event in lines(folder / "fleet" / "journal.jsonl"))
     missed = [f"nothing says: {what}" for what in EVENTS if what not in reasons]
     attempts = len(list((folder / "fleet" / "runs").glob("*/attempts/*/job.sh")))
-    jobs = sum("jaxdl-" in name for _, name, _ in cluster.jobs())
+    jobs = len({job["JobId"] for job in cluster.ended() if job["Name"].startswith("jaxdl-")})
     counted = [] if jobs == attempts else [f"{attempts} attempts had {jobs} jobs"]
     return [*play.problems, *missed, *counted]
 

@@ -74,6 +74,8 @@ SlurmdPidFile={folder}/%n.pid
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
+JobCompType=jobcomp/filetxt
+JobCompLoc={folder}/jobs.txt
 AccountingStorageType=accounting_storage/none
 SelectType=select/linear
 SchedulerType=sched/backfill
@@ -145,6 +147,12 @@ PartitionName=urgent Nodes=n[1-{count}] MaxTime=INFINITE PriorityTier=10 Preempt
         said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         jobs = [line.split("|", 2) for line in said.splitlines()]
         return sorted(((number, name, state) for number, name, state in jobs), key=lambda job: int(job[0]))
+
+    def ended(self) -> list[dict[str, str]]:
+        """What Slurm wrote at the end of each job, and of each start of one that was queued again: Name, StartTime, ..."""
+        path = self._folder / "jobs.txt"
+        said = path.read_text() if path.exists() else ""
+        return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in said.splitlines()]
 
     def submit(self, *options: str) -> str:
         """The number of a job."""
