@@ -149,7 +149,7 @@ PartitionName=urgent Nodes=n[1-{count}] MaxTime=INFINITE PriorityTier=10 Preempt
         return sorted(((number, name, state) for number, name, state in jobs), key=lambda job: int(job[0]))
 
     def ended(self) -> list[dict[str, str]]:
-        """What Slurm wrote at the end of each job, and of each start of one that it queued again: Name, StartTime, ..."""
+        """What Slurm wrote at the end of each job, and of each start of one that it queued again: Name, StartTime."""
         path = self._folder / "jobs.txt"
         said = path.read_text() if path.exists() else ""
         return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in said.splitlines()]
