@@ -32,6 +32,11 @@ class FakeSlurm:
     def jobs(self):
         return json.loads((self.folder / "jobs.json").read_text()) if (self.folder / "jobs.json").exists() else []
 
+    def submit_elsewhere(self):
+        """A job of the same user that is none of the fleet's, though its script lies in the fleet's folder."""
+        job = {"state": "RUNNING", "reason": "None", "num": 1, "nodes": "n4", "script": f"{self.folder.parent}/fleet/x"}
+        (self.folder / "jobs.json").write_text(json.dumps([job]))
+
     def set(self, number, **values):
         """Changes a job: its state, reason or nodes."""
         jobs = self.jobs()

@@ -135,6 +135,20 @@ def test_slurm_may_choose_other_nodes_than_were_counted(cluster, fleet):
     assert reasons[0] == "Slurm: a node failed (n[3-4]): starts again"
 
 
+def test_a_run_leaves_a_node_that_is_drained(cluster, fleet):
+    store, make = fleet
+    server, name = make(), submit(store, (2,))
+    cluster.submit_elsewhere()
+    turns(server)
+    cluster.set(2, state="RUNNING", nodes="n[1-2]")
+    turns(server)
+    cluster.set_nodes([line.replace("idle", "draining") if line.startswith("n2") else line for line in NODES])
+    turns(server)
+    assert states(server) == {name: "stopping"}
+    assert server.members[name].reason == "n2 is out of service"
+    assert cluster.calls("scancel") == ["--state=RUNNING --batch --signal=USR2 2"]
+
+
 def test_a_killed_server_submits_nothing_twice(cluster, fleet):
     store, make = fleet
     server, name = make(), submit(store, (2,))

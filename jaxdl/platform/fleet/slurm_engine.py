@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shlex
 import sys
@@ -79,7 +80,7 @@ class OnSlurm(Engine):
         self._jobs: dict[tuple[str, int], SlurmJob] = {}
         self._places: dict[str, tuple[str, ...]] = {}
         self._looked = self._told = 0.0
-        self._stopped: dict[tuple[str, int], float] = {}
+        self._asked: dict[tuple[str, str], float] = {}
         self._read()
         if not self._known:
             where = f"--partition {partition}" if partition else "the default partition"
@@ -107,9 +108,9 @@ class OnSlurm(Engine):
             raise ConfigError(f"--engine slurm: {error}.") from None
         self._known, self._jobs = nodes, {}
         for job in jobs:
-            run, _, attempt, name = job.script.parts[-4:]
-            if name == SCRIPT_FILE and attempt.isdecimal():
-                self._jobs[run, int(attempt)] = job
+            match job.script.relative_to(self._folder).parts:
+                case ("runs", run, "attempts", attempt, str(name)) if name == SCRIPT_FILE and attempt.isdecimal():
+                    self._jobs[run, int(attempt)] = job
         self._looked = time.monotonic()
 
     def nodes(self) -> list[str]:
@@ -139,7 +140,7 @@ class OnSlurm(Engine):
             return False
         folder.mkdir(parents=True, exist_ok=True)
         sync_folder(folder.parent)
-        gpus = int(min(has.get("gpus", 0) for has in self._known.values()))
+        gpus = int(min((has.get("gpus", 0) for has in self._known.values()), default=0))
         job = slurm.SlurmJob(nodes=len(nodes), gpus_per_node=gpus, save_sec=max(1, round(self.save_sec)))
         replace_file(folder / SCRIPT_FILE, _script(job, run, attempt, folder).encode())
         if run.needs:
@@ -177,11 +178,17 @@ class OnSlurm(Engine):
 
     def stop(self, run: Submission, attempt: int) -> None:
         """A job that waits is cancelled; the script of one that runs sends SIGTERM to its processes, once."""
-        job, key = self._jobs.get((run.name, attempt)), (run.name, attempt)
-        if job is None or not job.alive or time.monotonic() - self._stopped.get(key, -1e9) < _STOP_AGAIN_SEC:
-            return
-        self._stopped[key] = time.monotonic()
-        self._end(job)
+        job = self._jobs.get((run.name, attempt))
+        if job is not None and job.alive and self._is_due("stop", job):
+            self._end(job)
+
+    def _is_due(self, what: str, job: SlurmJob) -> bool:
+        """Whether a job was not asked that lately."""
+        now, key = time.monotonic(), (what, job.number)
+        if now - self._asked.get(key, -math.inf) < _STOP_AGAIN_SEC:
+            return False
+        self._asked[key] = now
+        return True
 
     def _end(self, job: SlurmJob) -> None:
         # Slurm does not cancel a job that has begun meanwhile; it is then told the other way.
@@ -191,7 +198,8 @@ class OnSlurm(Engine):
 
     def kill(self, run: Submission, attempt: int) -> None:
         """Cancels the job: Slurm kills what does not end."""
-        if (job := self._jobs.get((run.name, attempt))) is not None and job.alive:
+        job = self._jobs.get((run.name, attempt))
+        if job is not None and job.alive and self._is_due("kill", job):
             self._tell("scancel", job.number)
 
     def _tell(self, *command: str) -> None:

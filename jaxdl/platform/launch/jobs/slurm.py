@@ -118,7 +118,10 @@ end_step() {
         kill -0 "$step" 2>/dev/null || return 0
         sleep 0.5
     done
-    scancel --signal=TERM "$SLURM_JOB_ID" || true
+    until scancel --signal=TERM "$SLURM_JOB_ID"; do
+        kill -0 "$step" 2>/dev/null || return 0
+        sleep 2
+    done
 }
 # In the background, since bash acts on signals only between commands, and in `wait`.
 await_step() {
