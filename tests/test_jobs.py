@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 from jax._src.clusters.slurm_cluster import SlurmCluster
@@ -180,21 +179,31 @@ exit $highest
 SCONTROL = """#!/bin/bash
 if [[ "$1 $2" == "show hostnames" ]]; then
     [[ $3 == "gpu[7-10]" ]] && printf 'gpu%s\\n' 7 8 9 10
+elif [[ "$1 $2" == "show node" ]]; then
+    [[ $ADDRESS ]] && echo "   NodeAddr=$ADDRESS NodeHostName=$3"
+elif [[ "$1 $2" == "show job" ]]; then
+    echo "   PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime=${PREEMPTED:-None}"
 else
     echo "$@" >> "$RECORD/scontrol"
 fi
 """
 
 
-def run_slurm(text, folder, codes="0", **environment):
+def run_slurm(text, folder, codes="0", signal="", **environment):
     """Runs the script with stubs in place of Slurm; returns (exit code, stderr, environments of the last start)."""
     for name, program in {"srun": SRUN, "scontrol": SCONTROL, "python": PYTHON}.items():
         stub = folder / "bin" / name
         stub.parent.mkdir(exist_ok=True)
         stub.write_text(program)
         stub.chmod(0o755)
+    if signal:  # While the processes run, as Slurm does before the time limit; they end at SIGTERM.
+        waits = f'kill -{signal} "$PARENT"; for _ in $(seq 200); do [[ -e $RECORD/term ]] && break; sleep 0.05; done\n'
+        (folder / "bin" / "python").write_text(PYTHON.replace("codes=", f"[[ $INDEX == 0 ]] && {{ {waits}}}\ncodes="))
+    for name, program in {"squeue": "echo 5000.0", "scancel": 'echo "$@" >> "$RECORD/term"'}.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{program}\n")
+        (folder / "bin" / name).chmod(0o755)
     script = folder / "job.sh"
-    script.write_text(text)
+    script.write_text(f"export PARENT=$$\n{text}")
     slurm = {"SLURM_JOB_ID": "5000", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "gpu[7-10]"}
     clean = {name: value for name, value in os.environ.items() if not CLUSTER_VARIABLES.match(name)}
     path = f"{folder / 'bin'}:{os.environ['PATH']}"
@@ -219,7 +228,7 @@ def test_the_slurm_header():
     header = dict(re.match(r"#SBATCH --([\w-]+)=?(.*)", line).groups() for line in lines if line.startswith("#SBATCH"))
     assert header == {
         "job-name": "jaxdl", "nodes": "4", "ntasks-per-node": "1", "gpus-per-node": "8", "time": "1-00:00:00",
-        "signal": "TERM@90", "output": "jaxdl-%j.out", "open-mode": "append", "partition": "gpu", "account": "lab",
+        "signal": "B:USR1@90", "output": "jaxdl-%j.out", "open-mode": "append", "partition": "gpu", "account": "lab",
         "requeue": "", "exclusive": "", "mem": "0",
     }  # fmt: skip
     first_command = next(index for index, line in enumerate(lines) if line and not line.startswith("#"))
@@ -283,15 +292,31 @@ def test_slurm_restarts(tmp_path, codes, starts, end):
     assert not (tmp_path / "scontrol").exists()
 
 
-@pytest.mark.parametrize(("left_sec", "requeued"), [(60, True), (7200, False)])
-def test_slurm_queues_the_job_again_when_its_time_is_up(tmp_path, left_sec, requeued):
-    """SIGTERM with hours left is from somebody who wants it to stop."""
-    given = {"SLURM_JOB_END_TIME": str(int(time.time()) + left_sec), "SLURM_RESTART_COUNT": "2"}
-    code, _, environments = run_slurm(job_file("slurm", "--requeue"), tmp_path, "143", **given)
-    assert code == 143
+@pytest.mark.parametrize(
+    ("signal", "codes", "requeued"),
+    [("USR1", "143", True), ("USR2", "143", False), ("", "143", False), ("USR1", "75", True), ("USR1", "0", False)],
+)
+def test_slurm_queues_the_job_again_when_its_time_is_up(tmp_path, no_cluster, signal, codes, requeued):
+    """SIGTERM without Slurm's signal to the script is from somebody who wants it to stop."""
+    text = job_file("slurm", "--requeue", "--restarts", "2")
+    code, _, environments = run_slurm(text, tmp_path, codes, signal, SLURM_RESTART_COUNT="2")
+    assert code == int(codes)
+    assert len((tmp_path / "starts").read_text().splitlines()) == 1
     assert (tmp_path / "scontrol").exists() == requeued
+    assert (tmp_path / "term").exists() == bool(signal)
+    if signal:
+        assert (tmp_path / "term").read_text() == "--signal=TERM 5000\n"
     assert environments[0]["JAXDL_RESTART"] == "2"
     assert environments[0]["JAXDL_RESTART_REASON"] == "requeued by Slurm"
+
+
+def test_slurm_queues_a_job_again_whose_nodes_it_takes(tmp_path, no_cluster):
+    """It ends in the time that Slurm gives it to save, and would count as failed."""
+    given = {"PREEMPTED": "2026-01-01T01:00:00", "ADDRESS": "10.0.0.7"}
+    code, _, environments = run_slurm(job_file("slurm"), tmp_path, "143", **given)
+    assert code == 143
+    assert (tmp_path / "scontrol").read_text() == "requeue 5000\n"
+    assert environments[0]["JAX_COORDINATOR_ADDRESS"] == "10.0.0.7:62344"
 
 
 # ---- Learners that do not wait for each other

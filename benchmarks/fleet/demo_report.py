@@ -54,6 +54,8 @@ class Attempt:
     code: int | None = None
     steps: tuple[tuple[int, float], ...] = ()
     """Its steps and when they were made."""
+    queued: bool = False
+    """Whether the cluster chose its nodes, and says itself what it has on them."""
     processes: set[tuple[int, int]] = field(default_factory=set)
     """(process id, number of nodes) of what made them."""
 
@@ -81,7 +83,10 @@ def read_attempts(folder: Path, names: Mapping[str, str]) -> list[Attempt]:
                 why = "resized" if before.decided else "moved"
             if name in open_:
                 raise ValueError(f"{name}: attempt {event['attempt']} was started while another had not ended")
-            open_[name] = Attempt(name, event["attempt"], tuple(event["nodes"]), event["at"], why)
+            queued = not event.get("placed", True)
+            open_[name] = Attempt(name, event["attempt"], tuple(event["nodes"]), event["at"], why, queued=queued)
+        elif event["what"] == "placed":
+            open_[name].nodes = tuple(event["nodes"])
         elif event["what"] == "stopping":
             open_[name].asked, open_[name].decided = event["at"], " -> " in event["reason"]
         elif event["what"] in ("left", "ended"):
@@ -140,7 +145,7 @@ def wrong_starts(asked: Sequence[Asked], attempts: Sequence[Attempt]) -> list[st
     by_run, by_node = defaultdict(list), defaultdict(list)
     for attempt in attempts:
         by_run[attempt.run].append(attempt)
-        for node in attempt.nodes:
+        for node in () if attempt.queued else attempt.nodes:
             by_node[node].append(attempt)
     for run, ones in by_run.items():
         numbers = [attempt.number for attempt in ones]

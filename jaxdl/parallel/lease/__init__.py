@@ -12,6 +12,6 @@ taken over. The holder is the last of the chain lease.json -> its successor -> .
 """
 
 from jaxdl.parallel.lease.holder import Holder, is_alive, this_process
-from jaxdl.parallel.lease.lease import BEAT_SEC, FULL, LEASE_SEC, Lease
+from jaxdl.parallel.lease.lease import BEAT_SEC, FULL, IN_USE, LEASE_SEC, Lease
 
-__all__ = ["BEAT_SEC", "FULL", "LEASE_SEC", "Holder", "Lease", "is_alive", "this_process"]
+__all__ = ["BEAT_SEC", "FULL", "IN_USE", "LEASE_SEC", "Holder", "Lease", "is_alive", "this_process"]

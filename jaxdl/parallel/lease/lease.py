@@ -21,6 +21,8 @@ LEASE_SEC = 20.0
 """The lease is taken over after its count has not changed for this long."""
 BEAT_SEC = 2.0
 """Period at which the owner increments the count and checks that it still has the lease."""
+IN_USE = " is in use: "
+"""What the message of a run has in it that was refused a workdir because another one trains there."""
 POLL_SEC = 0.25
 SETTLE_SEC = 0.2
 """Delay after which a lease that was taken over is checked once more."""
@@ -146,7 +148,7 @@ class Lease:
     def _refusal(self, holder: Holder, detail: str = "") -> str:
         command = f", `{holder.command}`" if holder.command else ""
         return (
-            f"--workdir {self._workdir} is in use: {holder}{f' ({detail})' if detail else ''} has been training in it "
+            f"--workdir {self._workdir}{IN_USE}{holder}{f' ({detail})' if detail else ''} has been training in it "
             f"since {holder.since}{command}. Wait until it ends, end it, or choose another --workdir."
         )
 

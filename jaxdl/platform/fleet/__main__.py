@@ -30,11 +30,22 @@ class Serve(OfFleet):
     nodes. On Ray, the cluster says it."""
     engine: str = "local"
     """Where runs run: `local`, processes on this machine; `netns`, there too, on emulated nodes with a network (root);
-    `ray`, the nodes of a Ray cluster."""
+    `ray`, the nodes of a Ray cluster; `slurm`, as jobs of Slurm, among those of others."""
     rate: str | None = None
     """Of netns: the rate of each node's link, such as 100mbit; unlimited by default."""
     address: str | None = None
     """Of ray: the cluster, as ray.init takes it; `auto` by default."""
+    partition: str | None = None
+    """Of slurm: the partition; the default one by default. --nodes is the most of its nodes that the fleet uses."""
+    account: str | None = None
+    """Of slurm: the account that is charged."""
+    qos: str | None = None
+    """Of slurm: the quality of service."""
+    time: str | None = None
+    """Of slurm: the time limit of each job, as sbatch takes it, such as 12:00:00; that of the partition by default. A
+    run saves --grace-sec before it, and goes on in another job."""
+    sbatch: str | None = None
+    """Of slurm: more options of sbatch, such as "--constraint=a100 --reservation=mine"."""
     network: str | None = None
     """The rate of a node's network, each way, such as 25gbit: `submit` then computes what the gradient exchange of a
     run takes over it, and its speed on sizes that were not measured follows. Of netns, --rate by default."""
@@ -121,6 +132,7 @@ def serve(args: list[str]) -> None:
     store = Store(options.state)
     store.folder.mkdir(parents=True, exist_ok=True)
     given = {"rate": options.rate, "address": options.address, "have": options.have or None}
+    given |= {name: getattr(options, name) for name in ("partition", "account", "qos", "time", "sbatch")}
     engine = make_engine(options.engine, store, num_nodes, **given)
     rules = Rules(options.fairness, options.resized, options.solve_sec)
     settings = Settings(rules, options.between_sec, options.failures, options.grace_sec, network)

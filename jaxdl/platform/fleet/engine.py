@@ -44,6 +44,11 @@ class Engine(abc.ABC):
     rehearses: ClassVar[bool] = False
     """Whether all nodes are processes of this machine: to rehearse what an engine for a cluster then does."""
 
+    places: ClassVar[bool] = False
+    """Whether the engine chooses the nodes of a run, when it can: those that `start` is given say how many."""
+    save_sec: float = 120.0
+    """How long a run may take to save and end, where the engine stops it by itself."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         engines[cls.name] = cls
@@ -77,6 +82,29 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def poll(self, run: Submission, attempt: int) -> int | None:
         """The exit code of an attempt, `LOST` without one; None while it lives."""
+
+    def look(self) -> bool:
+        """Called before each turn of the server; False: the cluster does not answer now, and nothing is decided."""
+        return True
+
+    def explain_end(self, run: Submission, attempt: int) -> tuple[str, bool]:
+        """(What the cluster says of the end of an attempt, whether that is no failure of the run); "" for nothing."""
+        del run, attempt
+        return "", False
+
+    # Of engines that choose the nodes: an attempt waits in a queue of the cluster before it begins.
+
+    def nodes_of(self, run: Submission, attempt: int) -> Sequence[str]:
+        """The nodes that an attempt has; none while it waits for them."""
+        raise NotImplementedError
+
+    def waiting(self, run: Submission, attempt: int) -> str:
+        """Why an attempt waits for its nodes; empty if it does not."""
+        raise NotImplementedError
+
+    def resize(self, run: Submission, attempt: int, num_nodes: int) -> bool:
+        """Gives an attempt that waits another number of nodes; False if that is not possible (any more)."""
+        raise NotImplementedError
 
 
 def exit_code(path: Path) -> int:

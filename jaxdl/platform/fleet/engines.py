@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxdl.core.errors import ConfigError
-from jaxdl.platform.fleet import ray_engine  # noqa: F401  (it registers itself)
+from jaxdl.platform.fleet import ray_engine, slurm_engine  # noqa: F401  (they register themselves)
 from jaxdl.platform.fleet.engine import Engine, engines
 from jaxdl.platform.fleet.store import Store
 

@@ -12,6 +12,8 @@ COMPLETED, FAILED, CANCELLED, HALTED = "completed", "failed", "cancelled", "halt
 ENDED = (COMPLETED, FAILED, CANCELLED, HALTED)
 RESIZING = "resizing"
 """Shown in place of stopping and waiting, of a run that is stopped to go on with other nodes."""
+QUEUED = "queued"
+"""Shown in place of running, of a run that waits in the queue of its cluster."""
 RESUMABLE = (FAILED, HALTED)
 """States from which `resume` lets a run run again."""
 
@@ -25,6 +27,8 @@ class Member:
     attempt: int = 0
     nodes: tuple[str, ...] = ()
     """The node of each host of the current attempt; empty without one."""
+    placed: bool = True
+    """Whether these are the nodes where it runs; False: it waits in the queue of a cluster for as many."""
     changed: float = 0.0
     """When it got these nodes."""
     begun: float = 0.0
@@ -58,13 +62,23 @@ class Member:
         """Whether an attempt may be running."""
         return self.state in (RUNNING, STOPPING)
 
+    @property
+    def here(self) -> tuple[str, ...]:
+        """The node of each host, where that is known."""
+        return self.nodes if self.placed else ()
+
+    def _shown(self) -> str:
+        if self.state == RUNNING and not self.placed:
+            return QUEUED
+        return RESIZING if self.resizing and self.state in (STOPPING, WAITING) else self.state
+
     def view(self) -> dict[str, Any]:
         """What is shown of it, as JSON."""
         submission = self.submission
         return {
             "run": submission.name,
-            "state": RESIZING if self.resizing and self.state in (STOPPING, WAITING) else self.state,
-            "nodes": list(self.nodes),
+            "state": self._shown(),
+            "nodes": list(self.here),
             "sizes": list(submission.sizes),
             "left_out": dict(submission.left_out),
             "needs": dict(submission.needs),

@@ -14,6 +14,7 @@ from jaxdl.platform.fleet.speed import MeasuredSpeeds
 from jaxdl.platform.fleet.store import DamagedFile, Order, Store
 
 STARTED, STOPPED, KILLED, LEFT, ENDING, RESUMED = "started", "stopping", "killed", "left", "ended", "resumed"
+PLACED = "placed"
 """Kinds of events."""
 _TOLD = 5
 
@@ -135,7 +136,10 @@ class Members:
             member.state, member.attempt = RUNNING, event["attempt"]
             member.nodes, member.changed = tuple(event["nodes"]), at
             member.size, member.from_step = len(member.nodes), event.get("from_step", 0)
-            member.begun, member.resizing = 0.0, False
+            member.begun, member.resizing, member.placed = 0.0, False, event.get("placed", True)
+        elif what == PLACED:  # It has these nodes, or waits for so many.
+            member.nodes, member.size, member.placed = tuple(event["nodes"]), len(event["nodes"]), event["placed"]
+            member.changed, member.resized = at, member.resized + int(event["resized"])
         elif what == STOPPED:
             member.state, member.stopping, member.resizing = STOPPING, at, event.get("resizing", False)
         elif what == KILLED:  # It did not save and end in time.
@@ -170,7 +174,7 @@ class Members:
 def _check(what: str, event: dict[str, Any]) -> None:
     """Raises KeyError, TypeError or ValueError for an event without what it must have."""
     numbers = [event["at"]]
-    if what == STARTED:
+    if what in (STARTED, PLACED):
         numbers += [event["attempt"]]
         if not all(isinstance(node, str) for node in event["nodes"]):
             raise ValueError

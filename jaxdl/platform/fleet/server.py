@@ -31,6 +31,7 @@ from jaxdl.platform.fleet.member import (
     Member,
 )
 from jaxdl.platform.fleet.members import ENDING, KILLED, LEFT, RESUMED, STARTED, STOPPED, Members
+from jaxdl.platform.fleet.placing import follow, resize, room_of
 from jaxdl.platform.fleet.policy import Decision, Rules, Run, decide
 from jaxdl.platform.fleet.queued import queue, unqueue
 from jaxdl.platform.fleet.resources import Amounts, Room, hosts_of
@@ -84,6 +85,7 @@ class Server:
         self.store, self.engine, self.settings = store, engine, settings
         self._now = now
         self._read_only = read_only
+        engine.save_sec = settings.grace_sec
         self.known = Members(store, now, read_only=read_only)
         self.decision: Decision | None = None
         self._situation: Any = None
@@ -96,6 +98,8 @@ class Server:
 
     def turn(self) -> None:
         """One turn of the loop: reads, polls, decides, acts, and writes what `status` shows."""
+        if not self.engine.look():
+            return
         self.known.read()
         self._poll()
         self._obey()
@@ -142,6 +146,7 @@ class Server:
         for member in list(self.active.values()):
             if not member.alive:
                 continue
+            follow(member, self.engine, self.known)
             speed = self._look(member)
             code = self.engine.poll(member.submission, member.attempt)
             if code is not None:
@@ -164,7 +169,8 @@ class Server:
 
     def _handle_end(self, member: Member, code: int, speed: float | None) -> None:
         """An attempt has ended with a code; `speed` is what it reached."""
-        lost = set(member.nodes).difference(self.engine.nodes())
+        lost = set(member.here).difference(self.engine.nodes())
+        said, blameless = self.engine.explain_end(member.submission, member.attempt)
         if code == 0:
             self._end(member, COMPLETED, code, speed, "finished")
         elif code == exits.HALTED:
@@ -173,13 +179,16 @@ class Server:
             self._end(member, FAILED, code, speed, f"exit code {code}: it would fail again")
         elif member.state == STOPPING and (code in _SAVED or self.known.order(member) in ("hold", "cancel")):
             self._leave(member, code, speed, member.reason, failures=0 if code in _SAVED else member.failures)
+        elif blameless and member.begun:  # Without a step it would go on like that forever.
+            saved = code in _SAVED
+            self._leave(member, code, speed, f"{said}: starts again", failures=0 if saved else member.failures)
         elif lost:  # That is no failure of the run.
             self._leave(member, code, speed, f"{', '.join(sorted(lost))} is out of service", failures=member.failures)
         else:
             # One that was asked to stop and has not saved has lasted, but may have come no further than the one before.
             lasted = member.state != STOPPING and self._now() - member.changed >= self.settings.between_sec
             failures = 1 if lasted else member.failures + 1
-            what = "killed, or lost with its node" if code == LOST else f"exit code {code}"
+            what = said or ("killed, or lost with its node" if code == LOST else f"exit code {code}")
             if member.state == STOPPING:
                 what = f"it did not save when it was stopped ({what})"
             if failures > self.settings.failures:
@@ -216,8 +225,8 @@ class Server:
             stop = "its submission is damaged" if unknown else {"hold": "held", "cancel": "cancelled"}.get(order or "")
             if member.state == RUNNING and stop:
                 self.known.write(STOPPED, member, reason=stop)
-            elif member.state == RUNNING and not nodes.issuperset(member.nodes):
-                lost = ", ".join(sorted(set(member.nodes) - nodes))
+            elif member.state == RUNNING and not nodes.issuperset(member.here):
+                lost = ", ".join(sorted(set(member.here) - nodes))
                 self.known.write(STOPPED, member, reason=f"{lost} is out of service")
             elif not member.alive:
                 waits = order in ("run", "remove") and not unknown
@@ -254,7 +263,7 @@ class Server:
                 continue
             least = self.settings.between_sec
             lately = now - member.begun < least if member.begun else now - member.changed < max(least, _START_SEC)
-            fixed = member.state == RUNNING and lately
+            fixed = member.state == RUNNING and member.placed and lately
             known = {size: estimate.examples_per_sec for size, estimate in self.estimates(submission.name).items()}
             values = {"weight": submission.weight, "priority": submission.priority, "needs": submission.needs}
             values |= {"nodes": len(member.nodes), "fixed": fixed, "places": Counter(member.nodes)}
@@ -296,7 +305,7 @@ class Server:
         for name, size in wanted.items():
             member = self.members[name]
             same = size == len(member.nodes) and places.get(name, Counter(member.nodes)) == Counter(member.nodes)
-            if member.state == RUNNING and not same:
+            if member.state == RUNNING and not same and not resize(member, size, self.engine, self.known):
                 self.known.write(STOPPED, member, reason=member.decided, resizing=size > 0)
             elif not size:
                 member.resizing = False  # Others have its nodes now, and it waits.
@@ -316,12 +325,7 @@ class Server:
                 self._stop(member)
 
     def _room(self) -> Room:
-        """What the runs that are alive leave of the nodes."""
-        room = Room(self.engine.resources())
-        for member in self.active.values():
-            if member.alive:
-                room.take(member.submission.needs, Counter(member.nodes))
-        return room
+        return room_of(self.engine.resources(), self.active.values())
 
     def _stop(self, member: Member) -> None:
         """Asks an attempt to save and end; kills it when it has not done so in time."""
@@ -341,6 +345,7 @@ class Server:
         values = {
             "attempt": attempt,
             "nodes": nodes,
+            "placed": not self.engine.places,
             "resized": bool(member.size) and member.size != len(nodes),
             "from_step": 0 if workdir is None else last_step(workdir),
         }
@@ -358,7 +363,10 @@ class Server:
     def _view_of(self, member: Member) -> dict[str, Any]:
         """A run as JSON."""
         name, shares = member.submission.name, {} if self.decision is None else self.decision.shares
-        return member.view() | {
+        view = member.view()
+        if not member.placed and (why := self.engine.waiting(member.submission, member.attempt)):
+            view["reason"] = f"{view['reason']}; {why}"
+        return view | {
             "share": shares.get(name, 0.0),
             "speeds": {str(n): sec for n, sec in sorted(self.known.measured.of(name).items())},
             "estimates": {str(size): list(estimate) for size, estimate in self.estimates(name).items()},
@@ -369,7 +377,7 @@ class Server:
         lost, room = sorted(self.store.lost_nodes()), self._room()
         has = {node: dict(amounts) for node, amounts in self.engine.resources().items()}
         nodes = {
-            node: ", ".join(name for name, member in self.active.items() if member.alive and node in member.nodes)
+            node: ", ".join(name for name, member in self.active.items() if member.alive and node in member.here)
             for node in room.left
         }
         runs = [self._view_of(member) for member in self.active.values()]

@@ -57,7 +57,9 @@ class SlurmJob(Job):
 
 def batch_script(job: SlurmJob, command: Command) -> str:
     """The text of the script. Resubmitted, or requeued by Slurm, it resumes the run of the same workdir."""
-    return "\n".join([_header(job, command), "set -euo pipefail\n", _environment(job), _loop(job, command)])
+    return "\n".join(
+        [_header(job, command), "set -euo pipefail\n", environment_text(job), SIGNALS, _loop(job, command)]
+    )
 
 
 def _header(job: SlurmJob, command: Command) -> str:
@@ -71,7 +73,7 @@ def _header(job: SlurmJob, command: Command) -> str:
         "gpus-per-node": str(job.gpus_per_node) if job.gpus_per_node else None,
         "cpus-per-task": str(job.cpus_per_node) if job.cpus_per_node else None,
         "time": job.time,
-        "signal": f"TERM@{job.save_sec}",
+        "signal": time_signal(job.save_sec),
         "output": f"{job.name}-%j.out",
         "open-mode": "append",
         **chosen,
@@ -86,7 +88,8 @@ def _header(job: SlurmJob, command: Command) -> str:
         "Follow it:  tail -f " + f"{job.name}-JOBID.out" + "   Stop it (it saves first):  scancel --signal=TERM JOBID",
         *command.notes,
         "",
-        f"TERM@{job.save_sec}: this many seconds before the time limit every process gets SIGTERM, saves and exits.",
+        f"{time_signal(job.save_sec)}: so many seconds before the time limit, or up to a minute earlier, this shell",
+        "gets a signal, at which it sends SIGTERM to every process; they save and exit.",
     ]
     if job.image is not None:
         about.append(
@@ -97,63 +100,126 @@ def _header(job: SlurmJob, command: Command) -> str:
     return "#!/bin/bash\n" + "".join(lines) + comment(about)
 
 
-def _environment(job: SlurmJob) -> str:
+def time_signal(save_sec: int) -> str:
+    """The option --signal: to the shell of the script alone, which so knows a time limit from who stops the job."""
+    return f"B:USR1@{save_sec}"
+
+
+SIGNALS = """\
+# USR1: Slurm says that the time is almost up. USR2 asks the same without a time limit. SIGTERM from Slurm, which the
+# processes get too, is not for this shell: it stays, to read their exit codes.
+ending="" step="" told=""
+end_step() {
+    ending="${ending:-$1}"
+    if [[ $told || ! $step ]]; then return; fi
+    told=1
+    # srun itself would kill the processes at SIGTERM. What Slurm has not started yet gets no signal.
+    until squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null | grep -qE '\\.[0-9]+ *$'; do
+        kill -0 "$step" 2>/dev/null || return 0
+        sleep 0.5
+    done
+    until scancel --signal=TERM "$SLURM_JOB_ID"; do
+        kill -0 "$step" 2>/dev/null || return 0
+        sleep 2
+    done
+}
+# In the background, since bash acts on signals only between commands, and in `wait`.
+await_step() {
+    step=$!
+    if [[ $ending ]]; then end_step "$ending"; fi
+    while kill -0 "$step" 2>/dev/null; do
+        wait "$step" || true
+    done
+    code=0
+    wait "$step" || code=$?
+    step=""
+}
+# Slurm takes the nodes for another job, and has asked the processes to end.
+preempted() {
+    scontrol show job "$SLURM_JOB_ID" 2>/dev/null | grep -qE 'PreemptTime=[0-9]'
+}
+trap 'end_step limit' USR1
+trap 'end_step asked' USR2
+trap : TERM
+"""
+"""Lines of bash: what the shell of a job does with signals while `await_step` waits for a job step, and reads its code
+into `code`. `ending` is `limit` or `asked` then."""
+
+
+def environment_text(job: Job) -> str:
+    """Lines of bash that set what the processes have in common."""
     text = comment(
         [
-            "The address at which the processes meet. The port is the one that JAX would choose: outside the",
-            "range of outgoing connections, and different for each job. The nodes must reach each other on it.",
+            "The address at which the processes meet: that of the first node, as Slurm knows it. The port is the one",
+            "that JAX would choose: outside the range of outgoing connections, and different for each job. The nodes",
+            "must reach each other on it.",
         ]
     )
     text += 'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")\n'
-    text += 'export JAX_COORDINATOR_ADDRESS="${hosts[0]}:$((61440 + SLURM_JOB_ID % 4096))"\n'
+    text += 'address="$(scontrol show node "${hosts[0]}" | sed -n \'s/.*NodeAddr=\\([^ ]*\\).*/\\1/p\' || true)"\n'
+    text += 'export JAX_COORDINATOR_ADDRESS="${address:-${hosts[0]}}:$((61440 + SLURM_JOB_ID % 4096))"\n'
     text += 'export JAX_NUM_PROCESSES="$SLURM_JOB_NUM_NODES"\n'
     text += comment(["A random secret of this job's processes: they admit no others. It is not printed."])
     text += f"{VARIABLE}=\"$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')\"\nexport {VARIABLE}\n"
     return text + exports(job.environment()) + comment(job.network_hints(export))
 
 
+TASK = 'export JAX_PROCESS_ID="$SLURM_PROCID" JAXDL_HOST="$SLURMD_NODENAME"\n'
+"""A line of bash of each task before its command: the number of the process, and the name of its node."""
+
+
+_PREEMPTED = """\
+    if preempted; then
+        echo "Slurm takes the nodes for another job; this one is requeued." >&2
+        scontrol requeue "$SLURM_JOB_ID"
+        exit "$code"
+    fi
+"""
+
+
 def _loop(job: SlurmJob, command: Command) -> str:
     # Each task prepares its node and sets the process number. `exec`, so that Slurm's signals reach Python itself.
-    task = 'export JAX_PROCESS_ID="$SLURM_PROCID" JAXDL_HOST="$SLURMD_NODENAME"\n'
     if job.preparation():
         # Files that a user's lines `source` would take the command's words for their own arguments.
-        task = 'jaxdl_command=("$@")\nset --\n' + job.preparation() + task + 'exec "${jaxdl_command[@]}"'
+        task = 'jaxdl_command=("$@")\nset --\n' + job.preparation() + TASK + 'exec "${jaxdl_command[@]}"'
     else:
-        task += 'exec "$@"'
+        task = TASK + 'exec "$@"'
     again = (
         "The time limit is reached; the job is requeued."
         if job.requeue
         else "Saved; the same sbatch resumes from there."
     )
-    requeue = '            scontrol requeue "$SLURM_JOB_ID"\n' if job.requeue else ""
+    requeue = '        scontrol requeue "$SLURM_JOB_ID"\n' if job.requeue else ""
+    # Slurm would not queue a job again that has ended by itself in the time that it was given to save.
+    after_preemption = _PREEMPTED if command.workdir or job.requeue else ""
     never = " | ".join(str(code) for code in NEVER_RESTARTED)
     return f"""\
-# The processes handle SIGTERM. The shell stays, to read their exit codes.
-trap : TERM
-
 num_restarts=0
 export JAXDL_RESTART="${{SLURM_RESTART_COUNT:-0}}" JAXDL_RESTART_REASON=""
 if ((JAXDL_RESTART > 0)); then
     JAXDL_RESTART_REASON="requeued by Slurm"
 fi
 while true; do
-    code=0
     srun {_srun_options(job, command)} \\
         bash -c {shlex.quote(task)} task \\
-        {wrap_command(command.words, indent=" " * 8)} || code=$?
+        {wrap_command(command.words, indent=" " * 8)} &
+    await_step
     case $code in
     0) exit 0 ;;
     {never})
         echo "Ended with $code: a restart would end the same." >&2
         exit "$code"
         ;;
-    {" | ".join(str(code) for code in STOPPED)})
-        if ((${{SLURM_JOB_END_TIME:-0}} > 0 && SLURM_JOB_END_TIME - $(date +%s) <= {job.save_sec + 60})); then
-            echo "{again}" >&2
-{requeue}        fi
-        exit "$code"
-        ;;
     esac
+    case $ending in
+    limit)
+        echo "{again}" >&2
+{requeue}        exit "$code"
+        ;;
+    asked) exit "$code" ;;
+    esac
+{after_preemption}\
+    case $code in {" | ".join(str(code) for code in STOPPED)}) exit "$code" ;; esac
     if ((num_restarts >= {job.restarts})); then
         exit "$code"
     fi
@@ -166,13 +232,20 @@ done
 
 
 def _srun_options(job: SlurmJob, command: Command) -> str:
-    # No kill-on-bad-exit: when a process fails, the others notice it and report the reason. They have this time after
-    # the first exit, and are killed then; learners are not (0).
-    wait_sec = 0 if command.has_learners else job.save_sec
-    options = f"--ntasks-per-node=1 --kill-on-bad-exit=0 --wait={wait_sec} --cpu-bind=none --label"
+    # Learners do not need each other: the others are not killed.
+    options = step_options(0 if command.has_learners else job.save_sec)
     if job.cpus_per_node is not None:
         options += f" --cpus-per-task={job.cpus_per_node}"  # srun does not inherit it from sbatch.
     if job.image is not None:
         options += f" \\\n        --container-image={shlex.quote(job.image)}"
         options += ' --container-mounts="$PWD:$PWD" --container-workdir="$PWD"'
     return options
+
+
+def step_options(wait_sec: int) -> str:
+    """Options of srun for one task on each node of the job.
+
+    No kill-on-bad-exit: when a process fails, the others notice it and report the reason. They have `wait_sec` after
+    the first exit, and are killed then; 0: never.
+    """
+    return f"--ntasks-per-node=1 --kill-on-bad-exit=0 --wait={wait_sec} --cpu-bind=none --label"
