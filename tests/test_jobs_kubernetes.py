@@ -40,7 +40,7 @@ EVERYTHING = [
     "=eth0", "--setup", "export A='b \"c\"'", "--venv", "/opt/venv", "--node-selector", "gpu.vendor/model=H100",
 ]  # fmt: skip
 CASES = [
-    (["--api", api, *more], [api] if api == "jobset" else ["trainingruntime"] * ("--runtime" not in more) + ["trainjob"])
+    (["--api", api, *more], ["trainingruntime"] * (api == "trainjob" and "--runtime" not in more) + [api])
     for api, mores in {
         "jobset": ([], ["--restarts", "9", "--directory", "/app"], EVERYTHING),
         "trainjob": (

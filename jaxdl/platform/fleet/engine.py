@@ -28,6 +28,9 @@ from jaxdl.platform.launch.netns import check_possible, parse_rate
 PIDS_FILE = "pids.json"
 LOST = -1
 """In place of the exit code of an attempt that is gone without one, because it was killed with its keeper."""
+TAKEN = -2
+"""In place of the exit code of an attempt that has no fault in its end: what runs the nodes took them, or it never
+began."""
 engines: dict[str, type[Engine]] = {}
 """Name -> kind of engine."""
 
@@ -41,6 +44,11 @@ class Engine(abc.ABC):
     gives_gpus: ClassVar[bool] = True
     """Whether a host has the GPUs that it asks for, or those of the node that it has alone; without any, and where this
     is False, it has one CPU device."""
+    places: ClassVar[bool] = True
+    """Whether a run's hosts are on the nodes that the policy names. Else these are only as many as there are, and the
+    cluster chooses."""
+    grace_sec: float = 120.0
+    """How long an attempt may take to save and end; its server sets it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -74,7 +82,16 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def poll(self, run: Submission, attempt: int) -> int | None:
-        """The exit code of an attempt, `LOST` without one; None while it lives."""
+        """The exit code of an attempt, `LOST` or `TAKEN` without one; None while it lives, or that is not known."""
+
+    def waits(self, run: Submission, attempt: int) -> str:
+        """Why a started attempt has no nodes yet, such as its place in a queue; "" where it has, or none waits."""
+        del run, attempt
+        return ""
+
+    def problems(self) -> list[str]:
+        """What keeps the engine from doing what it is asked, such as a cluster that does not answer."""
+        return []
 
 
 def exit_code(path: Path) -> int:

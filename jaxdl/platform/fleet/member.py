@@ -50,6 +50,8 @@ class Member:
     """What the user had asked by the time it ended, see `Store.order_number`."""
     problem: str = ""
     """What of its files is damaged, so that it does not start."""
+    waits: str = field(default="", compare=False)
+    """Why its attempt has no nodes yet, where the engine says so."""
     decided: str = field(default="", compare=False)
     """What the last decision said of it."""
 
@@ -57,6 +59,11 @@ class Member:
     def alive(self) -> bool:
         """Whether an attempt may be running."""
         return self.state in (RUNNING, STOPPING)
+
+    @property
+    def told(self) -> str:
+        """Why it is as it is."""
+        return self.problem or (f"{self.reason}; {self.waits}" if self.waits and self.alive else self.reason)
 
     def view(self) -> dict[str, Any]:
         """What is shown of it, as JSON."""
@@ -76,7 +83,7 @@ class Member:
             "since": self.changed or submission.submitted,
             "ended": self.ended,
             "code": self.code,
-            "reason": self.problem or self.reason,
+            "reason": self.told,
             "decided": self.decided,
             "workdir": str(submission.workdir or ""),
         }

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxdl.parallel.cluster import exits
-from jaxdl.platform.fleet.engine import LOST, Engine
+from jaxdl.platform.fleet.engine import LOST, TAKEN, Engine
 from jaxdl.platform.fleet.member import (
     CANCELLED,
     COMPLETED,
@@ -82,6 +82,7 @@ class Server:
     ) -> None:
         """With `read_only`, another server may be writing; only `propose` is for such a one, which writes nothing."""
         self.store, self.engine, self.settings = store, engine, settings
+        engine.grace_sec = settings.grace_sec
         self._now = now
         self._read_only = read_only
         self.known = Members(store, now, read_only=read_only)
@@ -146,6 +147,13 @@ class Server:
             code = self.engine.poll(member.submission, member.attempt)
             if code is not None:
                 self._handle_end(member, code, speed)
+                continue
+            waits = self.engine.waits(member.submission, member.attempt)
+            if waits:  # It has its nodes only afterwards.
+                member.changed = self._now()
+            if waits != member.waits:
+                member.waits = waits
+                self.known.changed.add(member.submission.name)
 
     def _look(self, member: Member) -> float | None:
         """Reads what an attempt reports: its speed, None where there is none yet, and whether it has made a step."""
@@ -164,17 +172,18 @@ class Server:
 
     def _handle_end(self, member: Member, code: int, speed: float | None) -> None:
         """An attempt has ended with a code; `speed` is what it reached."""
-        lost = set(member.nodes).difference(self.engine.nodes())
+        lost = set(member.nodes).difference(self.engine.nodes()) if self.engine.places else set[str]()
         if code == 0:
             self._end(member, COMPLETED, code, speed, "finished")
         elif code == exits.HALTED:
             self._end(member, HALTED, code, speed, "halted by the file in its workdir; `resume` lets it run again")
         elif code in exits.DELIBERATE:
             self._end(member, FAILED, code, speed, f"exit code {code}: it would fail again")
-        elif member.state == STOPPING and (code in _SAVED or self.known.order(member) in ("hold", "cancel")):
+        elif member.state == STOPPING and (code in (*_SAVED, TAKEN) or self.known.order(member) in ("hold", "cancel")):
             self._leave(member, code, speed, member.reason, failures=0 if code in _SAVED else member.failures)
-        elif lost:  # That is no failure of the run.
-            self._leave(member, code, speed, f"{', '.join(sorted(lost))} is out of service", failures=member.failures)
+        elif lost or code == TAKEN:  # That is no failure of the run.
+            why = f"{', '.join(sorted(lost))} is out of service" if lost else "the cluster took its nodes"
+            self._leave(member, code, speed, why, failures=member.failures)
         else:
             # One that was asked to stop and has not saved has lasted, but may have come no further than the one before.
             lasted = member.state != STOPPING and self._now() - member.changed >= self.settings.between_sec
@@ -216,7 +225,7 @@ class Server:
             stop = "its submission is damaged" if unknown else {"hold": "held", "cancel": "cancelled"}.get(order or "")
             if member.state == RUNNING and stop:
                 self.known.write(STOPPED, member, reason=stop)
-            elif member.state == RUNNING and not nodes.issuperset(member.nodes):
+            elif member.state == RUNNING and self.engine.places and not nodes.issuperset(member.nodes):
                 lost = ", ".join(sorted(set(member.nodes) - nodes))
                 self.known.write(STOPPED, member, reason=f"{lost} is out of service")
             elif not member.alive:
@@ -254,7 +263,7 @@ class Server:
                 continue
             least = self.settings.between_sec
             lately = now - member.begun < least if member.begun else now - member.changed < max(least, _START_SEC)
-            fixed = member.state == RUNNING and lately
+            fixed = member.state == RUNNING and lately and not member.waits
             known = {size: estimate.examples_per_sec for size, estimate in self.estimates(submission.name).items()}
             values = {"weight": submission.weight, "priority": submission.priority, "needs": submission.needs}
             values |= {"nodes": len(member.nodes), "fixed": fixed, "places": Counter(member.nodes)}
@@ -367,12 +376,15 @@ class Server:
     def view(self) -> dict[str, Any]:
         """The fleet as JSON, without runs that have ended."""
         lost, room = sorted(self.store.lost_nodes()), self._room()
+        taken = [node for member in self.active.values() if member.alive for node in member.nodes]
         has = {node: dict(amounts) for node, amounts in self.engine.resources().items()}
         nodes = {
             node: ", ".join(name for name, member in self.active.items() if member.alive and node in member.nodes)
-            for node in room.left
+            # Where they are only a number, runs may for a while have more than there are.
+            for node in dict.fromkeys([*room.left, *(() if self.engine.places else taken)])
         }
         runs = [self._view_of(member) for member in self.active.values()]
         free = {node: left for node, left in room.left.items() if left}
         about = {"at": self._now(), "gives_gpus": self.engine.gives_gpus, "has": has, "network": self.settings.network}
-        return {**about, "nodes": nodes, "free": free, "lost": lost, "problems": self.known.problems, "runs": runs}
+        troubles = {"problems": self.known.problems, "engine": self.engine.problems()}
+        return {**about, "nodes": nodes, "free": free, "lost": lost, **troubles, "runs": runs}

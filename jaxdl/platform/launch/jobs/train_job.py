@@ -1,4 +1,4 @@
-"""`python -m jaxdl.launch kubernetes --api trainjob`: a TrainJob of Kubeflow Trainer, whose controller makes the JobSet.
+"""`python -m jaxdl.launch kubernetes --api trainjob`: a TrainJob of Kubeflow Trainer, which makes a JobSet of it.
 
 The JAX policy of its runtime gives each process JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; the file
 gives the other variables. What is started again, where pods run and what they mount is said by a runtime: one in the
