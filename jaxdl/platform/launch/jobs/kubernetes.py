@@ -159,11 +159,6 @@ def job_set_spec(
     `counts`: how many pods it has; `container`: the fields of its container, without name and mounts; `labels` of the
     job.
     """
-    codes = ", ".join(str(code) for code in NEVER_RESTARTED)
-    # A learner is started again alone, and what a restart would not mend ends that learner alone.
-    alone = f"backoffLimitPerIndex: {job.restarts}  # Each pod is started again by itself."
-    together = "backoffLimit: 0  # One pod cannot continue alone: the first failure ends the Job."
-    limit, action = (alone, "FailIndex") if command.has_learners else (together, "FailJob")
     return [
         "network:",
         "  enableDNSHostnames: true  # A headless service, so that pods find each other by name,",
@@ -179,26 +174,12 @@ def job_set_spec(
         f"  - name: {name}",
         "    replicas: 1",
         "    template:",
-        *(
-            [
-                "      metadata:",
-                "        labels:",
-                *(f"          {key}: {quote(value)}" for key, value in labels.items()),
-            ]
-            if labels
-            else []
-        ),
+        *(["      metadata:", "        labels:"] if labels else []),
+        *(f"          {key}: {quote(value)}" for key, value in (labels or {}).items()),
         "      spec:",
         "        completionMode: Indexed",
         *indented(counts, 8),
-        f"        {limit}",
-        "        podFailurePolicy:",
-        "          rules:",
-        f"            - action: {action}  # A user error, or training that diverged: a restart would repeat it.",
-        "              onExitCodes:",
-        f"                containerName: {container_name}",
-        "                operator: In",
-        f"                values: [{codes}]",
+        *indented(_ends(job, command, container_name), 8),
         "        template:",
         "          spec:",
         "            restartPolicy: Never",
@@ -208,6 +189,25 @@ def job_set_spec(
         *indented(container, 16),
         *indented(mounts(job), 16),
         *indented(volumes(job), 12),
+    ]
+
+
+def _ends(job: KubernetesJob, command: Command, container_name: str) -> list[str]:
+    """The lines of a Job on pods that fail."""
+    codes = ", ".join(str(code) for code in NEVER_RESTARTED)
+    # A learner is started again alone, and what a restart would not mend ends that learner alone.
+    alone = f"backoffLimitPerIndex: {job.restarts}  # Each pod is started again by itself."
+    together = "backoffLimit: 0  # One pod cannot continue alone: the first failure ends the Job."
+    limit, action = (alone, "FailIndex") if command.has_learners else (together, "FailJob")
+    return [
+        limit,
+        "podFailurePolicy:",
+        "  rules:",
+        f"    - action: {action}  # A user error, or training that diverged: a restart would repeat it.",
+        "      onExitCodes:",
+        f"        containerName: {container_name}",
+        "        operator: In",
+        f"        values: [{codes}]",
     ]
 
 
