@@ -3,7 +3,7 @@
 python -m benchmarks.fleet.on_kubernetes --out runs/fleet_on_kubernetes --crds FOLDER
 
 Starts an API server of this repository (api_server.py) and a cluster of two nodes whose pods are processes here
-(controllers.py). If --crds names a folder with the schemas of the real definitions, what it is given is checked by them.
+(controllers.py). If --crds names a folder with the schemas of the real definitions, objects are checked by them.
 The client is the real one (`pip install 'jaxdl[kubernetes]'`). A fleet has a run on digits (demo_config.py) that may
 have 1 or 2 nodes, in a queue. It gets both. A second run, for 1 node, comes when it has made some steps: the first one
 is shrunk, and gets its node back when the second one has ended. Meanwhile a pod of the second run and the fleet's
@@ -60,7 +60,7 @@ def play(out: Path, asked: list[Asked], server: ApiServer, cluster: Cluster, arg
         while not condition():
             if time.monotonic() > end:
                 raise RuntimeError(f"{what}: not after {args.limit_sec:g} s. See server.txt and output.txt in {folder}")
-            if fleet.poll():
+            if fleet.poll() or (fleet.poll() == 0 and what != "both runs end"):
                 raise RuntimeError(f"the server ended with code {fleet.returncode}: see {folder / 'server.txt'}")
             time.sleep(0.2)
 
@@ -115,13 +115,15 @@ def main() -> None:
     parser.add_argument("--limit-sec", type=float, default=600.0, help="when the play is given up")
     args = parser.parse_args()
     out = new_folder(parser, args.out)
+    schemas = load_schemas(args.crds) if args.crds else None
     (out / "logs").mkdir()
+    os.chdir(out)  # Runs are submitted from a folder that their pods see.
     os.environ |= {**compiled_once(out), "KUBECONFIG": str(out / "kubeconfig")}
     began = time.monotonic()
     asked = [Asked("run0", 0, 0.0, args.steps, (1, 2)), Asked("run1", 1, 0.0, args.steps // 3, (1,), whole_nodes=1)]
     for run in asked:
         train_whole(run, out / "whole")
-    server = ApiServer(load_schemas(args.crds) if args.crds else None)
+    server = ApiServer(schemas)
     server.write_config(out / "kubeconfig")
     cluster = Cluster(server, NODES, out / "logs", {**compiled_once(out), "PYTHONPATH": str(ROOT)})
     cluster.make_queue(NODES)

@@ -37,8 +37,9 @@ from jaxdl.platform.launch.kubernetes_cluster import Cluster, Refused, Taken, Un
 FLEET, RUN, ATTEMPT = "jaxdl.fleet/id", "jaxdl.fleet/run", "jaxdl.fleet/attempt"
 """Labels of the objects and of their pods."""
 ID_FILE = "kubernetes-id"
-_FRESH_SEC = 1.0
-"""How long the number of nodes is kept: a turn of the server asks for it several times."""
+_FRESH_SEC, _SETTLED_SEC = 1.0, 5.0
+"""How long the number of nodes is kept (a turn of the server asks for it several times); how long there must be fewer,
+since the parts of what a queue says are not of one moment."""
 _LEAST_GRACE_SEC, _TERMINATED = 10.0, 128 + signal.SIGTERM
 _SPARE_SEC = 30
 """What pods may take longer than the server waits, which then says that they did."""
@@ -73,7 +74,8 @@ class OnKubernetes(Engine):
         self._waits: dict[str, str] = {}
         self._told: dict[str, float] = {}
         """Run -> when its object was first known to be deleted."""
-        self._nodes: tuple[float, int] = (-math.inf, 0)
+        self._counted: list[tuple[float, int]] = []
+        """When nodes were counted lately, and how many there were."""
         self._check()
 
     def _below_mount(self, folder: Path, what: str) -> None:
@@ -89,7 +91,7 @@ class OnKubernetes(Engine):
             for kind in self._kinds:
                 if not self._cluster.has(*kind.path):
                     raise ConfigError(f"--api {self._job.api}: the cluster has no {kind.name}. {kind.install}")
-            self._nodes = (time.monotonic(), self._count_nodes())
+            self._counted = [(time.monotonic(), self._count_nodes())]
         except Refused as error:
             raise ConfigError(f"--engine kubernetes: {error}. Give the server's account this right.") from None
         except Unreachable as error:
@@ -99,13 +101,15 @@ class OnKubernetes(Engine):
 
     def nodes(self) -> list[str]:
         """node0, node1, ...: a number only. With a queue its quota, but for what others use; else the ready nodes."""
-        at, number = self._nodes
-        if time.monotonic() - at > _FRESH_SEC:
-            with contextlib.suppress(Unreachable, Refused):  # Those that it had.
+        now = time.monotonic()
+        if now - self._counted[-1][0] > _FRESH_SEC:
+            number = self._counted[-1][1]
+            with contextlib.suppress(Unreachable, Refused, ConfigError):  # Else those that it had.
                 number = self._count_nodes()
-            self._nodes = (time.monotonic(), number)
-        lost = self.store.lost_nodes()
-        return [name for name in (f"node{index}" for index in range(number)) if name not in lost]
+            recent = [one for one in self._counted if now - one[0] <= _SETTLED_SEC]
+            self._counted = [*recent, (now, number)]
+        most, lost = max(number for _, number in self._counted), self.store.lost_nodes()
+        return [name for name in (f"node{index}" for index in range(most)) if name not in lost]
 
     def resources(self) -> Mapping[str, Amounts]:
         """The GPUs of each node."""
@@ -119,8 +123,10 @@ class OnKubernetes(Engine):
             if queue is None:
                 raise ConfigError(f"--queue {job.queue}: namespace {self._cluster.namespace} has no such LocalQueue.")
             cluster_queue = self._cluster.get(*state.CLUSTER_QUEUE, queue["spec"]["clusterQueue"], namespaced=False)
-            mine = [one for kind in self._kinds[:1] for one in self._cluster.find(*kind.path, {FLEET: self._id})]
-            number = state.nodes_of_queue(cluster_queue or {}, job, sum(map(self._kinds[0].num_pods, mine)))
+            kind = self._kinds[0]
+            mine = self._cluster.find(*kind.path, {FLEET: self._id})
+            mine = state.with_quota(mine, self._cluster.find(*state.WORKLOADS, {}) if mine else [])
+            number = state.nodes_of_queue(cluster_queue or {}, job, sum(map(kind.num_pods, mine)))
         if number is None:
             number = sum(state.has_room(node, job) for node in self._cluster.nodes(job.node_selector))
         return min(number, self.num_nodes)
@@ -197,9 +203,9 @@ class OnKubernetes(Engine):
         """Deletes the object when its pods have ended, which get SIGTERM."""
         with contextlib.suppress(Unreachable):
             found = self._cluster.get(*self._kinds[0].path, self._name(run))
-            if found is None or _attempt_of(found) != attempt:
+            if found is not None and _attempt_of(found) != attempt:
                 return
-            if not state.is_deleted(found):
+            if found is not None and not state.is_deleted(found):
                 self._cluster.delete(*self._kinds[0].path, self._name(run))
             self._told.setdefault(run.name, time.monotonic())
 
@@ -257,11 +263,8 @@ class OnKubernetes(Engine):
         if state.is_deleted(found) or self._kinds[0].runs(found):
             return ""
         if state.is_suspended(found):
-            workloads = [
-                one for path in state.WORKLOADS
-                for one in self._cluster.find(*path, {state.JOB_UID: found["metadata"]["uid"]})
-            ]  # fmt: skip
-            return state.why_queued(workloads[:1])
+            mine = {state.JOB_UID: found["metadata"]["uid"]}
+            return state.why_queued(self._cluster.find(*state.WORKLOADS, mine)[:1])
         return state.why_pending(self._cluster.pods(self._labels(run)))
 
     def _conclude(self, run: Submission, attempt: int, *, gone: bool = False) -> None:

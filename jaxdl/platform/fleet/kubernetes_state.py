@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxdl.platform.launch.jobs.kubernetes import KubernetesJob
+from jaxdl.platform.launch.jobs.kubernetes import CONTAINER, KubernetesJob
+from jaxdl.platform.launch.jobs.train_job import NODE
 
 Read = Mapping[str, Any]
 LOCAL_QUEUE = ("kueue.x-k8s.io", "v1beta2", "localqueues")
 CLUSTER_QUEUE = ("kueue.x-k8s.io", "v1beta2", "clusterqueues")
-WORKLOADS = (("kueue.x-k8s.io", "v1beta2", "workloads"),)
+WORKLOADS = ("kueue.x-k8s.io", "v1beta2", "workloads")
 JOB_UID = "kueue.x-k8s.io/job-uid"
 """Kueue's label of a Workload: the uid of its job."""
 _INDEX = "batch.kubernetes.io/job-completion-index"
@@ -45,8 +46,8 @@ class Kind:
         return any(_condition(found, name) for name in self.ends)
 
     def num_pods(self, found: Read) -> int:
-        """How many pods it has, or may have now; 0 while it is suspended and when it has ended."""
-        if is_suspended(found) or self.has_ended(found):
+        """How many pods it has while it runs; 0 when it has ended."""
+        if self.has_ended(found):
             return 0
         spec = found["spec"]
         if "trainer" in spec:
@@ -75,6 +76,12 @@ KINDS: Mapping[str, tuple[Kind, ...]] = {
     ),
 }
 """Value of `--api` -> the kinds of its objects, first that which is the attempt."""
+
+
+def with_quota(jobs: Sequence[Read], workloads: Sequence[Read]) -> list[Read]:
+    """The jobs for which Kueue has reserved what they take, by its Workloads."""
+    reserved = {one["metadata"].get("labels", {}).get(JOB_UID) for one in workloads if _condition(one, "QuotaReserved")}
+    return [job for job in jobs if job["metadata"]["uid"] in reserved]
 
 
 def labelled(made: dict[str, Any], labels: Mapping[str, str]) -> dict[str, Any]:
@@ -151,7 +158,7 @@ def exit_codes(pods: Sequence[Read]) -> dict[int, int]:
         rank = pod["metadata"].get("annotations", {}).get(_INDEX, "0")
         for container in pod.get("status", {}).get("containerStatuses") or []:
             ended = container.get("state", {}).get("terminated")
-            if ended is not None:
+            if ended is not None and container["name"] in (CONTAINER, NODE):
                 codes[int(rank)] = int(ended["exitCode"])
     return codes
 
@@ -180,7 +187,7 @@ def has_room(node: Read, job: KubernetesJob) -> bool:
 def nodes_of_queue(queue: Read, job: KubernetesJob, num_mine: int) -> int | None:
     """How many nodes a ClusterQueue has for a fleet: its own quota, but for what others have of it.
 
-    `num_mine`: the pods that the fleet has. None if the quota is of nothing that the pods are known to take.
+    `num_mine`: the pods for which the fleet has quota. None if the quota is of nothing that the pods are known to take.
     """
     takes = {_GPU: job.gpus_per_node, "cpu": job.cpus_per_node or 0, "pods": 1}
     quota: dict[str, float] = {}

@@ -84,7 +84,7 @@ class Cluster:
         return None
 
     def find(self, group: str, version: str, plural: str, labels: Mapping[str, str]) -> list[Any]:
-        """The objects with these labels, as JSON; none where the cluster has no such kind."""
+        """The objects with these labels (all, without any), as JSON; none where the cluster has no such kind."""
         with contextlib.suppress(_Missing), self._asking():
             return self._custom.list_namespaced_custom_object(
                 group, version, self.namespace, plural, label_selector=_selector(labels), _request_timeout=_TIMEOUT_SEC
@@ -106,7 +106,7 @@ class Cluster:
         """Makes an object. Raises Taken if there is one of its name, and Refused if it is not allowed."""
         group, version = made["apiVersion"].split("/")
         try:
-            with self._asking(refuses=(400, 403, 405, 413, 422)):
+            with self._asking(refuses=(400, 403, 405, 409, 413, 422)):
                 self._custom.create_namespaced_custom_object(
                     group, version, self.namespace, plural, made, _request_timeout=_TIMEOUT_SEC
                 )
@@ -128,7 +128,7 @@ class Cluster:
 
     def pods(self, labels: Mapping[str, str]) -> list[Any]:
         """The pods with these labels, as JSON."""
-        with self._asking():
+        with contextlib.suppress(_Missing), self._asking():
             # As it comes: the client's own objects refuse fields that servers leave out.
             found = self._core.list_namespaced_pod(
                 self.namespace,
@@ -137,10 +137,11 @@ class Cluster:
                 _preload_content=False,
             )
             return json.loads(found.data)["items"]
+        return []
 
     def kill_pods(self, labels: Mapping[str, str]) -> None:
         """Deletes the pods with these labels without time to end."""
-        with self._asking():
+        with contextlib.suppress(_Missing), self._asking():
             self._core.delete_collection_namespaced_pod(
                 self.namespace,
                 label_selector=_selector(labels),
@@ -165,7 +166,7 @@ class Cluster:
             yield
         except self._client.ApiException as error:
             said = _message(error)
-            if error.status not in (404, 409, *refuses):
+            if error.status not in (404, *refuses):
                 raise self._silent(f"it answers {error.status}: {said}") from None
             self._silent_since = 0.0
             if error.status == 404:
