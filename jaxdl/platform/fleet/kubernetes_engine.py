@@ -121,7 +121,9 @@ class OnKubernetes(Engine):
         if job.queue is not None:
             queue = self._cluster.get(*state.LOCAL_QUEUE, job.queue)
             if queue is None:
-                raise ConfigError(f"--queue {job.queue}: namespace {self._cluster.namespace} has no such LocalQueue.")
+                raise ConfigError(
+                    f"--queue {job.queue}: namespace {self._cluster.namespace} has no such LocalQueue of {state.KUEUE}."
+                )
             cluster_queue = self._cluster.get(*state.CLUSTER_QUEUE, queue["spec"]["clusterQueue"], namespaced=False)
             kind = self._kinds[0]
             mine = self._cluster.find(*kind.path, {FLEET: self._id})
@@ -137,7 +139,7 @@ class OnKubernetes(Engine):
             return []
         since, why = self._cluster.silence
         at = time.strftime("%H:%M:%S", time.localtime(since))
-        return [f"the API server of Kubernetes has not answered since {at}: runs go on, and nothing is decided ({why})"]
+        return [f"the API server of Kubernetes has not answered since {at}: no run is started or stopped ({why})"]
 
     # Attempts.
 
@@ -205,6 +207,7 @@ class OnKubernetes(Engine):
             found = self._cluster.get(*self._kinds[0].path, self._name(run))
             if found is not None and _attempt_of(found) != attempt:
                 return
+            self._starting.pop((run.name, attempt), None)
             if found is not None and not state.is_deleted(found):
                 self._cluster.delete(*self._kinds[0].path, self._name(run))
             self._told.setdefault(run.name, time.monotonic())

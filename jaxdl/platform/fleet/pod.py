@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from jaxdl.parallel.cluster import exits
 from jaxdl.platform.fleet.keeper import EXIT_FILE, OUTPUT_FILE
 
 BEGUN_FILE = "begun"
+_LAST_WORDS_SEC = 5.0
 
 
 def main(args: list[str]) -> None:
@@ -57,8 +59,10 @@ def main(args: list[str]) -> None:
         else:
             if asked:  # Before there was a process.
                 running.send_signal(signal.SIGTERM)
-            _copy(running, output.fileno())
+            copying = threading.Thread(target=_copy, args=(running, output.fileno()), daemon=True)
+            copying.start()
             code = running.wait()
+            copying.join(_LAST_WORDS_SEC)  # What the command has started may print on.
     code = code if code >= 0 else 128 - code
     replace_file(ended, json.dumps({"code": code, "at": time.time(), "of": size}).encode())
     sys.exit(code)

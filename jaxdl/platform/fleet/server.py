@@ -183,7 +183,8 @@ class Server:
             self._leave(member, code, speed, member.reason, failures=0 if code in _SAVED else member.failures)
         elif lost or code == TAKEN:  # That is no failure of the run.
             why = f"{', '.join(sorted(lost))} is out of service" if lost else "the cluster took its nodes"
-            self._leave(member, code, speed, why, failures=member.failures)
+            pause = 0.0 if lost else _FIRST_PAUSE_SEC
+            self._leave(member, code, speed, why, failures=member.failures, pause_sec=pause)
         else:
             # One that was asked to stop and has not saved has lasted, but may have come no further than the one before.
             lasted = member.state != STOPPING and self._now() - member.changed >= self.settings.between_sec
@@ -346,7 +347,7 @@ class Server:
         self.engine.kill(member.submission, member.attempt)
 
     def _start(self, member: Member, nodes: list[str]) -> None:
-        attempt, workdir = member.attempt + 1, member.submission.workdir
+        attempt, workdir, member.waits = member.attempt + 1, member.submission.workdir, ""
         values = {
             "attempt": attempt,
             "nodes": nodes,
