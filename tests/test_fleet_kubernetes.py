@@ -339,3 +339,17 @@ def test_the_command_serves(here):
     refused = subprocess.run(words, capture_output=True, text=True, env=env)
     assert refused.returncode == 2
     assert "the engine local has no such option. It is for kubernetes" in " ".join(refused.stderr.split())
+
+
+@pytest.mark.slow
+@pytest.mark.long("five starts of training and two whole runs, beside a server and a cluster of processes")
+def test_runs_that_train_are_harmed_and_have_the_same_losses(tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "benchmarks.fleet.on_kubernetes", "--out", str(out), "--steps", "60"]
+    command += ["--step-sec", "0.3", *(["--crds", str(CRDS)] if CRDS.is_dir() else [])]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((out / "fleet_on_kubernetes.json").read_text())
+    assert found["compared"][0]["sizes"][:2] == [2, 1]
+    assert found["compared"][1]["sizes"] == [1, 1]
+    assert found["compared"][1]["bit_equal_steps"] == 20

@@ -92,14 +92,15 @@ def play(out: Path, asked: list[Asked], server: ApiServer, cluster: Cluster, arg
 
 
 def wrong_attempts(folder: Path, asked: list[Asked]) -> list[str]:
-    """What was not as it should be: the first run is shrunk and grows again, one attempt of the second is killed."""
+    """What was not as it should be: the first run is shrunk, and one attempt of the second is killed."""
     attempts = read_attempts(folder, names_of(asked, folder))
     found = {run.name: [(len(one.nodes), one.code) for one in attempts if one.run == run.name] for run in asked}
-    expected = {asked[0].name: [(2, 143), (1, 143), (2, 0)], asked[1].name: [(1, 137), (1, 0)]}
+    # Whether the first run lasts long enough to grow again depends on how long processes take to start.
+    expected = {asked[0].name: [[(2, 143), (1, 143), (2, 0)], [(2, 143), (1, 0)]], asked[1].name: [[(1, 137), (1, 0)]]}
     return [
-        f"{name}: the nodes and exit codes of its attempts were {found[name]}, not {expected[name]}"
+        f"{name}: the nodes and exit codes of its attempts were {found[name]}, not {expected[name][0]}"
         for name in found
-        if found[name] != expected[name]
+        if found[name] not in expected[name]
     ]
 
 
