@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,7 @@ class Here:
 
     def until(self, condition, what, sec=60):
         def turned():
+            time.sleep(0.1)
             self.server.turn()
             return condition()
 
@@ -122,7 +124,12 @@ def assert_whole(out):
     assert [int(line.split()[0]) for line in lines(out)] == list(range(60)), "every step is made once"
 
 
-@pytest.mark.parametrize("here", [("jobset", False), ("jobset", True), ("trainjob", True)], indirect=True, ids=str)
+@pytest.mark.parametrize(
+    "here",
+    [pytest.param(("jobset", False), marks=pytest.mark.slow), ("jobset", True), ("trainjob", True)],
+    indirect=True,
+    ids=str,
+)
 def test_runs_are_resized_lose_a_pod_and_outlive_their_server(here):
     server = here.serve()
     first, one = here.submit("one", [1, 2, 3])
