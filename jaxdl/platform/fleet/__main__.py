@@ -30,7 +30,8 @@ class Serve(OfFleet):
     nodes. On Ray, the cluster says it."""
     engine: str = "local"
     """Where runs run: `local`, processes on this machine; `netns`, there too, on emulated nodes with a network (root);
-    `ray`, the nodes of a Ray cluster; `slurm`, as jobs of Slurm, among those of others."""
+    `ray`, the nodes of a Ray cluster; `slurm`, as jobs of Slurm, among those of others; `kubernetes`, the nodes, or the
+    quota of a queue, of a Kubernetes cluster."""
     rate: str | None = None
     """Of netns: the rate of each node's link, such as 100mbit; unlimited by default."""
     address: str | None = None
@@ -46,6 +47,27 @@ class Serve(OfFleet):
     run saves --grace-sec before it, and goes on in another job."""
     sbatch: str | None = None
     """Of slurm: more options of sbatch, such as "--constraint=a100 --reservation=mine"."""
+    image: str | None = None
+    """Of kubernetes: the container image; it contains jaxdl and its dependencies."""
+    gpus_per_node: int | None = None
+    """Of kubernetes: GPUs of each node, all used by its one pod; 0 for runs on CPUs."""
+    cpus_per_node: int | None = None
+    """Of kubernetes: CPU cores that a pod asks for."""
+    volume: str | None = None
+    """Of kubernetes: CLAIM:/PATH, a persistent volume claim that all pods mount at /PATH, as this machine does: it has
+    the folder of the fleet, and those of the runs."""
+    namespace: str | None = None
+    """Of kubernetes: the namespace; that of the context otherwise."""
+    context: str | None = None
+    """Of kubernetes: a context of the file that kubectl uses; the current one by default, or the pod's cluster."""
+    api: str | None = None
+    """Of kubernetes: `jobset` (default), or `trainjob` of Kubeflow Trainer."""
+    queue: str | None = None
+    """Of kubernetes: the LocalQueue of Kueue in which runs wait; its quota is what the fleet decides on."""
+    priority_class: str | None = None
+    """Of kubernetes: the WorkloadPriorityClass that runs have in the queue."""
+    node_selector: str | None = None
+    """Of kubernetes: LABEL=VALUE, only nodes with this label."""
     network: str | None = None
     """The rate of a node's network, each way, such as 25gbit: `submit` then computes what the gradient exchange of a
     run takes over it, and its speed on sizes that were not measured follows. Of netns, --rate by default."""
@@ -107,7 +129,7 @@ class Status(OfFleet):
 def serve(args: list[str]) -> None:
     """Serves until a signal, or until all is done."""
     from jaxdl.parallel.lease import Lease
-    from jaxdl.platform.fleet.engines import make_engine, rehearsal_note
+    from jaxdl.platform.fleet.engines import engine_options, make_engine, rehearsal_note
     from jaxdl.platform.fleet.policy import Rules
     from jaxdl.platform.fleet.resources import parse_nodes
     from jaxdl.platform.fleet.server import Server, Settings
@@ -131,8 +153,7 @@ def serve(args: list[str]) -> None:
             raise OptionError(f"--network: {error}") from None
     store = Store(options.state)
     store.folder.mkdir(parents=True, exist_ok=True)
-    given = {"rate": options.rate, "address": options.address, "have": options.have or None}
-    given |= {name: getattr(options, name) for name in ("partition", "account", "qos", "time", "sbatch")}
+    given = {name: None if (value := getattr(options, name)) == () else value for name in engine_options()}
     engine = make_engine(options.engine, store, num_nodes, **given)
     rules = Rules(options.fairness, options.resized, options.solve_sec)
     settings = Settings(rules, options.between_sec, options.failures, options.grace_sec, network)
@@ -169,7 +190,7 @@ def _loop(server: Any, options: Serve) -> None:
     told: list[str] = []
     while True:
         server.turn()
-        problems = server.known.problems
+        problems = [*server.known.problems, *server.engine.problems()]
         for problem in problems:
             if problem not in told:
                 print(f"warning: {problem}", file=sys.stderr, flush=True)
@@ -178,7 +199,7 @@ def _loop(server: Any, options: Serve) -> None:
             if (member := server.members.get(name)) is None:
                 print(f"{time.strftime('%H:%M:%S')}  run {name} was removed", flush=True)
                 continue
-            now = (member.state, member.problem or member.reason)
+            now = (member.state, member.told)
             if said.get(name) != now:
                 said[name] = now
                 nodes = f" on {len(member.nodes)}" if member.nodes else ""

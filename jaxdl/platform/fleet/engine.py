@@ -28,6 +28,9 @@ from jaxdl.platform.launch.netns import check_possible, parse_rate
 PIDS_FILE = "pids.json"
 LOST = -1
 """In place of the exit code of an attempt that is gone without one, because it was killed with its keeper."""
+TAKEN = -2
+"""In place of the exit code of an attempt that has no fault in its end: what runs the nodes took them, or it never
+began."""
 engines: dict[str, type[Engine]] = {}
 """Name -> kind of engine."""
 
@@ -43,11 +46,10 @@ class Engine(abc.ABC):
     is False, it has one CPU device."""
     rehearses: ClassVar[bool] = False
     """Whether all nodes are processes of this machine: to rehearse what an engine for a cluster then does."""
-
-    places: ClassVar[bool] = False
-    """Whether the engine chooses the nodes of a run, when it can: those that `start` is given say how many."""
-    save_sec: float = 120.0
-    """How long a run may take to save and end, where the engine stops it by itself."""
+    names_nodes: ClassVar[bool] = True
+    """Whether `nodes` are machines. Else they are only as many as there are, and the cluster knows which."""
+    grace_sec: float = 120.0
+    """How long an attempt may take to save and end; its server sets it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -81,7 +83,16 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def poll(self, run: Submission, attempt: int) -> int | None:
-        """The exit code of an attempt, `LOST` without one; None while it lives."""
+        """The exit code of an attempt, `LOST` or `TAKEN` without one; None while it lives, or that is not known."""
+
+    def waits(self, run: Submission, attempt: int) -> str:
+        """Why a started attempt has no nodes yet, such as its place in a queue; "" where it has, or none waits."""
+        del run, attempt
+        return ""
+
+    def problems(self) -> list[str]:
+        """What keeps the engine from doing what it is asked, such as a cluster that does not answer."""
+        return []
 
     def look(self) -> bool:
         """Called before each turn of the server; False: the cluster does not answer now, and nothing is decided."""
@@ -92,19 +103,15 @@ class Engine(abc.ABC):
         del run, attempt
         return "", False
 
-    # Of engines that choose the nodes: an attempt waits in a queue of the cluster before it begins.
-
-    def nodes_of(self, run: Submission, attempt: int) -> Sequence[str]:
-        """The nodes that an attempt has; none while it waits for them."""
-        raise NotImplementedError
-
-    def waiting(self, run: Submission, attempt: int) -> str:
-        """Why an attempt waits for its nodes; empty if it does not."""
-        raise NotImplementedError
+    def nodes_of(self, run: Submission, attempt: int) -> Sequence[str] | None:
+        """The nodes that an attempt has been given, none while it waits; None where the policy's choice is kept."""
+        del run, attempt
+        return None
 
     def resize(self, run: Submission, attempt: int, num_nodes: int) -> bool:
         """Gives an attempt that waits another number of nodes; False if that is not possible (any more)."""
-        raise NotImplementedError
+        del run, attempt, num_nodes
+        return False
 
 
 def exit_code(path: Path) -> int:

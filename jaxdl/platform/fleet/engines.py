@@ -5,9 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from jaxdl.core.errors import ConfigError
-from jaxdl.platform.fleet import ray_engine, slurm_engine  # noqa: F401  (they register themselves)
+from jaxdl.platform.fleet import (  # noqa: F401  (they register themselves)
+    kubernetes_engine,
+    ray_engine,
+    slurm_engine,
+)
 from jaxdl.platform.fleet.engine import Engine, engines
 from jaxdl.platform.fleet.store import Store
+
+
+def engine_options() -> list[str]:
+    """The options of `serve` that are for some engine."""
+    return sorted({option for engine in engines.values() for option in engine.options})
 
 
 def make_engine(name: str, store: Store, num_nodes: int, **given: Any) -> Engine:
@@ -22,7 +31,9 @@ def make_engine(name: str, store: Store, num_nodes: int, **given: Any) -> Engine
         if value is not None and option not in kind.options:
             owners = ", ".join(sorted(other for other, engine in engines.items() if option in engine.options))
             shown = " ".join(value) if isinstance(value, tuple) else value
-            raise ConfigError(f"--{option} {shown}: the engine {name} has no such option. It is for {owners}.")
+            raise ConfigError(
+                f"--{option.replace('_', '-')} {shown}: the engine {name} has no such option. It is for {owners}."
+            )
     return kind(store, num_nodes, **{option: given.get(option) for option in kind.options})
 
 

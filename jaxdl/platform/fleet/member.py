@@ -54,6 +54,8 @@ class Member:
     """What the user had asked by the time it ended, see `Store.order_number`."""
     problem: str = ""
     """What of its files is damaged, so that it does not start."""
+    waits: str = field(default="", compare=False)
+    """Why its attempt has no nodes yet, where the engine says so."""
     decided: str = field(default="", compare=False)
     """What the last decision said of it."""
 
@@ -67,8 +69,18 @@ class Member:
         """The node of each host, where that is known."""
         return self.nodes if self.placed else ()
 
+    @property
+    def queued(self) -> bool:
+        """Whether its attempt waits in a queue of its cluster, and so makes no steps."""
+        return self.state == RUNNING and (not self.placed or bool(self.waits))
+
+    @property
+    def told(self) -> str:
+        """Why it is as it is."""
+        return self.problem or (f"{self.reason}; {self.waits}" if self.waits and self.alive else self.reason)
+
     def _shown(self) -> str:
-        if self.state == RUNNING and not self.placed:
+        if self.queued:
             return QUEUED
         return RESIZING if self.resizing and self.state in (STOPPING, WAITING) else self.state
 
@@ -90,7 +102,7 @@ class Member:
             "since": self.changed or submission.submitted,
             "ended": self.ended,
             "code": self.code,
-            "reason": self.problem or self.reason,
+            "reason": self.told,
             "decided": self.decided,
             "workdir": str(submission.workdir or ""),
         }

@@ -13,12 +13,13 @@ from jaxdl.platform.fleet.resources import Amounts, Room
 
 def follow(member: Member, engine: Engine, known: Members) -> None:
     """Takes in where the engine has placed an attempt, or that it waits again."""
-    if not engine.places:
+    given = engine.nodes_of(member.submission, member.attempt)
+    if given is None:
         return
-    nodes = tuple(engine.nodes_of(member.submission, member.attempt))
+    nodes = tuple(given)
     if nodes and (not member.placed or set(nodes) != set(member.nodes)):
         _write(member, known, nodes, placed=True)
-    elif member.placed and not nodes and engine.waiting(member.submission, member.attempt):
+    elif member.placed and not nodes and engine.waits(member.submission, member.attempt):
         _write(member, known, member.nodes, placed=False)
 
 

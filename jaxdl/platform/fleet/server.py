@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxdl.parallel.cluster import exits
-from jaxdl.platform.fleet.engine import LOST, Engine
+from jaxdl.platform.fleet.engine import LOST, TAKEN, Engine
 from jaxdl.platform.fleet.member import (
     CANCELLED,
     COMPLETED,
@@ -83,9 +83,9 @@ class Server:
     ) -> None:
         """With `read_only`, another server may be writing; only `propose` is for such a one, which writes nothing."""
         self.store, self.engine, self.settings = store, engine, settings
+        engine.grace_sec = settings.grace_sec
         self._now = now
         self._read_only = read_only
-        engine.save_sec = settings.grace_sec
         self.known = Members(store, now, read_only=read_only)
         self.decision: Decision | None = None
         self._situation: Any = None
@@ -151,6 +151,13 @@ class Server:
             code = self.engine.poll(member.submission, member.attempt)
             if code is not None:
                 self._handle_end(member, code, speed)
+                continue
+            waits = self.engine.waits(member.submission, member.attempt)
+            if waits and member.placed:  # It has its nodes only afterwards.
+                member.changed = self._now()
+            if waits != member.waits:
+                member.waits = waits
+                self.known.changed.add(member.submission.name)
 
     def _look(self, member: Member) -> float | None:
         """Reads what an attempt reports: its speed, None where there is none yet, and whether it has made a step."""
@@ -169,7 +176,7 @@ class Server:
 
     def _handle_end(self, member: Member, code: int, speed: float | None) -> None:
         """An attempt has ended with a code; `speed` is what it reached."""
-        lost = set(member.here).difference(self.engine.nodes())
+        lost = set(member.here).difference(self.engine.nodes()) if self.engine.names_nodes else set[str]()
         said, blameless = self.engine.explain_end(member.submission, member.attempt)
         if code == 0:
             self._end(member, COMPLETED, code, speed, "finished")
@@ -177,13 +184,15 @@ class Server:
             self._end(member, HALTED, code, speed, "halted by the file in its workdir; `resume` lets it run again")
         elif code in exits.DELIBERATE:
             self._end(member, FAILED, code, speed, f"exit code {code}: it would fail again")
-        elif member.state == STOPPING and (code in _SAVED or self.known.order(member) in ("hold", "cancel")):
+        elif member.state == STOPPING and (code in (*_SAVED, TAKEN) or self.known.order(member) in ("hold", "cancel")):
             self._leave(member, code, speed, member.reason, failures=0 if code in _SAVED else member.failures)
         elif blameless and member.begun:  # Without a step it would go on like that forever.
             saved = code in _SAVED
             self._leave(member, code, speed, f"{said}: starts again", failures=0 if saved else member.failures)
-        elif lost:  # That is no failure of the run.
-            self._leave(member, code, speed, f"{', '.join(sorted(lost))} is out of service", failures=member.failures)
+        elif lost or code == TAKEN:  # That is no failure of the run.
+            why = f"{', '.join(sorted(lost))} is out of service" if lost else "the cluster took its nodes"
+            pause = 0.0 if lost else _FIRST_PAUSE_SEC
+            self._leave(member, code, speed, why, failures=member.failures, pause_sec=pause)
         else:
             # One that was asked to stop and has not saved has lasted, but may have come no further than the one before.
             lasted = member.state != STOPPING and self._now() - member.changed >= self.settings.between_sec
@@ -225,7 +234,7 @@ class Server:
             stop = "its submission is damaged" if unknown else {"hold": "held", "cancel": "cancelled"}.get(order or "")
             if member.state == RUNNING and stop:
                 self.known.write(STOPPED, member, reason=stop)
-            elif member.state == RUNNING and not nodes.issuperset(member.here):
+            elif member.state == RUNNING and self.engine.names_nodes and not nodes.issuperset(member.here):
                 lost = ", ".join(sorted(set(member.here) - nodes))
                 self.known.write(STOPPED, member, reason=f"{lost} is out of service")
             elif not member.alive:
@@ -263,7 +272,7 @@ class Server:
                 continue
             least = self.settings.between_sec
             lately = now - member.begun < least if member.begun else now - member.changed < max(least, _START_SEC)
-            fixed = member.state == RUNNING and member.placed and lately
+            fixed = member.state == RUNNING and lately and not member.queued
             known = {size: estimate.examples_per_sec for size, estimate in self.estimates(submission.name).items()}
             values = {"weight": submission.weight, "priority": submission.priority, "needs": submission.needs}
             values |= {"nodes": len(member.nodes), "fixed": fixed, "places": Counter(member.nodes)}
@@ -341,11 +350,11 @@ class Server:
         self.engine.kill(member.submission, member.attempt)
 
     def _start(self, member: Member, nodes: list[str]) -> None:
-        attempt, workdir = member.attempt + 1, member.submission.workdir
+        attempt, workdir, member.waits = member.attempt + 1, member.submission.workdir, ""
         values = {
             "attempt": attempt,
             "nodes": nodes,
-            "placed": not self.engine.places,
+            "placed": self.engine.nodes_of(member.submission, attempt) is None,
             "resized": bool(member.size) and member.size != len(nodes),
             "from_step": 0 if workdir is None else last_step(workdir),
         }
@@ -363,10 +372,7 @@ class Server:
     def _view_of(self, member: Member) -> dict[str, Any]:
         """A run as JSON."""
         name, shares = member.submission.name, {} if self.decision is None else self.decision.shares
-        view = member.view()
-        if not member.placed and (why := self.engine.waiting(member.submission, member.attempt)):
-            view["reason"] = f"{view['reason']}; {why}"
-        return view | {
+        return member.view() | {
             "share": shares.get(name, 0.0),
             "speeds": {str(n): sec for n, sec in sorted(self.known.measured.of(name).items())},
             "estimates": {str(size): list(estimate) for size, estimate in self.estimates(name).items()},
@@ -375,12 +381,15 @@ class Server:
     def view(self) -> dict[str, Any]:
         """The fleet as JSON, without runs that have ended."""
         lost, room = sorted(self.store.lost_nodes()), self._room()
+        taken = [node for member in self.active.values() if member.alive for node in member.nodes]
         has = {node: dict(amounts) for node, amounts in self.engine.resources().items()}
         nodes = {
             node: ", ".join(name for name, member in self.active.items() if member.alive and node in member.here)
-            for node in room.left
+            # Where they are only a number, runs may for a while have more than there are.
+            for node in dict.fromkeys([*room.left, *(() if self.engine.names_nodes else taken)])
         }
         runs = [self._view_of(member) for member in self.active.values()]
         free = {node: left for node, left in room.left.items() if left}
         about = {"at": self._now(), "gives_gpus": self.engine.gives_gpus, "has": has, "network": self.settings.network}
-        return {**about, "nodes": nodes, "free": free, "lost": lost, "problems": self.known.problems, "runs": runs}
+        troubles = {"problems": self.known.problems, "engine": self.engine.problems()}
+        return {**about, "nodes": nodes, "free": free, "lost": lost, **troubles, "runs": runs}

@@ -55,7 +55,6 @@ class OnSlurm(Engine):
 
     name = "slurm"
     options = ("partition", "account", "qos", "time", "sbatch")
-    places = True
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class OnSlurm(Engine):
         self._known: dict[str, Amounts] = {}
         self._jobs: dict[tuple[str, int], SlurmJob] = {}
         self._places: dict[str, tuple[str, ...]] = {}
-        self._looked = self._told = 0.0
+        self._looked, self._silent = 0.0, ""
         self._asked: dict[tuple[str, str], float] = {}
         self._read()
         if not self._known:
@@ -93,11 +92,14 @@ class OnSlurm(Engine):
         try:
             self._read()
         except ConfigError as error:
-            if time.monotonic() - self._told > 60:
-                self._told = time.monotonic()
-                print(f"warning: {error} Nothing is decided until Slurm answers.", file=sys.stderr, flush=True)
+            self._silent = f"{error} Nothing is decided until Slurm answers."
             return False
+        self._silent = ""
         return True
+
+    def problems(self) -> list[str]:
+        """That Slurm does not answer, and what it says instead."""
+        return [self._silent] if self._silent else []
 
     def _read(self) -> None:
         try:
@@ -141,7 +143,7 @@ class OnSlurm(Engine):
         folder.mkdir(parents=True, exist_ok=True)
         sync_folder(folder.parent)
         gpus = int(min((has.get("gpus", 0) for has in self._known.values()), default=0))
-        job = slurm.SlurmJob(nodes=len(nodes), gpus_per_node=gpus, save_sec=max(1, round(self.save_sec)))
+        job = slurm.SlurmJob(nodes=len(nodes), gpus_per_node=gpus, save_sec=max(1, round(self.grace_sec)))
         replace_file(folder / SCRIPT_FILE, _script(job, run, attempt, folder).encode())
         if run.needs:
             return self._refuse(folder, exits.MISTAKE, "--needs: on Slurm a run has whole nodes. Submit it without.")
@@ -245,7 +247,7 @@ class OnSlurm(Engine):
         job = self._jobs.get((run.name, attempt))
         return self._places.get(job.nodes, ()) if job is not None and job.alive else ()
 
-    def waiting(self, run: Submission, attempt: int) -> str:
+    def waits(self, run: Submission, attempt: int) -> str:
         """Why the job of an attempt waits, by the word that Slurm has for it; empty if it does not."""
         job = self._jobs.get((run.name, attempt))
         if job is None or not job.waits:

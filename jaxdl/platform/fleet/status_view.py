@@ -56,6 +56,8 @@ def show_status(store: Store, *, as_json: bool) -> None:
         console.print(f"out of service: {', '.join(view['lost'])}")
     for problem in view.get("problems", ()):
         console.print(f"damaged: {escape(problem)}", soft_wrap=True)
+    for problem in view.get("engine", ()):
+        console.print(escape(problem), soft_wrap=True)
     if waiting:
         console.print(f"accepted, and not seen by a server yet: {', '.join(waiting)}")
 

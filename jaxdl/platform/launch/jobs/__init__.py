@@ -10,12 +10,18 @@ A run token (`JAXDL_RUN_TOKEN`) is made when the job starts, or by the cluster; 
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from jaxdl.platform.launch.jobs import kubernetes, ray_job, skypilot, slurm
+from jaxdl.platform.launch.jobs import (
+    kubernetes,
+    ray_job,
+    skypilot,
+    slurm,
+    train_job,  # noqa: F401  (it registers itself)
+)
 from jaxdl.platform.launch.jobs.description import print_job
 
 COMMANDS: Mapping[str, Callable[[list[str]], None]] = {
     "slurm": partial(print_job, "slurm", slurm.SlurmJob, slurm.batch_script),
-    "kubernetes": partial(print_job, "kubernetes", kubernetes.KubernetesJob, kubernetes.job_set),
+    "kubernetes": partial(print_job, "kubernetes", kubernetes.KubernetesJob, kubernetes.write),
     "ray": partial(print_job, "ray", ray_job.RayJob, ray_job.script),
     "skypilot": partial(print_job, "skypilot", skypilot.SkyPilotJob, skypilot.task),
 }
