@@ -310,7 +310,7 @@ MISTAKES = {
     "engine kubernetes: give gpus_per_node too": {"gpus_per_node": None},
     "it is not below /elsewhere": {"volume": "files:/elsewhere"},
     "there is no API 'job'": {"api": "job"},
-    "no such LocalQueue": {"queue": "team"},
+    "there is no such kueue.x-k8s.io/v1beta2/localqueues in namespace default": {"queue": "team"},
     "Invalid kube-config": {"context": "there"},
 }
 

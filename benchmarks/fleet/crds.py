@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import jsonschema.validators
 
 _RANGES = {"int32": 2**31, "int64": 2**63}
 _NAME = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"

@@ -121,9 +121,8 @@ class OnKubernetes(Engine):
         if job.queue is not None:
             queue = self._cluster.get(*state.LOCAL_QUEUE, job.queue)
             if queue is None:
-                raise ConfigError(
-                    f"--queue {job.queue}: namespace {self._cluster.namespace} has no such LocalQueue of {state.KUEUE}."
-                )
+                kind, namespace = "/".join(state.LOCAL_QUEUE), self._cluster.namespace
+                raise ConfigError(f"--queue {job.queue}: there is no such {kind} in namespace {namespace}.")
             cluster_queue = self._cluster.get(*state.CLUSTER_QUEUE, queue["spec"]["clusterQueue"], namespaced=False)
             kind = self._kinds[0]
             mine = self._cluster.find(*kind.path, {FLEET: self._id})
