@@ -237,7 +237,7 @@ def test_the_accounts_say_what_the_queue_has_forgotten(cluster, fleet):
     assert "killed for its use of memory" in [e["reason"] for e in Journal(store.folder).events()][-2]
 
 
-def test_nothing_is_decided_while_slurm_does_not_answer(cluster, fleet, capsys):
+def test_nothing_is_decided_while_slurm_does_not_answer(cluster, fleet):
     store, make = fleet
     server, name = make(), submit(store, (2,))
     turns(server)
@@ -247,9 +247,11 @@ def test_nothing_is_decided_while_slurm_does_not_answer(cluster, fleet, capsys):
     submit(store, (1,))
     turns(server, 5)
     assert states(server) == {name: "running"}
-    assert capsys.readouterr().err.count("Unable to contact slurm controller") == 1
+    [problem] = server.engine.problems()
+    assert "Unable to contact slurm controller" in problem
     cluster.heal()
     turns(server)
+    assert server.engine.problems() == []
     assert len(cluster.jobs()) == 2
     cluster.fail("all", "Unable to contact slurm controller")
     with pytest.raises(ConfigError, match="Unable to contact slurm controller"):
