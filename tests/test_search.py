@@ -15,7 +15,8 @@ from jaxdl.optim import SGD
 from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.platform.search import command
 from jaxdl.platform.search.engines import Engine, shares
-from jaxdl.platform.search.workdirs import copy_workdir, value_at
+from jaxdl.platform.search.metrics import value_at
+from jaxdl.platform.search.workdirs import copy_workdir
 from jaxdl.report import Diverged
 from jaxdl.training.command import parse_command
 from jaxdl.training.experiment import read_experiment

@@ -23,7 +23,7 @@ def first_stop(trials: Sequence[Trial]) -> int:
     return min((min(trial.values) for trial in trials if trial.values), default=0)
 
 
-def write_copies(path: Path, trials: Sequence[Trial], settings: Sequence[Setting], direction: Direction) -> None:
+def write_copies(path: Path, trials: Sequence[Trial], settings: Sequence[Setting], *directions: Direction) -> None:
     """Writes an Optuna journal whose study `jaxdl` has the same trials, under the same numbers.
 
     A finished one is COMPLETE, one that failed FAIL, and one that stopped before the full length, or was replaced,
@@ -38,20 +38,20 @@ def write_copies(path: Path, trials: Sequence[Trial], settings: Sequence[Setting
     try:
         storage = storage_at(unfinished)
         kinds = [_state(trial) for trial in trials]
-        studies = {STUDY: [(trial, state, trial.value) for trial, state in zip(trials, kinds, strict=True)]}
+        studies = {STUDY: [(trial, state, trial.point) for trial, state in zip(trials, kinds, strict=True)]}
         if "PRUNED" in kinds:
             studies[f"{STUDY} at step {step}"] = [
-                (trial, "COMPLETE", trial.values[step])
+                (trial, "COMPLETE", (trial.values[step],))
                 for trial in trials
                 if step in trial.values and trial.parent is None
             ]
         for name, copies in studies.items():
-            study = optuna.create_study(storage=storage, study_name=name, direction=direction)
-            for trial, state, value in copies:
+            study = optuna.create_study(storage=storage, study_name=name, directions=directions)
+            for trial, state, point in copies:
                 study.add_trial(
                     optuna.trial.create_trial(
                         state=optuna.trial.TrialState[state],
-                        value=value if state == "COMPLETE" else None,
+                        values=point if state == "COMPLETE" else None,
                         params=stored_settings(settings, trial.settings),
                         distributions=distributions(settings, trial.settings),
                         intermediate_values=dict(trial.values),

@@ -336,5 +336,6 @@ class Trainer:
 
     def _finish(self, status: Status, *, changed: bool = True) -> Run:
         """Writes the curves and the summary (unless nothing has `changed`); returns the run."""
-        summary = self.reporter.finish(status, mesh=self.plan.mesh_sizes, changed=changed)
+        plan = self.plan
+        summary = self.reporter.finish(status, mesh=plan.mesh_sizes, num_params=plan.num_params, changed=changed)
         return Run(self.state, self.reporter.history.columns(), summary, self.plan, self.workdir)
