@@ -52,10 +52,12 @@ def test_the_front_is_that_of_brute_force_and_of_optuna(directions, seed, tmp_pa
     found = [trial.number for trial in front(trials, directions)]
     assert found == [number for number in range(len(points)) if number not in beaten]
     assert best(trials, *directions).number in found
-    write_copies(tmp_path / "optuna.log", trials, [], *directions)
+    objectives = [Objective(f"eval/{place}", way) for place, way in enumerate(directions)]
+    write_copies(tmp_path / "optuna.log", trials, [], objectives)
     study = optuna.load_study(study_name=STUDY, storage=storage_at(tmp_path / "optuna.log"))
     assert [trial.number for trial in study.best_trials] == found
     assert [way.name.lower() for way in study.directions] == list(directions)
+    assert study.metric_names == [objective.metric for objective in objectives]
 
 
 def test_one_metric_has_the_best_trials_as_its_front():
@@ -120,7 +122,9 @@ def play(request, trials=4):
     return journal.trials(), said
 
 
-def test_a_search_by_three_metrics(tmp_path, on_command_line):
+def test_a_search_by_three_metrics(tmp_path, on_command_line, monkeypatch):
+    for plot in ("history", "curves", "slices", "parallel", "importances"):
+        monkeypatch.setattr(f"jaxdl.platform.search.plots.{plot}", lambda *args: None)
     request = request_of_three(tmp_path)
     trials, said = play(request)
     assert [trial.point for trial in trials] == [(1.0, 50.0, 100.0), (2.0, 60.0, 200.0), (3.0, 70.0, 300.0),

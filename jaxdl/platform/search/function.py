@@ -13,7 +13,7 @@ from rich.console import Console
 from jaxdl.core.config import ConfigError
 from jaxdl.platform.search.conduct import Given, Outcome, conduct
 from jaxdl.platform.search.config import SearchConfig
-from jaxdl.platform.search.copies import OPTUNA_FILE
+from jaxdl.platform.search.copies import OPTUNA_FILE, study_at
 from jaxdl.platform.search.driver import check_any
 from jaxdl.platform.search.journal import STUDY, storage_at
 from jaxdl.platform.search.report import REPORT_FILE
@@ -100,11 +100,21 @@ class SearchResult:
             return {"value": trial.value}
         return {metric: trial.metrics.get(metric) for metric in self.directions}
 
-    def study(self) -> Study:
-        """The trials as an Optuna study, for its plots and importances: what stopped early is pruned there."""
+    def study(self, *, first_stop: bool = False) -> Study:
+        """The trials as an Optuna study, for its plots and importances: what stopped early is pruned there.
+
+        With `first_stop` each trial counts as complete with its value where trials are first compared: Optuna's
+        importances and most of its plots leave out those that are pruned. Without any it is the same study.
+        """
         import optuna
 
-        return optuna.load_study(study_name=STUDY, storage=storage_at(self.folder / OPTUNA_FILE))
+        names = [STUDY]
+        stops = [min(trial.values) for trial in self.trials if trial.values]
+        if first_stop and stops:
+            names.insert(0, study_at(min(stops)))
+        storage = storage_at(self.folder / OPTUNA_FILE)
+        known = {study.study_name for study in storage.get_all_studies()}
+        return optuna.load_study(study_name=next(name for name in names if name in known), storage=storage)
 
     def __repr__(self) -> str:
         """Two lines: the best trial, and where the report is."""

@@ -10,6 +10,7 @@ another file, see `copies`.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 STUDY = "jaxdl"
-_OWN = ("target", "reason", "given_up", "parent", "from_step", "replaces")
+_OWN = ("target", "reason", "given_up", "parent", "from_step", "replaces", "begun")
 _OTHERS = "others"
 
 
@@ -112,7 +113,10 @@ class Journal:
         return len(self._storage.get_all_trials(self._id, deepcopy=False)) - 1
 
     def start(self, number: int) -> None:
-        """Records that a process trains a trial from now on."""
+        """Records that a process trains a trial from now on, and when it does so first."""
+        trial_id = self._at(number)
+        if "begun" not in self._storage.get_trial(trial_id).user_attrs:
+            self._storage.set_trial_user_attr(trial_id, "begun", time.time())
         self._turn(number, "WAITING", "RUNNING")
 
     def rest(self, number: int) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jaxdl.core.files import RESULT_FILE
+from jaxdl.core.files import METRICS_FILE, RESULT_FILE
 from jaxdl.platform.search import plots
 from jaxdl.platform.search.copies import OPTUNA_FILE, first_stop, write_copies
 from jaxdl.platform.search.driver import DIVERGED_REASON, Request
@@ -92,7 +94,8 @@ def write_report(
     folder: Path, request: Request, trials: Sequence[Trial], outcome: Mapping[str, Any], shown: SearchView
 ) -> None:
     """Writes result.json, report.md with its plots, and the trials as Optuna's tools understand them."""
-    write_copies(folder / OPTUNA_FILE, trials, request.settings, *request.directions)
+    times = {trial.number: known for trial in trials if (known := _times(request, trial)) is not None}
+    write_copies(folder / OPTUNA_FILE, trials, request.settings, request.objectives, times)
     replace_file(folder / RESULT_FILE, (json.dumps(outcome, indent=2, allow_nan=False) + "\n").encode())
     curves = {trial.number: curve(request.workdir(trial.number), request.metric) for trial in trials}
     pictures = {
@@ -134,6 +137,17 @@ def importances(trials: Sequence[Trial], request: Request) -> dict[str, float]:
         study = as_study(alike, request.settings, (request.direction,))
         evaluator = optuna.importance.PedAnovaImportanceEvaluator()
         return optuna.importance.get_param_importances(study, evaluator=evaluator)
+
+
+def _times(request: Request, trial: Trial) -> tuple[datetime, datetime] | None:
+    """When a trial was started first, and when it wrote its history last; None where that is not known."""
+    if trial.begun is None:
+        return None
+    with contextlib.suppress(OSError):
+        written = datetime.fromtimestamp((request.workdir(trial.number) / METRICS_FILE).stat().st_mtime)
+        begun = datetime.fromtimestamp(trial.begun)
+        return begun, max(begun, written)
+    return None
 
 
 def _trained_steps(request: Request, trial: Trial) -> int:

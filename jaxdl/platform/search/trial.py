@@ -41,6 +41,8 @@ class Trial:
     replaces: int | None = None
     attributes: Mapping[str, Any] = field(default_factory=dict)
     """What the sampler keeps with it."""
+    begun: float | None = None
+    """Unix time of its first start."""
     others: tuple[float, ...] = ()
     """Of several metrics, for which all trials are trained to the end, the last values of those after the first."""
 
