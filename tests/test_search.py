@@ -43,6 +43,7 @@ class Here(Engine, kind="here_for_tests"):
 class InThisProcess:
     """A job trains when it is asked whether it has ended."""
 
+    outlive = False
     started = []
     before = staticmethod(lambda number, words: None)
     """Called before a job trains; its result, unless None, is the exit code instead."""

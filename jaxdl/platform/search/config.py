@@ -12,6 +12,7 @@ from jaxdl.core.kinds import kinds
 from jaxdl.core.options import parse
 from jaxdl.data.phases import Timeline, make_timeline
 from jaxdl.platform.search.engines import Engine, Local
+from jaxdl.platform.search.fleet_engine import OnFleet
 from jaxdl.platform.search.metrics import known_direction
 from jaxdl.platform.search.ray_engine import OnRay
 from jaxdl.platform.search.samplers import TPE, Sampler
@@ -28,7 +29,7 @@ from jaxdl.training.run.plan.validate import check_phases, check_warmup
 if TYPE_CHECKING:
     from jaxdl.data import Splits
 
-__all__ = ["Lengths", "OnRay", "SearchConfig", "check_settings", "combinations", "objectives_of"]
+__all__ = ["Lengths", "OnFleet", "OnRay", "SearchConfig", "check_settings", "combinations", "objectives_of"]
 
 LENGTH_FIELDS = (*LENGTH, "batch_size", "data")
 """Fields that decide how many steps a run has."""

@@ -275,7 +275,7 @@ class Search:
         request, number = self.request, trial.number
         if not self._attempts.is_due(number):
             return
-        if not is_free(request.workdir(number)):
+        if not self.workers.outlive and not is_free(request.workdir(number)):
             if number not in self._waited:
                 self._waited.add(number)
                 self.shows.event(f"trial {number} waits: another process trains in {request.workdir(number)}")

@@ -81,7 +81,7 @@ def why_halted(workdir: Path) -> str:
         record = read_record(workdir)
         if record is not None and record.state == State.HALTED and record.reason is not None:
             return record.reason.text
-    return "halted by the file"
+    return "halted by a user"
 
 
 def why_failed(log: Path) -> str:
