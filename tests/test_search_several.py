@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from types import SimpleNamespace
 
 import optuna
@@ -150,6 +151,7 @@ def test_a_search_by_three_metrics(tmp_path, on_command_line, monkeypatch):
     assert told.best.metrics == {"eval/loss": 1.0, "examples_per_sec": 50.0, "num_params": 100.0}
     assert list(told.frame()["num_params"]) == [100.0, 200.0, 300.0, 400.0]
     assert "4 of them on the front" in repr(told)
+    assert told._repr_html_().count("<th>") == 4 + len(request.objectives)
     assert [trial.values for trial in told.study().best_trials] == [list(trial.point) for trial in trials]
 
 
@@ -233,3 +235,14 @@ def test_a_generation_of_nsga2_follows_the_one_before():
                             attributes=proposal.attributes))  # fmt: skip
     means = [sum(trial.settings["b"] for trial in trials[at : at + 20]) / 20 for at in (0, 40)]
     assert means[1] < means[0]
+
+
+def test_a_notebook_shows_trials_in_the_order_of_the_report(tmp_path):
+    """A finished trial stands before one that waits, whose value at an earlier step may be lower."""
+    trials = [Trial(0, {}, 3, {3: 0.1}), Trial(1, {}, 9, {3: 0.7, 9: 0.5}, "finished"), Trial(2, {}, 9, {}, "failed"),
+              Trial(3, {}, 6, {3: 0.2, 6: 0.9})]  # fmt: skip
+    request = request_in(tmp_path)
+    report = result(request, trials, SearchView(request, course(4), Full()))
+    outcome = SimpleNamespace(request=request, trials=trials, report=report, time_is_over=False)
+    page = _result(tmp_path, outcome)._repr_html_()
+    assert re.findall(r"<tr><td>(\d)</td>", page) == ["1", "3", "0", "2"]
