@@ -5,6 +5,7 @@ import re
 import shutil
 import time
 
+import jax
 import pytest
 from runs import Started, TinyPerceptron, measured, rows, tiny_experiment, write_config
 
@@ -85,8 +86,6 @@ class InThisProcess:
 
 
 def jaxdl_devices():
-    import jax
-
     return jax.devices()[:1]
 
 
@@ -270,6 +269,7 @@ def test_a_copy_is_whole_or_not_there(tiny_run, tmp_path):
     assert not (tmp_path / ".0001.tmp").exists()
     assert not (tmp_path / "0001" / "left").exists()
     assert value_at(source, "eval/accuracy", 4)[0] == tiny_run.metrics["accuracy"]
+    assert value_at(source, "num_params", 4)[0] == sum(x.size for x in jax.tree.leaves(tiny_run.state.params))
 
 
 def test_gpus_are_divided():
