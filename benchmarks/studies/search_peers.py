@@ -72,7 +72,7 @@ def by_ray_tune(folder: Path) -> list[tuple[dict[str, Any], float]]:
         metrics = jaxdl.train(jaxdl.load(CONFIG, {**FIXED, **config}), quiet=True).metrics
         tune.report({METRIC: metrics[METRIC]})
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100_000_000)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100_000_000)
     try:
         grid = {"optimizer.learning_rate": tune.grid_search(RATES), "optimizer.momentum": tune.grid_search(MOMENTA)}
         tuner = tune.Tuner(

@@ -284,9 +284,7 @@ class Reporter:
             jax.profiler.start_trace(self._folder / PROFILE_FOLDER)
             self._profile_end = step + self._config.profile_steps
 
-    def finish(
-        self, status: Status, *, mesh: Mapping[str, int], num_params: int | None = None, changed: bool = True
-    ) -> Summary:
+    def finish(self, status: Status, *, mesh: Mapping[str, int], changed: bool = True) -> Summary:
         """Draws the curves, writes and prints the summary, and returns it.
 
         Its seconds are those of this process and of the ones before it in this workdir that came to their own summary.
@@ -306,7 +304,7 @@ class Reporter:
                 extra=self._consumption.total(self.history.rows),
                 num_restarts=self.history.num_events("restart"),
                 num_rollbacks=self.history.num_events("rollback"),
-                num_params=num_params,
+                num_params=self._subject.num_params,
                 compiling=self._compile_times.figures(),
                 classes=self._judged and self._judged.classes(),
             )

@@ -201,7 +201,7 @@ def _page(request: Request, trials: Sequence[Trial], outcome: Mapping[str, Any],
             *(_cell(trial.settings.get(name, "")) for name in names),
             state,
             str(trial.step),
-            *(f"{value:.6g}" for value in trial.point or ()),
+            *([f"{value:.6g}" for value in trial.point or ()] or [""] * len(metrics)),
         ]
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     return "\n".join(lines) + "\n"

@@ -59,7 +59,7 @@ class Trainer:
 
         folder = self.workdir if jax.process_index() == 0 else None
         source, seed = plan.splits.train, self.experiment.seed
-        subject = Subject(plan.timeline, self.counter, self.parts.task, source, seed, self.experiment)
+        subject = Subject(plan.timeline, self.counter, self.parts.task, source, seed, self.experiment, plan.num_params)
         self.reporter = Reporter(self.experiment.report, folder, self.watch, self.start, subject)
         self.stack.callback(self.reporter.close)
         self.evaluation = Evaluation(plan, self.reporter, self.watch, self.stop.poll)
@@ -336,6 +336,5 @@ class Trainer:
 
     def _finish(self, status: Status, *, changed: bool = True) -> Run:
         """Writes the curves and the summary (unless nothing has `changed`); returns the run."""
-        plan = self.plan
-        summary = self.reporter.finish(status, mesh=plan.mesh_sizes, num_params=plan.num_params, changed=changed)
+        summary = self.reporter.finish(status, mesh=self.plan.mesh_sizes, changed=changed)
         return Run(self.state, self.reporter.history.columns(), summary, self.plan, self.workdir)
