@@ -65,8 +65,8 @@ def by_optuna(sampler: str, trials: int, seed: int) -> list[tuple[dict[str, Any]
 
 def by_ray_tune(folder: Path) -> list[tuple[dict[str, Any], float]]:
     """(settings, loss) of each trial of Ray Tune's program, a grid; a Ray cluster of two CPUs is started for it."""
-    import ray
-    from ray import tune
+    import ray  # pyright: ignore[reportMissingImports]
+    from ray import tune  # pyright: ignore[reportMissingImports]
 
     def trainable(config: dict[str, Any]) -> None:
         metrics = jaxdl.train(jaxdl.load(CONFIG, {**FIXED, **config}), quiet=True).metrics

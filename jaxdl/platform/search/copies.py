@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jaxdl.core.files import partial_path
 from jaxdl.platform.search.journal import STUDY, storage_at
 from jaxdl.platform.search.space import Setting, distributions, stored_settings
-from jaxdl.platform.search.trial import Objective, Trial
+from jaxdl.platform.search.trial import Direction, Objective, Trial
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -100,7 +100,7 @@ def _write_study(
 ) -> Study:
     import optuna
 
-    directions = [objective.direction for objective in objectives]
+    directions: list[Direction] = [objective.direction for objective in objectives]
     study = optuna.create_study(storage=storage, study_name=name, directions=directions)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)

@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from jaxdl.core.files import METRICS_FILE, SUMMARY_FILE
 from jaxdl.report.lines import is_throughput
@@ -49,12 +49,12 @@ def value_at(workdir: Path, metric: str, step: int) -> tuple[float | None, str]:
         return None, f"no {metric} at step {step}: {there}"
     end, value = following[0]
     if is_throughput(metric):
-        rates = [float(rate) for at, rate in values if at <= end and _is_finite(rate)]
+        rates = [rate for at, rate in values if at <= end and _is_finite(rate)]
         value = statistics.median(rates) if rates else None
     return (float(value), "") if _is_finite(value) else (None, f"{metric} at step {step} is not finite")
 
 
-def _is_finite(value: Any) -> bool:
+def _is_finite(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
