@@ -188,8 +188,8 @@ def test_where_metrics_come_from(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "--scheduler asha compares trials by one. Give --scheduler none"),
-        ({"scheduler": PBT()}, "--scheduler pbt compares"),
+        ({}, "scheduler asha compares trials by one. Give scheduler none"),
+        ({"scheduler": PBT()}, "scheduler pbt compares"),
         (
             {"scheduler": Full(), "sampler": "cmaes"},
             "--sampler cmaes proposes settings for one. Choose one of grid, nsga2",
