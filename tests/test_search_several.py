@@ -192,7 +192,7 @@ def test_where_metrics_come_from(tmp_path):
         ({"scheduler": PBT()}, "scheduler pbt compares"),
         (
             {"scheduler": Full(), "sampler": "cmaes"},
-            "--sampler cmaes proposes settings for one. Choose one of grid, nsga2",
+            "proposes settings for one. Choose one of grid, nsga2",
         ),
         ({"scheduler": Full(), "direction": ("maximize",)}, "there are 2 metrics"),
         ({"scheduler": Full(), "metric": ("eval/loss", "evaluation/loss")}, "eval/loss is given twice"),
