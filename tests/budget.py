@@ -43,6 +43,8 @@ BUDGETS = {
     "test_chaos.py": 54,
     "test_plan_tables.py": 54,
     "test_search.py": 64,
+    "test_search_several.py": 10,
+    "test_search_fleet.py": 6,
     "test_lora.py": 52,
     "test_bench_cluster.py": 50,
     "test_recommendation.py": 47,

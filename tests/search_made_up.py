@@ -18,6 +18,8 @@ class MadeUp:
     but for the trial `silent`.
     """
 
+    outlive = False
+
     def __init__(self, request, end, capacity=1, silent=None):
         self.request, self.end, self.capacity, self.silent = request, end, capacity, silent
         self.started, self.jobs, self.calls = [], [], []

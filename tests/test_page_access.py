@@ -332,6 +332,32 @@ def test_the_page_of_a_search(tmp_path):
     assert "<img src=x" not in html
 
 
+def test_the_page_of_a_search_by_two_metrics(tmp_path):
+    for number, loss in enumerate((0.5, 0.25, 0.75)):
+        make_run(tmp_path / "trials" / f"{number:04}", lines=[{"step": 10, "epoch": 1.0, "eval/loss": loss}])
+    given = {"vary": ["seed=1,2,3"], "metric": ["evaluation/loss", "num_params"], "direction": []}
+    (tmp_path / SEARCH_FILE).write_text(json.dumps({"search": given}))
+    address_of_search = f"/search/{address_of_folder(tmp_path)}"
+    html = client(tmp_path).get(address_of_search).text
+    assert html.index("Compare trial 1") < html.index("Compare trial 0") < html.index("Compare trial 2")
+    assert "num_params" in html
+    metrics = [{"eval/loss": 0.5, "num_params": 70007.0}, {"eval/loss": 0.25, "num_params": 8008}, {}]
+    trials = [
+        {"number": number, "value": told.get("eval/loss"), "metrics": told} for number, told in enumerate(metrics)
+    ]
+    result = {"metric": "eval/loss", "direction": "minimize", "front": [0, 1], "best": {"number": 1, "command": "x"},
+              "metrics": {"eval/loss": "minimize", "num_params": "minimize"}, "trials": trials}  # fmt: skip
+    (tmp_path / RESULT_FILE).write_text(json.dumps(result))
+    html = client(tmp_path).get(address_of_search).text
+    assert "On the Pareto front" in html
+    assert "trial <b>0</b>, trial <b>1</b>" in html
+    assert "70,007" in html
+    bad_trials = [{"number": 0, "metrics": 3}]
+    for broken in ({"metrics": 3}, {"metrics": {"a": None}}, {"front": 3}, {"front": [[{}]]}, {"trials": bad_trials}):
+        (tmp_path / RESULT_FILE).write_text(json.dumps(result | broken))
+        assert client(tmp_path).get(address_of_search).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -5,6 +5,7 @@ import re
 import shutil
 import time
 
+import jax
 import pytest
 from runs import Started, TinyPerceptron, measured, rows, tiny_experiment, write_config
 
@@ -15,7 +16,8 @@ from jaxdl.optim import SGD
 from jaxdl.parallel.mesh import MeshConfig
 from jaxdl.platform.search import command
 from jaxdl.platform.search.engines import Engine, shares
-from jaxdl.platform.search.workdirs import copy_workdir, value_at
+from jaxdl.platform.search.metrics import value_at
+from jaxdl.platform.search.workdirs import copy_workdir
 from jaxdl.report import Diverged
 from jaxdl.training.command import parse_command
 from jaxdl.training.experiment import read_experiment
@@ -42,6 +44,7 @@ class Here(Engine, kind="here_for_tests"):
 class InThisProcess:
     """A job trains when it is asked whether it has ended."""
 
+    outlive = False
     started = []
     before = staticmethod(lambda number, words: None)
     """Called before a job trains; its result, unless None, is the exit code instead."""
@@ -83,8 +86,6 @@ class InThisProcess:
 
 
 def jaxdl_devices():
-    import jax
-
     return jax.devices()[:1]
 
 
@@ -268,6 +269,7 @@ def test_a_copy_is_whole_or_not_there(tiny_run, tmp_path):
     assert not (tmp_path / ".0001.tmp").exists()
     assert not (tmp_path / "0001" / "left").exists()
     assert value_at(source, "eval/accuracy", 4)[0] == tiny_run.metrics["accuracy"]
+    assert value_at(source, "num_params", 4)[0] == sum(x.size for x in jax.tree.leaves(tiny_run.state.params))
 
 
 def test_gpus_are_divided():

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import random
+from datetime import datetime
 
 import numpy as np
 import optuna
@@ -13,12 +14,12 @@ from jaxdl.core.files import step_dir
 from jaxdl.platform.search.copies import write_copies
 from jaxdl.platform.search.driver import Search
 from jaxdl.platform.search.journal import STUDY, Journal, storage_at
-from jaxdl.platform.search.report import result, write_report
+from jaxdl.platform.search.report import importances, result, write_report
 from jaxdl.platform.search.samplers import Random
 from jaxdl.platform.search.schedulers import PBT, Full, Halving
 from jaxdl.platform.search.show import SearchView
 from jaxdl.platform.search.space import Choices
-from jaxdl.platform.search.trial import Trial, best
+from jaxdl.platform.search.trial import Objective, Trial, best
 from jaxdl.report.divergence import divergence, losses
 
 GONE = [2.3, 4e9, 8.6e21, 8.6e21, 8.6e21]
@@ -177,15 +178,30 @@ def test_optunas_tools_understand_the_copies(tmp_path):
     trials[1] = dataclasses.replace(trials[1], values={}, state="failed", reason="diverged: it did")
     trials[2] = dataclasses.replace(trials[2], values={})
     path = tmp_path / "optuna.log"
-    write_copies(path, trials, [RATE, other], "minimize")
-    write_copies(path, trials, [RATE, other], "minimize")
+    loss = [Objective("eval/loss", "minimize")]
+    times = {n: (datetime(2026, 11, 1, 9, n), datetime(2026, 11, 1, 10, n)) for n in range(12)}
+    write_copies(path, trials, [RATE, other], loss)
+    write_copies(path, trials, [RATE, other], loss, times)
     study = opened(path)
     assert names_of(study) == ["COMPLETE", "FAIL", "WAITING", *["PRUNED"] * 9]
     assert study.best_trial.number == 0
     assert [dict(one.intermediate_values) for one in study.trials] == [dict(one.values) for one in trials]
+    assert [one.value for one in study.trials] == [one.value for one in trials], "as Optuna ends those it prunes"
+    ended = [one.datetime_complete for one in study.trials if one.state.name == "PRUNED"]
+    assert ended == [times[n][1] for n in range(3, 12)]
+    assert study.metric_names == ["eval/loss"]
     at_3 = opened(path, f"{STUDY} at step 3")
-    assert set(names_of(at_3)) == {"COMPLETE"}
-    assert [one.user_attrs["number"] for one in at_3.trials] == [0, *range(3, 12)]
+    assert names_of(at_3) == ["COMPLETE", "FAIL", "WAITING", *["COMPLETE"] * 9], "under the same numbers"
+    assert [one.value for one in at_3.trials] == [one.values.get(3) for one in trials]
+    assert [dict(one.intermediate_values) for one in at_3.trials] == [
+        {3: one.values[3]} if one.values else {} for one in trials
+    ]
+    assert at_3.metric_names == ["eval/loss at step 3"]
     found = optuna.importance.get_param_importances(at_3, evaluator=optuna.importance.PedAnovaImportanceEvaluator())
+    assert found == importances(trials, request_in(tmp_path, settings=(RATE, other))), "those of the report"
     assert list(found) == [RATE.name, other.name]
+    by_trees = optuna.importance.FanovaImportanceEvaluator(seed=0)
+    fanova = optuna.importance.get_param_importances(at_3, evaluator=by_trees)
+    assert list(fanova) == [RATE.name, other.name]
+    assert fanova[RATE.name] > 0.7
     assert [path.name for path in tmp_path.iterdir()] == ["optuna.log"]

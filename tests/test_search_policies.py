@@ -11,7 +11,7 @@ from mistakes import refusal
 from jaxdl.core.errors import ConfigError
 from jaxdl.core.kinds import kinds
 from jaxdl.platform.search.__main__ import main
-from jaxdl.platform.search.config import SearchConfig, direction_of, metric_of
+from jaxdl.platform.search.config import SearchConfig, objectives_of
 from jaxdl.platform.search.samplers import Grid, Sampler
 from jaxdl.platform.search.schedulers import ASHA, PBT, Clone, Course, Full, Halving, New, Promote
 from jaxdl.platform.search.space import Choices, Number, parse_settings, words_of
@@ -214,7 +214,7 @@ def test_a_population_grows_by_the_trials_that_are_added(ended):
 def test_a_grid_goes_on_where_it_stopped_beside_copies():
     settings = parse_settings(["a=1,2,3"])
     trials = [Trial(0, {"a": 1}, 9), Trial(1, {"a": 2}, 9), Trial(2, {"a": 2}, 9, parent=1, from_step=4, replaces=0)]
-    assert Grid().propose(settings, trials, "maximize", 0, {}).settings == {"a": 3}
+    assert Grid().propose(settings, trials, ("maximize",), 0, {}).settings == {"a": 3}
 
 
 def test_a_population_takes_the_same_decision_after_a_kill_in_the_middle():
@@ -277,7 +277,7 @@ def test_a_grid_has_every_combination_once():
     assert Grid().check(settings) == 6
     trials = []
     for number in range(6):
-        proposal = Grid().propose(settings, trials, "maximize", 0, {})
+        proposal = Grid().propose(settings, trials, ("maximize",), 0, {})
         trials.append(Trial(number, proposal.settings, 1))
     assert [tuple(one.settings.values()) for one in trials] == [(a, b) for a in (1, 2, 3) for b in (0, 1)]
     with pytest.raises(ConfigError, match="no list of values"):
@@ -293,7 +293,7 @@ def test_a_proposal_is_a_function_of_the_journal_and_the_seed(name):
     for seed, found in trials.items():
         attributes = {}
         for number in range(14):
-            asked = [sampler.propose([RATE, MOMENTUM], found, "maximize", seed, attributes) for _ in range(2)]
+            asked = [sampler.propose([RATE, MOMENTUM], found, ("maximize",), seed, attributes) for _ in range(2)]
             assert asked[0] == asked[1]
             attributes, values = asked[0].study_attributes, {1: -abs(asked[0].settings[RATE.name] - 0.1)}
             state = "failed" if number % 5 == 3 else "open"
@@ -356,13 +356,12 @@ def test_who_wins_follows_the_metric_of_the_task(task, metric, winner, tmp_path)
     """In a search, in a population, and where runs are compared; values rise with the number of the trial."""
     experiment = Experiment(task=task)
     config = SearchConfig(metric=metric)
-    direction = direction_of(config, experiment)
+    ((column, direction),) = objectives_of(config, experiment)
     trials = [Trial(number, {RATE.name: 0.1, MOMENTUM.name: 0.9}, 9, {9: 0.1 + number}) for number in range(4)]
     assert best(trials, direction).number == winner
     assert best_first(trials, 9, direction)[0].number == winner
     (clone,) = PBT(interval=9).policy(course(trials=4, direction=direction)).replacements(trials, 9)
     assert (clone.parent, clone.replaces) == (winner, 3 - winner)
-    column = metric_of(config, experiment)
     rows = [{"step": number, column: 0.1 + number} for number in range(4)]
     mode = task.known_mode
     for known in (None, (task.best_metric, mode)) if mode_of(task.best_metric) else ((task.best_metric, mode),):
@@ -371,6 +370,6 @@ def test_who_wins_follows_the_metric_of_the_task(task, metric, winner, tmp_path)
 
 def test_a_metric_without_a_direction_is_refused():
     with pytest.raises(ConfigError, match="best_metric = 'wer': whether a higher or a lower value is better"):
-        direction_of(SearchConfig(), Experiment(task=Loss(loss, best_metric="wer")))
+        objectives_of(SearchConfig(), Experiment(task=Loss(loss, best_metric="wer")))
     with pytest.raises(ConfigError, match="metric eval/wer: whether a higher value is better is not known"):
-        direction_of(SearchConfig(metric="eval/wer"), Experiment(task=Loss(loss)))
+        objectives_of(SearchConfig(metric="eval/wer"), Experiment(task=Loss(loss)))

@@ -62,7 +62,7 @@ def test_a_condition_decides_what_a_trial_has():
     assert grid.check(settings) == 2 * (4 + 2 + 1), "widths, times those of each optimizer"
     trials = []
     for number in range(14):
-        values = grid.propose(settings, trials, "minimize", 0, {}).settings
+        values = grid.propose(settings, trials, ("minimize",), 0, {}).settings
         trials.append(Trial(number, values, 9))
         optimizer = values["optimizer"]
         assert ("optimizer.momentum" in values) == (optimizer != "adamw")
@@ -80,7 +80,7 @@ def test_a_field_may_have_a_range_for_each_value_of_another(tmp_path):
     assert [setting.key for setting in settings] == ["optimizer", "rate if optimizer=sgd", "rate if optimizer=adamw"]
     journal = Journal(tmp_path / "journal", settings, "minimize")
     for seed in range(30):
-        values = TPE(startup=3).propose(settings, journal.trials(), "minimize", seed, {}).settings
+        values = TPE(startup=3).propose(settings, journal.trials(), ("minimize",), seed, {}).settings
         low, high = {"sgd": (1e-2, 1), "adamw": (1e-4, 1e-3), "lars": (None, None)}[values["optimizer"]]
         assert ("rate" in values) == (low is not None)
         assert low is None or low <= values["rate"] <= high
@@ -121,7 +121,7 @@ def test_a_journal_keeps_tuples_and_what_applies(tmp_path):
         journal.finish(len(journal.trials()) - 1, 1.0)
     again = Journal(tmp_path / "journal", settings, "minimize")
     assert [dict(trial.settings) for trial in again.trials()] == given
-    proposed = [TPE(startup=1).propose(settings, again.trials(), "minimize", seed, {}).settings for seed in range(8)]
+    proposed = [TPE(startup=1).propose(settings, again.trials(), ("minimize",), seed, {}).settings for seed in range(8)]
     assert all(values["model.units"] in ((32,), (64, 64)) for values in proposed)
     assert {values["optimizer"] == "sgd" for values in proposed if "optimizer.nesterov" in values} <= {True}
 

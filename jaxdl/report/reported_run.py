@@ -47,7 +47,7 @@ class ReportedTask(Protocol):
 
 @dataclass(frozen=True)
 class Subject:
-    """The run that is reported: its steps, task, training data, the seed of their order, and its resolved config."""
+    """The run that is reported: its steps, task, training data, the seed of their order, its config, and its size."""
 
     timeline: Timeline
     counter: StepCounter
@@ -55,6 +55,7 @@ class Subject:
     source: Source
     seed: int
     config: Config
+    num_params: int | None = None
 
 
 class Report(NamedTuple):

@@ -314,6 +314,7 @@ class Reporter:
                 extra=self._consumption.total(self.history.rows),
                 num_restarts=self.history.num_events("restart"),
                 num_rollbacks=self.history.num_events("rollback"),
+                num_params=self._subject.num_params,
                 compiling=self._compile_times.figures(),
                 classes=self._judged and self._judged.classes(),
             )

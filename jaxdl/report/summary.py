@@ -54,6 +54,7 @@ class Summary(TypedDict):
     mesh: dict[str, int]
     devices: Devices
     versions: dict[str, str]
+    num_params: NotRequired[int]
     compiling: NotRequired[dict[str, float]]
     classes: NotRequired[dict[str, OfClass]]
     extra: NotRequired[dict[str, Any]]
@@ -80,6 +81,7 @@ def make_summary(
     extra: Mapping[str, Any] | None = None,
     num_restarts: int = 0,
     num_rollbacks: int = 0,
+    num_params: int | None = None,
     compiling: Mapping[str, float] | None = None,
     classes: Mapping[str, OfClass] | None = None,
 ) -> Summary:
@@ -88,9 +90,9 @@ def make_summary(
     `status` is "stopped" when `max_steps` or a hook ended it; `steps` of `total_steps` were completed; `metrics` are
     the last ones; `seconds` is wall time per phase (see `Stopwatch.seconds`); `mesh` is axis -> size; `devices` is
     `describe_devices()` unless given; `extra` is any further JSON, kept under "extra"; `num_restarts` counts the
-    launcher's, `num_rollbacks` returns to a checkpoint after bad steps; `compiling` are the figures of
-    `CompileTimes` in this process; `classes` are those of a classifier. A metric that is not finite is
-    `null`.
+    launcher's, `num_rollbacks` returns to a checkpoint after bad steps; `num_params` are the numbers of the network and
+    its embedding tables; `compiling` are the figures of `CompileTimes` in this process; `classes` are those of a
+    classifier. A metric that is not finite is `null`.
     """
     summary: Summary = {
         "status": status,
@@ -106,6 +108,8 @@ def make_summary(
         "devices": describe_devices() if devices is None else devices,
         "versions": versions(),
     }
+    if num_params is not None:
+        summary["num_params"] = num_params
     if compiling is not None:
         summary["compiling"] = {name: round(float(value), 3) for name, value in compiling.items()}
     if classes:

@@ -99,7 +99,7 @@ class Store:
             left_out={str(size): why for size, why in (left_out or {}).items()},
             exchange=exchange,
         )
-        holder = None if made.workdir is None else self._holder(made.workdir)
+        holder = None if made.workdir is None else self.holder(made.workdir)
         if holder is not None:
             raise ConfigError(
                 f"--workdir {made.workdir}: run {holder} has it. Give another folder, or cancel that run first."
@@ -141,11 +141,13 @@ class Store:
                 there = max([there, *map(int, told)])
             return there
 
-    def _holder(self, workdir: Path) -> str | None:
+    def holder(self, workdir: Path) -> str | None:
         """The first run whose workdir this is and may not be another's; None without one.
 
         Submissions are read of runs with this workdir alone, and once of those that an earlier version accepted.
         """
+        if not (self.folder / RUNS).is_dir():
+            return None
         names = (path.name for path in (self.folder / RUNS).iterdir())
         for name, is_noted in sorted(
             self._workdirs.candidates(names, workdir), key=lambda candidate: (len(candidate[0]), candidate)

@@ -37,6 +37,11 @@ class Search:
     """The names of what varies."""
     metric: str = ""
     direction: str = ""
+    """Of several metrics the first."""
+    others: list[tuple[str, str]] = field(default_factory=list)
+    """(metric, direction) of the others."""
+    front: list[str] = field(default_factory=list)
+    """The numbers of the trials on the Pareto front of several metrics, by the report."""
     trials: list[dict[str, Any]] = field(default_factory=list)
     best: str = ""
     """The number of the best trial by the report; empty before there is one."""
@@ -60,20 +65,17 @@ class Searches:
         config = config.get("search", config) if isinstance(config, dict) else {}
         config = config if isinstance(config, dict) else {}
         found.settings = fields_of(config)
-        vary = config.get("vary")
-        found.varied = [str(word).partition("=")[0] for word in vary] if isinstance(vary, list) else []
+        vary = as_list(config.get("vary"))
+        found.varied = [str(word).partition("=")[0] for word in vary]
         result = result if isinstance(result, dict) else {}
         found.has_result = bool(result)
-        given = result.get("metric") or config.get("metric") or _best_metric(trials)
-        found.metric = as_shown(str(given)).replace("evaluation/", "eval/", 1)
-        rises = is_higher_better(found.metric)
-        known = "" if rises is None else "maximize" if rises else "minimize"
-        found.direction = as_shown(str(result.get("direction") or config.get("direction") or known))
+        (found.metric, found.direction), *found.others = _objectives(result, config, trials)
         best = result.get("best")
         if isinstance(best, dict):
             found.best, found.command = str(best.get("number", "")), as_shown(str(best.get("command", "")))
-        listed = result.get("trials")
-        listed = [trial for trial in listed if isinstance(trial, dict)] if isinstance(listed, list) else []
+        if found.others:
+            found.front = [as_shown(str(number)) for number in as_list(result.get("front"))]
+        listed = [trial for trial in as_list(result.get("trials")) if isinstance(trial, dict)]
         by_number = {str(trial.get("number")): trial for trial in listed}
         found.not_listed = max(0, len(trials) - MOST_TRIALS)
         for run in sorted(trials, key=lambda run: run.trial)[:MOST_TRIALS]:
@@ -81,7 +83,7 @@ class Searches:
         missing = by_number.keys() - {trial["number"] for trial in found.trials}
         if missing and not found.not_listed:
             found.problems.append(f"{len(missing)} trials of {RESULT_FILE} have no workdir any more")
-        found.trials.sort(key=lambda trial: _rank(trial, found.direction))
+        found.trials.sort(key=lambda trial: (trial["number"] not in found.front, _rank(trial, found.direction)))
         found.varied = [as_shown(name) for name in found.varied]
         found.pictures = [
             (name, f"{known[0]}-{known[1]}")
@@ -96,10 +98,10 @@ class Searches:
         settings = told.get("settings")
         settings = settings if isinstance(settings, dict) else {}
         values = [settings.get(name, config.get(name.replace("-", "_"))) for name in found.varied]
-        value = run.row.metrics.get(found.metric)
-        value = value if value is not None and math.isfinite(value) else None
-        if not run.is_live and isinstance(told.get("value"), int | float):
-            value = float(told["value"])
+        by_report = {} if run.is_live else {found.metric: told.get("value")}
+        if not run.is_live and isinstance(told.get("metrics"), dict):
+            by_report |= told["metrics"]
+        points = [_number(by_report.get(name), run.row.metrics.get(name)) for name in _names(found)]
         return {
             "number": number,
             "run": run,
@@ -108,7 +110,8 @@ class Searches:
             ],
             "state": as_shown(str(told.get("state") or "")),
             "why": as_shown(str(told.get("reason") or "")),
-            "value": value,
+            "value": points[0],
+            "others": points[1:],
         }
 
     def _config(self, run: Run) -> Mapping[str, Any]:
@@ -121,6 +124,42 @@ class Searches:
                 content = None
             before = self._configs[run.id] = known, flat(content) if isinstance(content, dict) else {}
         return before[1]
+
+
+def as_list(value: Any) -> list[Any]:
+    """The value, if it is a list; else none of it."""
+    return value if isinstance(value, list) else []
+
+
+def _names(found: Search) -> list[str]:
+    return [found.metric, *(metric for metric, _ in found.others)]
+
+
+def _number(*values: Any) -> float | None:
+    """The first finite number of these."""
+    numbers = (float(value) for value in values if isinstance(value, int | float))
+    return next((value for value in numbers if math.isfinite(value)), None)
+
+
+def _objectives(result: Mapping[str, Any], config: Mapping[str, Any], trials: Sequence[Run]) -> list[tuple[str, str]]:
+    """(metric, direction) of what trials are compared by: as the report has it, else as the search was given it."""
+    told = result.get("metrics")
+    if isinstance(told, dict) and told:
+        return [(as_shown(str(metric)), as_shown(str(direction))) for metric, direction in told.items()]
+    given = [result["metric"]] if result.get("metric") else _as_several(config.get("metric"))
+    directions = [result["direction"]] if result.get("direction") else _as_several(config.get("direction"))
+    objectives = []
+    for place, name in enumerate(given or [_best_metric(trials)]):
+        metric = as_shown(str(name)).replace("evaluation/", "eval/", 1)
+        rises = is_higher_better(metric)
+        known = "" if rises is None else "maximize" if rises else "minimize"
+        objectives.append((metric, as_shown(str(directions[place])) if place < len(directions) else known))
+    return objectives
+
+
+def _as_several(given: Any) -> list[Any]:
+    """A list of what a search was given; earlier versions kept the one value."""
+    return as_list(given) or ([given] if given and not isinstance(given, list) else [])
 
 
 def _best_metric(trials: Sequence[Run]) -> str:

@@ -140,9 +140,16 @@ def _lines(given: Given, outcome: Mapping[str, Any]) -> list[str]:
         lines.append(f"waiting {waiting} trial{'s' * (waiting > 1)}, to be resumed by the same command")
     if outcome["best"] is not None:
         best = outcome["best"]
+        if len(outcome["metrics"]) > 1:
+            lines.append(f"front   {len(outcome['front'])} trials, none of which another one beats:")
+            lines += [f"        trial {number}: {_values(outcome, number)}" for number in outcome["front"]]
         lines += [
-            f"best    trial {best['number']}: {outcome['metric']} {best['value']:.6g} at step {best['step']}",
+            f"best    trial {best['number']}: {_values(outcome, best['number'])} at step {best['step']}",
             f"        in {best['workdir']}",
             f"train   {best['command']}",
         ]
     return [*lines, f"report  {given.workdir / 'report.md'}"]
+
+
+def _values(outcome: Mapping[str, Any], number: int) -> str:
+    return ", ".join(f"{name} {value:.6g}" for name, value in outcome["trials"][number]["metrics"].items())

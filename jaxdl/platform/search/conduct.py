@@ -22,8 +22,7 @@ from jaxdl.platform.search.config import (
     SearchConfig,
     check_settings,
     combinations,
-    direction_of,
-    metric_of,
+    objectives_of,
 )
 from jaxdl.platform.search.driver import Request, Search
 from jaxdl.platform.search.journal import Journal, check_optuna, has_values
@@ -31,7 +30,7 @@ from jaxdl.platform.search.report import result, write_report
 from jaxdl.platform.search.schedulers import Course
 from jaxdl.platform.search.show import SearchView
 from jaxdl.platform.search.space import Setting, parse_settings
-from jaxdl.platform.search.trial import Trial
+from jaxdl.platform.search.trial import Objective, Trial
 from jaxdl.report import replace_file
 from jaxdl.report.status.rows import MARKS
 from jaxdl.training.experiment import LENGTH, SINGLE_LENGTHS, Experiment, identity
@@ -77,17 +76,17 @@ def conduct(given: Given, shows: Callable[[SearchView], AbstractContextManager[A
     """
     check_optuna()
     settings = settings_of(given)
-    metric, direction = metric_of(given.search, given.experiment), direction_of(given.search, given.experiment)
+    objectives = objectives_of(given.search, given.experiment)
     _check_no_run(given.workdir)
     with_lease = Lease(given.workdir, _lost, lambda text: Console(stderr=True).print(text, highlight=False))
-    request, course = _prepare(given, settings, metric, direction)
+    request, course = _prepare(given, settings, objectives)
     policy = given.search.scheduler.policy(course)
     try:
         with_lease.acquire()
         _claim(given)
         if given.content is not None:
             replace_file(Path(given.config), given.content)
-        journal = Journal(given.workdir / JOURNAL_FILE, settings, direction)
+        journal = Journal(given.workdir / JOURNAL_FILE, settings, *request.directions)
         workers = given.search.engine.open(given.search.parallel, given.search.devices_per_trial)
         shown = SearchView(request, course, given.search.scheduler)
         with shows(shown) as showing:
@@ -114,7 +113,7 @@ def settings_of(given: Given) -> list[Setting]:
     return settings
 
 
-def _prepare(given: Given, settings: list[Setting], metric: str, direction: Any) -> tuple[Request, Course]:
+def _prepare(given: Given, settings: list[Setting], objectives: Sequence[Objective]) -> tuple[Request, Course]:
     """What the loop and the policy are made of. Raises ConfigError."""
     search, lengths = given.search, Lengths(given.experiment, settings)
     lengths.check(combinations(settings))
@@ -130,8 +129,9 @@ def _prepare(given: Given, settings: list[Setting], metric: str, direction: Any)
         folder=given.workdir,
         command=("--config", given.config, *given.words),
         settings=tuple(settings),
-        metric=metric,
-        direction=direction,
+        metric=objectives[0].metric,
+        direction=objectives[0].direction,
+        others=tuple(objectives[1:]),
         length=lengths.of,
         seed=search.sampler_seed,
         retries=search.retries,
@@ -140,7 +140,9 @@ def _prepare(given: Given, settings: list[Setting], metric: str, direction: Any)
         hours=search.hours,
     )
     total = None if lengths.differ else lengths.timeline.total_steps
-    course = Course(trials, total, lengths.align, direction, settings, search.sampler_seed, search.patience)
+    course = Course(
+        trials, total, lengths.align, request.direction, settings, request.seed, search.patience, request.directions[1:]
+    )
     return request, course
 
 
@@ -189,7 +191,8 @@ def _not_yet_fixed(given: Given, before: SearchConfig) -> tuple[str, ...]:
     """The settings that may be others as long as no trial has a value: a metric that no run has is corrected so."""
     if has_values(given.workdir / JOURNAL_FILE):
         return ()
-    directions = {direction_of(config, given.experiment) for config in (before, given.search)}
+    both = (objectives_of(config, given.experiment) for config in (before, given.search))
+    directions = {tuple(objective.direction for objective in objectives) for objectives in both}
     return ("metric", "direction") if len(directions) == 1 else ()
 
 

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import pydantic
 
 from jaxdl.core.config import Config, ConfigError
+from jaxdl.core.kinds import kinds
 from jaxdl.core.options import parse
 from jaxdl.data.phases import Timeline, make_timeline
 from jaxdl.platform.search.engines import Engine, Local
+from jaxdl.platform.search.fleet_engine import OnFleet
+from jaxdl.platform.search.metrics import known_direction
 from jaxdl.platform.search.ray_engine import OnRay
 from jaxdl.platform.search.samplers import TPE, Sampler
 from jaxdl.platform.search.schedulers import ASHA, Scheduler
 from jaxdl.platform.search.space import Setting, words_of
-from jaxdl.platform.search.trial import Direction
+from jaxdl.platform.search.trial import Objective
 from jaxdl.report.better_direction import is_higher_better
 from jaxdl.training.experiment import LENGTH, SETS_LENGTH, Experiment
 from jaxdl.training.run.plan.changed_settings import check_may_change
@@ -26,7 +29,7 @@ from jaxdl.training.run.plan.validate import check_phases, check_warmup
 if TYPE_CHECKING:
     from jaxdl.data import Splits
 
-__all__ = ["Lengths", "OnRay", "SearchConfig", "check_settings", "combinations", "direction_of", "metric_of"]
+__all__ = ["Lengths", "OnFleet", "OnRay", "SearchConfig", "check_settings", "combinations", "objectives_of"]
 
 LENGTH_FIELDS = (*LENGTH, "batch_size", "data")
 """Fields that decide how many steps a run has."""
@@ -38,12 +41,13 @@ class SearchConfig(Config):
     vary: tuple[str, ...] = ()
     """What varies: NAME=log:LOW:HIGH, uniform:LOW:HIGH, int:LOW:HIGH, logint:LOW:HIGH, or NAME=A,B,C, of which one may
     be a tuple, (64,64); each perhaps with a condition, "NAME=VALUES if OTHER=A,B"."""
-    metric: str | None = None
-    """What is compared: evaluation/accuracy, or any column of metrics.jsonl; None: the task's best metric."""
-    direction: Literal["maximize", "minimize"] | None = None
-    """Whether a higher or a lower metric is better. None: as the task says of its best metric; lower for loss,
-    perplexity, bits_per_byte, error and auc_error, higher for accuracy, accuracy_top5, auc and bleu; required for
-    others."""
+    metric: tuple[str, ...] = ()
+    """What is compared: evaluation/accuracy, any column of metrics.jsonl, or num_params; none: the task's best metric.
+    Of several, of which no trial may be the best in all, the Pareto front is found."""
+    direction: tuple[Literal["maximize", "minimize"], ...] = ()
+    """Whether a higher or a lower metric is better, of each. None: as the task says of its best metric; lower for loss,
+    perplexity, bits_per_byte, error, auc_error, rmse, mae and num_params, higher for accuracy, accuracy_top5, auc,
+    bleu, r2, balanced_accuracy and rates such as examples_per_sec; required for others."""
     trials: int | None = pydantic.Field(default=None, ge=1)
     """How many trials are started in all; of a population its size. None: the whole grid of --sampler grid."""
     parallel: int = pydantic.Field(default=1, ge=1)
@@ -67,26 +71,58 @@ class SearchConfig(Config):
     retries: int = pydantic.Field(default=3, ge=0)
     """How often a trial that broke off, and neither diverged nor was refused, is started again."""
 
+    @pydantic.field_validator("metric", "direction", mode="before")
+    @classmethod
+    def _as_several(cls, given: Any) -> Any:
+        """One is given as such too, as in search.json of earlier versions."""
+        return () if given is None else (given,) if isinstance(given, str) else given
+
 
 FREE = ("trials", "parallel", "devices_per_trial", "engine", "hours", "patience", "retries")
 """The settings that may be others when a search goes on; `trials` only more."""
 
 
-def metric_of(config: SearchConfig, experiment: Experiment) -> str:
-    """The column of metrics.jsonl, `eval/accuracy`."""
-    given = config.metric or f"eval/{experiment.task.best_metric}"
-    return given.replace("evaluation/", "eval/", 1) if given.startswith("evaluation/") else given
+def objectives_of(config: SearchConfig, experiment: Experiment) -> tuple[Objective, ...]:
+    """What trials are compared by, and in which direction. Raises ConfigError where that is not known, or cannot be."""
+    task = experiment.task
+    given = config.metric or (f"eval/{task.best_metric}",)
+    metrics = [f"eval/{name.removeprefix('evaluation/')}" if name.startswith("evaluation/") else name for name in given]
+    if twice := next((name for name in metrics if metrics.count(name) > 1), None):
+        raise ConfigError(f"--metric {' '.join(given)}: {twice} is given twice.")
+    if config.direction and len(config.direction) != len(metrics):
+        raise ConfigError(
+            f"--direction {' '.join(config.direction)}: there are {len(metrics)} metrics ({', '.join(metrics)}). "
+            "Give one direction for each, in their order."
+        )
+    objectives = []
+    for place, metric in enumerate(metrics):
+        if config.direction:
+            objectives.append(Objective(metric, config.direction[place]))
+            continue
+        rises = is_higher_better(metric, (task.best_metric, task.resolved_mode))
+        rises = known_direction(metric) if rises is None else rises
+        if rises is None:
+            each = f", one for each of the {len(metrics)} metrics" if len(metrics) > 1 else ""
+            raise ConfigError(
+                f"--metric {metric}: whether a higher value is better is not known. Give --direction too{each}."
+            )
+        objectives.append(Objective(metric, "maximize" if rises else "minimize"))
+    if len(objectives) > 1:
+        _check_several(config)
+    return tuple(objectives)
 
 
-def direction_of(config: SearchConfig, experiment: Experiment) -> Direction:
-    """Whether a higher or a lower metric is better. Raises ConfigError for a metric of which that is not known."""
-    if config.direction is not None:
-        return config.direction
-    metric, task = metric_of(config, experiment), experiment.task
-    rises = is_higher_better(metric, (task.best_metric, task.resolved_mode))
-    if rises is None:
-        raise ConfigError(f"--metric {metric}: whether a higher value is better is not known. Give --direction too.")
-    return "maximize" if rises else "minimize"
+def _check_several(config: SearchConfig) -> None:
+    """Raises ConfigError for a scheduler or a sampler that takes one metric alone."""
+    told = f"--metric {' '.join(config.metric)}: there are {len(config.metric)} metrics, and"
+    if config.scheduler.one_metric:
+        raise ConfigError(
+            f"{told} --scheduler {config.scheduler.kind} compares trials by one. Give --scheduler none, with which "
+            "every trial is trained to the end, or one metric."
+        )
+    if not config.sampler.several:
+        able = ", ".join(sorted(name for name, sampler in kinds(Sampler).items() if sampler.several))
+        raise ConfigError(f"{told} --sampler {config.sampler.kind} proposes settings for one. Choose one of {able}.")
 
 
 class Lengths:

@@ -24,11 +24,12 @@ from jaxdl.platform.launch.attempt import format_sec
 from jaxdl.platform.search.attempts import Attempts
 from jaxdl.platform.search.engines import Job, Workers
 from jaxdl.platform.search.journal import Journal
+from jaxdl.platform.search.metrics import has_metric, metrics_of, rows, value_at
 from jaxdl.platform.search.samplers import Proposal, Sampler
 from jaxdl.platform.search.schedulers import Action, Clone, New, Policy, Promote
 from jaxdl.platform.search.space import Setting, format_settings, words_of
-from jaxdl.platform.search.trial import Direction, Trial
-from jaxdl.platform.search.workdirs import copy_workdir, is_free, metrics_of, rows, value_at, why_failed, why_halted
+from jaxdl.platform.search.trial import Direction, Objective, Trial
+from jaxdl.platform.search.workdirs import copy_workdir, is_free, why_failed, why_halted
 from jaxdl.report.divergence import divergence, first_loss, losses
 from jaxdl.training.experiment import with_one_length
 
@@ -61,7 +62,7 @@ class Request:
     """`--config FILE` and the options that all trials share."""
     settings: tuple[Setting, ...]
     metric: str
-    """As in metrics.jsonl, `eval/accuracy`."""
+    """As in metrics.jsonl, `eval/accuracy`; of several the first."""
     direction: Direction
     length: Callable[[dict[str, Any]], int]
     """The full length in steps of a trial with these settings."""
@@ -73,6 +74,18 @@ class Request:
     """Where trials keep copies of the data."""
     hours: float | None = None
     """How long one process searches."""
+    others: tuple[Objective, ...] = ()
+    """Of several metrics those after the first."""
+
+    @property
+    def objectives(self) -> tuple[Objective, ...]:
+        """All metrics by which trials are compared."""
+        return (Objective(self.metric, self.direction), *self.others)
+
+    @property
+    def directions(self) -> tuple[Direction, ...]:
+        """Theirs."""
+        return tuple(objective.direction for objective in self.objectives)
 
     def workdir(self, number: int) -> Path:
         """The folder of a trial."""
@@ -173,7 +186,7 @@ class Search:
         """
         value = trial.values.get(trial.target)
         if trial.state == "open" and value is not None and trial.target >= self.request.length(dict(trial.settings)):
-            self.journal.finish(trial.number, value)
+            self.journal.finish(trial.number, value, *trial.others)
         self._copy(trial)
         if self.journal.trials()[trial.number].given_up:
             if any(other.replaces == trial.number for other in self.journal.trials()):
@@ -223,7 +236,7 @@ class Search:
         """The next trial; one whose settings no run can have is recorded as failed when it runs."""
         trials = self.journal.trials()
         proposal: Proposal = self.sampler.propose(
-            self.request.settings, trials, self.request.direction, self.request.seed, self.journal.study_attributes()
+            self.request.settings, trials, self.request.directions, self.request.seed, self.journal.study_attributes()
         )
         self.journal.keep_study_attributes(proposal.study_attributes)
         target = action.target or self.request.length(proposal.settings)
@@ -262,7 +275,7 @@ class Search:
         request, number = self.request, trial.number
         if not self._attempts.is_due(number):
             return
-        if not is_free(request.workdir(number)):
+        if not self.workers.outlive and not is_free(request.workdir(number)):
             if number not in self._waited:
                 self._waited.add(number)
                 self.shows.event(f"trial {number} waits: another process trains in {request.workdir(number)}")
@@ -286,26 +299,33 @@ class Search:
             self.journal.rest(number)
 
     def _record_stop(self, trial: Trial) -> None:
-        workdir, metric = self.request.workdir(trial.number), self.request.metric
-        value, reason = value_at(workdir, metric, trial.target)
-        if value is None:
-            known = metrics_of(workdir)
-            has_it = any(metric in row for row in rows(workdir))
-            if known and not has_it and not any(trial.values for trial in self.journal.trials()):
-                raise ConfigError(
-                    f"--metric {metric}: trial {trial.number}, the first to end, has no such metric, so no run has. "
-                    f"Give one of its metrics, and the search goes on with its trials: {', '.join(known)}."
-                )
-            self._fail(trial, reason)
-            return
+        workdir, point, told = self.request.workdir(trial.number), list[float](), list[str]()
+        for metric, _ in self.request.objectives:
+            value, reason = value_at(workdir, metric, trial.target)
+            if value is None:
+                self._check_has_metric(trial, metric)
+                self._fail(trial, reason)
+                return
+            point.append(value)
+            told.append(f"{metric} {value:.6g}")
         if why := self._divergence(trial):
-            self._fail(trial, f"{DIVERGED_REASON}{why}; {metric} was {value:.6g} by chance")
+            self._fail(trial, f"{DIVERGED_REASON}{why}; {told[0].replace(' ', ' was ')} by chance")
             return
         self._attempts.note_stop(trial.number)
-        self.journal.report(trial.number, trial.target, value)
-        self.shows.event(f"trial {trial.number} at step {trial.target}: {self.request.metric} {value:.6g}")
+        self.journal.report(trial.number, trial.target, *point)
+        self.shows.event(f"trial {trial.number} at step {trial.target}: {', '.join(told)}")
         if trial.target >= self.request.length(dict(trial.settings)):
-            self.journal.finish(trial.number, value)
+            self.journal.finish(trial.number, *point)
+
+    def _check_has_metric(self, trial: Trial, metric: str) -> None:
+        """Raises ConfigError for a metric that the first trial to end does not measure: no run does."""
+        workdir = self.request.workdir(trial.number)
+        known = metrics_of(workdir)
+        if known and not has_metric(workdir, metric) and not any(trial.values for trial in self.journal.trials()):
+            raise ConfigError(
+                f"--metric {metric}: trial {trial.number}, the first to end, has no such metric, so no run has. "
+                f"Give one of its metrics, and the search goes on with its trials: {', '.join(known)}."
+            )
 
     def _divergence(self, trial: Trial) -> str:
         """How the loss of a trial left the point at which it, or the best of the others, has started; empty if not."""

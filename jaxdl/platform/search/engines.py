@@ -40,6 +40,8 @@ class Workers(Protocol):
     """Trials that run. At most `capacity` at a time are started."""
 
     capacity: int
+    outlive: bool
+    """Whether jobs go on without the search: `start` of a later one finds them again."""
 
     def start(self, job: Job) -> None:
         """Starts a job."""
@@ -100,6 +102,8 @@ def shares(gpus: Sequence[str], parallel: int, devices_per_trial: int | None) ->
 
 class Processes:
     """`Workers` on this machine: they, and what they start, are killed when this process ends for any reason."""
+
+    outlive = False
 
     def __init__(self, environments: Sequence[Mapping[str, str]]) -> None:
         self.capacity = len(environments)

@@ -13,11 +13,12 @@ from rich.console import Console
 from jaxdl.core.config import ConfigError
 from jaxdl.platform.search.conduct import Given, Outcome, conduct
 from jaxdl.platform.search.config import SearchConfig
-from jaxdl.platform.search.copies import OPTUNA_FILE
+from jaxdl.platform.search.copies import OPTUNA_FILE, study_at
 from jaxdl.platform.search.driver import check_any
 from jaxdl.platform.search.journal import STUDY, storage_at
 from jaxdl.platform.search.report import REPORT_FILE
 from jaxdl.platform.search.show import Display, Lines, SearchView, Silent
+from jaxdl.platform.search.trial import Direction, rank
 from jaxdl.platform.search.vary import vary_texts
 from jaxdl.training.experiment import Experiment, as_experiment, load
 from jaxdl.training.run.result import Interrupted
@@ -48,7 +49,9 @@ class SearchTrial:
     value: float | None
     """The metric there."""
     values: dict[int, float]
-    """Step -> the metric, wherever it was compared."""
+    """Step -> the metric, wherever it was compared; of several metrics the first."""
+    metrics: dict[str, float]
+    """All metrics there by name; empty without values."""
     workdir: Path
     command: str
     """A command that trains the same settings to the end in a new folder."""
@@ -66,50 +69,75 @@ class SearchResult:
 
     folder: Path
     metric: str
-    direction: str
+    """Of several the first."""
+    direction: Direction
     """Whether a higher or a lower metric is better: maximize or minimize."""
     trials: tuple[SearchTrial, ...]
     best: SearchTrial | None
-    """None where no trial has a value."""
+    """None where no trial has a value. With several metrics that trial of the front whose first metric is best."""
+    front: tuple[SearchTrial, ...]
+    """The Pareto front of several metrics: the trials than which no other is as good in all and better in one."""
+    directions: dict[str, Direction]
+    """Metric -> maximize or minimize."""
     finished: bool
     """False where `hours` were over before: the same call goes on."""
 
     def frame(self) -> pd.DataFrame:
-        """A row for each trial: number, state, step, value, then the settings. Raises ImportError without pandas."""
+        """A row for each trial: number, state, step, value, then the settings; with several metrics one column each.
+
+        Raises ImportError without pandas.
+        """
         import pandas as pd
 
         rows = [
-            {"number": trial.number, "state": trial.state, "step": trial.step, "value": trial.value, **trial.settings}
+            {"number": trial.number, "state": trial.state, "step": trial.step, **self._values(trial), **trial.settings}
             for trial in self.trials
         ]
         return pd.DataFrame(rows).set_index("number")
 
-    def study(self) -> Study:
-        """The trials as an Optuna study, for its plots and importances: what stopped early is pruned there."""
+    def _values(self, trial: SearchTrial) -> dict[str, float | None]:
+        if len(self.directions) == 1:
+            return {"value": trial.value}
+        return {metric: trial.metrics.get(metric) for metric in self.directions}
+
+    def study(self, *, first_stop: bool = False) -> Study:
+        """The trials as an Optuna study, for its plots and importances: what stopped early is pruned there.
+
+        With `first_stop` each trial counts as complete with its value where trials are first compared: Optuna's
+        importances and most of its plots leave out those that are pruned. Without any it is the same study.
+        """
         import optuna
 
-        return optuna.load_study(study_name=STUDY, storage=storage_at(self.folder / OPTUNA_FILE))
+        names = [STUDY]
+        stops = [min(trial.values) for trial in self.trials if trial.values]
+        if first_stop and stops:
+            names.insert(0, study_at(min(stops)))
+        storage = storage_at(self.folder / OPTUNA_FILE)
+        known = {study.study_name for study in storage.get_all_studies()}
+        return optuna.load_study(study_name=next(name for name in names if name in known), storage=storage)
 
     def __repr__(self) -> str:
         """Two lines: the best trial, and where the report is."""
         found = "no trial has a value"
         if (best := self.best) is not None:
             settings = ", ".join(f"{name} {value}" for name, value in best.settings.items())
-            found = f"trial {best.number}: {self.metric} {best.value:.6g} at step {best.step} ({settings})"
+            values = ", ".join(f"{name} {value:.6g}" for name, value in best.metrics.items())
+            found = f"trial {best.number}: {values} at step {best.step} ({settings})"
+            if len(self.directions) > 1:
+                found = f"{len(self.front)} of them on the front, {found}"
         goes_on = "" if self.finished else "; its hours are over, the same call goes on"
         return f"SearchResult of {len(self.trials)} trials, {found}{goes_on}\nreport: {self.folder / REPORT_FILE}"
 
     def _repr_html_(self) -> str:
         """The same for notebooks, and a table of the best trials."""
-        better = -1 if self.direction == "maximize" else 1
-        order = sorted(self.trials, key=lambda trial: (trial.value is None, better * (trial.value or 0)))
+        order = sorted(self.trials, key=lambda trial: (trial not in self.front, rank(trial, self.direction)))
         names = list(dict.fromkeys(name for trial in self.trials for name in trial.settings))
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in ("trial", *names, "state", "step", self.metric))
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in ("trial", *names, "state", "step", *self.directions))
         rows = []
         for trial in order[:20]:
-            value = "" if trial.value is None else f"{trial.value:.6g}"
+            values = [f"{trial.metrics[name]:.6g}" if trial.metrics else "" for name in self.directions]
             settings = [str(trial.settings.get(name, "")) for name in names]
-            cells = [str(trial.number), *settings, trial.state, str(trial.step), value]
+            cells = [str(trial.number), *settings, trial.state, str(trial.step), *values]
             rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
         body = "".join(f"<tr>{row}</tr>" for row in rows)
         return f"<pre>{html.escape(repr(self))}</pre><table><tr>{head}</tr>{body}</table>"
@@ -142,10 +170,11 @@ def search(
       workdir: the folder of the search.
       overrides: of a config file, as `jaxdl.load` takes them.
       quiet: print nothing. Otherwise a live table in a terminal, else a line for each event.
-      settings: the fields of `SearchConfig`: trials, parallel, metric, sampler, scheduler, hours, patience and others.
+      settings: the fields of `SearchConfig`: trials, parallel, metric, sampler, scheduler, hours, patience and others,
+        also `**{"scheduler.min_steps": 100}`.
 
     Returns:
-      What was found: `best`, all `trials`, `frame()` for pandas, `study()` for Optuna.
+      What was found: `best`, of several metrics the `front`, all `trials`, `frame()` for pandas, `study()` for Optuna.
 
     Raises:
       ConfigError: for a setting that cannot be used, or when every trial has failed.
@@ -170,7 +199,7 @@ def _given(experiment: Experiment | str | Path, overrides: Any, folder: Path, se
     if overrides and not isinstance(experiment, str | Path):
         raise ConfigError("overrides: they are for a config file. Give experiment.replaced({...}) instead.")
     chosen = load(experiment, overrides) if isinstance(experiment, str | Path) else as_experiment(experiment)
-    unknown = sorted(set(settings) - set(SearchConfig.model_fields))
+    unknown = sorted(name for name in settings if name.partition(".")[0] not in SearchConfig.model_fields)
     if unknown:
         raise ConfigError(f"search: {unknown[0]}: no such setting. There are {', '.join(SearchConfig.model_fields)}.")
     content = chosen.to_json()
@@ -194,10 +223,20 @@ def _result(folder: Path, outcome: Outcome) -> SearchResult:
             step=trial.step,
             value=trial.value,
             values=dict(sorted(trial.values.items())),
+            metrics=told["metrics"],
             workdir=request.workdir(trial.number),
             command=request.again(trial),
         )
         for trial, told in zip(outcome.trials, report["trials"], strict=True)
     )
     best = None if report["best"] is None else trials[report["best"]["number"]]
-    return SearchResult(folder, request.metric, request.direction, trials, best, not outcome.time_is_over)
+    return SearchResult(
+        folder=folder,
+        metric=request.metric,
+        direction=request.direction,
+        trials=trials,
+        best=best,
+        front=tuple(trials[number] for number in report["front"]),
+        directions={objective.metric: objective.direction for objective in request.objectives},
+        finished=not outcome.time_is_over,
+    )

@@ -1,14 +1,16 @@
 """The journal of a search: Optuna's file journal, from which everything is known after a kill.
 
 An Optuna trial is RUNNING while a process trains it. One that waits at a rung, or has failed and may yet train, is
-WAITING, as those that Optuna has enqueued: its finished ones cannot resume. Intermediate values are the metric at the
-steps where it stopped. The search holds a lease of its folder and is the one writer, so the file needs no lock; others,
-such as optuna-dashboard, may read it. What Optuna's tools make of a whole search is in another file, see `copies`.
+WAITING, as those that Optuna has enqueued: its finished ones cannot resume. Intermediate values are the metric, of
+several the first, at the steps where it stopped. The search holds a lease of its folder and is the one writer, so the
+file needs no lock; others, such as optuna-dashboard, may read it. What Optuna's tools make of a whole search is in
+another file, see `copies`.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 STUDY = "jaxdl"
-_OWN = ("target", "reason", "given_up", "parent", "from_step", "replaces")
+_OWN = ("target", "reason", "given_up", "parent", "from_step", "replaces", "begun")
+_OTHERS = "others"
 
 
 def check_optuna() -> None:
@@ -60,7 +63,8 @@ class Journal:
     Raises ConfigError for a file that is no journal of this search.
     """
 
-    def __init__(self, path: Path, settings: list[Setting], direction: Direction) -> None:
+    def __init__(self, path: Path, settings: list[Setting], *directions: Direction) -> None:
+        """`directions`: of each metric."""
         check_optuna()
         import optuna
 
@@ -69,7 +73,7 @@ class Journal:
         try:
             self._storage = storage_at(path)
             study = optuna.create_study(
-                storage=self._storage, study_name=STUDY, direction=direction, load_if_exists=True
+                storage=self._storage, study_name=STUDY, directions=directions, load_if_exists=True
             )
             self._study, self._id = study, self._storage.get_study_id_from_name(STUDY)
         except (ValueError, KeyError, TypeError) as error:
@@ -109,7 +113,10 @@ class Journal:
         return len(self._storage.get_all_trials(self._id, deepcopy=False)) - 1
 
     def start(self, number: int) -> None:
-        """Records that a process trains a trial from now on."""
+        """Records that a process trains a trial from now on, and when it does so first."""
+        trial_id = self._at(number)
+        if "begun" not in self._storage.get_trial(trial_id).user_attrs:
+            self._storage.set_trial_user_attr(trial_id, "begun", time.time())
         self._turn(number, "WAITING", "RUNNING")
 
     def rest(self, number: int) -> None:
@@ -127,13 +134,15 @@ class Journal:
         """Records that a trial trains on to a step."""
         self._storage.set_trial_user_attr(self._at(number), "target", target)
 
-    def report(self, number: int, step: int, value: float) -> None:
-        """Records the metric of a trial at a step where it stopped."""
+    def report(self, number: int, step: int, value: float, *others: float) -> None:
+        """Records the metrics of a trial at a step where it stopped; with several it is its full length."""
+        if others:
+            self._storage.set_trial_user_attr(self._at(number), _OTHERS, others)
         self._storage.set_trial_intermediate_value(self._at(number), step, value)
 
-    def finish(self, number: int, value: float) -> None:
-        """Records that a trial has reached its full length."""
-        self._end(number, "COMPLETE", value)
+    def finish(self, number: int, *point: float) -> None:
+        """Records that a trial has reached its full length, with these values of the metrics."""
+        self._end(number, "COMPLETE", point)
 
     def fail(self, number: int, reason: str) -> None:
         """Records that a trial cannot train on."""
@@ -169,11 +178,10 @@ class Journal:
             if before.get(name) != value:
                 self._storage.set_study_system_attr(self._id, name, value)
 
-    def _end(self, number: int, state: str, value: float | None = None) -> None:
+    def _end(self, number: int, state: str, point: Sequence[float] | None = None) -> None:
         from optuna.trial import TrialState
 
-        values = None if value is None else [value]
-        self._storage.set_trial_state_values(self._at(number), TrialState[state], values)
+        self._storage.set_trial_state_values(self._at(number), TrialState[state], point)
 
     def _at(self, number: int) -> int:
         return self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
@@ -201,6 +209,7 @@ def _trial(trial: FrozenTrial, settings: Sequence[Setting]) -> Trial:
         number=trial.number,
         settings=read_settings(settings, trial.params),
         values=dict(trial.intermediate_values),
+        others=tuple(trial.user_attrs.get(_OTHERS, ())),
         state=state,
         attributes=trial.system_attrs,
         **{"target": 0, **attributes, "given_up": state == "failed" and trial.state.name != "FAIL"},

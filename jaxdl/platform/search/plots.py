@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxdl.platform.search.driver import Request
 from jaxdl.platform.search.space import Number, Setting, short
-from jaxdl.platform.search.trial import Trial, comparable, rank
+from jaxdl.platform.search.trial import Direction, Trial, comparable, front, rank
 from jaxdl.report import style
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _GOOD, _POOR = "#0072b2", "#d7dbe2"
 """The colours of the best and the worst trial."""
+_RATIO = 20
+"""An axis whose values differ by such a factor is logarithmic."""
 
 
 def history(trials: Sequence[Trial], request: Request) -> bytes | None:
@@ -27,7 +29,7 @@ def history(trials: Sequence[Trial], request: Request) -> bytes | None:
     figure = style.new_figure(8, 4, "Trials of the search")
     axes = figure.subplots()
     most = max(trial.step for trial in seen)
-    limits = _limits([_value(trial) for trial in seen], request)
+    limits = _limits([_value(trial) for trial in seen], request.direction)
     sizes = [15 + 65 * trial.step / most for trial in seen]
     heights = [min(max(_value(trial), limits[0]), limits[1]) for trial in seen]
     axes.scatter([trial.number for trial in seen], heights, s=sizes, color=_GOOD, alpha=0.75)
@@ -64,7 +66,9 @@ def curves(
         if points:
             axes.plot(*zip(*points, strict=True), color=shades[trial.number], lw=1.2)
             axes.plot(*points[-1], "o", color=shades[trial.number], ms=3.5)
-    axes.set_ylim(*_with_margin(_limits([value for points in points_of.values() for _, value in points], request)))
+    axes.set_ylim(
+        *_with_margin(_limits([value for points in points_of.values() for _, value in points], request.direction))
+    )
     for step in stops:
         axes.axvline(step, color=style.SPINE, lw=0.8, ls=":")
     style.dress(axes, x="step", y=request.metric)
@@ -84,7 +88,7 @@ def slices(trials: Sequence[Trial], request: Request) -> bytes | None:
         return None
     num = len(request.settings)
     figure = style.new_figure(max(5, 3.6 * num), 3.8, "Settings and values")
-    shades, (low, high) = _shades(seen, request), _limits([_value(trial) for trial in seen], request)
+    shades, (low, high) = _shades(seen, request), _limits([_value(trial) for trial in seen], request.direction)
     panels = figure.subplots(1, num, squeeze=False, sharey=True)[0]
     for axes, setting in zip(panels, request.settings, strict=True):
         having = [trial for trial in seen if setting.is_in(trial.settings)]
@@ -104,7 +108,7 @@ def parallel(trials: Sequence[Trial], request: Request) -> bytes | None:
         return None
     figure = style.new_figure(max(6, 2.2 * (len(request.settings) + 1)), 4.2, "Parallel coordinates")
     axes, shades = figure.subplots(), _shades(seen, request)
-    low, high = _limits([_value(trial) for trial in seen], request)
+    low, high = _limits([_value(trial) for trial in seen], request.direction)
     for trial in sorted(seen, key=lambda trial: rank(trial, request.direction), reverse=True):
         heights = [
             _share(setting, trial.settings[setting.name]) if setting.is_in(trial.settings) else math.nan
@@ -121,6 +125,47 @@ def parallel(trials: Sequence[Trial], request: Request) -> bytes | None:
             axes.annotate(text, (place, height), (4, 0), textcoords="offset points", fontsize=style.SMALL)
         axes.axvline(place, color=style.SPINE, lw=0.8)
     return style.png(figure)
+
+
+def pareto(trials: Sequence[Trial], request: Request) -> bytes | None:
+    """Each further metric over the first: the front, and all other trials. None with one metric."""
+    seen = [trial for trial in trials if trial.point is not None]
+    if not request.others or not seen:
+        return None
+    on_front = [trial for trial in seen if trial in front(trials, request.directions)]
+    figure = style.new_figure(max(6, 4.4 * len(request.others)), 4.2, "Pareto front")
+    panels = figure.subplots(1, len(request.others), squeeze=False)[0]
+    for axes, other in zip(panels, range(1, len(request.objectives)), strict=True):
+        shown = [_clipped(seen, place, request) for place in (other, 0)]
+        of_front = [trial in on_front for trial in seen]
+        colors = [_GOOD if is_on else _POOR for is_on in of_front]
+        axes.scatter(*shown, c=colors, s=30, edgecolors=style.GREY, linewidths=0.3, zorder=2)
+        points = sorted((a, b) for a, b, is_on in zip(*shown, of_front, strict=True) if is_on)
+        if len(request.others) == 1:
+            # What the front beats is behind its corners: a step, whose side depends on the first axis.
+            where = "post" if request.directions[other] == "minimize" else "pre"
+            axes.step(*zip(*points, strict=True), where=where, color=_GOOD, lw=1)
+        for trial, a, b in zip(seen, *shown, strict=True):
+            if trial in on_front:
+                axes.annotate(str(trial.number), (a, b), (4, 4), textcoords="offset points", fontsize=style.SMALL)
+        names = [f"{request.objectives[place].metric} ({request.directions[place]})" for place in (other, 0)]
+        style.dress(axes, x=names[0], y=names[1])
+        if min(shown[0]) > 0 and max(shown[0]) >= _RATIO * min(shown[0]):
+            axes.set_xscale("log")
+    style.legend(figure, [
+        style.line_entry("on the front", _GOOD, "o", ls=""),
+        style.line_entry("beaten by another trial", _POOR, "o", ls=""),
+    ])  # fmt: skip
+    return style.png(figure)
+
+
+def _clipped(trials: Sequence[Trial], place: int, request: Request) -> list[float]:
+    """The values of a metric; far outliers at the edge, but for those of the front."""
+    values = [trial.point[place] for trial in trials if trial.point is not None]
+    limits = _limits(values, request.directions[place])
+    shown = [*limits, *(trial.point[place] for trial in front(trials, request.directions) if trial.point is not None)]
+    low, high = min(shown), max(shown)
+    return [min(max(value, low), high) for value in values]
 
 
 def importances(shares: Mapping[str, float]) -> bytes | None:
@@ -178,7 +223,7 @@ def _shades(trials: Sequence[Trial], request: Request) -> dict[int, str]:
     }
 
 
-def _limits(values: Sequence[float], request: Request) -> tuple[float, float]:
+def _limits(values: Sequence[float], direction: Direction) -> tuple[float, float]:
     """The lowest and the highest value that are shown as they are: poor ones beyond the whisker of a box plot are not.
 
     The whisker is 1.5 times the distance of the quartiles (Tukey 1977).
@@ -187,7 +232,7 @@ def _limits(values: Sequence[float], request: Request) -> tuple[float, float]:
 
     first, third = np.quantile(values, [0.25, 0.75])
     reach = 1.5 * (third - first)
-    if request.direction == "maximize":
+    if direction == "maximize":
         return float(max(min(values), first - reach)), max(values)
     return min(values), float(min(max(values), third + reach))
 

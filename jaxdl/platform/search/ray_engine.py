@@ -59,6 +59,8 @@ class _Actor:
 class RayActors:
     """`Workers` on a Ray cluster."""
 
+    outlive = False
+
     def __init__(self, ray: Any, parallel: int, resources: Mapping[str, float]) -> None:
         self.capacity, self._ray, self._actors = parallel, ray, dict[int, Any]()
         self._class = ray.remote(max_restarts=0, **resources)(_Actor)

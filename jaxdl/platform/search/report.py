@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jaxdl.core.files import RESULT_FILE
+from jaxdl.core.files import METRICS_FILE, RESULT_FILE
 from jaxdl.platform.search import plots
 from jaxdl.platform.search.copies import OPTUNA_FILE, first_stop, write_copies
 from jaxdl.platform.search.driver import DIVERGED_REASON, Request
+from jaxdl.platform.search.metrics import curve
 from jaxdl.platform.search.samplers import as_study
 from jaxdl.platform.search.show import SearchView, state_of
 from jaxdl.platform.search.space import short
-from jaxdl.platform.search.trial import Trial, best, rank
-from jaxdl.platform.search.workdirs import curve, last_step
+from jaxdl.platform.search.trial import Trial, best, front, rank
+from jaxdl.platform.search.workdirs import last_step
 from jaxdl.report import replace_file
 
 REPORT_FILE = "report.md"
 PLOTS = {
+    "pareto.png": "The Pareto front: trials that no other one beats, before all others. Far outliers stand at the edge",
     "history.png": "Every trial in the order of their start, and the best value so far. Far outliers stand at the edge",
     "curves.png": "The metric of all trials over steps. Far outliers are cut off",
     "slices.png": "The last value of each trial over each setting. Far outliers stand at the edge",
@@ -31,10 +35,11 @@ _MIN_FOR_IMPORTANCES = 6
 
 def result(request: Request, trials: Sequence[Trial], shown: SearchView) -> dict[str, Any]:
     """The result as JSON: the best trial with a command that trains it, all trials, the steps trained in all."""
-    top = best(trials, request.direction)
+    top = best(trials, *request.directions)
     return {
         "metric": request.metric,
         "direction": request.direction,
+        "metrics": {objective.metric: objective.direction for objective in request.objectives},
         "scheduler": shown.scheduler.kind,
         "stops": shown.stops,
         "num_trials": len(trials),
@@ -50,6 +55,7 @@ def result(request: Request, trials: Sequence[Trial], shown: SearchView) -> dict
             "command": request.again(top),
             "lineage": lineage(trials, top),
         },
+        "front": [trial.number for trial in front(trials, request.directions)],
         "trials": [
             {
                 "number": trial.number,
@@ -58,6 +64,7 @@ def result(request: Request, trials: Sequence[Trial], shown: SearchView) -> dict
                 "reason": trial.reason,
                 "step": trial.step,
                 "value": trial.value,
+                "metrics": _metrics(request, trial),
                 "values": {str(step): value for step, value in sorted(trial.values.items())},
                 "parent": trial.parent,
                 "from_step": trial.from_step,
@@ -65,6 +72,13 @@ def result(request: Request, trials: Sequence[Trial], shown: SearchView) -> dict
             for trial in trials
         ],
     }  # fmt: skip
+
+
+def _metrics(request: Request, trial: Trial) -> dict[str, float]:
+    """Metric -> its last value; empty without values."""
+    if trial.point is None:
+        return {}
+    return {objective.metric: value for objective, value in zip(request.objectives, trial.point, strict=True)}
 
 
 def lineage(trials: Sequence[Trial], trial: Trial) -> list[dict[str, Any]]:
@@ -80,10 +94,12 @@ def write_report(
     folder: Path, request: Request, trials: Sequence[Trial], outcome: Mapping[str, Any], shown: SearchView
 ) -> None:
     """Writes result.json, report.md with its plots, and the trials as Optuna's tools understand them."""
-    write_copies(folder / OPTUNA_FILE, trials, request.settings, request.direction)
+    times = {trial.number: known for trial in trials if (known := _times(request, trial)) is not None}
+    write_copies(folder / OPTUNA_FILE, trials, request.settings, request.objectives, times)
     replace_file(folder / RESULT_FILE, (json.dumps(outcome, indent=2, allow_nan=False) + "\n").encode())
     curves = {trial.number: curve(request.workdir(trial.number), request.metric) for trial in trials}
     pictures = {
+        "pareto.png": plots.pareto(trials, request),
         "history.png": plots.history(trials, request),
         "curves.png": plots.curves(trials, curves, request, shown.stops),
         "slices.png": plots.slices(trials, request),
@@ -118,9 +134,20 @@ def importances(trials: Sequence[Trial], request: Request) -> dict[str, float]:
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        study = as_study(alike, request.settings, request.direction)
+        study = as_study(alike, request.settings, (request.direction,))
         evaluator = optuna.importance.PedAnovaImportanceEvaluator()
         return optuna.importance.get_param_importances(study, evaluator=evaluator)
+
+
+def _times(request: Request, trial: Trial) -> tuple[datetime, datetime] | None:
+    """When a trial was started first, and when it wrote its history last; None where that is not known."""
+    if trial.begun is None:
+        return None
+    with contextlib.suppress(OSError):
+        written = datetime.fromtimestamp((request.workdir(trial.number) / METRICS_FILE).stat().st_mtime)
+        begun = datetime.fromtimestamp(trial.begun)
+        return begun, max(begun, written)
+    return None
 
 
 def _trained_steps(request: Request, trial: Trial) -> int:
@@ -136,13 +163,15 @@ def _page(request: Request, trials: Sequence[Trial], outcome: Mapping[str, Any],
         "",
         f"{outcome['num_trials']} trials, {outcome['num_failed']} failed{diverged}; "
         f"{outcome['trained_steps']:,} steps trained in all. "
-        f"Compared by `{request.metric}` ({request.direction}); scheduler `{outcome['scheduler']}`"
+        f"Compared by {_objectives(request)}; scheduler `{outcome['scheduler']}`"
         + (f", stops at steps {', '.join(map(str, outcome['stops']))}." if outcome["stops"] else "."),
     ]
     if (top := outcome["best"]) is not None:
         lines += [
             "",
-            f"Best: trial {top['number']}, {top['value']:.6g} at step {top['step']}, in `{top['workdir']}`.",
+            *_front(request, trials, outcome["front"]),
+            f"Best{' of these by the first metric' if request.others else ''}: trial {top['number']}, "
+            f"{top['value']:.6g} at step {top['step']}, in `{top['workdir']}`.",
             "",
             "```bash",
             top["command"],
@@ -162,19 +191,37 @@ def _page(request: Request, trials: Sequence[Trial], outcome: Mapping[str, Any],
             ]
     for name in pictures:
         lines += ["", f"![{PLOTS[name]}]({name})", "", f"*{PLOTS[name]}.*"]
-    lines += ["", f"| trial | {' | '.join(names)} | state | step | {request.metric} |", "|---" * (len(names) + 4) + "|"]
+    metrics = [objective.metric for objective in request.objectives]
+    lines += ["", f"| trial | {' | '.join([*names, 'state', 'step', *metrics])} |"]
+    lines += ["|---" * (len(names) + len(metrics) + 3) + "|"]
     for trial in sorted(trials, key=lambda trial: rank(trial, request.direction)):
-        value = "" if trial.value is None else f"{trial.value:.6g}"
         state = state_of(trial, []) + (f": {trial.reason}" if trial.reason else "")
         cells = [
             str(trial.number),
             *(_cell(trial.settings.get(name, "")) for name in names),
             state,
             str(trial.step),
-            value,
+            *([f"{value:.6g}" for value in trial.point or ()] or [""] * len(metrics)),
         ]
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _objectives(request: Request) -> str:
+    return ", ".join(f"`{objective.metric}` ({objective.direction})" for objective in request.objectives)
+
+
+def _front(request: Request, trials: Sequence[Trial], numbers: Sequence[int]) -> list[str]:
+    """A table of the front, by the first metric; nothing with one metric."""
+    if not request.others:
+        return []
+    metrics = " | ".join(objective.metric for objective in request.objectives)
+    lines = ["No other trial beats these, which means as good in all metrics and better in one:", ""]
+    lines += [f"| trial | {metrics} | settings |", "|---" * (len(request.objectives) + 2) + "|"]
+    for trial in sorted((trials[number] for number in numbers), key=lambda trial: rank(trial, request.direction)):
+        values = " | ".join(f"{value:.6g}" for value in trial.point or ())
+        lines.append(f"| {trial.number} | {values} | {_words(trial.settings)} |")
+    return [*lines, ""]
 
 
 def _words(settings: Mapping[str, Any]) -> str:

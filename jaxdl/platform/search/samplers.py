@@ -15,6 +15,8 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import pydantic
+
 from jaxdl.core.errors import ConfigError
 from jaxdl.core.kinds import Choice
 from jaxdl.platform.search.space import Setting, distributions, stored_settings
@@ -41,6 +43,8 @@ class Sampler(Choice):
     """A package that its algorithm needs."""
     ranks_pruned: ClassVar[bool] = False
     """Whether it learns from trials that stopped at a rung as such; others see their last values as final ones."""
+    several: ClassVar[bool] = False
+    """Whether it proposes settings for several metrics."""
 
     def check(self, settings: Sequence[Setting]) -> int | None:
         """The number of proposals there are; None without a limit. Raises ConfigError when it cannot be used here."""
@@ -60,7 +64,7 @@ class Sampler(Choice):
         self,
         settings: Sequence[Setting],
         trials: Sequence[Trial],
-        direction: Direction,
+        directions: Sequence[Direction],
         seed: int,
         study_attributes: Mapping[str, Any],
     ) -> Proposal:
@@ -70,7 +74,7 @@ class Sampler(Choice):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             sampler = self.make(random.Random(f"{seed} {len(trials)}").randrange(2**31))
-            study = as_study(trials, settings, direction, sampler, ranks_pruned=self.ranks_pruned)
+            study = as_study(trials, settings, directions, sampler, ranks_pruned=self.ranks_pruned)
             storage = study._storage
             for name, value in study_attributes.items():
                 storage.set_study_system_attr(study._study_id, name, value)
@@ -91,6 +95,8 @@ def _of_optuna(name: str, **options: Any) -> BaseSampler:
 class Random(Sampler, kind="random"):
     """Independent draws."""
 
+    several: ClassVar[bool] = True
+
     def make(self, seed: int) -> BaseSampler:
         """Optuna's sampler."""
         return _of_optuna("RandomSampler", seed=seed)
@@ -100,6 +106,7 @@ class TPE(Sampler, kind="tpe"):
     """Tree-structured Parzen estimator (Bergstra et al. 2011); the first `startup` trials are random."""
 
     ranks_pruned: ClassVar[bool] = True
+    several: ClassVar[bool] = True
 
     startup: int = 10
     """Trials before it begins to model."""
@@ -129,8 +136,23 @@ class CMAES(Sampler, kind="cmaes"):
         return _of_optuna("CmaEsSampler", seed=seed, warn_independent_sampling=False)
 
 
+class NSGA2(Sampler, kind="nsga2"):
+    """A genetic algorithm for several metrics (Deb et al. 2002): the first `population` trials are random."""
+
+    several: ClassVar[bool] = True
+
+    population: int = pydantic.Field(default=20, ge=2)
+    """Trials of a generation."""
+
+    def make(self, seed: int) -> BaseSampler:
+        """Optuna's sampler."""
+        return _of_optuna("NSGAIISampler", seed=seed, population_size=self.population)
+
+
 class QMC(Sampler, kind="qmc"):
     """A Sobol sequence, scrambled; lists of values are drawn at random."""
+
+    several: ClassVar[bool] = True
 
     def make(self, seed: int) -> BaseSampler:
         """Optuna's sampler."""
@@ -144,6 +166,8 @@ class QMC(Sampler, kind="qmc"):
 
 class Grid(Sampler, kind="grid"):
     """Every combination of lists of values and whole numbers, the last setting changing first."""
+
+    several: ClassVar[bool] = True
 
     def make(self, seed: int) -> BaseSampler:
         """Raises NotImplementedError: a grid needs no sampler of Optuna."""
@@ -163,12 +187,12 @@ class Grid(Sampler, kind="grid"):
         self,
         settings: Sequence[Setting],
         trials: Sequence[Trial],
-        direction: Direction,
+        directions: Sequence[Direction],
         seed: int,
         study_attributes: Mapping[str, Any],
     ) -> Proposal:
         """The combination of this number."""
-        del direction, seed, study_attributes
+        del directions, seed, study_attributes
         place = sum(trial.parent is None for trial in trials)  # Copies of a population are no places of the grid.
         return Proposal(next(itertools.islice(combinations_of(settings), place, None)))
 
@@ -201,7 +225,7 @@ def combinations_of(settings: Sequence[Setting], before: Mapping[str, Any] | Non
 def as_study(
     trials: Sequence[Trial],
     settings: Sequence[Setting],
-    direction: Direction,
+    directions: Sequence[Direction],
     sampler: BaseSampler | None = None,
     *,
     ranks_pruned: bool = True,
@@ -209,24 +233,24 @@ def as_study(
     """A study in memory, with the trials as a sampler should see them."""
     import optuna
 
-    study = optuna.create_study(direction=direction, sampler=sampler)
+    study = optuna.create_study(directions=directions, sampler=sampler)
     for trial in trials:
-        study.add_trial(_as_seen(trial, settings, ranks_pruned=ranks_pruned))
+        study.add_trial(_as_seen(trial, settings, len(directions), ranks_pruned=ranks_pruned))
     return study
 
 
-def _as_seen(trial: Trial, settings: Sequence[Setting], *, ranks_pruned: bool) -> FrozenTrial:
+def _as_seen(trial: Trial, settings: Sequence[Setting], num_metrics: int, *, ranks_pruned: bool) -> FrozenTrial:
     from optuna.trial import TrialState, create_trial
 
-    state, value, values = TrialState.RUNNING, None, dict(trial.values)
+    state, point, values = TrialState.RUNNING, None, dict(trial.values) if num_metrics == 1 else {}
     if trial.state == "failed":
         state, values = (TrialState.PRUNED, {}) if ranks_pruned else (TrialState.FAIL, values)
     elif trial.values:
         final = trial.state == "finished" or not ranks_pruned
-        state, value = (TrialState.COMPLETE, trial.value) if final else (TrialState.PRUNED, None)
+        state, point = (TrialState.COMPLETE, trial.point) if final else (TrialState.PRUNED, None)
     return create_trial(
         state=state,
-        value=value,
+        values=point,
         params=stored_settings(settings, trial.settings),
         distributions=distributions(settings, trial.settings),
         intermediate_values=values,

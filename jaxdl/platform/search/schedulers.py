@@ -16,7 +16,7 @@ import pydantic
 from jaxdl.core.errors import ConfigError
 from jaxdl.core.kinds import Choice
 from jaxdl.platform.search.space import Setting
-from jaxdl.platform.search.trial import Direction, Trial, best_first, key
+from jaxdl.platform.search.trial import Direction, Trial, at_least_as_good, best_first
 
 
 @dataclass(frozen=True)
@@ -70,27 +70,34 @@ class Course:
     seed: int
     patience: int | None = None
     """So many trials that are no better than the best before them are the last that are started."""
+    others: tuple[Direction, ...] = ()
+    """Of several metrics those after the first."""
 
 
 def is_plateau(
-    trials: Sequence[Trial], values: Sequence[float | None], direction: Direction, patience: int | None
+    trials: Sequence[Trial],
+    points: Sequence[tuple[float, ...] | None],
+    directions: Sequence[Direction],
+    patience: int | None,
 ) -> bool:
     """Whether the last `patience` trials, in the order of their start, were no better than the best before them.
 
-    `values` has the one by which each trial is compared, None where it has none: it has not come so far, or failed,
-    which counts as no better once it has ended.
+    `points` has the values of the metrics by which each trial is compared, None where it has none: it has not come so
+    far, or failed, which counts as no better once it has ended. With several metrics a trial is better that no earlier
+    one equals or beats.
     """
     if patience is None:
         return False
-    best, since = None, 0
-    for trial, value in zip(trials, values, strict=True):
-        if value is None:
+    best, since = list[tuple[float, ...]](), 0
+    for trial, point in zip(trials, points, strict=True):
+        if point is None:
             since += not trial.busy and trial.state == "failed"
-        elif best is None or key(value, direction) < key(best, direction):
-            best, since = value, 0
-        else:
+        elif any(at_least_as_good(other, point, directions) for other in best):
             since += 1
-    return best is not None and since >= patience
+        else:
+            best = [*(other for other in best if not at_least_as_good(point, other, directions)), point]
+            since = 0
+    return bool(best) and since >= patience
 
 
 class Scheduler(Choice):
@@ -100,6 +107,8 @@ class Scheduler(Choice):
     """Whether settings change within a run."""
     one_length: ClassVar[bool] = True
     """Whether all trials must have the same number of steps."""
+    one_metric: ClassVar[bool] = True
+    """Whether it compares trials by one metric alone."""
 
     @abc.abstractmethod
     def policy(self, course: Course) -> Policy:
@@ -110,6 +119,7 @@ class Full(Scheduler, kind="none"):
     """Every trial is trained to the end."""
 
     one_length: ClassVar[bool] = False
+    one_metric: ClassVar[bool] = False
 
     def policy(self, course: Course) -> Policy:
         """The decisions for a course."""
@@ -121,8 +131,9 @@ class _AllToTheEnd:
     course: Course
 
     def next(self, trials: Sequence[Trial]) -> Action | None:
-        ends = [trial.value if trial.state == "finished" else None for trial in trials]
-        enough = is_plateau(trials, ends, self.course.direction, self.course.patience)
+        ends = [trial.point if trial.state == "finished" else None for trial in trials]
+        directions = (self.course.direction, *self.course.others)
+        enough = is_plateau(trials, ends, directions, self.course.patience)
         return New(None) if len(trials) < self.course.trials and not enough else None
 
 
@@ -179,8 +190,9 @@ class Halving:
         for place in reversed(range(len(self.rungs) - 1)):
             if (number := self._promotable(trials, place)) is not None:
                 return Promote(number, self.rungs[place + 1])
-        first = [trial.values.get(self.rungs[0]) for trial in trials]
-        if len(trials) < self.trials and not is_plateau(trials, first, self.direction, self.patience):
+        at_first = [trial.values.get(self.rungs[0]) for trial in trials]
+        first = [None if value is None else (value,) for value in at_first]
+        if len(trials) < self.trials and not is_plateau(trials, first, (self.direction,), self.patience):
             return New(self.rungs[0])
         if any(trial.busy for trial in trials) or any(trial.state == "finished" for trial in trials):
             return None

@@ -59,23 +59,23 @@ def _with_reason(trial: Trial, running: Sequence[int]) -> str:
 def table(shown: SearchView, trials: Sequence[Trial], running: Sequence[int]) -> Table:
     """The trials: those that train, then the best. Reads the histories of those that train."""
     request = shown.request
-    names = [setting.name for setting in request.settings]
+    names, metrics = [setting.name for setting in request.settings], [one.metric for one in request.objectives]
     title = (
         f"{sum(not trial.busy for trial in trials)} of {len(trials)} trials at rest, {shown.course.trials} asked for"
     )
     grid = Table(title=title, title_justify="left", border_style="dim")
-    for name in ("trial", *map(short, names), "state", "step", "to", request.metric):
+    for name in ("trial", *map(short, names), "state", "step", "to", *metrics):
         grid.add_column(name, justify="left" if name == "state" else "right", no_wrap=True)
-    top = best(trials, request.direction)
+    top = best(trials, *request.directions)
     order = sorted(trials, key=lambda trial: (trial.number not in running, rank(trial, request.direction)))
     for trial in order[:_MOST_ROWS]:
         values = [trial.settings.get(name, "") for name in names]
         step = last_step(request.workdir(trial.number)) if trial.number in running else trial.step
-        value = "" if trial.value is None else f"{trial.value:.5g}"
+        point = [f"{value:.5g}" for value in trial.point or ()] or [""] * len(metrics)
         grid.add_row(
             str(trial.number),
             *(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values),
-            _with_reason(trial, running), str(step), str(trial.target), value,
+            _with_reason(trial, running), str(step), str(trial.target), *point,
             style="bold green" if top is not None and trial.number == top.number else None,
         )  # fmt: skip
     if len(order) > _MOST_ROWS:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 State = Literal["open", "finished", "failed", "replaced"]
 Direction = Literal["maximize", "minimize"]
+
+
+class Objective(NamedTuple):
+    """What trials are compared by."""
+
+    metric: str
+    """A column of metrics.jsonl, `eval/accuracy`, or another name of `jaxdl.platform.search.metrics`."""
+    direction: Direction
+    """Whether a higher or a lower value is better."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +28,7 @@ class Trial:
     target: int
     """The step that it trains to now, or has trained to; schedules are those of the full length."""
     values: Mapping[int, float] = field(default_factory=dict)
-    """Step at which it stopped -> the metric there."""
+    """Step at which it stopped -> the metric there; of several metrics the first."""
     state: State = "open"
     """open: it trains, or waits at a rung; finished: at its full length; replaced: another continues in its place."""
     reason: str = ""
@@ -32,6 +41,10 @@ class Trial:
     replaces: int | None = None
     attributes: Mapping[str, Any] = field(default_factory=dict)
     """What the sampler keeps with it."""
+    begun: float | None = None
+    """Unix time of its first start."""
+    others: tuple[float, ...] = ()
+    """Of several metrics, for which all trials are trained to the end, the last values of those after the first."""
 
     @property
     def busy(self) -> bool:
@@ -47,6 +60,11 @@ class Trial:
     def value(self) -> float | None:
         """The last value."""
         return self.values[self.step] if self.values else None
+
+    @property
+    def point(self) -> tuple[float, ...] | None:
+        """The last values of all metrics."""
+        return None if self.value is None else (self.value, *self.others)
 
 
 def key(value: float, direction: Direction) -> float:
@@ -70,12 +88,57 @@ def comparable(trials: Sequence[Trial]) -> list[Trial]:
     return [trial for trial in able if trial.state == "finished"] or [trial for trial in able if trial.step == furthest]
 
 
-def best(trials: Sequence[Trial], direction: Direction) -> Trial | None:
-    """The best of the trials that are compared, the first of equal ones. None without values."""
-    return min(comparable(trials), key=lambda trial: rank(trial, direction), default=None)
+def best(trials: Sequence[Trial], *directions: Direction) -> Trial | None:
+    """The best of the trials that are compared, the first of equal ones. None without values.
+
+    With several metrics, of which the first has the first direction, it is that trial of the front whose first is best.
+    """
+    return min(front(trials, directions), key=lambda trial: rank(trial, directions[0]), default=None)
 
 
-def rank(trial: Trial, direction: Direction) -> tuple[float, ...]:
+def at_least_as_good(point: Sequence[float], other: Sequence[float], directions: Sequence[Direction]) -> bool:
+    """Whether a point is no worse than another in any metric."""
+    return all(key(a, way) <= key(b, way) for a, b, way in zip(point, other, directions, strict=True))
+
+
+def front(trials: Sequence[Trial], directions: Sequence[Direction]) -> list[Trial]:
+    """The Pareto front of the trials that are compared, by number: none of the others beats them.
+
+    A trial beats another if it is as good in all metrics and better in one; so of equal ones all are in it.
+    """
+    points = [(trial, trial.point) for trial in comparable(trials) if trial.point is not None]
+    return [
+        trial
+        for trial, point in points
+        if not any(other != point and at_least_as_good(other, point, directions) for _, other in points)
+    ]
+
+
+class Ranked(Protocol):
+    """What of a trial decides its rank."""
+
+    @property
+    def number(self) -> int:
+        """Of the trial."""
+        ...
+
+    @property
+    def state(self) -> str:
+        """Whether it is finished."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """The last step with a value."""
+        ...
+
+    @property
+    def value(self) -> float | None:
+        """The value there."""
+        ...
+
+
+def rank(trial: Ranked, direction: Direction) -> tuple[float, ...]:
     """A key by which trials are sorted: finished ones by value, then the others, those that came further first."""
     value = float("inf") if trial.value is None else key(trial.value, direction)
     return (0, 0, value, trial.number) if trial.state == "finished" else (1, -trial.step, value, trial.number)

@@ -1,4 +1,4 @@
-"""The workdirs of trials: what they have measured, copies of them, and why one failed."""
+"""The workdirs of trials: how far they are, copies of them, and why one failed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from jaxdl.core.files import (
     CHAT_FILE,
@@ -30,43 +28,12 @@ from jaxdl.core.files import (
 )
 from jaxdl.parallel.lease import Holder, is_alive
 from jaxdl.report.status import State, read_record, tail_rows
-from jaxdl.report.status.rows import parse_row
 
 _COPIED = (
     CONFIG_FILE, DATA_FILE, EXAMPLES_FILE, CODEC_FILE, CHAT_FILE, CHOICE_FILE, PLAN_FILE, INIT_FILE, METRICS_FILE,
     SKIPPED_FILE, MARK_FILE, STACKS_FILE,
 )  # fmt: skip
 _TAIL_BYTES = 64 * 1024
-
-
-def rows(workdir: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a workdir's metrics.jsonl, without a line that is being written."""
-    with contextlib.suppress(OSError), (workdir / METRICS_FILE).open("rb") as file:
-        yield from (row for row in map(parse_row, file) if row is not None)
-
-
-def curve(workdir: Path, metric: str) -> list[tuple[int, float]]:
-    """(step, value) of a metric, `eval/accuracy`, in order of the steps; without values that are not finite."""
-    return [(row["step"], float(row[metric])) for row in rows(workdir) if isinstance(row.get(metric), int | float)]
-
-
-def value_at(workdir: Path, metric: str, step: int) -> tuple[float | None, str]:
-    """(the first value of a metric from a step on, why there is none).
-
-    A run whose replicas merge beside local steps may stop some steps later than asked.
-    """
-    values = [(row["step"], row[metric]) for row in rows(workdir) if metric in row and row["step"] >= step]
-    if not values:
-        known = metrics_of(workdir)
-        there = f"its metrics are {', '.join(known)}" if known else "it has measured nothing"
-        return None, f"no {metric} at step {step}: {there}"
-    value = values[0][1]
-    return (float(value), "") if isinstance(value, int | float) else (None, f"{metric} at step {step} is not finite")
-
-
-def metrics_of(workdir: Path) -> list[str]:
-    """The metrics of training and evaluation that a history has."""
-    return sorted({name for row in rows(workdir) for name in row if name.startswith(("eval/", "train/"))})
 
 
 def last_step(workdir: Path) -> int:
@@ -114,7 +81,7 @@ def why_halted(workdir: Path) -> str:
         record = read_record(workdir)
         if record is not None and record.state == State.HALTED and record.reason is not None:
             return record.reason.text
-    return "halted by the file"
+    return "halted by a user"
 
 
 def why_failed(log: Path) -> str:

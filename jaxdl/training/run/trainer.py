@@ -58,7 +58,8 @@ class Trainer:
         self.first_batch = True  # Whether the loader's next batch is its first.
 
         folder, seed = self.workdir if jax.process_index() == 0 else None, self.experiment.seed
-        subject = Subject(plan.timeline, self.counter, self.parts.task, plan.splits.train, seed, self.experiment)
+        train, sizes = plan.splits.train, (self.experiment, plan.num_params)
+        subject = Subject(plan.timeline, self.counter, self.parts.task, train, seed, *sizes)
         self.reporter = Reporter(self.experiment.report, folder, self.watch, self.start, subject)
         self.stack.callback(self.reporter.close)
         self.evaluation = Evaluation(plan, self.reporter, self.watch, self.stop.poll)

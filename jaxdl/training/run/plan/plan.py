@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -61,6 +62,13 @@ class Plan:
         """How many devices each axis of the mesh has; of `RARE_AXES` those of several."""
         sizes = self.parts.layout.mesh.shape
         return {axis.value: sizes[axis] for axis in Axis if axis not in RARE_AXES or sizes[axis] > 1}
+
+    @property
+    def num_params(self) -> int:
+        """The numbers of the network, frozen ones included, and of its embedding tables."""
+        shapes = jax.tree.leaves(self.parts.network.filled.param_shapes)
+        tables = () if self.parts.tables is None else self.parts.tables.tables
+        return sum(math.prod(x.shape) for x in shapes) + sum(table.rows * table.columns for table in tables)
 
     def sources(self, segment: Segment) -> tuple[Source, Source]:
         """The training and the held-out examples as a segment of the run sees them."""
