@@ -114,6 +114,10 @@ class Cluster:
         self._network.kill_host(index)
         self._started[index].wait()
 
+    def runs(self, index: int) -> bool:
+        """Whether Ray runs on a host."""
+        return self._started[index].poll() is None
+
     def nodes(self) -> dict[str, int]:
         """Ray's id of each node that it takes for alive -> number of the host; none where there is no cluster."""
         words = self.on_host(0, [sys.executable, "-W", "ignore", "-c", _NODES])
@@ -140,7 +144,7 @@ class OnCluster(Played):
     def kill(self, harm: Harm, nodes: Sequence[str], index: int, folder: Path) -> bool:
         """Kills the whole node; it joins the cluster again later."""
         host = self._cluster.nodes().get(nodes[index])
-        if host is None:
+        if host is None or not self._cluster.runs(host):  # Ray does not know yet that it is lost.
             return False
         self._cluster.kill(host)
         self.later(harm.down_sec, lambda: self._cluster.start(host))
