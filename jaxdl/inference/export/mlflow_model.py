@@ -50,7 +50,7 @@ class NetworkModel:
             **dict.fromkeys(_WRITERS, lambda: [made.text for made in predictor.complete(values, **chosen)]),
             "pairs": lambda: predictor.translate(values),
         }
-        answers = writes.get(spec.modality, lambda: predictor.predict(values))()
+        answers: Any = writes.get(spec.modality, lambda: predictor.predict(values))()
         if isinstance(answers, list) and answers and isinstance(answers[0], Prediction):
             import pandas
 
