@@ -46,7 +46,7 @@ class NetworkModel:
         predictor, spec = self._predictor, self._predictor.parts.data_spec
         values = _texts_of(model_input) if isinstance(spec.user_example(), list) else model_input
         chosen = {**_WRITING, **(params or {})}
-        writes = {
+        writes: dict[str, Any] = {
             **dict.fromkeys(_WRITERS, lambda: [made.text for made in predictor.complete(values, **chosen)]),
             "pairs": lambda: predictor.translate(values),
         }
