@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from benchmarks import ROOT
 
-START_SEC = 300.0
+START_SEC = 600.0
 _PORT = re.compile(r"(?:port |127\.0\.0\.1:)(\d+)")
 
 
@@ -83,6 +83,7 @@ class Listener(abc.ABC):
         end = time.monotonic() + START_SEC
         while not self.port:
             if self.process.poll() is not None or time.monotonic() > end:
+                self.stop()
                 raise RuntimeError(f"{type(self).__name__} did not start: {' | '.join(self.output)}")
             time.sleep(0.05)
 
