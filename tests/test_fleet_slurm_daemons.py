@@ -157,3 +157,12 @@ def test_a_job_file_is_stopped_by_the_command_that_it_names(cluster, tmp_path):
     subprocess.run(["scancel", "--signal=TERM", job], check=True)
     wait_for(lambda: (job, "jaxdl", "FAILED") in cluster.jobs(), "it ends, and is not queued again", 60)
     assert "ExitCode=143:0" in cluster.control("show", "job", job)
+
+
+def test_a_job_file_goes_on_after_its_node_was_lost(cluster, tmp_path):
+    job = submit_file(cluster, tmp_path, "--requeue", "--time", "10:00", steps=80)
+    wait_for(lambda: len(lines(tmp_path / "steps")) > 5, "it makes steps", 60)
+    cluster.kill_node("n1")  # That of the script, too.
+    cluster.start_node("n1")
+    check_once(cluster, tmp_path, job, 80)
+    assert "Restarts=1 " in cluster.control("show", "job", job)

@@ -162,7 +162,8 @@ def play_job(run: Asked, folder: Path, args: argparse.Namespace, cluster: SlurmC
         if any(f"JobState={state}" in said for state in ("FAILED", "CANCELLED", "TIMEOUT")) or time.monotonic() > end:
             return [f"{run.name}: its job has not completed: {said}"]
         steps = lines(log) if log.exists() else []
-        if "Restarts=1 " in said and not killed and steps and time.time() - steps[-1]["at"] < 1:
+        again = "Restarts=0 " not in said and "JobState=RUNNING" in said
+        if again and not killed and steps and time.time() - steps[-1]["at"] < 2:
             node = next(word for word in said.split() if word.startswith("BatchHost=")).partition("=")[2]
             cluster.kill_node(node)
             time.sleep(2)
