@@ -204,6 +204,7 @@ BUDGETS = {
     "test_preferences.py": 45,
     "test_predictor.py": 7,
     "test_spark_jobs.py": 7,
+    "test_example_weights.py": 27,
     "test_staging.py": 7,
     "test_stand_in.py": 7,
     "test_streams.py": 12,
