@@ -205,6 +205,7 @@ BUDGETS = {
     "test_predictor.py": 7,
     "test_spark_jobs.py": 7,
     "test_example_weights.py": 27,
+    "test_spark_estimators.py": 60,
     "test_early_stopping.py": 9,
     "test_staging.py": 7,
     "test_stand_in.py": 7,
