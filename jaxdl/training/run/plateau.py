@@ -43,10 +43,10 @@ class Plateau:
     def add(self, step: int, value: float | None) -> None:
         """Adds the evaluation of a step; None and NaN are no better than anything."""
         is_due, self._step = self._is_due(step, step - self._step), step
-        is_known = value is not None and value == value
-        is_best = is_due and is_known and (self._best is None or self._sign * (value - self._best) > 0)
+        known = None if value is None or value != value else value
+        is_best = is_due and known is not None and (self._best is None or self._sign * (known - self._best) > 0)
         if is_best:
-            self._best, self._since = value, 0
+            self._best, self._since = known, 0
         elif is_due:
             self._since += 1
         self.saves = self._patience is not None and is_best
