@@ -51,7 +51,7 @@ def pandas_udf(function: Callable[[Iterator[Any]], Iterator[Any]], result: str, 
     except ImportError:
         raise ConfigError(
             "jaxdl.spark: with this version of Spark it needs the package pandas, which is not installed. Install it "
-            "with pip install 'jaxdl[spark]', here and for the executors."
+            "with pip install pandas, here and for the executors."
         ) from None
 
     def of_one(batches: Any) -> Any:
