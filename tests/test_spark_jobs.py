@@ -1,6 +1,7 @@
 """What runs beside Spark, without it: the files of an executor, processes and their ends, fitting, scoring."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import signal
 import threading
@@ -14,7 +15,7 @@ from runs import ROOT, Started, wait_for
 
 import jaxdl.platform.spark
 from jaxdl.core.config import ConfigError
-from jaxdl.data import TFDS, Digits, ParquetImages, ParquetPhotos, Photos, Tabular
+from jaxdl.data import TFDS, Digits, LabelledTexts, ParquetImages, ParquetPhotos, Photos, Table, Tabular
 from jaxdl.platform.spark.fitting import (
     check_overrides,
     check_workdir,
@@ -32,7 +33,7 @@ from jaxdl.platform.spark.processes import (
     reason_of,
     run_process,
 )
-from jaxdl.platform.spark.rows import LABEL, Columns, PartitionWriter, digest_of
+from jaxdl.platform.spark.rows import LABEL, WEIGHT, Columns, PartitionWriter, digest_of
 from jaxdl.platform.spark.scoring import lists_of, newest, score_batches, scorer
 from jaxdl.platform.spark.stream import Ended, Stream
 from jaxdl.training.experiment import load
@@ -115,6 +116,41 @@ def test_bad_rows_leave_no_file(tmp_path, x, labels, held, problem):
     with pytest.raises(ConfigError, match=problem):
         PartitionWriter(tmp_path, 0, 10, NAMES).write(iter([batch([1], [0.0]), batch(x, labels, held)]))
     assert not [*tmp_path.iterdir()]
+
+
+def rows_of(columns, *arrays, folder):
+    writer = PartitionWriter(folder, 0, 10, columns)
+    batch = pyarrow.RecordBatch.from_arrays([pyarrow.array(x) for x in arrays], [f"c{i}" for i in range(len(arrays))])
+    files = writer.write(iter([batch]))
+    return [parquet.read_table(folder / file.file).to_pydict() for file in files], writer.left_out
+
+
+def test_rows_that_are_not_used_are_counted_by_reason(tmp_path):
+    """Each row once, under the first of its reasons; with "error" the first such row is a message."""
+    nan = float("nan")
+    columns = Columns(("v", "n"), "class", "held", ("v", "n"), weight="w", skips=True)
+    arrays = ([[1.0, 2.0], None, [nan, 1.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 0.0]],
+              [1, 2, 3, None, 5, 6, 7], [0.0, 1.0, 0.0, 1.0, nan, 1.0, 1.0],
+              [1.0, 1.0, 1.0, 1.0, 1.0, None, 2.0], [False] * 7)  # fmt: skip
+    rows, left_out = rows_of(columns, *arrays, folder=tmp_path)
+    assert rows == [{"v": [[1.0, 2.0], [9.0, 0.0]], "n": [1, 7], LABEL: [0, 1], WEIGHT: [1.0, 2.0]}]
+    assert left_out == {
+        "null, NaN or infinity in 'v'": 2,
+        "null, NaN or infinity in 'n'": 1,
+        "no label in 'class'": 1,
+        "no weight in 'w'": 1,
+    }
+    texts = Columns(("text",), "class", "held", ("text",), form="texts", skips=True)
+    rows, left_out = rows_of(texts, ["a", None, " \n", "b"], ["x", "y", "x", None], [False] * 4, folder=tmp_path)
+    assert (rows, left_out) == ([{"text": ["a"], LABEL: ["x"]}], {"no text in 'text'": 2, "no label in 'class'": 1})
+    strict = dataclasses.replace(columns, skips=False)
+    for place, problem in ((1, "column 'v': a row has null"), (5, "the weight 'w' is missing")):
+        one = [array[place : place + 1] for array in arrays]
+        with pytest.raises(ConfigError, match=problem):
+            rows_of(strict, *one, folder=tmp_path)
+    number = dataclasses.replace(strict, predicts_number=True, weight="", form="table")
+    with pytest.raises(ConfigError, match=r"labelCol: the label 'class' is null or not finite"):
+        rows_of(number, *(arrays[i][4:5] for i in (0, 1, 2, 4)), folder=tmp_path)
 
 
 def test_a_folder_that_executors_do_not_have(tmp_path):
@@ -257,6 +293,15 @@ def test_the_data_follow_the_config():
     assert images == ParquetImages(train=("a",), test=("b",), num_classes=3)
     own = ParquetImages(test_fraction=0.4, channels=1)
     assert data_of(own, "images", features=["image"], **files).channels == 1
+    weighted = data_of(Tabular(), "numbers", features=["p"], **files, weight="w")
+    assert (weighted.weight, weighted.features) == ("w", ("p",))
+    number = data_of(Table(numbers=("p",)), "table", features=["p"], **files, weight="w", number=True)
+    assert number == Table(file=("a",), test=("b",), weight="w", target="number", numbers=("p",))
+    assert data_of(Table(weight="v"), "table", features=["p"], **files) == Table(
+        file=("a",), test=("b",), target="classes"
+    )
+    texts = data_of(LabelledTexts(length=9), "texts", features=["one", "two"], **files)
+    assert texts == LabelledTexts(train=("a",), test=("b",), text="one", text_pair="two", length=9)
     photos = Photos(size=64)
     cropped = data_of(TFDS(name="imagenet2012", photos=photos), "images", features=["image"], **files)
     assert cropped == ParquetPhotos(train=("a",), test=("b",), num_classes=3, photos=photos)

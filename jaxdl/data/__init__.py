@@ -38,6 +38,7 @@ from jaxdl.data.tables.columns import NumbersSpec, Tabular
 from jaxdl.data.tables.columns_spec import ColumnsSpec
 from jaxdl.data.tables.criteo import Criteo
 from jaxdl.data.tables.movielens import MovieLens
+from jaxdl.data.tables.row_weights import EXAMPLE_WEIGHT
 from jaxdl.data.tables.table import Table
 from jaxdl.data.tables.tabular import Feature, TabularArrays, TabularSource, TabularSpec, with_statistics
 from jaxdl.data.text.conversations import Conversations
@@ -52,6 +53,7 @@ from jaxdl.data.tfds import TFDS
 __all__ = [
     "CRITEO_NUM_IDS",
     "CRITEO_ROWS",
+    "EXAMPLE_WEIGHT",
     "TFDS",
     "ArraySpec",
     "Arrays",

@@ -30,16 +30,17 @@ def outputs_of_texts(
     function: Callable[[Any], Any],
     batch_of: Callable[[Sequence[Any]], Mapping[str, np.ndarray]],
     texts: Sequence[Any],
+    at_once: int = _AT_ONCE,
 ) -> Any:
-    """What `function` gives for the batches that `batch_of` makes of texts, [text, ...]."""
+    """What `function` gives for the batches that `batch_of` makes of texts, `at_once` of them: [text, ...]."""
     sizes = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
     order = np.argsort(sizes, kind="stable")
     outputs: np.ndarray | None = None
-    for first in range(0, len(texts), _AT_ONCE):
-        rows = order[first : first + _AT_ONCE]
+    for first in range(0, len(texts), at_once):
+        rows = order[first : first + at_once]
         batch = batch_of([texts[row] for row in rows])
         # As many rows in each batch: few programs are compiled.
-        size = min(_AT_ONCE, 1 << (len(texts) - 1).bit_length())
+        size = min(at_once, 1 << (len(texts) - 1).bit_length())
         filled = {name: np.concatenate([x, np.repeat(x[:1], size - len(x), axis=0)]) for name, x in batch.items()}
         made = np.asarray(function(filled))[: len(rows)]
         outputs = np.zeros((len(texts), *made.shape[1:]), made.dtype) if outputs is None else outputs

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jaxdl.report.events import Event, EventKind, event_of
     from jaxdl.report.explanation import explain, print_explanation
     from jaxdl.report.fetching import JOINED, OWN, joint_totals, metric_here, metrics_of, reasons
-    from jaxdl.report.history import History, ReportConfig, last_evaluated_step, last_step
+    from jaxdl.report.history import History, ReportConfig, evaluations, last_evaluated_step, last_step
     from jaxdl.report.lines import format_row
     from jaxdl.report.notebook import in_ipython
     from jaxdl.report.plots import plot_history
@@ -42,6 +42,7 @@ __all__ = [
     "Stopwatch",
     "Subject",
     "Summary",
+    "evaluations",
     "event_of",
     "explain",
     "format_row",

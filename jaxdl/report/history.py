@@ -219,6 +219,15 @@ def last_evaluated_step(workdir: Path, step: int) -> int:
     return max((row["step"] for row in _load(path) if _is_evaluation(row) and row["step"] <= step), default=-1)
 
 
+def evaluations(workdir: Path, name: str, step: int) -> list[tuple[int, float | None]]:
+    """(step, value) of a metric, such as "eval/loss", in the evaluations up to `step` of the workdir's metrics.jsonl.
+
+    The value is None where an evaluation has none, or one that is not finite.
+    """
+    rows = [row for row in _load(Path(workdir) / METRICS_FILE) if _is_evaluation(row) and row["step"] <= step]
+    return [(row["step"], row.get(name)) for row in rows]
+
+
 def last_step(workdir: Path) -> int:
     """The last step of which the workdir's metrics.jsonl has a measurement; 0 when there is none."""
     path = Path(workdir) / METRICS_FILE

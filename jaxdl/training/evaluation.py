@@ -47,6 +47,10 @@ class EvaluationConfig(Periodic):
     """Before each evaluation, replace batch norm's running statistics by the means over this many training batches, at
     the parameters that are evaluated (Wu and Johnson, arXiv 2105.07576: precise batch norm). They are saved with them.
     Other state of a network stays as it is. None keeps the running ones, which lag behind when a run has few steps."""
+    patience: int | None = pydantic.Field(default=None, ge=1)
+    """End the run when so many evaluations in a row were no better than the best before them, by the metric that
+    checkpoints are compared by (early stopping). Each evaluation that is the best so far is saved. None: train to the
+    end."""
     measures: tuple[Measure, ...] = ()
     """What is measured besides: `lm_eval`, tasks of lm-evaluation-harness (needs jaxdl[lm-eval]), whose options are
     `--evaluation.measures.lm-eval.tasks` and so on; or kinds of your own."""

@@ -19,6 +19,7 @@ from jaxdl.data.source import FilesOfSplits, Source, Splits, check_classes
 from jaxdl.data.spec import DataSpec
 from jaxdl.data.tables.arrow_numbers import Where, check_exact, feature_numbers, label_numbers
 from jaxdl.data.tables.row_groups import check_columns, check_names, find_files, open_parquet, reading
+from jaxdl.data.tables.row_weights import EXAMPLE_WEIGHT, blank_weight, check_weight, mean_weight, weight_numbers
 from jaxdl.data.tables.table_index import index_columns, suspects
 from jaxdl.data.text_files import BlankLines, LineReader, blank_lines, suffix_of
 
@@ -36,6 +37,9 @@ class NumbersSpec(DataSpec):
     num_classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    weight: str | None = None
+    """The column of the weights of rows, which `mean_weight` divides."""
+    mean_weight: float = 1.0
     modality: ClassVar[str] = "numbers"
 
     def sizes(self) -> dict[str, int]:
@@ -44,7 +48,8 @@ class NumbersSpec(DataSpec):
 
     def blank(self) -> dict[str, np.ndarray]:
         """One example of zeros."""
-        return {"x": np.zeros((1, len(self.columns)), np.float32), "label": np.zeros(1, np.int32)}
+        rows = {"x": np.zeros((1, len(self.columns)), np.float32), "label": np.zeros(1, np.int32)}
+        return rows | blank_weight(self.weight)
 
     def inputs(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         """The normalized numbers, float32 [batch, column]."""
@@ -118,9 +123,11 @@ class Tabular(FilesOfSplits, kind="tabular"):
     test: tuple[str, ...] = ()
     """Files of held-out rows; without any, a part of the training rows is held out."""
     features: tuple[str, ...] = ()
-    """The columns that the network reads; without any, all but the label and an index of pandas."""
+    """The columns that the network reads; without any, all but the label, the weight and an index of pandas."""
     label: str = "label"
     """The column of the class number, a whole number from 0."""
+    weight: str | None = None
+    """The column of the weight of each row in the loss and the metrics, a number from 0; None: all count alike."""
     test_fraction: float = pydantic.Field(default=0.2, gt=0, lt=1)
     """Fraction of each class that is held out without `test`."""
     split_seed: int = pydantic.Field(default=0, ge=0, lt=2**32)
@@ -132,6 +139,7 @@ class Tabular(FilesOfSplits, kind="tabular"):
 
     def build(self) -> Splits:
         """Training and held-out rows. Raises ConfigError for what cannot be read."""
+        check_weight(self.weight, [("features", self.features), ("label", (self.label,))])
         train = self._read(self.train, "train")
         if self.test:
             test, rows, held = self._read(self.test, "test"), slice(None), slice(None)
@@ -147,14 +155,20 @@ class Tabular(FilesOfSplits, kind="tabular"):
         check_classes(num_classes, "data tabular")
 
         blank = blank_lines(train.blank if test is train else train.blank + test.blank)
+        mean_of_weights = (
+            1.0 if train.weights is None else mean_weight(train.weights[rows], f"--data.weight {self.weight}")
+        )
 
         def sources(
             names: tuple[str, ...], x: np.ndarray, test_x: np.ndarray, warnings: Sequence[str]
         ) -> tuple[NumbersSource, NumbersSource]:
             mean, std = _statistics(x) if self.normalize else (np.zeros(len(names)), np.ones(len(names)))
-            spec = NumbersSpec(names, num_classes, tuple(mean.tolist()), tuple(std.tolist()))
-            first = NumbersSource(x, train.labels[rows], spec, blank, warnings=warnings)
-            return first, NumbersSource(test_x, test.labels[held], spec)
+            scale = tuple(mean.tolist()), tuple(std.tolist())
+            spec = NumbersSpec(names, num_classes, *scale, self.weight, mean_of_weights)
+            of_train, of_test = (None if x is None else x[part] for x, part in
+                                 ((train.weights, rows), (test.weights, held)))  # fmt: skip
+            first = NumbersSource(x, train.labels[rows], spec, blank, weights=of_train, warnings=warnings)
+            return first, NumbersSource(test_x, test.labels[held], spec, weights=of_test)
 
         pair = sources(train.names, train.x[rows], test.x[held], train.warnings())
         if train.indexed is not None and test.indexed is not None and train.indexed[0] == test.indexed[0]:
@@ -166,14 +180,15 @@ class Tabular(FilesOfSplits, kind="tabular"):
 
     def _read(self, patterns: Sequence[str], split: str) -> _Table:
         """The rows of some files."""
-        names, parts, labels, starts, left, blank = None, [], [], [0], {}, []
+        names, parts, labels, starts, left, blank, weights = None, [], [], [0], {}, [], []
+        others = [self.label] if self.weight is None else [self.label, self.weight]
         for path in find_files(patterns, f"--data.{split}"):
-            table, left_out = _table(path, [*self.features, self.label] if self.features else None)
+            table, left_out = _table(path, [*self.features, *others] if self.features else None)
             blank += left_out
-            check_columns(table.column_names, [*self.features, self.label], str(path))
+            check_columns(table.column_names, [*self.features, *others], str(path))
             index = () if self.features else index_columns(table.column_names, table.schema.metadata)
-            index = tuple(name for name in index if name != self.label)
-            wanted = self.features or [name for name in table.column_names if name not in (self.label, *index)]
+            index = tuple(name for name in index if name not in others)
+            wanted = self.features or [name for name in table.column_names if name not in (*others, *index)]
             if not table.num_rows and wanted:  # Spark writes a file for a partition without rows, too.
                 continue
             read = [_column(table.column(name), name, path) for name in wanted]
@@ -189,8 +204,10 @@ class Tabular(FilesOfSplits, kind="tabular"):
             left |= dict.fromkeys(index)
             known = dict(zip(wanted, read, strict=True))
             numbers = np.concatenate([columns for _, columns in read], axis=1)
-            parts.append((numbers, _with_index(table, index, known, self.label)))
+            parts.append((numbers, _with_index(table, index, known, others)))
             labels.append(label_numbers(table.column(self.label), Where(str(path), self.label)))
+            if self.weight is not None:
+                weights.append(weight_numbers(table.column(self.weight), Where(str(path), self.weight)))
             starts.append(starts[-1] + len(labels[-1]))
         if not labels:
             raise ConfigError(f"--data.{split} {patterns[0]}: there are no rows in it. Give files with rows.")
@@ -199,7 +216,8 @@ class Tabular(FilesOfSplits, kind="tabular"):
         if len(indexed) == len(parts) and len({names for names, _ in indexed}) == 1:
             every = indexed[0][0], np.concatenate([numbers for _, numbers in indexed])
         x = np.concatenate([numbers for numbers, _ in parts])
-        return _Table(names or (), x, np.concatenate(labels), starts[:-1], tuple(left), every, blank)
+        whole = np.concatenate(weights) if weights else None
+        return _Table(names or (), x, np.concatenate(labels), starts[:-1], tuple(left), every, blank, whole)
 
 
 class _Table(NamedTuple):
@@ -218,6 +236,8 @@ class _Table(NamedTuple):
     """Names and numbers with those columns, if they have numbers: as earlier versions read the files."""
     blank: list[BlankLines]
     """The blank lines of each file."""
+    weights: np.ndarray | None
+    """float64 [row], of rows with weights."""
 
     def warnings(self) -> list[str]:
         """About columns that are left out, and those that tell the label."""
@@ -238,14 +258,14 @@ def _and_index(index: Sequence[str]) -> str:
 
 
 def _with_index(
-    table: Any, index: Sequence[str], known: Mapping[str, tuple[list[str], np.ndarray]], label: str
+    table: Any, index: Sequence[str], known: Mapping[str, tuple[list[str], np.ndarray]], others: Sequence[str]
 ) -> tuple[tuple[str, ...], np.ndarray] | None:
     """(names, numbers) of all columns, also those of an index; None without one, or if it has no numbers."""
     if not index:
         return None
     try:
         read = [known.get(name) or _column(table.column(name), name, Path()) for name in table.column_names
-                if name != label]  # fmt: skip
+                if name not in others]  # fmt: skip
     except (ConfigError, KeyError):  # No numbers, or two of one name.
         return None
     names = tuple(name for part_names, _ in read for name in part_names)
@@ -316,10 +336,16 @@ class NumbersSource(Source):
         spec: NumbersSpec,
         remark: str = "",
         *,
+        weights: np.ndarray | None = None,
         warnings: Sequence[str] = (),
     ) -> None:
-        """`remark` is what else is said of the rows when a run begins; `warnings` are warned of then."""
+        """`remark` is what else is said of the rows when a run begins; `warnings` are warned of then.
+
+        `weights` [row] are those of the files; without them all rows of a spec with weights count alike.
+        """
         self._x, self._labels, self.spec = np.ascontiguousarray(x), labels.astype(np.int32), spec
+        given = np.ones(len(labels)) if weights is None else weights / spec.mean_weight
+        self._weights = {EXAMPLE_WEIGHT: given.astype(np.float32)} if spec.weight else {}
         self._remark, self._warnings = remark, warnings
         self.earlier: NumbersSource | None = None
 
@@ -328,7 +354,8 @@ class NumbersSource(Source):
 
     def content(self) -> str:
         """A checksum of all rows."""
-        return f"{zlib.crc32(self._x.data):08x}{zlib.crc32(self._labels.data):08x}"
+        arrays = (self._x, self._labels, *self._weights.values())
+        return "".join(f"{zlib.crc32(array.data):08x}" for array in arrays)
 
     def remark(self) -> str:
         """The names of the columns, and what else is to say."""
@@ -345,4 +372,5 @@ class NumbersSource(Source):
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Copies of the rows."""
-        return {"x": np.take(self._x, indices, axis=0), "label": np.take(self._labels, indices)}
+        rows = {"x": np.take(self._x, indices, axis=0), "label": np.take(self._labels, indices)}
+        return rows | {name: np.take(x, indices) for name, x in self._weights.items()}

@@ -12,10 +12,12 @@ import numpy as np
 
 from jaxdl.core.config import ConfigError
 from jaxdl.data.spec import DataSpec
+from jaxdl.data.tables.arrow_numbers import Where
 from jaxdl.data.tables.cells import MISSING, Cells, cells_of, columns_of_rows
 from jaxdl.data.tables.column_kinds import FIRST_ID, MISSING_ID, UNKNOWN_ID, Column, Surprises
 from jaxdl.data.tables.dates import FORMS
 from jaxdl.data.tables.row_groups import check_columns
+from jaxdl.data.tables.row_weights import EXAMPLE_WEIGHT, blank_weight, weight_numbers
 from jaxdl.data.tables.table_files import Format, parts_of_list, read_tables
 from jaxdl.data.tables.table_label import Label
 
@@ -28,9 +30,9 @@ class ColumnsSpec(DataSpec):
     """Columns of numbers, dates and words, fitted on training rows: numbers are scaled, words have ids.
 
     A batch has "numbers", float32 `[batch, number]` in the units of the columns, NaN where missing; "words", int32
-    `[batch, column]`; and "label". The network gets the numbers scaled: (number - center) / scale, of which nothing
-    goes far beyond 3 (as RealMLP does it: Holzmüller et al. 2024, arXiv 2407.04491), 0 where missing; and behind them,
-    for each column that lacks values in training, 1 where it does.
+    `[batch, column]`; "label"; and `EXAMPLE_WEIGHT` where there is a column of weights. The network gets the numbers
+    scaled: (number - center) / scale, of which nothing goes far beyond 3 (as RealMLP does it: Holzmüller et al. 2024,
+    arXiv 2407.04491), 0 where missing; and behind them, for each column that lacks values in training, 1 where it does.
     """
 
     columns: tuple[Column, ...]
@@ -45,6 +47,9 @@ class ColumnsSpec(DataSpec):
     """Delimiter and encoding of CSV files."""
     num_rows: int | None = None
     """Rows that it was fitted on; None in runs of earlier versions."""
+    weight: str | None = None
+    """The column of the weights of rows, which `mean_weight` divides."""
+    mean_weight: float = 1.0
     modality: ClassVar[str] = "columns"
 
     def __post_init__(self) -> None:
@@ -80,7 +85,7 @@ class ColumnsSpec(DataSpec):
         numbers, words = len(self.numbers), len(self.word_columns)
         batch = {"numbers": np.zeros((1, numbers), np.float32)} if numbers else {}
         batch |= {"words": np.zeros((1, words), np.int32)} if words else {}
-        return batch | {"label": np.zeros(1, self.label.dtype)}
+        return batch | {"label": np.zeros(1, self.label.dtype)} | blank_weight(self.weight)
 
     def inputs(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         """The scaled numbers, float32 `[batch, num_numbers]`, and the ids of words, int32 `[batch, column]`."""
@@ -118,8 +123,8 @@ class ColumnsSpec(DataSpec):
         return "; ".join(texts)
 
     def example(self) -> dict[str, np.ndarray]:
-        """The arrays of one row, without the label."""
-        return {name: x for name, x in self.blank().items() if name != "label"}
+        """The arrays of one row, without the label and the weight."""
+        return {name: x for name, x in self.blank().items() if name not in ("label", EXAMPLE_WEIGHT)}
 
     def user_example(self) -> dict[str, list[Any]]:
         """One row, by column."""
@@ -208,14 +213,41 @@ class ColumnsSpec(DataSpec):
         return self._encoded(parts, what)[0]
 
     def labelled(self, values: Any, what: str) -> dict[str, np.ndarray] | None:
-        """The arrays of rows with labels; those without are left out. Raises ConfigError where none has one."""
+        """The arrays of rows with labels; those without are left out. Raises ConfigError where none has one.
+
+        Warns where the network was trained with a column of weights that these rows do not have: all count alike then.
+        """
+        import warnings
+
         columns = self.columns_of(values, what)
         labels = self.label_numbers(columns, what)
         known = self.label.known(labels)
         if not known.any():
             raise ConfigError(f"{what}: no row has a value of {self.label.name!r}. Give rows with labels.")
         batch, _ = self.encode(columns)
-        return {name: array[known] for name, array in (batch | {"label": labels}).items()}
+        batch |= {"label": labels}
+        if self.weight is not None and self.weight in columns:
+            batch |= self.weights_of(columns, what, known)
+        elif self.weight is not None:
+            batch |= {EXAMPLE_WEIGHT: np.ones(len(labels), np.float32)}
+            warnings.warn(
+                f"{what}: no column {self.weight!r} of weights: all rows count alike", stacklevel=_users_level()
+            )
+        return {name: array[known] for name, array in batch.items()}
+
+    def weights_of(self, columns: Mapping[str, Any], what: str, known: np.ndarray) -> dict[str, np.ndarray]:
+        """The array of the weights of rows, by its name; empty without a column of weights.
+
+        Those of rows that are not `known` are 0, whatever the column has. Raises ConfigError for what is no weight.
+        """
+        import pyarrow
+
+        if self.weight is None:
+            return {}
+        weights = np.zeros(len(known))
+        chosen = columns[self.weight].filter(pyarrow.array(known))
+        weights[known] = weight_numbers(chosen, Where(what, self.weight, "a row"))
+        return {EXAMPLE_WEIGHT: (weights / self.mean_weight).astype(np.float32)}
 
     def label_numbers(self, columns: Mapping[str, Any], what: str) -> np.ndarray:
         """The labels of columns as `Label.read` gives them. Raises ConfigError where there is no column of labels."""
@@ -225,7 +257,8 @@ class ColumnsSpec(DataSpec):
     @property
     def known(self) -> frozenset[str]:
         """The names of all columns of the training data."""
-        return frozenset([*(column.name for column in self.columns), *self.left_out, self.label.name])
+        others = () if self.weight is None else (self.weight,)
+        return frozenset([*(column.name for column in self.columns), *self.left_out, self.label.name, *others])
 
     def columns_of(self, values: Any, what: str) -> dict[str, Any]:
         """The columns of rows that a user gave, as arrays of Arrow. Raises ConfigError for what has none."""

@@ -14,10 +14,12 @@ from jaxdl.data.draws import GOLDEN, mix_bits
 from jaxdl.data.source import Data, Source, SpecArrays, Splits
 from jaxdl.data.spec import DataSpec
 from jaxdl.data.staging import Stage
+from jaxdl.data.tables.arrow_numbers import Where
 from jaxdl.data.tables.cells import Cells
 from jaxdl.data.tables.columns_spec import ColumnsSpec, scales_of
 from jaxdl.data.tables.fitting import Choice, Fitted, fit_columns
 from jaxdl.data.tables.row_groups import check_columns
+from jaxdl.data.tables.row_weights import check_weight, mean_weight, weight_numbers
 from jaxdl.data.tables.table_files import Format, TableRows, read_tables, select
 from jaxdl.data.tables.table_index import index_columns, suspects
 from jaxdl.data.tables.table_label import Label, Target, fit_label
@@ -45,6 +47,8 @@ class Table(Data, kind="table"):
     target: Target = "auto"
     """Whether the label has classes or is a number. auto: words, booleans, and whole numbers of which 20 or fewer
     differ, each in two rows on average, are classes."""
+    weight: str | None = None
+    """The column of the weight of each row in the loss and the metrics, a number from 0; None: all count alike."""
     numbers: tuple[str, ...] = ()
     """Columns that are numbers, whatever they look like."""
     words: tuple[str, ...] = ()
@@ -73,7 +77,8 @@ class Table(Data, kind="table"):
         held = read_tables(self.test, "--data.test", how) if self.test else None
         columns, fitted = self._chosen(given)
         if held is not None:
-            check_columns(list(held.columns), [*columns, self.label], f"--data.test {self.test[0]}")
+            others = [self.label] if self.weight is None else [self.label, self.weight]
+            check_columns(list(held.columns), [*columns, *others], f"--data.test {self.test[0]}")
         cells, label_of_held = Cells.of(given.columns[self.label]), None
         if held is not None:
             label_of_held = Cells.of(held.columns[self.label])
@@ -92,7 +97,7 @@ class Table(Data, kind="table"):
         more = fit_columns(columns, train, self._choice, comma=given.comma)
         fitted.columns, fitted.notes = more.columns, [*fitted.notes, *more.notes]
         fitted.left_out |= more.left_out
-        spec = self._spec(label, fitted, columns, train)
+        spec = self._weighted(self._spec(label, fitted, columns, train), given, train)
         if dropped + dropped_of_test:
             fitted.notes.append(f"{dropped + dropped_of_test:,} rows without a value of {label.name!r} are left out")
         empty = [name for name, count in zip(label.classes, label.counts, strict=False) if not count]
@@ -110,6 +115,10 @@ class Table(Data, kind="table"):
         options = ("numbers", "words", "dates", "leave_out", "features")
         named = [(option, name) for option in options for name in getattr(self, option)]
         check_columns(list(given.columns), [self.label], f"--data.label {self.label}")
+        if self.weight is not None:
+            check_columns(list(given.columns), [self.weight], f"--data.weight {self.weight}")
+            others = [(option, getattr(self, option)) for option in options]
+            check_weight(self.weight, [*others, ("label", (self.label,))])
         for option, name in named:
             check_columns(list(given.columns), [name], f"--data.{option.replace('_', '-')} {name}")
             if name == self.label:
@@ -119,12 +128,13 @@ class Table(Data, kind="table"):
             if names.count(name) > 1 and option != "features":
                 raise ConfigError(f"--data.{option.replace('_', '-')} {name}: it is named twice. Name it once.")
         index = [] if self.features else index_columns(list(given.columns), given.metadata)
-        fitted = Fitted(left_out={name: _INDEX for name in index if name not in (*names, self.label)})
+        fitted = Fitted(left_out={name: _INDEX for name in index if name not in (*names, self.label, self.weight)})
         wanted = self.features or tuple(given.columns)
-        others = [name for name in given.columns if name not in (*wanted, *fitted.left_out, self.label)]
+        others = [name for name in given.columns
+                  if name not in (*wanted, *fitted.left_out, self.label, self.weight)]  # fmt: skip
         fitted.left_out |= dict.fromkeys(others, "--data.features does not name it")
-        return {name: x for name, x in given.columns.items()
-                if name != self.label and name not in fitted.left_out and name in wanted}, fitted  # fmt: skip
+        apart = (self.label, self.weight, *fitted.left_out)
+        return {name: x for name, x in given.columns.items() if name in wanted and name not in apart}, fitted
 
     def _spec(self, label: Label, fitted: Fitted, columns: Mapping[str, Any], train: np.ndarray) -> ColumnsSpec:
         if not fitted.columns:
@@ -135,6 +145,14 @@ class Table(Data, kind="table"):
         numbers = batch.get("numbers", np.zeros((len(train), 0), np.float32))
         center, scale, lacks = scales_of(numbers)
         return dataclasses.replace(spec, center=center, scale=scale, lacks=lacks, num_rows=len(train))
+
+    def _weighted(self, spec: ColumnsSpec, given: TableRows, train: np.ndarray) -> ColumnsSpec:
+        """The spec with the mean of the weights of training rows."""
+        if self.weight is None:
+            return spec
+        option = f"--data.weight {self.weight}"
+        weights = weight_numbers(select(given.columns, train)[self.weight], Where(option, self.weight, "a row"))
+        return dataclasses.replace(spec, weight=self.weight, mean_weight=mean_weight(weights, option))
 
     def _is_held_out(self, count: int) -> np.ndarray:
         """Which rows are held out, bool [row]: by a hash of their numbers, and at least one of two."""
@@ -191,7 +209,8 @@ class TableSource(SpecArrays):
         self._columns, self.rows, self._fitted = columns, rows, fitted
         chosen = select({name: x for name, x in columns.items() if name in spec.known}, rows)
         batch, self._surprises = spec.encode(chosen)
-        super().__init__(batch | {"label": spec.label.read(Cells.of(chosen[spec.label.name]), "data")}, spec)
+        batch["label"] = spec.label.read(Cells.of(chosen[spec.label.name]), "data")
+        super().__init__(batch | spec.weights_of(chosen, "--data.weight", np.ones(len(rows), bool)), spec)
 
     def remark(self) -> str:
         """The columns by kind, and the classes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,11 +27,18 @@ class Columns(NamedTuple):
     label: str
     must_pair: bool
     """Whether there must be a column of second texts; else they are read where it is there."""
+    weight: str | None = None
+    """The column of weights, if they are read."""
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        """The columns that are read."""
+        return (*self[:3], self.weight) if self.weight is not None else self[:3]
 
     @property
     def parents(self) -> set[str]:
         """The columns that are read: of `a.b`, which is in an object of JSON, `a` too."""
-        return {*self[:3], *(name.split(".")[0] for name in (self.text, self.text_pair))}
+        return {*self.read, *(name.split(".")[0] for name in (self.text, self.text_pair))}
 
     def check(self, names: Sequence[str], path: Path, *, in_line: bool) -> None:
         """Raises ConfigError for columns that a file must have and has not; `in_line`: its first line has the names."""
@@ -45,6 +53,10 @@ class Columns(NamedTuple):
         if self.must_pair and self.text_pair not in names:
             raise ConfigError(f"{path}: it has no column {self.text_pair!r}; it has {', '.join(names)}. Set "
                               "--data.text-pair.")  # fmt: skip
+        if self.weight is not None and self.weight not in names:
+            raise ConfigError(
+                f"{path}: it has no column {self.weight!r}; it has {', '.join(names)}. Set --data.weight."
+            )
 
 
 class Row(NamedTuple):
@@ -55,6 +67,7 @@ class Row(NamedTuple):
     pair: str | None
     label: Any
     has_pair: bool
+    weight: float = 1.0
 
 
 @dataclasses.dataclass
@@ -66,6 +79,7 @@ class Table:
     """The second texts; none where texts are single."""
     labels: list[Any] = dataclasses.field(default_factory=list)
     """Words and whole numbers."""
+    weights: list[float] = dataclasses.field(default_factory=list)
     names: tuple[str, ...] = ()
     """The names of the classes, where the files say so: labels are then these, and numbers in the files."""
     left_out: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -94,6 +108,7 @@ class Table:
         if row.has_pair:
             self.pairs.append(row.pair or "")
         self.labels.append(label)
+        self.weights.append(row.weight)
 
     def _name_of(self, label: int, where: str) -> str | None:
         """The name of a class by its number in the file. Raises ConfigError for a number of none."""
@@ -151,7 +166,7 @@ def read_table(given: Sequence[str], columns: Columns, split: str) -> Table:
                 f"folder of datasets.save_to_disk{f'; such as {path}/*.csv' if path.is_dir() else ''}."
             )
         with reading_file(str(path)):
-            names = form.names(path, columns[:3])
+            names = form.names(path, columns.read)
             if names is not None:
                 columns.check(names, path, in_line=not form.has_types)
             classes = form.classes(path, columns.label)
@@ -160,7 +175,7 @@ def read_table(given: Sequence[str], columns: Columns, split: str) -> Table:
                                   f"{', '.join(table.names) or 'have no names'}. All must have the same.")  # fmt: skip
             table.names = classes or table.names
             for span in form.spans(path, 1 << 62):
-                for where, found in form.rows(span, columns[:3]):
+                for where, found in form.rows(span, columns.read):
                     row = _row(found, columns, where)
                     paired = paired or _Paired(row.has_pair, where)
                     paired.check(row.has_pair, where, columns)
@@ -214,4 +229,17 @@ def _row(found: Any, columns: Columns, where: str) -> Row:
         raise ConfigError(f"{where}: it has no {columns.label!r}, but {names}. {_ADVICE}")
     has_pair = columns.must_pair or columns.text_pair in found
     pair = text_in(found, columns.text_pair, where, "Set --data.text-pair.") if has_pair else None
-    return Row(where, text_in(found, columns.text, where, _ADVICE), pair, found[columns.label], has_pair)
+    weight = _weight(found, columns.weight, where) if columns.weight is not None else 1.0
+    return Row(where, text_in(found, columns.text, where, _ADVICE), pair, found[columns.label], has_pair, weight)
+
+
+def _weight(found: dict[str, Any], column: str, where: str) -> float:
+    """The weight of a row. Raises ConfigError for one that is missing, negative, infinite or no number."""
+    given = found.get(column)
+    try:
+        weight = float(given) if given is not None else math.nan
+    except (TypeError, ValueError):
+        weight = math.nan
+    if not 0 <= weight < math.inf:
+        raise ConfigError(f"{where}: its weight {column!r} is {given!r}. Give a number from 0.")
+    return weight

@@ -11,6 +11,7 @@ import numpy as np
 from jaxdl.core.config import ConfigError
 from jaxdl.data.codec import Codec
 from jaxdl.data.spec import DataSpec
+from jaxdl.data.tables.row_weights import EXAMPLE_WEIGHT, blank_weight
 from jaxdl.data.text.buckets import buckets_of, padded
 from jaxdl.data.text.framing import Framer
 
@@ -30,6 +31,9 @@ class LabelledTextSpec(DataSpec):
     length: int
     classes: tuple[str, ...]
     num_types: int = 1
+    weight: str | None = None
+    """The column of the weights of texts, which `mean_weight` divides."""
+    mean_weight: float = 1.0
     modality: ClassVar[str] = "labelled_texts"
 
     @property
@@ -50,7 +54,7 @@ class LabelledTextSpec(DataSpec):
         """One text of padding and its label; a text has one token at least."""
         rows = {TOKENS: np.zeros((1, self.length), np.int32), NUM_TOKENS: np.ones(1, np.int32)}
         types = {TYPES: np.zeros((1, self.length), np.int32)} if self.num_types > 1 else {}
-        return rows | types | {"label": np.zeros(1, np.int32)}
+        return rows | types | {"label": np.zeros(1, np.int32)} | blank_weight(self.weight)
 
     def inputs(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         """The tokens, how many there are, and their types where there are several."""
@@ -62,8 +66,8 @@ class LabelledTextSpec(DataSpec):
         return what, f"up to {self.length:,} tokens, vocabulary of {self.vocab_size:,}, {len(self.classes):,} classes"
 
     def example(self) -> dict[str, np.ndarray]:
-        """One text of padding, without its label."""
-        return {name: x for name, x in self.blank().items() if name != "label"}
+        """One text of padding, without its label and its weight."""
+        return {name: x for name, x in self.blank().items() if name not in ("label", EXAMPLE_WEIGHT)}
 
     def user_example(self) -> list[Any]:
         """A text, or a pair of them."""

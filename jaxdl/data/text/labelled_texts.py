@@ -18,6 +18,7 @@ from jaxdl.data.order import Order
 from jaxdl.data.source import FilesOfSplits, Source, Splits, TrainRows
 from jaxdl.data.spec import DataSpec
 from jaxdl.data.staging import Stage
+from jaxdl.data.tables.row_weights import EXAMPLE_WEIGHT, check_weight, mean_weight
 from jaxdl.data.text.buckets import GroupedOrder, buckets_of, padded
 from jaxdl.data.text.classes import check_classes_of, class_indices, find_classes
 from jaxdl.data.text.framing import Framer
@@ -47,6 +48,8 @@ class LabelledTexts(FilesOfSplits, kind="labelled_texts"):
     """The column of the second text, where texts are pairs; None takes `text_pair` if there is one."""
     label: str = "label"
     """The column of the label."""
+    weight: str | None = None
+    """The column of the weight of each text in the loss and the metrics, a number from 0; None: all count alike."""
     classes: tuple[str, ...] = ()
     """The names of the classes, in the order of their numbers; without any, the labels of the training and the held-out
     rows, sorted, or those that the files name."""
@@ -79,7 +82,8 @@ class LabelledTexts(FilesOfSplits, kind="labelled_texts"):
         """Training and held-out texts. Raises ConfigError for what cannot be read."""
         codec = self.codec()
         framer = Framer(codec, self.length)
-        columns = Columns(self.text, self.text_pair or _TEXT_PAIR, self.label, self.text_pair is not None)
+        columns = Columns(self.text, self.text_pair or _TEXT_PAIR, self.label, self.text_pair is not None, self.weight)
+        check_weight(self.weight, [("text", (self.text,)), ("text_pair", columns[1:2]), ("label", (self.label,))])
         train = read_table(self.train, columns, "train")
         test = read_table(self.test, columns, "test") if self.test else None
         paired = bool(train.pairs)
@@ -101,6 +105,9 @@ class LabelledTexts(FilesOfSplits, kind="labelled_texts"):
         else:
             held_labels = class_indices(test.labels, classes, "--data.test")
             parts, texts = (tokens, _Tokens.of(framer, test, held_labels)), (train.texts, test.texts)
+        if self.weight is not None:
+            mean = mean_weight(parts[0].weights, f"--data.weight {self.weight}")
+            spec = dataclasses.replace(spec, weight=self.weight, mean_weight=mean)
         warnings = check_classes_of(parts[0].labels, classes, "--data.train")
         if not paired and (same := len(set(texts[0]).intersection(texts[1]))):
             warnings.append(f"{same:,} of {len(set(texts[1])):,} held-out texts are training texts too: what is "
@@ -143,12 +150,15 @@ class _Tokens:
     """int32 [text]."""
     cut: np.ndarray
     """bool [text]."""
+    weights: np.ndarray
+    """float64 [text]."""
 
     @classmethod
     def of(cls, framer: Framer, table: Table, labels: np.ndarray) -> _Tokens:
         framed = framer(table.texts, table.pairs or None)
         sizes = np.array([len(tokens) for tokens in framed.tokens], np.int64)
-        return cls(np.concatenate(framed.tokens), np.concatenate(framed.types), sizes, labels, np.array(framed.cut))
+        tokens, types = np.concatenate(framed.tokens), np.concatenate(framed.types)
+        return cls(tokens, types, sizes, labels, np.array(framed.cut), np.array(table.weights))
 
     @property
     def starts(self) -> np.ndarray:
@@ -160,7 +170,8 @@ class _Tokens:
         starts = self.starts[rows]
         sizes = self.sizes[rows]
         places = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
-        return _Tokens(self.tokens[places], self.types[places], sizes, self.labels[rows], self.cut[rows])
+        return _Tokens(self.tokens[places], self.types[places], sizes, self.labels[rows], self.cut[rows],
+                       self.weights[rows])  # fmt: skip
 
 
 class LabelledTextSource(Source):
@@ -206,7 +217,8 @@ class LabelledTextSource(Source):
     def content(self) -> str:
         """A checksum of all texts and their labels."""
         texts = self._texts
-        arrays = (texts.tokens, texts.types, texts.sizes, texts.labels)
+        arrays = [texts.tokens, texts.types, texts.sizes, texts.labels]
+        arrays += [texts.weights] if self.spec.weight else []
         return "".join(f"{zlib.crc32(np.ascontiguousarray(array).data):08x}" for array in arrays)
 
     def read_as(self, spec: DataSpec) -> Source | None:
@@ -274,4 +286,6 @@ class LabelledTextSource(Source):
         }
         if self.spec.num_types > 1:
             rows[TYPES] = padded([texts.types[span] for span in spans], length)
+        if self.spec.weight:
+            rows[EXAMPLE_WEIGHT] = (texts.weights[indices] / self.spec.mean_weight).astype(np.float32)
         return rows | {"label": texts.labels[indices]}

@@ -1,4 +1,4 @@
-"""jaxdl in Spark: an Estimator and a Model for pipelines, features of a layer, a UDF, and barrier jobs for scripts.
+"""jaxdl in Spark: Estimators and Models for pipelines, features of a layer, a UDF, and barrier jobs for scripts.
 
 Training never reads from Spark: `fit` writes the rows to Parquet files in the workdir, and jaxdl reads those by its own
 index. Needs pyspark: `pip install 'jaxdl[spark]'`.
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from jaxdl.platform.spark.classifier import JaxdlClassifier, JaxdlClassifierModel
     from jaxdl.platform.spark.distributor import JaxDistributor, ProcessFailed
     from jaxdl.platform.spark.featurizer import JaxdlFeaturizer
+    from jaxdl.platform.spark.regressor import JaxdlRegressionModel, JaxdlRegressor
+    from jaxdl.platform.spark.text import JaxdlTextClassifier, JaxdlTextClassifierModel
     from jaxdl.platform.spark.udf import predictor_udf
 
 __all__ = [
@@ -22,6 +24,10 @@ __all__ = [
     "JaxdlClassifier",
     "JaxdlClassifierModel",
     "JaxdlFeaturizer",
+    "JaxdlRegressionModel",
+    "JaxdlRegressor",
+    "JaxdlTextClassifier",
+    "JaxdlTextClassifierModel",
     "ProcessFailed",
     "predictor_udf",
 ]

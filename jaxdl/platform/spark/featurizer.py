@@ -16,8 +16,9 @@ from pyspark.sql import DataFrame
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.errors import without_frames
-from jaxdl.platform.spark.frames import are_valid, as_trained, check_new, feature_columns, takes_gaps
+from jaxdl.platform.spark.frames import are_valid, as_trained, check_new, scored_columns, takes_gaps
 from jaxdl.platform.spark.params import HasFeatures, HasOutputCol, HasWorkdir, setter
+from jaxdl.platform.spark.scoring import newest
 from jaxdl.platform.spark.udf import check_batch_size, feature_udf
 
 
@@ -50,9 +51,11 @@ class JaxdlFeaturizer(Transformer, HasFeatures, HasWorkdir, HasOutputCol, Defaul
         batchSize: int = 256,
         pool: bool = True,
         handleInvalid: str = "error",
+        checkpoint: str = "newest",
     ) -> None:
         super().__init__()
         self._setDefault(featuresCol="image", outputCol="features", batchSize=256, pool=True, handleInvalid="error")
+        self._setDefault(checkpoint="newest")
         self._set(**self._input_kwargs)
 
     setOutputCol = setter("outputCol")
@@ -80,5 +83,6 @@ class JaxdlFeaturizer(Transformer, HasFeatures, HasWorkdir, HasOutputCol, Defaul
         handling, batch_size = self.getHandleInvalid(), check_batch_size(self.getBatchSize())
         skips = handling == "skip" and not takes_gaps(self.getWorkdir())
         dataset = dataset.filter(are_valid(dataset, features)) if skips else dataset
-        feature = feature_udf(self.getWorkdir(), features, layer, batch_size, handling, pool=self.getPool())
-        return dataset.withColumn(self.getOutputCol(), array_to_vector(feature(*feature_columns(dataset, features))))
+        trained = newest(self.getWorkdir(), self.getCheckpoint())
+        feature = feature_udf(trained, features, layer, batch_size, handling, pool=self.getPool())
+        return dataset.withColumn(self.getOutputCol(), array_to_vector(feature(*scored_columns(dataset, features))))

@@ -6,18 +6,19 @@ import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.files import CONFIG_FILE, SPARK_FOLDER, SUMMARY_FILE
-from jaxdl.data import Data, ParquetImages, ParquetPhotos, Photos, Table, Tabular
+from jaxdl.data import Data, LabelledTexts, ParquetImages, ParquetPhotos, Photos, Table, Tabular
 from jaxdl.parallel.cluster.consistency import flat
+from jaxdl.platform.spark.invalid import Form
 from jaxdl.report import replace_file
 from jaxdl.training.experiment import Experiment, identity
 
-EXPERIMENT_FILE = "experiment.json"
+EXPERIMENT_FILE, ROWS_FILE = "experiment.json", "rows.json"
 FITS_FOLDER = "fits"
 """The folder in a workdir with those of the fits of several parameter maps."""
 _SHOWN = 3
@@ -28,27 +29,57 @@ _LOCKS_LOCK = threading.Lock()
 
 
 def data_of(
-    given: Data, form: str, train: Sequence[str], test: Sequence[str], features: Sequence[str], num_classes: int | None
+    given: Data,
+    form: Form,
+    train: Sequence[str],
+    test: Sequence[str],
+    features: Sequence[str],
+    num_classes: int | None,
+    *,
+    weight: str | None = None,
+    number: bool = False,
 ) -> Data:
-    """The data config of written rows; `form` is "images", "numbers" or "table", `features` are the columns.
+    """The data config of written rows; `form` is what the features are, `features` are the columns.
 
-    Settings of the config's own data stay where they are of the same kind. Photographs, where the config's data have
-    `photos`, are cropped and augmented as it says; other images are taken as they are.
+    `weight` is the column of weights, if there is one; with `number` the label is a number, not a class. Settings of
+    the config's own data stay where they are of the same kind. Photographs, where the config's data have `photos`, are
+    cropped and augmented as it says; other images are taken as they are.
     """
+    base = _BASES[form](given)
+    files = {"train": tuple(train), "test": tuple(test), "label": "label"}
+    weights = {"weight": weight}
     known = getattr(given, "num_classes", None)  # A subset may lack the last classes.
-    files = {"train": tuple(train), "test": tuple(test), "label": "label", "num_classes": known or num_classes}
-    photos = getattr(given, "photos", None)
     if form == "table":
-        base: Data = given if given.kind == Table.kind else Table()
-        return base.replaced({"file": tuple(train), "test": tuple(test), "label": "label"})
+        target = {"target": "number" if number else "classes"}  # Not what the values look like.
+        return base.replaced({"file": files.pop("train")} | files | weights | target)
+    if form == "texts":
+        pair = features[1] if len(features) > 1 else None
+        return base.replaced(files | weights | {"text": features[0], "text_pair": pair})
+    files["num_classes"] = known or num_classes
     if form == "numbers":
-        base = given if given.kind == Tabular.kind else Tabular()
-        return base.replaced(files | {"features": tuple(features)})
-    if isinstance(photos, Photos):
-        base = given if given.kind == ParquetPhotos.kind else ParquetPhotos(photos=photos)
-    else:
-        base = given if given.kind == ParquetImages.kind else ParquetImages()
+        return base.replaced(files | weights | {"features": tuple(features)})
     return base.replaced(files | {"image": features[0]})
+
+
+def _like(kind: type[Data]) -> Callable[[Data], Data]:
+    """A function of a config's data: themselves if they are of this kind, else new ones of it."""
+    return lambda given: given if given.kind == kind.kind else kind()
+
+
+def _images(given: Data) -> Data:
+    photos = getattr(given, "photos", None)
+    if isinstance(photos, Photos):
+        return given if given.kind == ParquetPhotos.kind else ParquetPhotos(photos=photos)
+    return _like(ParquetImages)(given)
+
+
+_BASES: dict[str, Callable[[Data], Data]] = {
+    "images": _images,
+    "numbers": _like(Tabular),
+    "table": _like(Table),
+    "texts": _like(LabelledTexts),
+}
+"""What the features are -> the data config that the files of rows are added to."""
 
 
 def check_overrides(overrides: Mapping[str, Any], experiment: Experiment, data: Data) -> None:
@@ -126,6 +157,21 @@ def write_experiment(workdir: Path, experiment: Experiment) -> Path:
     except OSError as error:
         raise ConfigError(f"workdir {workdir}: {error.strerror}. Choose a writable folder.") from None
     return path
+
+
+def write_counts(workdir: Path, counts: Mapping[str, Any]) -> None:
+    """Keeps how many rows the run has, and how many are not used."""
+    with contextlib.suppress(OSError):
+        replace_file(workdir / SPARK_FOLDER / ROWS_FILE, (json.dumps(counts) + "\n").encode())
+
+
+def counts_of(workdir: str | Path) -> dict[str, Any]:
+    """What `write_counts` kept; empty for a run that Spark did not start."""
+    path = Path(workdir) / SPARK_FOLDER / ROWS_FILE
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: it cannot be read ({error}).") from None
 
 
 def metrics_of(workdir: str | Path) -> dict[str, Any]:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import secrets
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pyspark import TaskContext
 from pyspark.ml.functions import vector_to_array
@@ -36,20 +38,19 @@ from pyspark.sql.types import (
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.runs import check_run
-from jaxdl.data import ColumnsSpec, NumbersSpec
+from jaxdl.data import ColumnsSpec
 from jaxdl.inference.predictor import data_spec_of
-from jaxdl.platform.spark.rows import LABEL, SPLITS, Columns, PartitionWriter, Written
-from jaxdl.platform.spark.scoring import plain, table_columns, training_columns
+from jaxdl.platform.spark.invalid import Form
+from jaxdl.platform.spark.older import for_pandas
+from jaxdl.platform.spark.rows import LABEL, SPLITS, WEIGHT, Columns, PartitionWriter, Written
+from jaxdl.platform.spark.scoring import form_of_spec, plain, table_columns, training_columns
 
 IMAGE = "image"
 IMAGE_GROUP_ROWS, TABLE_GROUP_ROWS = 16, 4096
 """Rows of a row group by default. One image is read with its row group, so those of images are small."""
 _APPEAR_SEC = 60.0
 """How long the driver waits for a file that an executor wrote: NFS clients may cache that it is missing."""
-_OUTCOME = "split string, file string, num_rows long, num_classes long, digest string, problem string"
-
-Form = Literal["images", "numbers", "table"]
-"""A table has columns of words or dates, or values that are missing."""
+_OUTCOME = "split string, file string, num_rows long, num_classes long, digest string, problem string, left_out string"
 
 
 def check_columns(frame: DataFrame, names: Sequence[str], param: str) -> None:
@@ -118,10 +119,13 @@ def as_trained(frame: DataFrame, names: Sequence[str], workdir: str) -> list[str
     Raises ConfigError for columns that are missing, and for others than the network was trained on.
     """
     spec = data_spec_of(check_run(workdir))
-    if spec.modality == ColumnsSpec.modality:
+    wanted = form_of_spec(spec)
+    if wanted == "table":
         return _as_table(frame, names, table_columns(spec), workdir)
+    if wanted == "texts":
+        return _as_texts(frame, names, getattr(spec, "num_types", 1))
     form = form_of(frame, names)
-    if form == "table" or (form == "numbers") != (spec.modality == NumbersSpec.modality):
+    if form != wanted:
         held = "words or dates" if form == "table" else form
         raise ConfigError(
             f"featuresCol={list(names)}: they hold {held}; the network of {workdir} reads {spec.modality}."
@@ -134,6 +138,25 @@ def as_trained(frame: DataFrame, names: Sequence[str], workdir: str) -> list[str
             f"featuresCol={list(names)}: the network of {workdir} was trained on {', '.join(columns)}. Give these."
         )
     return columns
+
+
+def _as_texts(frame: DataFrame, names: Sequence[str], most: int) -> list[str]:
+    """One column of texts, or two, of pairs, where the network reads such. Raises ConfigError for others."""
+    check_texts(frame, names)
+    if len(names) > most:
+        raise ConfigError(f"featuresCol={list(names)}: the network reads single texts. Give one column.")
+    return list(names)
+
+
+def check_texts(frame: DataFrame, names: Sequence[str], param: str = "featuresCol") -> None:
+    """Raises ConfigError for other columns than one of texts, or two of them."""
+    check_columns(frame, names, param)
+    _check_distinct(frame, names, param)
+    if len(names) > 2:
+        raise ConfigError(f"{param}={list(names)}: give one column of texts, or two, of pairs.")
+    for name in names:
+        if not isinstance(kind := frame.schema[name].dataType, StringType):
+            raise ConfigError(f"{param}={name!r}: it holds {kind.simpleString()}, not texts. Give a column of strings.")
 
 
 def takes_gaps(workdir: str) -> bool:
@@ -162,13 +185,22 @@ def feature_columns(frame: DataFrame, names: Sequence[str]) -> list[Column]:
     return [_array_of(column) if isinstance(kind, VectorUDT) else column for column, kind in typed]
 
 
+def scored_columns(frame: DataFrame, names: Sequence[str]) -> list[Column]:
+    """The feature columns as functions that score get them: exact also where these get pandas."""
+    columns = zip(feature_columns(frame, names), names, strict=True)
+    return [for_pandas(column, frame.schema[name].dataType) for column, name in columns]
+
+
 def are_valid(frame: DataFrame, names: Sequence[str]) -> Column:
-    """Whether a row has no null, NaN or infinity in the feature columns."""
+    """Whether a row has no null, NaN, infinity or text of blanks alone in the feature columns."""
     valid = F.lit(True)
     for column, name in zip(feature_columns(frame, names), names, strict=True):
         kind = frame.schema[name].dataType
         inner = DoubleType() if isinstance(kind, VectorUDT) else getattr(kind, "elementType", kind)
         valid &= column.isNotNull()
+        if isinstance(kind, StringType):
+            valid &= column.rlike(r"(?U)\S")
+            continue
         missing = _missing_test(inner)
         has_numbers = isinstance(kind, ArrayType | VectorUDT) and not isinstance(inner, ArrayType)
         valid &= ~(F.exists(column, missing) if has_numbers else missing(column))
@@ -196,61 +228,83 @@ def _column(frame: DataFrame, name: str) -> Column:
     return frame["`" + name.replace("`", "``") + "`"]
 
 
-def write_rows(
-    frame: DataFrame,
-    features: Sequence[str],
-    label: str,
-    held_out: str,
-    folder: Path,
-    group_rows: int | None,
-    form: Form | None = None,
-) -> tuple[Path, list[Written]]:
-    """Writes features and labels as Parquet files below `folder`; (the folder with the files, what is in it).
-
-    `held_out` is a column of booleans, or empty. The folder is named by the digest of the rows; if it is there already,
-    from an earlier call on the same rows, it stays as it is. `form` is what the features hold, if that is known; labels
-    of a table may be words, and its values may be missing. Raises ConfigError for columns that are missing or have
-    wrong values, and for a folder that is not the same for the driver and the executors.
-    """
-    form = form or form_of(frame, features)
+def check_roles(frame: DataFrame, columns: Columns) -> None:
+    """Raises ConfigError for a label, weight or validation indicator of a wrong type, and for names used twice."""
+    label, held_out, weight = columns.label, columns.held_out, columns.weight
     check_columns(frame, [label], "labelCol")
-    if form != "table" and not isinstance(kind := frame.schema[label].dataType, NumericType | BooleanType):
-        raise ConfigError(
-            f"labelCol={label!r}: it holds {kind.simpleString()}, not whole numbers from 0. Number the classes first: "
-            f"StringIndexer(inputCol={label!r}, outputCol='label')."
-        )
+    kind = frame.schema[label].dataType
+    if not isinstance(kind, NumericType | BooleanType):
+        if columns.predicts_number:
+            raise ConfigError(f"labelCol={label!r}: it holds {kind.simpleString()}, not numbers. Give what to predict.")
+        if columns.needs_class_numbers:
+            raise ConfigError(
+                f"labelCol={label!r}: it holds {kind.simpleString()}, not whole numbers from 0. Number the classes "
+                f"first: StringIndexer(inputCol={label!r}, outputCol='label')."
+            )
+    if weight:
+        check_columns(frame, [weight], "weightCol")
+        if not isinstance(kind := frame.schema[weight].dataType, NumericType):
+            raise ConfigError(f"weightCol={weight!r}: it holds {kind.simpleString()}, not numbers.")
+        if columns.form == "images":
+            raise ConfigError(f"weightCol={weight!r}: images have no weights. Repeat rows, or leave it out.")
     if held_out:
         check_columns(frame, [held_out], "validationIndicatorCol")
         if not isinstance(kind := frame.schema[held_out].dataType, BooleanType):
             raise ConfigError(f"validationIndicatorCol={held_out!r}: it holds {kind.simpleString()}, not booleans.")
-    taken = [name for name in features if name in (label, held_out, LABEL)]
-    if taken and form != "images":
+    others = [label, held_out, LABEL, *([weight, WEIGHT] if weight else [])]
+    taken = [name for name in columns.features if name in others]
+    if taken and columns.form != "images":
         raise ConfigError(f"featuresCol={taken[0]!r}: that name is for another column of the rows. Rename the feature.")
-    names = [IMAGE] if form == "images" else list(features)
-    given = [*feature_columns(frame, features), _column(frame, label)]
-    given.append(_column(frame, held_out) if held_out else F.lit(False))
+    if weight and weight in (label, held_out):
+        raise ConfigError(f"weightCol={weight!r}: it is another column of the rows. Give a column of weights alone.")
+
+
+def write_rows(
+    frame: DataFrame, columns: Columns, folder: Path, group_rows: int | None = None
+) -> tuple[Path, list[Written], Counter[str]]:
+    """Writes features and labels as Parquet files below `folder`: (the folder with the files, what is in it, why rows
+    are left out -> how many).
+
+    The folder is named by the digest of the rows; if it is there already, from an earlier call on the same rows, it
+    stays as it is. Raises ConfigError for columns that are missing or have wrong values, and for a folder that is not
+    the same for the driver and the executors.
+    """
+    check_roles(frame, columns)
+    given = [*feature_columns(frame, columns.features), _column(frame, columns.label)]
+    given += [_column(frame, columns.weight)] if columns.weight else []
+    given.append(_column(frame, columns.held_out) if columns.held_out else F.lit(False))
     # Spark looks for the names once more, and would take a dot in one for a field: the executors do not need them.
     numbered = [column.alias(f"c{place}") for place, column in enumerate(given)]
-    columns = Columns(tuple(features), label, held_out, tuple(names), is_table=form == "table")
     partial = folder / f"writing-{secrets.token_hex(4)}"
     try:
         partial.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(f"workdir {folder.parent}: {error.strerror}. Choose a writable folder.") from None
     try:
-        rows = group_rows or (IMAGE_GROUP_ROWS if form == "images" else TABLE_GROUP_ROWS)
+        rows = group_rows or (IMAGE_GROUP_ROWS if columns.form == "images" else TABLE_GROUP_ROWS)
         write = functools.partial(_write, str(partial), rows, columns)
         outcomes = frame.select(*numbered).mapInArrow(write, _OUTCOME).collect()
         if problem := next((row.problem for row in outcomes if row.problem), None):
             raise ConfigError(problem)
-        written = [Written(row.split, row.file, row.num_rows, row.num_classes, int(row.digest)) for row in outcomes]
+        left_out: Counter[str] = Counter()
+        for row in outcomes:
+            left_out.update(json.loads(row.left_out))
+        written = [Written(row.split, row.file, row.num_rows, row.num_classes, int(row.digest))
+                   for row in outcomes if row.file]  # fmt: skip
         written.sort(key=lambda file: file.file)
         if not any(file.split == SPLITS[0] for file in written):
-            raise ConfigError("fit: the DataFrame has no rows to train on.")
+            why = f" ({told(left_out)})" if left_out else ""
+            raise ConfigError(f"fit: the DataFrame has no rows to train on{why}.")
         _check_there(partial, written)
-        return _keep_rows(partial, folder, written, names, rows), written
+        return _keep_rows(partial, folder, written, columns.written, rows), written, left_out
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def told(left_out: Mapping[str, int]) -> str:
+    """How many rows are not used, and why, in words."""
+    why = ", ".join(f"{count:,} with {why}" for why, count in sorted(left_out.items()))
+    return f"not used: {why}"
 
 
 def _write(folder: str, group_rows: int, columns: Columns, batches: Iterator[Any]) -> Iterator[Any]:
@@ -259,19 +313,20 @@ def _write(folder: str, group_rows: int, columns: Columns, batches: Iterator[Any
 
     context = TaskContext.get()
     assert context is not None
+    writer = PartitionWriter(Path(folder), context.partitionId(), group_rows, columns)
     rows, problem = [], None
     try:
-        rows = PartitionWriter(Path(folder), context.partitionId(), group_rows, columns).write(batches)
+        rows = writer.write(batches)
     except ConfigError as error:
         problem = " ".join(str(error).split())
-    outcomes = [{**vars(file), "digest": str(file.digest), "problem": None} for file in rows]
-    if problem is not None:
+    outcomes = [{**vars(file), "digest": str(file.digest), "problem": None, "left_out": "{}"} for file in rows]
+    if problem is not None or writer.left_out:
         empty = {"split": "", "file": "", "num_rows": 0, "num_classes": 0, "digest": "0"}
-        outcomes = [{**empty, "problem": problem}]
+        outcomes.append({**empty, "problem": problem, "left_out": json.dumps(writer.left_out)})
     if outcomes:
         schema = pyarrow.schema([("split", pyarrow.string()), ("file", pyarrow.string()), ("num_rows", pyarrow.int64()),
                                  ("num_classes", pyarrow.int64()), ("digest", pyarrow.string()),
-                                 ("problem", pyarrow.string())])  # fmt: skip
+                                 ("problem", pyarrow.string()), ("left_out", pyarrow.string())])  # fmt: skip
         yield pyarrow.RecordBatch.from_pylist(outcomes, schema=schema)
 
 

@@ -17,14 +17,16 @@ from pyspark.ml.param.shared import (
     HasProbabilityCol,
     HasRawPredictionCol,
     HasValidationIndicatorCol,
+    HasWeightCol,
 )
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.paths import expand_home
+from jaxdl.core.runs import Which, parse_which
 from jaxdl.platform.spark.invalid import check_handling
 
 __all__ = [
-    "ClassifierParams",
+    "EstimatorParams",
     "HasFeatures",
     "HasLabelCol",
     "HasOutputCol",
@@ -32,7 +34,9 @@ __all__ = [
     "HasProbabilityCol",
     "HasRawPredictionCol",
     "HasValidationIndicatorCol",
+    "HasWeightCol",
     "HasWorkdir",
+    "ProbabilityParams",
     "ScoringParams",
 ]
 
@@ -94,8 +98,9 @@ class HasWorkdir(Params):
     handleInvalid: Param[str] = Param(
         Params._dummy(),
         "handleInvalid",
-        "what transform does with a row whose features have null, NaN or infinity: error ends the job, skip leaves the "
-        "row out, keep gives NaN for it",
+        "what is done with a row whose features have null, NaN, infinity, or no text: error ends the job; skip leaves "
+        "the row out; keep gives NaN for it in transform. fit leaves such rows out with skip and keep, also those "
+        "without a label or a weight, and says how many",
         typeConverter=TypeConverters.toString,
     )
 
@@ -109,6 +114,14 @@ class HasWorkdir(Params):
         Params._dummy(), "batchSize", "rows that the network gets at a time", typeConverter=TypeConverters.toInt
     )
 
+    checkpoint: Param[str] = Param(
+        Params._dummy(),
+        "checkpoint",
+        "which checkpoint of the run scores: newest, or best, the one with the best evaluation",
+        typeConverter=TypeConverters.toString,
+    )
+
+    setCheckpoint = setter("checkpoint")
     setWorkdir = setter("workdir")
     setHandleInvalid = setter("handleInvalid")
     setBatchSize = setter("batchSize")
@@ -123,21 +136,30 @@ class HasWorkdir(Params):
             raise ConfigError("workdir is not set. Give a folder that the driver and all executors share.")
         return str(expand_home(self.getOrDefault(self.workdir)).absolute())
 
+    def getCheckpoint(self) -> Which:
+        """Which checkpoint scores. Raises ConfigError for what is neither newest, best nor the number of a step."""
+        return parse_which(self.getOrDefault(self.checkpoint), "checkpoint")
+
     def getBatchSize(self) -> int:
         """Rows that the network gets at a time."""
         return self.getOrDefault(self.batchSize)
 
 
-class ScoringParams(HasFeatures, HasWorkdir, HasPredictionCol, HasProbabilityCol, HasRawPredictionCol):
-    """What the Estimator and its Model share."""
+class ScoringParams(HasFeatures, HasWorkdir, HasPredictionCol):
+    """What an Estimator and its Model share."""
 
     setPredictionCol = setter("predictionCol")
+
+
+class ProbabilityParams(ScoringParams, HasProbabilityCol, HasRawPredictionCol):
+    """What an Estimator of a classifier and its Model share."""
+
     setProbabilityCol = setter("probabilityCol")
     setRawPredictionCol = setter("rawPredictionCol")
 
 
-class ClassifierParams(ScoringParams, HasLabelCol, HasValidationIndicatorCol):
-    """The parameters of the Estimator."""
+class EstimatorParams(ScoringParams, HasLabelCol, HasWeightCol, HasValidationIndicatorCol):
+    """The parameters of an Estimator."""
 
     config: Param[str] = Param(
         Params._dummy(),
@@ -168,7 +190,24 @@ class ClassifierParams(ScoringParams, HasLabelCol, HasValidationIndicatorCol):
         typeConverter=TypeConverters.toBoolean,
     )
 
+    earlyStoppingRounds: Param[int] = Param(
+        Params._dummy(),
+        "earlyStoppingRounds",
+        "end the training when so many evaluations in a row are no better than the best before them, and score with "
+        "the best checkpoint; 0 trains to the end",
+        typeConverter=TypeConverters.toInt,
+    )
+    initFrom: Param[str] = Param(
+        Params._dummy(),
+        "initFrom",
+        "folder of a run, or of a converted network, whose parameters the training begins with",
+        typeConverter=TypeConverters.toString,
+    )
+
+    setEarlyStoppingRounds = setter("earlyStoppingRounds")
+    setInitFrom = setter("initFrom")
     setLabelCol = setter("labelCol")
+    setWeightCol = setter("weightCol")
     setValidationIndicatorCol = setter("validationIndicatorCol")
     setConfig = setter("config")
     setOverrides = setter("overrides")
@@ -182,6 +221,16 @@ class ClassifierParams(ScoringParams, HasLabelCol, HasValidationIndicatorCol):
         if not self.isSet(self.config):
             raise ConfigError("config is not set. Give a config file, or the name of one that comes with jaxdl.")
         return self.getOrDefault(self.config)
+
+    def getEarlyStoppingRounds(self) -> int:
+        """Evaluations without a better one that end the training; 0: none. Raises ConfigError for fewer."""
+        return self._at_least("earlyStoppingRounds", 0)
+
+    def getInitFrom(self) -> str | None:
+        """The folder whose parameters the training begins with, absolute; None where it begins anew."""
+        if not self.isSet(self.initFrom):
+            return None
+        return str(expand_home(self.getOrDefault(self.initFrom)).absolute())
 
     def getOverrides(self) -> dict[str, Any]:
         """Dotted fields of the experiment with other values."""

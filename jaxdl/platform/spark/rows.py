@@ -12,6 +12,7 @@ import hashlib
 import os
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,13 @@ from typing import Any
 import numpy as np
 
 from jaxdl.core.config import ConfigError
+from jaxdl.data import EXAMPLE_WEIGHT
 from jaxdl.data.tables.arrow_numbers import Where, feature_numbers, holds_numbers, label_numbers
+from jaxdl.data.tables.row_weights import weight_numbers
+from jaxdl.platform.spark.invalid import NOT_USED, Form, invalid_of, is_missing
 
-LABEL = "label"
-"""The column of the labels in what is written."""
+LABEL, WEIGHT = "label", EXAMPLE_WEIGHT
+"""The columns of the labels and of the weights in what is written."""
 SPLITS = ("train", "test")
 ROW = "a row"
 """What messages call a row: in Spark it has no number."""
@@ -32,15 +36,34 @@ _DIGITS = 2**64
 
 @dataclass(frozen=True)
 class Columns:
-    """What the user calls the columns of rows, which come as features, label, held out or not: for messages."""
+    """What the user calls the columns of rows, which come as features, label, weight, held out or not: for messages."""
 
     features: tuple[str, ...]
     label: str
     held_out: str
     written: tuple[str, ...]
     """The names of the features in the files."""
-    is_table: bool = False
-    """Whether they are columns of a table, whose labels may be words, and whose values may be missing."""
+    form: Form = "numbers"
+    """What the features are: the labels of a table and of texts may be words, and a table's values may be missing."""
+    weight: str = ""
+    """The column of the weights, empty where there is none."""
+    predicts_number: bool = False
+    """Whether the label is a number that is to be predicted, not a class."""
+    skips: bool = False
+    """Whether rows that cannot be trained on are left out and counted; else they are an error."""
+
+    @property
+    def needs_class_numbers(self) -> bool:
+        """Whether labels must be class numbers."""
+        return not self.predicts_number and self.form in ("images", "numbers")
+
+    @property
+    def roles(self) -> tuple[tuple[str, str], ...]:
+        """(name, why a row is left out that lacks a value there) of the columns, in the order in which they come."""
+        features = tuple((name, NOT_USED[self.form].format(name)) for name in self.features)
+        others = [(self.label, f"no label in {self.label!r}")]
+        others += [(self.weight, f"no weight in {self.weight!r}")] if self.weight else []
+        return (*features, *others, (self.held_out, f"null in {self.held_out!r}"))
 
 
 @dataclass(frozen=True)
@@ -51,7 +74,7 @@ class Written:
     file: str
     num_rows: int
     num_classes: int
-    """The largest label plus 1; 0 in a table, whose classes the run counts."""
+    """The largest label plus 1; 0 where labels are no class numbers."""
     digest: int
     """The sum of a 64-bit hash of each row, modulo 2^64."""
 
@@ -65,12 +88,15 @@ class PartitionWriter:
         self._writers: dict[str, Any] = {}
         self._waiting: dict[str, list[Any]] = {split: [] for split in SPLITS}
         self._totals = {split: [0, 0, 0] for split in SPLITS}
+        self.left_out: Counter[str] = Counter()
+        """Why rows were left out -> how many."""
 
     def write(self, batches: Iterator[Any]) -> list[Written]:
-        """Writes batches of `pyarrow.RecordBatch`: features, label (numbers), held out (booleans).
+        """Writes batches of `pyarrow.RecordBatch`: features, label, weight if there is one, held out (booleans).
 
-        Raises ConfigError for a label that is no whole number from 0, a feature that a network cannot read (a null,
-        NaN, an integer beyond 2^24), and a folder that cannot be written.
+        Raises ConfigError for a label that is no whole number from 0 (where it is to be one), a feature that a network
+        cannot read (a null, NaN, an integer beyond 2^24), what is no weight, and a folder that cannot be written. Rows
+        that lack a value are left out instead, and counted in `left_out`, if the columns say so.
         """
         try:
             for batch in batches:
@@ -92,31 +118,64 @@ class PartitionWriter:
     def _take(self, batch: Any) -> None:
         import pyarrow
 
-        if not len(batch):
+        columns = self._usable(batch.columns)
+        if not len(columns[0]):
             return
-        names, (*arrays, label, held_out) = self._columns, batch.columns
-        for name, column in zip([*names.features, names.held_out], [*arrays, held_out], strict=True):
-            if column.null_count and not (names.is_table and column is not held_out):
-                raise ConfigError(f"column {name!r}: a row has null. Fill it, or drop such rows: df.na.drop().")
-        labels = None if names.is_table else label_numbers(label, Where("labelCol", names.label, ROW))
-        for name, array in zip(names.features, arrays, strict=True):
-            if not names.is_table and holds_numbers(
-                array.type
-            ):  # Else images. The run would refuse these too, after its processes started.
-                feature_numbers(array, Where("featuresCol", name, ROW))
-        kept = pyarrow.RecordBatch.from_arrays(
-            [*arrays, label if labels is None else pyarrow.array(labels)], [*names.written, LABEL]
-        )
-        held = np.asarray(held_out.to_numpy(zero_copy_only=False), bool)
+        names = self._columns
+        kept, labels = self._checked(columns)
+        held = np.asarray(columns[-1].to_numpy(zero_copy_only=False), bool)
+        written = [*names.written, LABEL, *([WEIGHT] if names.weight else [])]
+        rows = pyarrow.RecordBatch.from_arrays(kept, written)
         for split, chosen in ((SPLITS[0], ~held), (SPLITS[1], held)):
-            rows = kept.filter(pyarrow.array(chosen))
-            if len(rows):
+            part = rows.filter(pyarrow.array(chosen))
+            if len(part):
                 totals = self._totals[split]
-                totals[0] += len(rows)
+                totals[0] += len(part)
                 totals[1] = max(totals[1], 0 if labels is None else int(labels[chosen].max()) + 1)
-                totals[2] = (totals[2] + digest_of(rows)) % _DIGITS
-                self._waiting[split].append(rows)
+                totals[2] = (totals[2] + digest_of(part)) % _DIGITS
+                self._waiting[split].append(part)
                 self._write_groups(split, rest=False)
+
+    def _usable(self, columns: list[Any]) -> list[Any]:
+        """The columns of the rows that have all values that training needs; the others are counted, or an error."""
+        import pyarrow
+
+        names, used = self._columns, np.ones(len(columns[0]), bool)
+        count = len(names.features)
+        for place, (column, (name, why)) in enumerate(zip(columns, names.roles, strict=True)):
+            if names.skips:
+                missing = used & (invalid_of(column, names.form) if place < count else is_missing(column))
+                self.left_out.update({why: int(missing.sum())} if missing.any() else {})
+                used &= ~missing
+            elif column.null_count and ((place < count and names.form != "table") or place == len(columns) - 1):
+                raise ConfigError(f"column {name!r}: a row has null. Fill it, or drop such rows: df.na.drop().")
+            elif place < count and names.form == "texts" and invalid_of(column, names.form).any():
+                raise ConfigError(f"column {name!r}: a row has no text, blanks alone. Drop such rows.")
+        return columns if used.all() else [column.filter(pyarrow.array(used)) for column in columns]
+
+    def _checked(self, columns: list[Any]) -> tuple[list[Any], np.ndarray | None]:
+        """(the columns as they are written, their class numbers). Raises ConfigError for what cannot be trained on."""
+        import pyarrow
+
+        names, count = self._columns, len(self._columns.features)
+        for name, array in zip(names.features, columns, strict=False):
+            # The run would refuse these too, after its processes started.
+            if names.form == "numbers" and holds_numbers(array.type):
+                feature_numbers(array, Where("featuresCol", name, ROW))
+        label, labels = columns[count], None
+        if names.needs_class_numbers:
+            labels = label_numbers(label, Where("labelCol", names.label, ROW))
+            label = pyarrow.array(labels)
+        elif names.predicts_number:
+            missing = is_missing(label)
+            if missing.any():
+                raise ConfigError(
+                    f"labelCol: the label {names.label!r} is null or not finite in a row. Drop such rows."
+                )
+        if not names.weight:
+            return [*columns[:count], label], labels
+        weights = weight_numbers(columns[count + 1], Where("weightCol", names.weight, ROW))
+        return [*columns[:count], label, pyarrow.array(weights)], labels
 
     def _write_groups(self, split: str, *, rest: bool) -> None:
         """Writes the row groups that are full, and with `rest` the last one."""

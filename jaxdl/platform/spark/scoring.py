@@ -15,35 +15,52 @@ import numpy as np
 from jaxdl.core.config import ConfigError
 from jaxdl.core.files import CHECKPOINTS_FOLDER, step_folder
 from jaxdl.core.paths import expand_home
-from jaxdl.core.runs import check_checkpoint, check_run
-from jaxdl.data import ColumnsSpec, ImageSpec, Photos
+from jaxdl.core.runs import Which, check_checkpoint, check_run
+from jaxdl.data import ColumnsSpec, DataSpec, ImageSpec, LabelledTextSpec, NumbersSpec, Photos
 from jaxdl.data.images.image_values import eval_pixels, pixels_of
 from jaxdl.data.images.photo import BadImage
 from jaxdl.data.tables.arrow_numbers import Where, feature_numbers
-from jaxdl.platform.spark.invalid import of_valid_rows
+from jaxdl.inference.classified_texts import outputs_of_texts
+from jaxdl.platform.spark.invalid import Form, invalid_of, of_valid_rows
 from jaxdl.platform.spark.rows import ROW
 
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+_FORMS: dict[str, Form] = {
+    ImageSpec.modality: "images",
+    NumbersSpec.modality: "numbers",
+    ColumnsSpec.modality: "table",
+    LabelledTextSpec.modality: "texts",
+}
+"""What the feature columns hold for a network of each modality."""
 _PLACE = re.compile(r"\[\d+\]$")
 """Which number of a vector it is, at the end of the name that `Tabular` gives it."""
+
+
+def form_of_spec(spec: DataSpec) -> Form:
+    """What the feature columns hold for a network that reads such data."""
+    return _FORMS.get(spec.modality, "numbers")
 
 
 class CheckpointId(NamedTuple):
     """A checkpoint of a run; another one, of a new run in the same folder, is not equal to it."""
 
     workdir: str
-    step: int
+    step: Which
     written: int
-    """When it was written, as the file system says."""
+    """When the newest one was written, as the file system says."""
 
 
-def newest(workdir: str | Path) -> CheckpointId:
-    """The newest checkpoint of the run in a workdir. Raises ConfigError when there is none."""
+def newest(workdir: str | Path, which: Which = "newest") -> CheckpointId:
+    """The newest checkpoint of the run in a workdir, or the one with the best evaluation, or that of a step.
+
+    Raises ConfigError when there is none.
+    """
     if str(workdir).strip():  # Executors have another working directory, and may have another home.
         workdir = expand_home(workdir).absolute()
     folder = check_run(workdir)
-    step = max(check_checkpoint(folder, "newest"))
-    return CheckpointId(str(folder), step, (folder / CHECKPOINTS_FOLDER / step_folder(step)).stat().st_mtime_ns)
+    last = max(check_checkpoint(folder, which))
+    stamp = (folder / CHECKPOINTS_FOLDER / step_folder(last)).stat().st_mtime_ns
+    return CheckpointId(str(folder), last if which == "newest" else which, stamp)
 
 
 @functools.lru_cache(maxsize=2)
@@ -55,13 +72,14 @@ def scorer(trained: CheckpointId, batch_size: int) -> Scorer:
 class Scorer:
     """The network of a checkpoint, for columns of Arrow. Every batch has `batch_size` rows, the last one is padded."""
 
-    def __init__(self, workdir: str, step: int, batch_size: int) -> None:
+    def __init__(self, workdir: str, step: Which, batch_size: int) -> None:
         # Several workers may share a GPU: none takes all of its memory.
         os.environ.setdefault(PREALLOCATE, "false")
         from jaxdl.inference.predictor import restore
 
         self.predictor = restore(workdir, step=step)
         self.batch_size, self._spec = batch_size, self.predictor.parts.data_spec
+        self.form: Form = form_of_spec(self._spec)
         photos = getattr(self.predictor.experiment.data, "photos", None)
         self._photos = photos if isinstance(photos, Photos) else None
 
@@ -72,9 +90,11 @@ class Scorer:
         """
         return self._run_batches(self.predictor.logits, columns, names)
 
-    def predictions(self, columns: Sequence[Any]) -> np.ndarray:
-        """The predictions of the task, float32 [row, ...]; of a classifier the probabilities."""
-        return self._run_batches(self.predictor.predict, columns)
+    def predictions(self, columns: Sequence[Any], names: Sequence[str] = ()) -> np.ndarray:
+        """The predictions of the task, float32 [row, ...]: probabilities of classes, or numbers in their units."""
+        if self.form == "texts":
+            return self.probabilities_of(self.logits(columns, names))
+        return self._run_batches(self.predictor.predict, columns, names)
 
     def probabilities_of(self, logits: np.ndarray) -> np.ndarray:
         """The predictions of the task from outputs of the network."""
@@ -86,6 +106,8 @@ class Scorer:
         return outputs.reshape(len(outputs), -1)
 
     def _run_batches(self, function: Any, columns: Sequence[Any], names: Sequence[str] = ()) -> np.ndarray:
+        if self.form == "texts":
+            return self._run_texts(function, columns, names)
         values, count, outputs = self.inputs(columns, names), len(columns[0]), []
         named = values if isinstance(values, dict) else {"": values}
         for start in range(0, max(count, 1), self.batch_size):
@@ -93,10 +115,21 @@ class Scorer:
             outputs.append(np.asarray(function(batch.get("", batch)))[: min(self.batch_size, count - start)])
         return np.concatenate(outputs)
 
-    @property
-    def takes_gaps(self) -> bool:
-        """Whether the network was trained on a table, in which values may be missing."""
-        return self._spec.modality == ColumnsSpec.modality
+    def _run_texts(self, function: Any, columns: Sequence[Any], names: Sequence[str]) -> np.ndarray:
+        """As `_run_batches`, of one column of texts, or of two of pairs; those of similar length together."""
+        spec, codec = self._spec, self.predictor.codec
+        assert isinstance(spec, LabelledTextSpec)
+        for column, name in zip(columns, names or [""] * len(columns), strict=True):
+            if invalid_of(column, self.form).any():
+                what = f"featuresCol: column {name!r}" if name else "featuresCol"
+                raise ConfigError(f"{what}: a row has no text. Drop such rows, or set handleInvalid.")
+        rows = [column.to_pylist() for column in columns]
+        texts = rows[0] if len(rows) == 1 else list(zip(*rows, strict=True))
+        if not texts:
+            return np.zeros((0, spec.num_classes), np.float32)
+        return outputs_of_texts(
+            function, lambda part: spec.of_texts(part, "featuresCol", codec), texts, self.batch_size
+        )
 
     def inputs(self, columns: Sequence[Any], names: Sequence[str] = ()) -> np.ndarray | dict[str, np.ndarray]:
         """What the network reads of columns: images uint8 [row, height, width, channel], or numbers [row, column].
@@ -104,7 +137,7 @@ class Scorer:
         Of a table with words it is the dictionary of its arrays. Raises ConfigError for a null (but in a table), and
         for what the network was not trained on.
         """
-        if self.takes_gaps:
+        if self.form == "table":
             names = names or table_columns(self._spec)
             if len(names) != len(columns):
                 raise ConfigError(f"featuresCol: got {len(columns)} columns. Give these, in order: {', '.join(names)}.")
@@ -186,9 +219,8 @@ def score_batches(
 
     network = scorer(trained, batch_size)
     for columns in batches:
-        how = "error" if network.takes_gaps else handling
-        logits, invalid = of_valid_rows(lambda some: network.logits(some, names), columns, how)
-        if logits.ndim != 2 or (network.takes_gaps and not network.predictor.classes):
+        logits, invalid = of_valid_rows(lambda some: network.logits(some, names), columns, handling, network.form)
+        if logits.ndim != 2 or (network.form == "table" and not network.predictor.classes):
             raise ConfigError(
                 f"{trained.workdir}: its network has outputs {list(logits.shape[1:])}, so it is no "
                 "classifier. Use predictor_udf."
@@ -197,3 +229,24 @@ def score_batches(
         probabilities = np.where(invalid[:, None], np.float32(np.nan), network.probabilities_of(logits))
         arrays = [lists_of(logits), lists_of(probabilities), pyarrow.array(classes)]
         yield pyarrow.StructArray.from_arrays(arrays, names=["rawPrediction", "probability", "prediction"])
+
+
+def number_batches(
+    trained: CheckpointId,
+    batch_size: int,
+    batches: Iterator[Sequence[Any]],
+    names: Sequence[str] = (),
+    handling: str = "error",
+) -> Iterator[Any]:
+    """For batches of feature columns, the number that is predicted for each row: doubles, NaN for invalid rows.
+
+    `names` is what messages call the columns.
+    """
+    import pyarrow
+
+    network = scorer(trained, batch_size)
+    for columns in batches:
+        numbers, _ = of_valid_rows(lambda some: network.predictions(some, names), columns, handling, network.form)
+        if numbers.ndim != 1:
+            raise ConfigError(f"{trained.workdir}: its network predicts classes. Use JaxdlClassifierModel.")
+        yield pyarrow.array(numbers.astype(np.float64))

@@ -12,46 +12,52 @@ from typing import Any
 
 from pyspark import TaskContext
 from pyspark.sql import Column
-from pyspark.sql.functions import arrow_udf
+from pyspark.sql import functions as F
 
 from jaxdl.core.errors import ConfigError, without_frames
+from jaxdl.core.runs import Which, check_which
 from jaxdl.platform.spark.invalid import check_handling, of_valid_rows, plain_columns
-from jaxdl.platform.spark.scoring import lists_of, newest, score_batches, scorer
+from jaxdl.platform.spark.older import HAS_ARROW, pandas_udf
+from jaxdl.platform.spark.scoring import CheckpointId, lists_of, newest, number_batches, score_batches, scorer
 
 SCORED = "rawPrediction array<float>, probability array<float>, prediction double"
 
 
 @without_frames
-def predictor_udf(workdir: str | Path, batch_size: int = 256, *, handleInvalid: str = "error") -> Callable[..., Column]:
+def predictor_udf(
+    workdir: str | Path, batch_size: int = 256, *, handleInvalid: str = "error", checkpoint: Which = "newest"
+) -> Callable[..., Column]:
     """A function of columns whose value is the prediction of a trained network, an array of floats for each row.
 
         df.withColumn("y", predictor_udf("/shared/runs/leo", batch_size=256)("image"))
 
-    For a classifier these are the probabilities of the classes. It takes one column of images, vectors or arrays, or
-    the numeric columns that the network was trained on, in their order; of a table with words its columns, in which
-    nulls are missing values. Else a null, NaN or infinity ends the job, unless
-    `handleInvalid` is skip (null for such a row, since a function cannot leave it out) or keep (an array of NaN). The
-    network is that of the newest checkpoint now. Raises ConfigError for a workdir without one.
+    For a classifier these are the probabilities of the classes, for a regression it is one number. It takes one column
+    of images, texts, vectors or arrays, or the numeric columns that the network was trained on, in their order; of a
+    table with words its columns, in which nulls are missing values. Else a null, NaN, infinity or a text of blanks
+    ends the job, unless `handleInvalid` is skip (null for such a row, since a function cannot leave it out) or keep (an
+    array of NaN). The network is that of the newest checkpoint now, or with `checkpoint="best"` the one with the best
+    evaluation. Raises ConfigError for a workdir without one.
     """
-    trained, size, handling = newest(workdir), check_batch_size(batch_size), check_handling(handleInvalid)
+    trained = newest(workdir, check_which(checkpoint, "checkpoint"))
+    size, handling = check_batch_size(batch_size), check_handling(handleInvalid)
 
     def predictions(batches: Iterator[Any]) -> Iterator[Any]:
         use_own_gpus()
         network = scorer(trained, size)
         for batch in batches:
-            how = "error" if network.takes_gaps else handling
-            values, invalid = of_valid_rows(network.predictions, columns_of(batch), how)
+            values, invalid = of_valid_rows(network.predictions, columns_of(batch), handling, network.form)
             yield lists_of(values, invalid if handling == "skip" else None)
 
-    return _iterator_udf(predictions, "array<float>")
+    return _iterator_udf(predictions, "array<float>", with_times=False)
 
 
-def score_udf(workdir: str, names: Sequence[str], batch_size: int, handling: str = "error") -> Callable[..., Column]:
+def score_udf(
+    trained: CheckpointId, names: Sequence[str], batch_size: int, handling: str = "error"
+) -> Callable[..., Column]:
     """A function of feature columns whose value is a struct of rawPrediction, probability and prediction.
 
     `names` is what messages call the columns; `handling` is what is done with invalid rows: error or keep.
     """
-    trained = newest(workdir)
 
     def scores(batches: Iterator[Any]) -> Iterator[Any]:
         use_own_gpus()
@@ -60,19 +66,29 @@ def score_udf(workdir: str, names: Sequence[str], batch_size: int, handling: str
     return _iterator_udf(scores, SCORED)
 
 
+def number_udf(
+    trained: CheckpointId, names: Sequence[str], batch_size: int, handling: str = "error"
+) -> Callable[..., Column]:
+    """A function of feature columns whose value is the number that is predicted, a double; arguments as above."""
+
+    def numbers(batches: Iterator[Any]) -> Iterator[Any]:
+        use_own_gpus()
+        yield from number_batches(trained, batch_size, map(columns_of, batches), names, handling)
+
+    return _iterator_udf(numbers, "double")
+
+
 def feature_udf(
-    workdir: str, names: Sequence[str], layer: str, batch_size: int, handling: str = "error", *, pool: bool
+    trained: CheckpointId, names: Sequence[str], layer: str, batch_size: int, handling: str = "error", *, pool: bool
 ) -> Callable[..., Column]:
     """A function of feature columns whose value is the output of a layer, an array of floats; `names` as above."""
-    trained = newest(workdir)
 
     def features(batches: Iterator[Any]) -> Iterator[Any]:
         use_own_gpus()
         network = scorer(trained, batch_size)
         for batch in batches:
-            how = "error" if network.takes_gaps else handling
             of_layer = functools.partial(network.features, layer=layer, names=names, pool=pool)
-            yield lists_of(of_valid_rows(of_layer, columns_of(batch), how)[0])
+            yield lists_of(of_valid_rows(of_layer, columns_of(batch), handling, network.form)[0])
 
     return _iterator_udf(features, "array<float>")
 
@@ -99,11 +115,15 @@ def use_own_gpus() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.addresses)
 
 
-def _iterator_udf(function: Callable[[Iterator[Any]], Iterator[Any]], result: str) -> Callable[..., Column]:
-    """An Arrow UDF of one or more columns that reads its batches one after the other.
+def _iterator_udf(
+    function: Callable[[Iterator[Any]], Iterator[Any]], result: str, *, with_times: bool = True
+) -> Callable[..., Column]:
+    """An Arrow UDF of one or more columns that reads its batches one after the other; see `pandas_udf` for Spark 3.5.
 
     Spark tells a function that iterates over one column from one of several by its type hints, so there is one each.
     """
+    if not HAS_ARROW:
+        return pandas_udf(function, result, with_times=with_times)
     import pyarrow
 
     def of_one(batches: Any) -> Any:
@@ -114,7 +134,7 @@ def _iterator_udf(function: Callable[[Iterator[Any]], Iterator[Any]], result: st
 
     of_one.__annotations__ = {"batches": Iterator[pyarrow.Array], "return": Iterator[pyarrow.Array]}
     of_several.__annotations__ = {"batches": Iterator[tuple[pyarrow.Array, ...]], "return": Iterator[pyarrow.Array]}
-    of_column, several = arrow_udf(of_one, result), arrow_udf(of_several, result)
+    of_column, several = F.arrow_udf(of_one, result), F.arrow_udf(of_several, result)
 
     def called(*columns: Any) -> Column:
         return (of_column if len(columns) == 1 else several)(*columns)

@@ -28,7 +28,7 @@ from jaxdl.core.files import (
     SUMMARY_FILE,
     TENSORBOARD_FOLDER,
 )
-from jaxdl.report import last_evaluated_step, last_step, read_summary, replace_file
+from jaxdl.report import evaluations, last_evaluated_step, last_step, read_summary, replace_file
 from jaxdl.training.checkpoint.agree import on_first
 from jaxdl.training.checkpoint.errors import Unusable, read_refused, unreadable
 
@@ -75,6 +75,11 @@ class Earlier:
         """The step of the last evaluation up to `step` in the history, -1 if none. Raises Unreadable."""
         path = self._workdir / METRICS_FILE
         return int(on_first(lambda: str(_read(path, lambda: last_evaluated_step(self._workdir, step)))))
+
+    def evaluations(self, name: str, step: int) -> list[tuple[int, float | None]]:
+        """(step, value) of a metric in all evaluations of the history up to `step`, in order. Raises Unreadable."""
+        path = self._workdir / METRICS_FILE
+        return json.loads(on_first(lambda: json.dumps(_read(path, lambda: evaluations(self._workdir, name, step)))))
 
     def folder_lost(self) -> str:
         """A sentence if the folder `checkpoints` existed and was removed; empty otherwise. Raises Unreadable."""

@@ -138,6 +138,10 @@ class Saver:
         """The step of the last evaluation up to a checkpoint, also one that was made after it was written."""
         return max(restored.evaluated_step, self._earlier.evaluated_step(restored.step))
 
+    def evaluations(self, step: int) -> list[tuple[int, float | None]]:
+        """(step, the metric that checkpoints are compared by) of all evaluations up to a step, in their order."""
+        return self._earlier.evaluations(f"eval/{self._plan.parts.task.best_metric}", step)
+
     def save(self, state: TrainState, step: int, evaluated_step: int, metrics: dict[str, float] | None) -> None:
         """Starts writing a checkpoint of this step, unless there is one; `metrics` are those of the evaluation."""
         self.checkpoints.wait()

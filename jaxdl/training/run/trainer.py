@@ -22,6 +22,7 @@ from jaxdl.training.run.hooks import Callbacks, Hooks
 from jaxdl.training.run.plan.build import make_exchange_state
 from jaxdl.training.run.plan.length import check_not_past, checked_report, early_end_note
 from jaxdl.training.run.plan.plan import Plan
+from jaxdl.training.run.plateau import Plateau
 from jaxdl.training.run.result import Interrupted, Run
 from jaxdl.training.run.rollback import BadStep, Rollbacks, skip
 from jaxdl.training.run.saver import Saver, report_start_events
@@ -62,6 +63,7 @@ class Trainer:
         subject = Subject(plan.timeline, self.counter, self.parts.task, train, seed, *sizes)
         self.reporter = Reporter(self.experiment.report, folder, self.watch, self.start, subject)
         self.stack.callback(self.reporter.close)
+        self.plateau = Plateau.of(self.experiment.evaluation, self.parts.task, plan.timeline)
         self.evaluation = Evaluation(plan, self.reporter, self.watch, self.stop.poll)
         plan.open(self.reporter.warn, self.stack)
         self.start.plan(plan, end)
@@ -135,6 +137,9 @@ class Trainer:
         assert self.saver is not None
         self.state, self.counter.step = restored.state, restored.step
         self.evaluated_step = self.saver.evaluated_step(restored)
+        self.plateau.begin(self.saver.evaluations(self.evaluated_step))
+        if self.plateau.is_over:
+            self._stop_here(self.plateau.reason, over=True)
 
     def _report_start(self, restored: Restored | None, changed: bool) -> None:
         """Opens the reports; how the run got here, also as events of the history unless nothing will be `changed`."""
@@ -198,7 +203,8 @@ class Trainer:
                 return
             if self._due(self.experiment.evaluation):
                 self._evaluate()
-            if self._due(self.experiment.checkpoint):  # Asked now: a hook of the evaluation may end the run.
+            is_best = self.evaluated_step == self.step and self.plateau.saves
+            if self._due(self.experiment.checkpoint) or is_best:  # Asked now: an evaluation may end the run.
                 self._save()
             self.reporter.status("training")
 
@@ -259,6 +265,7 @@ class Trainer:
             rollback = self.rollbacks.roll_back(streak, checkpoints)
             assert checkpoints is not None
             self.state, self.counter.step, self.evaluated_step = None, 0, -1  # The restored state needs its memory.
+            self.plateau.begin(())
             fresh = functools.partial(make_exchange_state, self.plan)
             restored = checkpoints.restore(self.parts.state_spec.abstract(), fresh_exchange_state=fresh)
         if restored is not None:
@@ -293,6 +300,9 @@ class Trainer:
         self.reporter.report_evaluation(self.metrics)
         if self.step == self.plan.total_steps and not self.evaluation.is_empty:
             self.rollbacks.check_end(self.metrics["loss"])
+        self.plateau.add(self.step, self.metrics.get(self.parts.task.best_metric))
+        if self.plateau.is_over:
+            self._stop_here(self.plateau.reason, over=True)
         self.hooks.evaluated(self.step, self.state, self.metrics)
 
     @property
@@ -332,7 +342,7 @@ class Trainer:
             kept = self.saver is not None and self._saves_this_step
             by, over = self.end_asked_by, self.over
             self.reporter.note(early_end_note(self.step, self.plan.timeline, by, kept=kept, over=over))
-        return self._finish("stopped" if early else "finished", changed=changed)
+        return self._finish("stopped" if early and not self.plateau.is_over else "finished", changed=changed)
 
     def _finish(self, status: Status, *, changed: bool = True) -> Run:
         """Writes the curves and the summary (unless nothing has `changed`); returns the run."""

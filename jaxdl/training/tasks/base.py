@@ -16,7 +16,7 @@ import numpy as np
 from jaxdl.core.config import ConfigError
 from jaxdl.core.kinds import Choice
 from jaxdl.core.user_code import type_of, user_code
-from jaxdl.data import DataSpec
+from jaxdl.data import EXAMPLE_WEIGHT, DataSpec
 from jaxdl.report.better_direction import mode_of
 
 _NUM_ROWS = 2
@@ -174,7 +174,11 @@ class Task(Choice):
         return spec.inputs(batch)
 
     def weight(self, batch: Mapping[str, jax.Array]) -> jax.Array:
-        """Number of examples (or tokens) that count: float32 scalar."""
+        """Number of examples (or tokens) that count: float32 scalar. The gradient is that of the sum of losses over it.
+
+        Examples with a weight count as one: their weights are 1 in the mean over the training data, so that the
+        gradient is that of the weighted mean in expectation, and exactly in a batch of all examples.
+        """
         return jnp.sum(mask_of(batch), dtype=jnp.float32)
 
     @abc.abstractmethod
@@ -232,6 +236,21 @@ def mask_of(batch: Mapping[str, Any]) -> jax.Array:
     if batch.keys() == {"tokens"}:  # Text; with other arrays, an example counts as one.
         return jnp.ones((len(batch["tokens"]), batch["tokens"].shape[1] - 1), bool)
     return jnp.ones(len(next(iter(batch.values()))), bool)
+
+
+def weighted(mask: jax.Array, batch: Mapping[str, Any]) -> jax.Array:
+    """How much each example counts, [batch]: its weight where the data have some, 0 where the mask is False.
+
+    Without weights it is the mask, bool.
+    """
+    return jnp.where(mask, batch[EXAMPLE_WEIGHT], 0) if EXAMPLE_WEIGHT in batch else mask
+
+
+def weighted_sum(values: jax.Array, counts: jax.Array) -> jax.Array:
+    """The sum of values [batch], each times what `weighted` gives of it: float32 scalar. What counts 0 may be NaN."""
+    if counts.dtype == bool:
+        return jnp.sum(jnp.where(counts, values, 0), dtype=jnp.float32)
+    return jnp.sum(jnp.where(counts > 0, values * counts, 0), dtype=jnp.float32)
 
 
 def in_document(segments: jax.Array) -> jax.Array:

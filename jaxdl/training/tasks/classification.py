@@ -16,7 +16,7 @@ from jaxdl.data.array_spec import LABELS
 from jaxdl.data.source import check_classes
 from jaxdl.models.logits import label_logit
 from jaxdl.report.confusion import MOST_CLASSES
-from jaxdl.training.tasks.base import Task, counted_weight
+from jaxdl.training.tasks.base import Task, counted_weight, weighted, weighted_sum
 from jaxdl.training.tasks.prediction import Prediction
 
 ClassWeights = Literal["balanced"] | tuple[float, ...]
@@ -186,9 +186,11 @@ class Classification(Task, kind="classification"):
 
         "loss": cross-entropy in nats, in training against the smoothed labels; "weight": number of examples;
         "correct" and "correct_top5": number of examples whose label is first, or among the first five, in `rank`.
+        Where the data have weights of examples, each counts so much.
         """
         label = _labels(batch)
         logits, mask = outputs.astype(jnp.float32), counted(batch, label)
+        counts = weighted(mask, batch)
         normalizer = jax.nn.logsumexp(logits, axis=-1)
         picked = label_logit(logits, label)
         if train and "share" in batch:
@@ -204,16 +206,16 @@ class Classification(Task, kind="classification"):
         elif self._weights is not None:
             empty = jnp.zeros(len(self._weights), jnp.float32)
             of_classes = {
-                "of_class": empty.at[label].add(mask),
-                "correct_of_class": empty.at[label].add(mask & (place < 1)),
+                "of_class": empty.at[label].add(counts),
+                "correct_of_class": empty.at[label].add(counts * (place < 1)),
             }
         return (
             of_classes
             | {
-                "loss": jnp.sum(jnp.where(mask, loss, 0)),
-                "weight": self.weight(batch),
-                "correct": jnp.sum(mask & (place < 1), dtype=jnp.float32),
-                "correct_top5": jnp.sum(mask & (place < _TOP), dtype=jnp.float32),
+                "loss": weighted_sum(loss, counts),
+                "weight": jnp.sum(counts, dtype=jnp.float32),
+                "correct": weighted_sum(place < 1, counts),
+                "correct_top5": weighted_sum(place < _TOP, counts),
             }
             | ({} if train else self._confusion(logits, label, mask))
         )

@@ -13,7 +13,7 @@ import pydantic
 from jaxdl.core.config import ConfigError
 from jaxdl.data import DataSpec
 from jaxdl.data.array_spec import LABELS
-from jaxdl.training.tasks.base import Task, counted_weight, mask_of
+from jaxdl.training.tasks.base import Task, counted_weight, mask_of, weighted, weighted_sum
 
 _RESOLVED = 1e-4
 """The least variance of labels, as a share of their mean square, of which float32 sums tell something."""
@@ -53,17 +53,17 @@ class Regression(Task, kind="regression"):
         return fitted
 
     def sums(self, outputs: jax.Array, batch: Mapping[str, jax.Array], *, train: bool) -> dict[str, jax.Array]:
-        """Sums over the examples that count, float32 scalars, all of standardized numbers.
+        """Sums over the examples that count, float32 scalars, all of standardized numbers, each times its weight.
 
         "loss": squared errors; "weight": examples; "absolute": absolute errors; "label" and "squared_label".
         """
         del train
         label = next(batch[name] for name in LABELS if name in batch)
-        mask = mask_of(batch)
+        counts = weighted(mask_of(batch), batch)
         error = outputs.astype(jnp.float32).reshape(label.shape) - label
         values = {"loss": error**2, "absolute": jnp.abs(error), "label": label, "squared_label": label**2}
-        sums = {name: jnp.sum(jnp.where(mask, value, 0)) for name, value in values.items()}
-        return sums | {"weight": jnp.sum(mask, dtype=jnp.float32)}
+        sums = {name: weighted_sum(value, counts) for name, value in values.items()}
+        return sums | {"weight": jnp.sum(counts, dtype=jnp.float32)}
 
     def metrics(self, sums: Mapping[str, Any], spec: DataSpec) -> dict[str, float]:
         """The loss, and the metrics of the class; `r2` is NaN where labels vary by less than 1 % of their size."""
