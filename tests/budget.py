@@ -210,6 +210,7 @@ BUDGETS = {
     "test_exported.py": 40,
     "test_predictor.py": 7,
     "test_spark_jobs.py": 7,
+    "test_spark_scoring.py": 10,
     "test_example_weights.py": 27,
     "test_spark_estimators.py": 60,
     "test_early_stopping.py": 9,

@@ -33,13 +33,13 @@ def test_a_plateau_is_what_its_values_say(mode):
             seen = [-np.inf if x is None or np.isnan(x) else (x if mode == "max" else -x) for x in values[:number]]
             since = number - 1 - int(np.argmax(seen))  # The first of the best.
             assert plateau.is_over == (since >= patience)
-            assert plateau.saves == (since == 0)
+            assert plateau.saves(number) == (since == 0)
             again = Plateau(patience, mode)
             again.begin(enumerate(values[:number], 1))
-            assert (again.is_over, again.saves) == (plateau.is_over, plateau.saves)
+            assert (again.is_over, again.saves(number)) == (plateau.is_over, plateau.saves(number))
     forever = Plateau(None, mode)
     forever.begin(enumerate([1.0] * 100, 1))
-    assert (forever.is_over, forever.saves) == (False, False)
+    assert (forever.is_over, forever.saves(100)) == (False, False)
     # At every fifth step one is due; others, of interrupted runs, do not count.
     some = Plateau(2, mode, lambda step, num_steps: step // 5 > (step - num_steps) // 5)
     some.begin([(5, 1.0), (7, 1.0), (9, 2.0), (10, 1.0), (13, 1.0), (14, 1.0)])

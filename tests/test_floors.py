@@ -29,8 +29,8 @@ MENTION_SHARD_MAP = (
     "exchange", "parallel/collectives", "parallel/embedding", "training/rounds", "training/step",
 )  # fmt: skip
 TOUCH_THE_DISK = (
-    "core/files.py", "core/programs.py", "data", "inference/convert", "inference/export", "inference/trained.py",
-    "parallel/lease",
+    "core/files.py", "core/inside.py", "core/programs.py", "data", "inference/convert", "inference/export",
+    "inference/trained.py", "parallel/lease",
     "platform/fleet", "platform/launch", "platform/page", "platform/search", "platform/spark", "report",
     "training/checkpoint",
     "training/run",

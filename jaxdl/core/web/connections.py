@@ -52,7 +52,7 @@ class Keeper:
             self._sweeping = True
             connection.loop.call_later(_SWEEP_SEC, self._sweep, connection.loop)
 
-    def remove(self, connection: _Connection) -> None:
+    def forget(self, connection: _Connection) -> None:
         """Forgets a connection, if it is not forgotten."""
         if connection in self._connections:
             del self._connections[connection]
@@ -101,7 +101,7 @@ class _Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends the watch."""
-        self.keeper.remove(self)
+        self.keeper.forget(self)
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
@@ -145,7 +145,7 @@ class _Connection(H11Protocol):
 
     def abort(self) -> None:
         """Closes it without waiting for the client."""
-        self.keeper.remove(self)
+        self.keeper.forget(self)
         with contextlib.suppress(OSError):
             self.transport.abort()
 

@@ -18,46 +18,57 @@ class Plateau:
     """
 
     def __init__(
-        self, patience: int | None, mode: Literal["max", "min"], is_due: Callable[[int, int], bool] = lambda *_: True
+        self,
+        patience: int | None,
+        mode: Literal["max", "min"],
+        is_due: Callable[[int, int], bool] = lambda *_: True,
+        end: Callable[[str, bool], None] = lambda *_: None,
     ) -> None:
         """`patience` evaluations in a row that are no better than the best before them end the run; None: none do.
 
-        `is_due(step, num_steps)` says whether one was due in the last `num_steps` steps up to `step`.
+        `is_due(step, num_steps)` says whether one was due in the last `num_steps` steps up to `step`; `end` ends the
+        run, for a reason in words, and so that there is nothing to resume.
         """
-        self._patience, self._sign, self._is_due = patience, 1 if mode == "max" else -1, is_due
-        self.begin(())
+        self._patience, self._sign, self._is_due, self._end = patience, 1 if mode == "max" else -1, is_due, end
+        self._best: float | None = None
+        self._since, self._step, self._is_best = 0, 0, False
 
     @classmethod
-    def of(cls, config: EvaluationConfig, task: Task, timeline: Timeline) -> Plateau:
+    def of(cls, config: EvaluationConfig, task: Task, timeline: Timeline, end: Callable[[str, bool], None]) -> Plateau:
         """By the best metric of a task. Raises ConfigError where it is not known whether a higher one is better."""
         mode = "max" if config.patience is None else task.resolved_mode
-        return cls(config.patience, mode, lambda step, num_steps: timeline.due(step, config, num_steps))
+        return cls(config.patience, mode, lambda step, num_steps: timeline.due(step, config, num_steps), end)
 
     def begin(self, values: Iterable[tuple[int, float | None]]) -> None:
         """Forgets what was, and begins with earlier evaluations: (step, value)."""
-        self._best: float | None = None
-        self._since, self._step, self.saves = 0, 0, False
+        self._best, self._since, self._step, self._is_best = None, 0, 0, False
         for step, value in values:
-            self.add(step, value)
+            self._judge(step, value)
+        self._end_if_over()
 
     def add(self, step: int, value: float | None) -> None:
-        """Adds the evaluation of a step; None and NaN are no better than anything."""
+        """Adds the evaluation of a step, and ends the run if it is time; None and NaN are no better than anything."""
+        self._judge(step, value)
+        self._end_if_over()
+
+    def _judge(self, step: int, value: float | None) -> None:
         is_due, self._step = self._is_due(step, step - self._step), step
         known = None if value is None or value != value else value
-        is_best = is_due and known is not None and (self._best is None or self._sign * (known - self._best) > 0)
-        if is_best:
+        self._is_best = is_due and known is not None and (self._best is None or self._sign * (known - self._best) > 0)
+        if self._is_best:
             self._best, self._since = known, 0
         elif is_due:
             self._since += 1
-        self.saves = self._patience is not None and is_best
-        """Whether the last evaluation is to be saved: it is the best so far of a run that may end early."""
+
+    def _end_if_over(self) -> None:
+        if self.is_over:
+            self._end(f"--evaluation.patience {self._patience}", True)
+
+    def saves(self, step: int) -> bool:
+        """Whether a step is to be saved: it was evaluated, and is the best so far of a run that may end early."""
+        return self._patience is not None and self._is_best and step == self._step
 
     @property
     def is_over(self) -> bool:
         """Whether the run is to end."""
         return self._patience is not None and self._since >= self._patience
-
-    @property
-    def reason(self) -> str:
-        """Who ends the run, in words."""
-        return f"--evaluation.patience {self._patience}"

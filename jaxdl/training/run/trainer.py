@@ -12,7 +12,7 @@ from jaxdl.core.errors import as_typed
 from jaxdl.data import TrainLoader
 from jaxdl.data.phases import Segment
 from jaxdl.parallel.cluster import heartbeat, wait_for_all
-from jaxdl.report import Report, Reporter, Status, StepCounter, Subject
+from jaxdl.report import Report, Reporter, Status, StepCounter
 from jaxdl.training.checkpoint import Restored, Unusable
 from jaxdl.training.evaluation import max_in_flight
 from jaxdl.training.run.compile import StepFunctions, programs
@@ -44,6 +44,7 @@ class Trainer:
         self.watch, self.stack, self.start = session.watch, session.stack, session.start
         self.programs = programs()  # Compiles the steps of segments.
         self.run_ahead = max_in_flight() > 1  # A step may be started before the one before it has ended.
+
         # What changes while the run trains.
         self.end = end
         self.end_asked_by = "--max-steps"
@@ -58,12 +59,10 @@ class Trainer:
         self.num_taken = 1  # Steps of the last call; a merge that overlaps local steps is one call.
         self.first_batch = True  # Whether the loader's next batch is its first.
 
-        folder, seed = self.workdir if jax.process_index() == 0 else None, self.experiment.seed
-        train, sizes = plan.splits.train, (self.experiment, plan.num_params)
-        subject = Subject(plan.timeline, self.counter, self.parts.task, train, seed, *sizes)
+        folder, subject = self.workdir if jax.process_index() == 0 else None, plan.subject(self.counter)
         self.reporter = Reporter(self.experiment.report, folder, self.watch, self.start, subject)
         self.stack.callback(self.reporter.close)
-        self.plateau = Plateau.of(self.experiment.evaluation, self.parts.task, plan.timeline)
+        self.plateau = Plateau.of(self.experiment.evaluation, self.parts.task, plan.timeline, self._stop_here)
         self.evaluation = Evaluation(plan, self.reporter, self.watch, self.stop.poll)
         plan.open(self.reporter.warn, self.stack)
         self.start.plan(plan, end)
@@ -138,8 +137,6 @@ class Trainer:
         self.state, self.counter.step = restored.state, restored.step
         self.evaluated_step = self.saver.evaluated_step(restored)
         self.plateau.begin(self.saver.evaluations(self.evaluated_step))
-        if self.plateau.is_over:
-            self._stop_here(self.plateau.reason, over=True)
 
     def _report_start(self, restored: Restored | None, changed: bool) -> None:
         """Opens the reports; how the run got here, also as events of the history unless nothing will be `changed`."""
@@ -203,8 +200,7 @@ class Trainer:
                 return
             if self._due(self.experiment.evaluation):
                 self._evaluate()
-            is_best = self.evaluated_step == self.step and self.plateau.saves
-            if self._due(self.experiment.checkpoint) or is_best:  # Asked now: an evaluation may end the run.
+            if self._due(self.experiment.checkpoint) or self.plateau.saves(self.step):  # Now: a hook may end the run.
                 self._save()
             self.reporter.status("training")
 
@@ -245,9 +241,7 @@ class Trainer:
         return True
 
     def _stop_here(self, by: str = "a hook", over: bool = False) -> None:
-        self.end = self.step
-        self.end_asked_by = by
-        self.over = over
+        self.end, self.end_asked_by, self.over = self.step, by, over
 
     def _roll_back_if_bad(self, report: Report | None) -> bool:
         """Rolls the run back if the steps of a report end a streak of bad ones that is too long: whether it has."""
@@ -274,10 +268,7 @@ class Trainer:
             with self.watch("compile"):
                 self.state = self.programs.initial_state(self.plan)
         else:
-            raise Unusable(
-                f"{checkpoints.folder}: the checkpoint of step {rollback.to_step}, to which the run "
-                "returns, has been removed. Restore it from a backup, or choose another --workdir."
-            )
+            raise Unusable(rollback.without_checkpoint(checkpoints.folder))
         self.loader.close()
         self.reporter.roll_back(self.evaluated_step)
         self.reporter.event("rollback", rollback.text, rollback.to_step)
@@ -301,8 +292,6 @@ class Trainer:
         if self.step == self.plan.total_steps and not self.evaluation.is_empty:
             self.rollbacks.check_end(self.metrics["loss"])
         self.plateau.add(self.step, self.metrics.get(self.parts.task.best_metric))
-        if self.plateau.is_over:
-            self._stop_here(self.plateau.reason, over=True)
         self.hooks.evaluated(self.step, self.state, self.metrics)
 
     @property

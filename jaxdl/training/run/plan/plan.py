@@ -14,6 +14,7 @@ from jaxdl.data import PhotoSource, Source, Splits, TrainLoader
 from jaxdl.data.phases import Segment, Timeline
 from jaxdl.exchange import ExchangeConfig
 from jaxdl.parallel.mesh import RARE_AXES, Axis, batch_sharding
+from jaxdl.report import StepCounter, Subject
 from jaxdl.training.experiment import Experiment
 from jaxdl.training.run.plan.init_from import Initial
 from jaxdl.training.run.tables.cached_tables import Caches, make_caches
@@ -51,6 +52,11 @@ class Plan:
         """The exchange, which has been chosen."""
         assert isinstance(self.experiment.exchange, ExchangeConfig)
         return self.experiment.exchange
+
+    def subject(self, counter: StepCounter) -> Subject:
+        """What is reported of the run, whose steps the counter counts."""
+        source, seed = self.splits.train, self.experiment.seed
+        return Subject(self.timeline, counter, self.parts.task, source, seed, self.experiment, self.num_params)
 
     @property
     def total_steps(self) -> int:
