@@ -13,7 +13,7 @@ import threading
 import time
 from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -61,7 +61,9 @@ class _Greeting(Listener):
                 nonce = str(json.loads(first)["nonce"])
             except (ValueError, KeyError, TypeError):
                 nonce = "0" * 32
-            known = Handshake(token, nonce, str(fields.get("nonce", "")), fields.get("process", 0))
+            known = Handshake(
+                token, nonce, str(fields.get("nonce", "")), cast(int, fields.get("process", 0))
+            )  # Or not.
             try:
                 proof = known.proof("guest", json.loads(json.dumps(fields)))
             except UnicodeEncodeError:  # Of a nonce that is half a surrogate.

@@ -112,7 +112,8 @@ def serve(service: Service) -> int:
         family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
         listener = socket.create_server((host, service.port), family=family, dualstack_ipv6=both)
     except OSError as error:
-        why = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or str(error)
+        number = error.errno or 0  # Below 0 those of names that are not found.
+        why = os.strerror(number) if number > 0 else error.strerror or str(error)
         given = f"--port {service.port}" if service.host is None else f"--host {service.host} --port {service.port}"
         raise ConfigError(f"{given}: {why}. Choose another one.") from None
     syncer = Syncer(

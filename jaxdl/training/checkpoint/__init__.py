@@ -13,7 +13,7 @@ checkpoint that is proven to be damaged is quarantined in `checkpoints/damaged`;
 from jaxdl.training.checkpoint.averaging import restore_mean
 from jaxdl.training.checkpoint.config import CheckpointConfig
 from jaxdl.training.checkpoint.earlier_runs import Earlier
-from jaxdl.training.checkpoint.errors import Damaged, NoneLeft, Unreadable, Unusable
+from jaxdl.training.checkpoint.errors import Damaged, NoneLeft, Removed, Unreadable, Unusable
 from jaxdl.training.checkpoint.fingerprint import fingerprints
 from jaxdl.training.checkpoint.manager import Checkpoints, Restored
 from jaxdl.training.checkpoint.reading import read_model, stored_model
@@ -26,6 +26,7 @@ __all__ = [
     "Earlier",
     "KeptReference",
     "NoneLeft",
+    "Removed",
     "Restored",
     "Unreadable",
     "Unusable",

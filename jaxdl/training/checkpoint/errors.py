@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from pathlib import Path
 
 from jaxdl.core.errors import ConfigError, as_typed
 
@@ -39,6 +40,16 @@ class Incomplete(Exception):
 
 class Unusable(ConfigError):
     """This run cannot use the existing checkpoints."""
+
+
+class Removed(Unusable):
+    """The checkpoint to which a run returns is not in the folder."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        super().__init__(
+            f"{folder}: the checkpoint of step {step}, to which the run returns, has been removed. Restore it from a "
+            "backup, or choose another --workdir."
+        )
 
 
 class NoneLeft(Unusable):

@@ -73,13 +73,6 @@ class Rollback:
             f"{end} are skipped{f' ({self.why})' if self.why else ''}"
         )
 
-    def without_checkpoint(self, folder: Path) -> str:
-        """What to say where the checkpoint is not in its folder."""
-        return (
-            f"{folder}: the checkpoint of step {self.to_step}, to which the run returns, has been removed. Restore it "
-            "from a backup, or choose another --workdir."
-        )
-
     def to_json(self) -> RollbackRow:
         """The rollback as it stands in skipped.json."""
         return {

@@ -13,7 +13,7 @@ from jaxdl.data import TrainLoader
 from jaxdl.data.phases import Segment
 from jaxdl.parallel.cluster import heartbeat, wait_for_all
 from jaxdl.report import Report, Reporter, Status, StepCounter
-from jaxdl.training.checkpoint import Restored, Unusable
+from jaxdl.training.checkpoint import Removed, Restored
 from jaxdl.training.evaluation import max_in_flight
 from jaxdl.training.run.compile import StepFunctions, programs
 from jaxdl.training.run.evaluation import Evaluation
@@ -268,7 +268,7 @@ class Trainer:
             with self.watch("compile"):
                 self.state = self.programs.initial_state(self.plan)
         else:
-            raise Unusable(rollback.without_checkpoint(checkpoints.folder))
+            raise Removed(checkpoints.folder, rollback.to_step)
         self.loader.close()
         self.reporter.roll_back(self.evaluated_step)
         self.reporter.event("rollback", rollback.text, rollback.to_step)
