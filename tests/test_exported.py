@@ -194,7 +194,7 @@ def test_an_export_that_fails_ends_no_run(tmp_path, capsys, monkeypatch):
         raise ConfigError("--format stablehlo: not today.")
 
     monkeypatch.setattr("jaxdl.inference.export.writing.export", refuse)
-    experiment = tiny_experiment(mesh=ONE_DEVICE, steps=1, checkpoint={}, evaluation={}, export=())
+    experiment = tiny_experiment(mesh=ONE_DEVICE, steps=3, checkpoint={}, evaluation={}, export=())
     run = jaxdl.train(experiment, tmp_path / "run", quiet=True, devices=jax.devices()[:1])
     assert run.summary["status"] == "finished"
     assert "could not be exported: --format stablehlo: not today. To try again:" in capsys.readouterr().err

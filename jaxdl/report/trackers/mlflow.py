@@ -235,7 +235,7 @@ class _Run(Writer):
         # Not models:/ID, which a database would look up where the process tracks globally.
         source = self._client.get_logged_model(model_id).artifact_location
         versions = self._client.search_model_versions(f"run_id = '{self.run_id}'")
-        if not any(version.name == name and version.model_id == model_id for version in versions):
+        if not any(version.name == name and version.source == source for version in versions):  # Not all have ids.
             self._client.create_model_version(name, source, run_id=self.run_id, model_id=model_id)
 
     def close(self, state: State | None = None) -> None:
