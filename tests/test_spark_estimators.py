@@ -204,7 +204,7 @@ def test_rows_that_cannot_be_trained_on_are_counted_and_named(place, houses):
     with pytest.raises(ConfigError, match=r"column 'area': a row has null"):
         JaxdlClassifier(**values).fit(rows)
     gaps = houses.filter("area is null").count()
-    with pytest.warns(UserWarning, match=rf"fit: {gaps + 2} of {ROWS} rows are not used: .*'area'.*'y'.*'w'"):
+    with pytest.warns(UserWarning, match=rf"fit: {gaps + 2} of {ROWS} rows are not used: .*'y'.*'w'.*'area'"):
         model = JaxdlClassifier(**values, handleInvalid="skip").fit(rows)
     assert model.rows["notUsed"] == {
         "null, NaN or infinity in 'area'": gaps, "no label in 'y'": 1, "no weight in 'w'": 1,
