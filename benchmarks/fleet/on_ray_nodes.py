@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import random
+import secrets
 import subprocess
 import sys
 import time
@@ -163,7 +164,7 @@ def main() -> None:
     parser.add_argument("--limit-sec", type=float, default=1800.0, help="when the play is given up")
     args = parser.parse_args()
     out = new_folder(parser, args.out)
-    os.environ |= {**compiled_once(out), "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ |= {**compiled_once(out), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
     began, asked, folder = time.monotonic(), made_up(args.seed, args.steps, args.runs), out / "ray"
     with Cluster(out) as cluster:
         play = OnCluster(folder, asked, args, cluster)
