@@ -110,7 +110,8 @@ def config(tmp_path_factory):
 
 
 def search(config, workdir, *words, engine="here_for_tests", capsys=None):
-    line = ["--config", str(config), "--workdir", str(workdir), "--json", "--metric", "evaluation/loss"]
+    line = ["--config", str(config), "--workdir", str(workdir), "--json"]
+    line += [] if "--metric" in words else ["--metric", "evaluation/loss"]
     signum = command.run([*line, "--engine", engine, *words], "search")
     assert signum is None
     return json.loads((workdir / "result.json").read_text())

@@ -54,8 +54,9 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--port {port}: give a number from 0 to 65535; 0 takes one that is free.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigError(f"--host {host}: {error.strerror}. Give a name or an address of this machine.") from None
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or "this is no name of a machine"
+        raise ConfigError(f"--host {host}: {why}. Give a name or an address of this machine.") from None
     bound = socket.socket(family, kind, protocol)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

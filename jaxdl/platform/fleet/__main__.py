@@ -242,6 +242,8 @@ def submit(args: list[str]) -> None:
     store, view, unit = Store(options.state), None, "host" if needs else "node"
     with contextlib.suppress(ConfigError):  # No server has been there yet.
         view = store.view()
+    if needs and view is not None and not view.get("shares", True):
+        raise OptionError(f"--needs {options.needs}: in this fleet a host has a whole node. Leave it out.")
     gpus = gpus_of_host(needs, view)
     read = reader()
     fit = find_sizes(command, sizes, gpus, read)

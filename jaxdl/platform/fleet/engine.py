@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -48,6 +48,8 @@ class Engine(abc.ABC):
     """Whether all nodes are processes of this machine: to rehearse what an engine for a cluster then does."""
     names_nodes: ClassVar[bool] = True
     """Whether `nodes` are machines. Else they are only as many as there are, and the cluster knows which."""
+    shares_nodes: ClassVar[bool] = True
+    """Whether hosts may share a node, by what they need of it."""
     grace_sec: float = 120.0
     """How long an attempt may take to save and end; its server sets it."""
 
@@ -61,6 +63,10 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def nodes(self) -> list[str]:
         """The names of the nodes that are in service."""
+
+    def out_of_service(self, nodes: Collection[str]) -> set[str]:
+        """Which of these nodes, on which runs are or were, are lost."""
+        return set(nodes).difference(self.nodes()) if self.names_nodes and nodes else set()
 
     def resources(self) -> Mapping[str, Amounts]:
         """What each node in service has, by name; nothing where that is not known."""

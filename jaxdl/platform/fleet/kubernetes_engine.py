@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import secrets
 import signal
 import time
@@ -54,6 +55,7 @@ class OnKubernetes(Engine):
         "node_selector",
     )  # fmt: skip
     names_nodes: ClassVar[bool] = False
+    shares_nodes: ClassVar[bool] = False
 
     def __init__(self, store: Store, num_nodes: int, **given: Any) -> None:
         super().__init__(store, num_nodes)
@@ -305,8 +307,13 @@ class OnKubernetes(Engine):
 def _id_in(folder: Path) -> str:
     """What the names of a fleet's objects have in them: random, so that no other fleet takes them for its own."""
     path = folder / ID_FILE
-    with contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
-        file.write(secrets.token_hex(4))
+    if not path.exists():  # Whole or not at all, also after a crash; of two servers that make one, the first counts.
+        aside = path.with_name(f"{ID_FILE}.{os.getpid()}")
+        replace_file(aside, secrets.token_hex(4).encode())
+        with contextlib.suppress(FileExistsError):
+            os.link(aside, path)
+        aside.unlink()
+        sync_folder(folder)
     made = path.read_text(encoding="utf-8").strip()
     if len(made) != 8 or not set(made) <= set("0123456789abcdef"):
         raise ConfigError(

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from jaxdl.platform.fleet.engine import Engine
-from jaxdl.platform.fleet.member import Member
+from jaxdl.platform.fleet.member import RUNNING, Member
 from jaxdl.platform.fleet.members import PLACED, Members
 from jaxdl.platform.fleet.resources import Amounts, Room
 
@@ -34,7 +34,7 @@ def resize(member: Member, num_nodes: int, engine: Engine, known: Members) -> bo
 def _write(member: Member, known: Members, nodes: tuple[str, ...], *, placed: bool) -> None:
     resized = len(nodes) != len(member.nodes)
     values = {"attempt": member.attempt, "nodes": nodes, "placed": placed, "resized": resized}
-    known.write(PLACED, member, **values, reason=member.decided or member.reason)
+    known.write(PLACED, member, **values, reason=(member.decided if member.state == RUNNING else "") or member.reason)
 
 
 def room_of(nodes: Mapping[str, Amounts], members: Iterable[Member]) -> Room:

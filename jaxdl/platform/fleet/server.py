@@ -99,6 +99,7 @@ class Server:
     def turn(self) -> None:
         """One turn of the loop: reads, polls, decides, acts, and writes what `status` shows."""
         if not self.engine.look():
+            self._views.write(self.view(), self.members, self.known.ended)
             return
         self.known.read()
         self._poll()
@@ -176,7 +177,7 @@ class Server:
 
     def _handle_end(self, member: Member, code: int, speed: float | None) -> None:
         """An attempt has ended with a code; `speed` is what it reached."""
-        lost = set(member.here).difference(self.engine.nodes()) if self.engine.names_nodes else set[str]()
+        lost = self.engine.out_of_service(member.here)
         said, blameless = self.engine.explain_end(member.submission, member.attempt)
         if code == 0:
             self._end(member, COMPLETED, code, speed, "finished")
@@ -228,14 +229,14 @@ class Server:
             member = self.members.get(name)
             if member is None or member.state not in ENDED or self._obey_after_end(member):
                 self.known.asked.discard(name)
-        nodes = set(self.engine.nodes())
+        gone = self.engine.out_of_service({node for member in self.active.values() for node in member.here})
         for member in list(self.active.values()):
             order, unknown = self.known.order(member), not self.known.has_submission(member)
             stop = "its submission is damaged" if unknown else {"hold": "held", "cancel": "cancelled"}.get(order or "")
             if member.state == RUNNING and stop:
                 self.known.write(STOPPED, member, reason=stop)
-            elif member.state == RUNNING and self.engine.names_nodes and not nodes.issuperset(member.here):
-                lost = ", ".join(sorted(set(member.here) - nodes))
+            elif member.state == RUNNING and not gone.isdisjoint(member.here):
+                lost = ", ".join(sorted(gone.intersection(member.here)))
                 self.known.write(STOPPED, member, reason=f"{lost} is out of service")
             elif not member.alive:
                 waits = order in ("run", "remove") and not unknown
@@ -391,5 +392,6 @@ class Server:
         runs = [self._view_of(member) for member in self.active.values()]
         free = {node: left for node, left in room.left.items() if left}
         about = {"at": self._now(), "gives_gpus": self.engine.gives_gpus, "has": has, "network": self.settings.network}
+        about["shares"] = self.engine.shares_nodes
         troubles = {"problems": self.known.problems, "engine": self.engine.problems()}
         return {**about, "nodes": nodes, "free": free, "lost": lost, **troubles, "runs": runs}

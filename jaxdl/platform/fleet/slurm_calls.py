@@ -86,13 +86,17 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or not _UNSET.match(name)}
 
 
-def read_nodes(partition: str | None) -> dict[str, Amounts]:
-    """Node in service -> what it has, of a partition, or of the default one. Raises Unanswered."""
+def read_nodes(partition: str | None, *, reserved: bool = False) -> dict[str, Amounts]:
+    """Node in service -> what it has, of a partition, or of the default one. Raises Unanswered.
+
+    `reserved`: jobs have a reservation, so that its idle nodes count too.
+    """
+    usable = {*_USABLE, "reserved"} if reserved else _USABLE
     where = ["--partition", partition] if partition else []
     nodes: dict[str, Amounts] = {}
     for line in call(["sinfo", "--noheader", "--Node", *where, "--format=%N|%T|%c|%m|%P|%G"]).splitlines():
         name, state, cpus, mebibytes, its_partition, devices = line.split("|", 5)
-        if (partition or its_partition.endswith("*")) and re.sub(r"[^a-z].*", "", state) in _USABLE:
+        if (partition or its_partition.endswith("*")) and re.sub(r"[^a-z].*", "", state) in usable:
             has = {"cpus": float(cpus), "gpus": float(_num_gpus(devices)), "memory-gb": float(mebibytes) * _MIB / 1e9}
             nodes[name] = {resource: amount for resource, amount in has.items() if amount}
     return nodes
@@ -110,6 +114,8 @@ def read_jobs(folder: PurePath) -> list[SlurmJob]:
     said = call(["squeue", "--noheader", "--states=all", "--me", "--format=%i|%T|%r|%D|%N|%o"])
     jobs = []
     for line in said.splitlines():
+        if line.count("|") < 5:  # The command of another job, on a line of its own.
+            continue
         number, state, reason, num_nodes, nodes, script = line.split("|", 5)
         if PurePath(script).is_relative_to(folder):
             jobs.append(SlurmJob(number, state, reason, num_nodes, nodes, PurePath(script)))

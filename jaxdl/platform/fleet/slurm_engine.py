@@ -16,7 +16,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
 
@@ -46,6 +46,9 @@ SCRIPT_FILE, REFUSED_FILE = "job.sh", "refused.txt"
 _LOOK_SEC, _STOP_AGAIN_SEC = 5.0, 30.0
 """How often Slurm is asked what there is, and to stop a job that it was asked to stop: it serves others too."""
 _ASKED_TO_END, _TAIL_BYTES = 143, 4096
+_SAVED = (_ASKED_TO_END, 130)
+_LEAST_GRACE_SEC = 10.0
+"""What a job has to save and end after Slurm has taken the request."""
 _LIMIT, _PREEMPTED = "limit", "preempted"
 _WHY: Mapping[str, str] = {_LIMIT: "its time limit was reached", _PREEMPTED: "its nodes were taken for another job"}
 
@@ -55,6 +58,7 @@ class OnSlurm(Engine):
 
     name = "slurm"
     options = ("partition", "account", "qos", "time", "sbatch")
+    shares_nodes = False
 
     def __init__(
         self,
@@ -74,12 +78,15 @@ class OnSlurm(Engine):
             self._chosen += shlex.split(sbatch or "")
         except ValueError as error:
             raise ConfigError(f"--sbatch {sbatch}: {error}") from None
+        self._reserved = any(word.startswith("--reservation") for word in self._chosen)
         self._prefix = f"jaxdl-{hashlib.sha256(str(self._folder).encode()).hexdigest()[:8]}"
         self._known: dict[str, Amounts] = {}
         self._jobs: dict[tuple[str, int], SlurmJob] = {}
         self._places: dict[str, tuple[str, ...]] = {}
         self._looked, self._silent = 0.0, ""
         self._asked: dict[tuple[str, str], float] = {}
+        self._told: dict[str, float] = {}
+        """Job -> when Slurm first took the request to stop it."""
         self._read()
         if not self._known:
             where = f"--partition {partition}" if partition else "the default partition"
@@ -99,11 +106,18 @@ class OnSlurm(Engine):
 
     def problems(self) -> list[str]:
         """That Slurm does not answer, and what it says instead."""
-        return [self._silent] if self._silent else []
+        counts = {int(has.get("gpus", 0)) for has in self._known.values()}
+        fewest, text = min(counts, default=0), " or ".join(map(str, sorted(counts)))
+        differ = f"nodes have {text} GPUs, and each job uses {fewest} of a node" if len(counts) > 1 else ""
+        return [problem for problem in (self._silent, differ) if problem]
+
+    def out_of_service(self, nodes: Collection[str]) -> set[str]:
+        """Those that are not up, or were taken out of service. What is beyond --nodes is not lost."""
+        return set(nodes).difference(self._known).union(self.store.lost_nodes().intersection(nodes))
 
     def _read(self) -> None:
         try:
-            nodes, jobs = read_nodes(self._partition), read_jobs(self._folder)
+            nodes, jobs = read_nodes(self._partition, reserved=self._reserved), read_jobs(self._folder)
             shown = {job.nodes for job in jobs if job.nodes}
             self._places = {text: self._places.get(text) or names_of(text) for text in shown}
         except Unanswered as error:
@@ -182,7 +196,13 @@ class OnSlurm(Engine):
         """A job that waits is cancelled; the script of one that runs sends SIGTERM to its processes, once."""
         job = self._jobs.get((run.name, attempt))
         if job is not None and job.alive and self._is_due("stop", job):
-            self._end(job)
+            self._ask_to_save(job)
+
+    def _ask_to_save(self, job: SlurmJob) -> None:
+        if self._end(job):
+            self._told.setdefault(job.number, time.monotonic())
+        else:  # Slurm has not answered: it is asked in the next turn.
+            self._asked.pop(("stop", job.number), None)
 
     def _is_due(self, what: str, job: SlurmJob) -> bool:
         """Whether a job was not asked that lately."""
@@ -192,25 +212,34 @@ class OnSlurm(Engine):
         self._asked[key] = now
         return True
 
-    def _end(self, job: SlurmJob) -> None:
+    def _end(self, job: SlurmJob) -> bool:
+        """Asks a job to save and end, or cancels it if it waits; whether Slurm took that."""
         # Slurm does not cancel a job that has begun meanwhile; it is then told the other way.
-        if job.waits:
-            self._tell("scancel", "--state=PENDING", job.number)
-        self._tell("scancel", "--state=RUNNING", "--batch", "--signal=USR2", job.number)
+        waits = not job.waits or self._tell("scancel", "--state=PENDING", job.number)
+        return self._tell("scancel", "--state=RUNNING", "--batch", "--signal=USR2", job.number) and waits
 
     def kill(self, run: Submission, attempt: int) -> None:
-        """Cancels the job: Slurm kills what does not end."""
+        """Cancels the job: Slurm kills what does not end. One that could not be asked to save before is asked first."""
         job = self._jobs.get((run.name, attempt))
-        if job is not None and job.alive and self._is_due("kill", job):
+        if job is None or not job.alive:
+            return
+        if time.monotonic() - self._told.get(job.number, math.inf) < min(self.grace_sec, _LEAST_GRACE_SEC):
+            return
+        if job.number not in self._told:
+            self._ask_to_save(job)
+        elif self._is_due("kill", job):
             self._tell("scancel", job.number)
 
-    def _tell(self, *command: str) -> None:
+    def _tell(self, *command: str) -> bool:
+        """Whether Slurm did it, or there is nothing to do."""
         self._looked = 0.0
         try:
             call(command)
         except Unanswered as error:
             if "Invalid job id" not in str(error) and "already" not in str(error):
                 print(f"warning: {error}", file=sys.stderr, flush=True)
+                return False
+        return True
 
     def poll(self, run: Submission, attempt: int) -> int | None:
         """The exit code of an attempt, `LOST` without one; None while its job has not ended."""
@@ -228,9 +257,11 @@ class OnSlurm(Engine):
 
     def explain_end(self, run: Submission, attempt: int) -> tuple[str, bool]:
         """What Slurm, or the script, says of the end of an attempt, and whether that is no failure of the run."""
-        said = _read_exit(self._attempt(run.name, attempt) / EXIT_FILE)
+        path = self._attempt(run.name, attempt) / EXIT_FILE
+        said = _read_exit(path)
         if why := _WHY.get(said):
-            return why, True
+            saved = said != _LIMIT or exit_code(path) in _SAVED
+            return (why, True) if saved else (f"{why}, and it did not save", False)
         if self._in_use(run.name, attempt):
             return "what ran on a lost node still trains in its workdir", False
         job = self._jobs.get((run.name, attempt))

@@ -85,7 +85,7 @@ class Cluster:
 
     def find(self, group: str, version: str, plural: str, labels: Mapping[str, str]) -> list[Any]:
         """The objects with these labels (all, without any), as JSON; none where the cluster has no such kind."""
-        with contextlib.suppress(_Missing), self._asking():
+        with contextlib.suppress(_Missing), self._asking(kinds=True):
             return self._custom.list_namespaced_custom_object(
                 group, version, self.namespace, plural, label_selector=_selector(labels), _request_timeout=_TIMEOUT_SEC
             )["items"]
@@ -94,7 +94,7 @@ class Cluster:
     def has(self, group: str, version: str, plural: str) -> bool:
         """Whether the cluster has this kind. Raises Refused where it may not be listed."""
         try:
-            with self._asking(refuses=(401, 403)):
+            with self._asking(refuses=(401, 403), kinds=True):
                 self._custom.list_namespaced_custom_object(
                     group, version, self.namespace, plural, limit=1, _request_timeout=_TIMEOUT_SEC
                 )
@@ -158,15 +158,19 @@ class Cluster:
             return json.loads(found.data)["items"]
 
     @contextlib.contextmanager
-    def _asking(self, refuses: tuple[int, ...] = ()) -> Iterator[None]:
-        """Raises what the client raises as an error of this module; `refuses`: codes that are the asker's fault."""
+    def _asking(self, refuses: tuple[int, ...] = (), *, kinds: bool = False) -> Iterator[None]:
+        """Raises what the client raises as an error of this module; `refuses`: codes that are the asker's fault.
+
+        Of an object that is not there the API server says so in JSON; a plain 404 is of a proxy before it, or, where
+        there may be no such kind (`kinds`), of a path that it does not know.
+        """
         if time.monotonic() < self._silent_until:
             raise Unreachable(self._why)
         try:
             yield
         except self._client.ApiException as error:
             said = _message(error)
-            if error.status not in (404, *refuses):
+            if error.status not in (404, *refuses) or (error.status == 404 and not (kinds or _is_status(error))):
                 raise self._silent(f"it answers {error.status}: {said}") from None
             self._silent_since = 0.0
             if error.status == 404:
@@ -191,6 +195,14 @@ def _message(error: Any) -> str:
         return str(json.loads(error.body)["message"])
     except (ValueError, TypeError, KeyError):
         return str(error.reason or error.status)
+
+
+def _is_status(error: Any) -> bool:
+    """Whether the API server itself has answered."""
+    try:
+        return json.loads(error.body)["kind"] == "Status"
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 def _selector(labels: Mapping[str, str]) -> str:

@@ -70,7 +70,8 @@ def _read_view(view: Mapping[str, Any], found: Fleet) -> None:
     found.silent = time.time() - found.at > SILENT_SEC
     found.nodes = [(as_shown(str(node)), as_shown(str(runs or ""))) for node, runs in view["nodes"].items()]
     found.lost = [as_shown(str(node)) for node in view.get("lost") or ()]
-    found.problems += [as_shown(str(problem)) for problem in view.get("problems") or ()]
+    for kind in ("problems", "engine"):
+        found.problems += [as_shown(str(problem)) for problem in view.get(kind) or ()]
     live = [run for run in view["runs"] if run.get("state") not in ENDED]
     ended = [run for run in view["runs"] if run.get("state") in ENDED][::-1]
     found.not_listed = max(0, len(ended) - MOST_RUNS)

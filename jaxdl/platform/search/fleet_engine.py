@@ -59,6 +59,9 @@ class OnFleet(Engine, kind="fleet"):
                 f"--engine.state {self.state}: no server has looked at this fleet for {age:.0f} s. Start one: "
                 f"python -m jaxdl.fleet serve --state {self.state}"
             )
+        if needs and not view.get("shares", True):
+            given = f"--engine.needs {self.needs}" if self.needs else f"--devices-per-trial {devices_per_trial}"
+            raise ConfigError(f"{given}: in the fleet {self.state} a trial has whole nodes. Give --engine.nodes alone.")
         if why := why_never(needs, self.nodes, view.get("has") or {node: {} for node in view["nodes"]}):
             raise ConfigError(f"--engine fleet: no trial could start: {why}. Change --engine.nodes or --engine.needs.")
         return FleetRuns(store, parallel, self.nodes, needs, weight=self.weight, priority=self.priority)

@@ -109,6 +109,9 @@ class ToDriver:
                 self._may_go.set()
                 while line := lines.readline(_READ_BYTES):
                     self.is_asked_to_stop = self.is_asked_to_stop or line == STOP
+        if not self._may_go.is_set():  # Who answers has not proved to be the driver: it gets no line.
+            with self._lock:
+                self._socket = None
         self._may_go.set()
 
     def _is_go(self, fields: Any) -> bool:
