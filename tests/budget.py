@@ -147,6 +147,7 @@ BUDGETS = {
     "test_cross_entropy.py": 13,
     "test_families.py": 13,
     "test_fleet_exchanged.py": 13,
+    "test_fleet_slurm_stops.py": 5,
     "test_fleet_slurm.py": 22,
     "test_fleet_slurm_daemons.py": 35,
     "test_sharding.py": 13,

@@ -41,9 +41,9 @@ def fleet(tmp_path, cluster):
     folder.mkdir()
     store, clock = Store(folder), itertools.count(1000.0, 100.0)
 
-    def make(between_sec=0.0, **options):
+    def make(between_sec=0.0, num_nodes=4, **options):
         settings = Settings(Rules(1.0, 1.0), between_sec=between_sec, failures=2, grace_sec=3000.0)
-        return Server(store, make_engine("slurm", store, 4, **options), settings, now=lambda: next(clock))
+        return Server(store, make_engine("slurm", store, num_nodes, **options), settings, now=lambda: next(clock))
 
     return store, make
 

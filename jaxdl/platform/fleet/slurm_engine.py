@@ -223,11 +223,10 @@ class OnSlurm(Engine):
         job = self._jobs.get((run.name, attempt))
         if job is None or not job.alive:
             return
-        if time.monotonic() - self._told.get(job.number, math.inf) < min(self.grace_sec, _LEAST_GRACE_SEC):
-            return
-        if job.number not in self._told:
+        told = self._told.get(job.number)
+        if told is None:
             self._ask_to_save(job)
-        elif self._is_due("kill", job):
+        elif time.monotonic() - told >= min(self.grace_sec, _LEAST_GRACE_SEC) and self._is_due("kill", job):
             self._tell("scancel", job.number)
 
     def _tell(self, *command: str) -> bool:
