@@ -235,6 +235,7 @@ BUDGETS = {
     "test_clicks.py": 5,
     "test_compare.py": 5,
     "test_exchange_kinds.py": 5,
+    "test_export_program.py": 3,
     "test_export.py": 5,
     "test_layer_norms.py": 5,
     "test_locale.py": 5,

@@ -14,6 +14,7 @@ from sklearn.metrics import accuracy_score, log_loss, mean_absolute_error, mean_
 import jaxdl
 from jaxdl.core.config import ConfigError
 from jaxdl.data import EXAMPLE_WEIGHT, LabelledTexts, Table, Tabular
+from jaxdl.exchange.agreement import Periodic
 from jaxdl.models import Encoder, Perceptron, TableMLP
 from jaxdl.optim import SGD, AdamW, Constant
 from jaxdl.parallel.mesh import MeshConfig
@@ -82,6 +83,21 @@ def test_a_run_with_weights_is_that_on_repeated_rows(numbers):
     assert_alike(run, train(data, Perceptron(units=(8,)), ROWS, mesh, step={"microbatches": 2}))
     without = train(data.replaced({"weight": None, "features": ("a", "b")}), Perceptron(units=(8,)), ROWS)
     assert abs(without.metrics["loss"] - run.metrics["loss"]) > 1e-3
+
+
+def test_steps_in_which_no_weight_counts_are_no_updates(tmp_path):
+    file = write(tmp_path / "x.parquet", ["a", "b", "label"], w=np.eye(1, ROWS)[0])
+    data = Tabular(train=file, test=file, weight="w", normalize=False)
+    run = train(data, Perceptron(units=(8,)), 1, steps=ROWS, report=ReportConfig(tensorboard=False, every_steps=ROWS))
+    assert np.nanmax(run.history["train/empty_steps"]) == ROWS - 1
+
+
+def test_what_does_not_take_weights_is_refused(numbers):
+    _, data, _ = numbers
+    with pytest.raises(ConfigError, match=r"agreement periodic: averages of replicas do not take weights"):
+        train(data, Perceptron(units=(8,)), ROWS, MeshConfig(replica=4, fsdp=1), agreement=Periodic(every_steps=2))
+    with pytest.raises(ConfigError, match=r"data\.weight with task loss"):
+        train(data, Perceptron(units=(8,)), ROWS, task=jaxdl.Loss(lambda outputs, batch: outputs.sum(axis=-1)))
 
 
 def test_metrics_are_those_of_scikit_learn(numbers):

@@ -197,7 +197,7 @@ def test_an_export_that_fails_ends_no_run(tmp_path, capsys, monkeypatch):
     experiment = tiny_experiment(mesh=ONE_DEVICE, steps=3, checkpoint={}, evaluation={}, export=())
     run = jaxdl.train(experiment, tmp_path / "run", quiet=True, devices=jax.devices()[:1])
     assert run.summary["status"] == "finished"
-    assert "could not be exported: --format stablehlo: not today. To try again:" in capsys.readouterr().err
+    assert "could not be exported: format stablehlo: not today. To try again:" in capsys.readouterr().err
 
 
 def test_without_a_workdir_there_is_nothing_to_export():

@@ -13,6 +13,9 @@ from jaxdl.inference.export.function import Function
 from jaxdl.inference.predictor import Predictor
 from jaxdl.training.exported import FORMS
 
+WRITTEN_BY = "Written by jaxdl"
+"""By which README.md shows that a folder is of an export."""
+
 FORMAT = 1
 """Of predict.json; a later one is another layout."""
 
@@ -87,7 +90,7 @@ def readme(
     network = experiment.model.users_name or experiment.model.kind
     parts = [
         f"# {network}, trained on {experiment.data.kind} for {predictor.step:,} steps\n\n"
-        f"Written by jaxdl {__version__} (`python -m jaxdl.export`).\n"
+        f"{WRITTEN_BY} {__version__} (`python -m jaxdl.export`).\n"
     ]
     sections = {"safetensors": _of_parameters, "stablehlo": _of_stablehlo, "onnx": _of_onnx, "jaxdl": _of_network,
                 "mlflow": _of_mlflow}  # fmt: skip

@@ -131,15 +131,9 @@ def _signature(predictor: Predictor, example: Any, answers: Any) -> Any:
     params = _WRITING if spec.modality in _WRITERS else None
     signature = models.infer_signature(example, answers, params)
     if isinstance(columns := spec.user_example(), dict):
-        # Words may be numbers, dates texts or times, numbers 1,234; and each may be missing.
-        told = {each["name"]: each for each in spec.to_json()["columns"]}
-        numbers = [told[name].get("style") == "point" and not told[name]["as_missing"] for name in columns]
-        signature.inputs = types.Schema(
-            [
-                types.ColSpec(types.DataType.double if is_number else any_type(), name, required=False)
-                for name, is_number in zip(columns, numbers, strict=True)
-            ]
-        )
+        # Words may be numbers, dates texts or times, numbers 1,234 or whole (which MLflow does not take for a double);
+        # and each may be missing.
+        signature.inputs = types.Schema([types.ColSpec(any_type(), name, required=False) for name in columns])
     elif isinstance(example, np.ndarray) and isinstance(getattr(predictor.experiment.data, "photos", None), Photos):
         shape = (-1, -1, -1, example.shape[-1])  # Photographs of any size are cropped.
         signature.inputs = types.Schema([types.TensorSpec(example.dtype, shape)])

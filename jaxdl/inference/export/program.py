@@ -16,6 +16,7 @@ import argparse
 import calendar
 import csv
 import datetime
+import decimal
 import importlib.util
 import json
 import math
@@ -32,6 +33,7 @@ GROUPED = {
     ",": re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d*)?"),
     ".": re.compile(r"[+-]?\d{1,3}(?:\.\d{3})+(?:,\d*)?"),
 }
+DELIMITERS = ",;\t|"
 COMMA = re.compile(r"[+-]?(?:\d+(?:,\d*)?|,\d+)(?:[eE][+-]?\d+)?")
 TRUTHS = {"true": 1.0, "false": 0.0, "t": 1.0, "f": 0.0, "1": 1.0, "0": 0.0}
 
@@ -182,8 +184,15 @@ def text_of(row: Any, column: str, missing: set[str]) -> str | None:
     value = row[column]
     if isinstance(value, bool | np.bool_):
         return "true" if value else "false"
-    if value is None or value != value:
+    try:
+        if value is None or value != value:
+            return None
+    except TypeError:  # Of pandas.NA, which has no truth.
         return None
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal):
+        value = int(value) if value == int(value) else value.normalize()
     if isinstance(value, float | np.floating) and float(value).is_integer():
         value = int(value)
     text = str(value).strip()
@@ -202,9 +211,9 @@ def number_of(row: Any, column: dict[str, Any], missing: set[str]) -> float:
     text = text_of(row, column["column"], missing)
     if text is None:
         return math.nan
-    if "pattern" in column:
-        return date_part(text, column)
     given = row[column["column"]]
+    if "pattern" in column:
+        return date_part(text, column, given if isinstance(given, datetime.date) else None)
     if isinstance(given, int | float | np.number | np.bool_):
         return float(given) - column["offset"] if math.isfinite(given) else math.nan
     value = parse_number(text, column["style"])
@@ -219,23 +228,24 @@ def parse_number(text: str, style: str) -> float | None:
         text = text.replace(".", "").replace(",", ".")
     elif style == "groups" and GROUPED[","].fullmatch(text):
         text = text.replace(",", "")
-    elif not PLAIN.fullmatch(text):
+    elif style == "comma" or not PLAIN.fullmatch(text):
         return None
     value = float(text)
     return value if math.isfinite(value) else None
 
 
-def date_part(text: str, column: dict[str, Any]) -> float:
-    """A part of a date, such as "week sin"; times are in UTC where they name no zone."""
+def date_part(text: str, column: dict[str, Any], given: datetime.date | None = None) -> float:
+    """A part of a date, such as "week sin"; times are in UTC where they name no zone. `given`: it came as a date."""
     found = re.fullmatch(column["pattern"], text)
-    if found is None:  # A day that came as one, from a data frame.
-        try:
-            when = datetime.datetime.fromisoformat(text)
-        except ValueError:
-            return math.nan
+    if found is not None:
+        seconds = seconds_of(found.groupdict())
+    elif given is not None:
+        when = datetime.datetime.fromisoformat(given.isoformat())
         seconds = when.replace(tzinfo=when.tzinfo or datetime.UTC).timestamp()
     else:
-        seconds = seconds_of(found.groupdict())
+        return math.nan
+    if math.isnan(seconds):
+        return math.nan
     days = seconds / 86400
     # A number with several parts is named `column (part)`.
     part = column["name"][len(column["column"]) + 2 : -1]
@@ -273,6 +283,20 @@ def seconds_of(part: dict[str, str | None]) -> float:
     return seconds
 
 
+def rows_of_file(path: Path, cells: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a CSV, as training read it: the delimiter is the one that the line of names has most often."""
+    utf8 = cells["encoding"].lower().replace("-", "").replace("_", "") == "utf8"
+    with open(path, encoding="utf-8-sig" if utf8 else cells["encoding"], newline="") as file:
+        head = re.sub(r'"[^"]*"', "", file.readline())
+        file.seek(0)
+        lines = csv.reader(file, delimiter=cells["delimiter"] or max(DELIMITERS, key=head.count))
+        names = [name.strip() for name in next(lines, [])]
+        rows = [dict(zip(names, line, strict=False)) for line in lines if line]
+    if not rows:
+        raise SystemExit(f"{path}: it has no rows")
+    return rows
+
+
 def main() -> None:
     """Predicts for files or texts, a line of JSON for each example."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -289,8 +313,9 @@ def main() -> None:
         inputs = loaded if isinstance(loaded, np.ndarray) else dict(loaded)
     elif given.files and predictor.preparation["kind"] == "columns":
         cells = json.loads((predictor.folder / "columns.json").read_text(encoding="utf-8"))["cells"]
-        with open(given.files[0], encoding=cells["encoding"], newline="") as file:
-            inputs = list(csv.DictReader(file, delimiter=cells["delimiter"] or ","))
+        inputs = rows_of_file(Path(given.files[0]), cells)
+    elif given.files and predictor.preparation["kind"] not in ("columns", "images"):
+        parser.error(f"{given.files[0]}: give .npy or .npz with arrays, or --text")
     outputs = predictor.probabilities(inputs)
     for name, row in zip(predictor.predict(inputs), outputs.tolist(), strict=True):
         json.dump({"prediction": name if isinstance(name, str | int | float) else row, "outputs": row}, sys.stdout)

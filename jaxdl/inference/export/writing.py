@@ -15,7 +15,7 @@ from jaxdl.core.config import ConfigError
 from jaxdl.core.runs import Which
 from jaxdl.data import spec_to_json
 from jaxdl.inference.export import ABOUT_FILE, COLUMNS_FILE, PLACES, PROGRAM_FILE, README_FILE
-from jaxdl.inference.export.about import as_bytes, description, readme, tokenizer_name
+from jaxdl.inference.export.about import WRITTEN_BY, as_bytes, description, readme, tokenizer_name
 from jaxdl.inference.export.function import Function
 from jaxdl.inference.export.network import check_whole, write_network
 from jaxdl.inference.predictor import Predictor, parts_of, restore
@@ -47,7 +47,7 @@ def export(
     folder = Path(folder)
     writers = {name: write for name in formats if (write := _folder_writer(name, average)) is not None}
     if replace:
-        _clear(folder)
+        _check_ours(folder)
     restored = restore(workdir, step=step, average=average)
     predictor = restored.merged()
     contents: dict[str, bytes] = {}
@@ -59,8 +59,10 @@ def export(
         contents |= written
     if (preparation := predictor.parts.data_spec.preparation()) is not None:
         contents[COLUMNS_FILE] = as_bytes(preparation)
-    contents[README_FILE] = readme(predictor, formats, platforms, about).encode()
+    contents = {README_FILE: readme(predictor, formats, platforms, about).encode(), **contents}
     try:
+        if replace:  # Now, when all that can fail has been made but folders of the network.
+            _clear(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():
             replace_file(folder / name, content)
@@ -75,19 +77,27 @@ def export(
     return "\n".join([f"{workdir}, step {predictor.step}, is written to {folder}:", *sizes, *filter(None, notes)])
 
 
-def _clear(folder: Path) -> None:
-    """Removes what an earlier export wrote: parts of it beside new ones would be of another network.
-
-    Raises ConfigError where that cannot be done.
-    """
+def _check_ours(folder: Path) -> None:
+    """Raises ConfigError if there is something in the folder that no export wrote, and would be replaced."""
+    there = [name for name in PLACES if (folder / name).exists()]
     try:
-        for name in PLACES:
-            if (folder / name).is_dir():
-                shutil.rmtree(folder / name)
-            else:
-                (folder / name).unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--to {folder}: {error.strerror}. Choose a writable folder.") from None
+        ours = not there or WRITTEN_BY in (folder / README_FILE).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        ours = False
+    if not ours:
+        raise ConfigError(
+            f"--to {folder}: {there[0]} there is not of an export (its {README_FILE} says nothing of one), so it is "
+            "not replaced. Give another folder."
+        )
+
+
+def _clear(folder: Path) -> None:
+    """Removes what an earlier export wrote: parts of it beside new ones would be of another network. Raises OSError."""
+    for name in PLACES:
+        if (folder / name).is_dir():
+            shutil.rmtree(folder / name)
+        else:
+            (folder / name).unlink(missing_ok=True)
 
 
 def _folder_writer(name: str, average: int) -> Callable[[Predictor, Path], None] | None:

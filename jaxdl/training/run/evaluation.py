@@ -51,6 +51,11 @@ class Evaluation:
         with self._watch("norms"), self._plan.batches(segment, start, num) as batches:
             return estimate_norms(steps.norm, state, batches, poll=self._poll)
 
+    @property
+    def changes_state(self) -> bool:
+        """Whether an evaluation changes the state, batch norm's statistics."""
+        return self._plan.experiment.evaluation.norm_batches is not None
+
     def agree(self, state: TrainState, steps: StepFunctions) -> TrainState:
         """The state with the parameters to evaluate, or to save; what that shows of the replicas is reported."""
         state, self._of_replicas = steps.train.settle(state)

@@ -57,7 +57,7 @@ class Plateau:
         self._is_best = is_due and known is not None and (self._best is None or self._sign * (known - self._best) > 0)
         if self._is_best:
             self._best, self._since = known, 0
-        elif is_due:
+        elif is_due and self._best is not None:  # Else nothing has counted in any evaluation yet.
             self._since += 1
 
     def _end_if_over(self) -> None:

@@ -160,7 +160,7 @@ class Trainer:
         """Makes the evaluation of this step if it was due and did not end; it may change the state, which is saved."""
         if self.step > self.evaluated_step and self._due(self.experiment.evaluation):
             self._evaluate()
-            if self.experiment.evaluation.norm_batches is not None and self.saver is not None:
+            if self.saver is not None and (self.evaluation.changes_state or self.plateau.saves(self.step)):
                 with self.watch("checkpoint"):
                     self.saver.save_again(self.state, self.step, self.metrics)
 

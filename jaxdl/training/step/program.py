@@ -117,7 +117,9 @@ def _step(parts: Parts, state: TrainState, batch: Batch, located: LocatedIds | N
     if flags is not None:
         metrics[NONFINITE] = _flags(parts, flags, more["grad_norm"], squares)
     loss = metrics["sums/loss"] / nonzero(metrics["sums/weight"])
-    changed, of_choice, kept = choose_state(parts, state, changed, more, loss=loss, weight=weight, finite=finite)
+    # Not `weight`, the number of rows that count: all of them may have the weight 0.
+    counted = metrics["sums/weight"]
+    changed, of_choice, kept = choose_state(parts, state, changed, more, loss=loss, weight=counted, finite=finite)
     tables = update_tables(parts, tables, touched, state, more, kept)
     # Also after a skipped step: a version's age is the number of steps since.
     changed = changed.replace(step=state.step + 1, agreement_state=remember(parts, state), tables=tables)

@@ -14,7 +14,7 @@ import pydantic
 from jaxdl.core.config import ConfigError
 from jaxdl.core.reference import Reference
 from jaxdl.core.user_code import defined_at, type_of, user_code
-from jaxdl.data import DataSpec
+from jaxdl.data import EXAMPLE_WEIGHT, DataSpec
 from jaxdl.training.tasks.base import Task, mask_of
 
 Arrays = Mapping[str, Any]
@@ -72,6 +72,11 @@ class Loss(Task, kind="loss"):
         if self.fn is None:
             raise ConfigError(
                 "task loss: its function is not set. Give Loss(fn) in the config file, or --task.fn FILE:NAME."
+            )
+        if EXAMPLE_WEIGHT in spec.blank():
+            raise ConfigError(
+                "--data.weight with --task loss: the losses of your function would not be weighted. Leave it out, or "
+                "read the column as a feature and multiply by it."
             )
         self.inputs(spec.blank(), spec)
         made = self.model_copy()

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from jaxdl.core.config import ConfigError
 from jaxdl.core.kinds import without_source
-from jaxdl.data import DataSpec, PhotoSource, Splits, Stage
+from jaxdl.data import EXAMPLE_WEIGHT, DataSpec, PhotoSource, Splits, Stage
 from jaxdl.data.phases import Timeline
 from jaxdl.exchange import Auto, Dense, ExchangeConfig
 from jaxdl.models.stacks import Dims
@@ -165,6 +165,12 @@ def join(
     check_norms(experiment, num_replicas, has_norms=bool(parts.network.norms))
     averages = keeps_average(parts.state_spec.opt_shapes)  # As schedule-free optimizers do.
     check_agreement(experiment, num_replicas, timeline.total_steps, averages=averages)
+    if EXAMPLE_WEIGHT in spec.blank() and experiment.agreement.keeps_replicas:
+        # A replica with heavy rows has moved further already, and would count more in the average of replicas too.
+        raise ConfigError(
+            f"--data.weight with --agreement {experiment.agreement.kind}: averages of replicas do not take weights. "
+            "Take --agreement every_step, or leave the weights out."
+        )
     # Lines that the run prints when it starts.
     reasons += experiment.model.remarks(mesh, experiment.precision.dtype) + fp8_remarks(parts)
     reasons += experiment.agreement.remarks(timeline.total_steps, num_replicas) + planned.notes
