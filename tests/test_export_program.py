@@ -48,7 +48,8 @@ def test_days_that_come_as_days_are_read():
 @pytest.mark.parametrize(
     ("value", "text"),
     [(None, None), (float("nan"), None), (pandas.NA, None), (pandas.NaT, None), ("NA", None), (3.0, "3"),
-     (np.True_, "true"), (decimal.Decimal("1.50"), "1.5"), (datetime.date(2024, 2, 14), "2024-02-14"), (" Red ", "Red")],
+     (np.True_, "true"), (decimal.Decimal("1.50"), "1.5"), (datetime.date(2024, 2, 14), "2024-02-14"),
+     (" Red ", "Red")],
 )  # fmt: skip
 def test_words_are_those_of_the_run(value, text):
     assert program.text_of({"word": value}, "word", MISSING) == text
