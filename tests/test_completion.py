@@ -39,7 +39,8 @@ def test_what_bash_completes(script):
     ]
     assert completed(script, "jaxdl", "train", "--report.trackers", "ml") == ["mlflow"]
     assert completed(script, "jaxdl", "train", "--report.trackers.ml") == [
-        f"--report.trackers.mlflow.{one}" for one in ("name", "tags", "wait-sec", "uri", "experiment")
+        f"--report.trackers.mlflow.{one}"
+        for one in ("name", "tags", "wait-sec", "uri", "experiment", "log-model", "no-log-model", "register-as")
     ]
     assert completed(script, "jaxdl", "train", "--optimizer.trust-c") == ["--optimizer.trust-coefficient"]
     assert completed(script, "jaxdl", "train", "--init-step", "") == ["newest", "best"]

@@ -122,4 +122,6 @@ def test_trackers_say_in_which_form_they_keep_a_network(tracker):
 def test_without_the_package_nothing_is_trained(tmp_path):
     experiment, _ = MADE["images"](tmp_path)
     with pytest.raises(ConfigError, match=r"export mlflow: it needs the package mlflow"):
-        jaxdl.train(experiment.replaced({"export": ("mlflow",)}), tmp_path / "run", quiet=True)
+        jaxdl.train(
+            experiment.replaced({"export": ("mlflow",)}), tmp_path / "run", quiet=True, devices=jax.devices()[:1]
+        )

@@ -76,7 +76,7 @@ def looks_up(self, batch, *rest):
         ({"sums": lambda self, outputs, batch, *, train: [1]}, "returned an object of type list. Return a dictionary"),
         ({"sums": no_train}, rf"task own {HERE}: TypeError: no_train\(\) got an unexpected keyword argument 'train'"),
         ({"sums": branches}, rf"task own {HERE}: it asks whether an array is true"),
-        ({"weight": lambda self, batch: jnp.ones(2)}, r"'weight' is float32 \[2\], not a float32 scalar"),
+        ({"weight": lambda self, batch: jnp.ones(2)}, r"weight\(\) is float32 \[2\], not a float32 scalar"),
         ({"augmented": looks_up}, rf"task own {HERE}: KeyError: 'missing'\."),
         ({"inputs": looks_up}, rf"task own {HERE}: KeyError: 'missing'\."),
         (

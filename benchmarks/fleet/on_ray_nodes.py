@@ -122,7 +122,7 @@ class Cluster:
     def nodes(self) -> dict[str, int]:
         """Ray's id of each node that it takes for alive -> number of the host; none where there is no cluster."""
         words = self.on_host(0, [sys.executable, "-W", "ignore", "-c", _NODES])
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        done = subprocess.run(words, capture_output=True, text=True, encoding="utf-8", check=False)
         known = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("NODES ")]
         alive = [node for nodes in known for node in nodes if node["Alive"]]
         return {node["NodeID"]: int(node["NodeName"].removeprefix("host")) for node in alive}

@@ -104,7 +104,7 @@ class Play:
         for name in ("run0", "run1", "run2"):
             self.wait_for_steps(name, 5)
         job = next(number for number, name, state in self._cluster.jobs() if state == "RUNNING" and "jaxdl" in name)
-        refused = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
+        refused = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, encoding="utf-8")
         if not refused.returncode:
             self.problems.append("Slurm queued a job of the fleet again")
         self.kill_server(3)
@@ -149,7 +149,9 @@ def begin_job(run: Asked, folder: Path, args: argparse.Namespace, cluster: Slurm
     options += ["--save-sec", str(GRACE_SEC), "--partition", "main"]
     command = [sys.executable, "-m", "jaxdl.launch", "slurm", *options, "--", sys.executable, *words[1:]]
     script = folder / "job.sbatch"
-    script.write_text(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    script.write_text(
+        subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf-8").stdout, encoding="utf-8"
+    )
     return cluster.submit(f"--chdir={folder}", str(script))
 
 
@@ -229,7 +231,7 @@ def main() -> None:
     events = [f"{names[event['run']]} {event['what']}: {event['reason']}"
               for event in lines(folder / "fleet" / "journal.jsonl") if event["what"] in ("left", "ended")]  # fmt: skip
     content = {"problems": problems, "compared": compared, "ends": events, "wall_sec": time.monotonic() - began}
-    (out / "fleet_on_slurm.json").write_text(json.dumps(content, indent=1))
+    (out / "fleet_on_slurm.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     console = Console()
     print_compared(console, compared, problems)
     for event in events:

@@ -44,7 +44,7 @@ class SlurmCluster:
         key.touch(0o600)
         key.write_bytes(secrets.token_bytes(128))
         self._config = folder / "slurm.conf"
-        self._config.write_text(self._text(_free_ports(1 + num_nodes)) + extra)
+        self._config.write_text(self._text(_free_ports(1 + num_nodes)) + extra, encoding="utf-8")
         os.environ["SLURM_CONF"] = str(self._config)
         try:
             self._start_daemons()
@@ -134,30 +134,32 @@ PartitionName=urgent Nodes=n[1-{count}] MaxTime=INFINITE PriorityTier=10 Preempt
 
     def state(self, name: str) -> str:
         """The state of a node, such as idle; empty while Slurm does not answer."""
-        done = subprocess.run(["sinfo", "--noheader", f"--nodes={name}", "--format=%T"], capture_output=True, text=True)
+        done = subprocess.run(
+            ["sinfo", "--noheader", f"--nodes={name}", "--format=%T"], capture_output=True, text=True, encoding="utf-8"
+        )
         return (done.stdout.split() or [""])[0]
 
     def control(self, *words: str) -> str:
         """What scontrol prints."""
-        return subprocess.run(["scontrol", *words], check=True, capture_output=True, text=True).stdout
+        return subprocess.run(["scontrol", *words], check=True, capture_output=True, text=True, encoding="utf-8").stdout
 
     def jobs(self) -> list[tuple[str, str, str]]:
         """(number, name, state) of all jobs that Slurm knows."""
         command = ["squeue", "--noheader", "--states=all", "--format=%i|%j|%T"]
-        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        said = subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf-8").stdout
         jobs = [line.split("|", 2) for line in said.splitlines()]
         return sorted(((number, name, state) for number, name, state in jobs), key=lambda job: int(job[0]))
 
     def ended(self) -> list[dict[str, str]]:
         """What Slurm wrote at the end of each job, and of each start of one that it queued again: Name, StartTime."""
         path = self._folder / "jobs.txt"
-        said = path.read_text() if path.exists() else ""
+        said = path.read_text(encoding="utf-8") if path.exists() else ""
         return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in said.splitlines()]
 
     def submit(self, *options: str) -> str:
         """The number of a job."""
         return subprocess.run(
-            ["sbatch", "--parsable", *options], check=True, capture_output=True, text=True
+            ["sbatch", "--parsable", *options], check=True, capture_output=True, text=True, encoding="utf-8"
         ).stdout.strip()
 
     def close(self) -> None:

@@ -76,6 +76,7 @@ class Listener(abc.ABC):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            encoding="utf-8",
             errors="replace",
         )
         self.port = 0

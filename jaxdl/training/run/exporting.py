@@ -115,6 +115,7 @@ def _export_apart(workdir: Path, folder: Path, formats: tuple[str, ...]) -> None
         env=environment | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
+        encoding="utf-8",
         errors="replace",
     )
     if done.returncode:
