@@ -45,7 +45,7 @@ def test_what_bash_completes(script):
     assert completed(script, "jaxdl", "train", "--optimizer.trust-c") == ["--optimizer.trust-coefficient"]
     assert completed(script, "jaxdl", "train", "--init-step", "") == ["newest", "best"]
     assert completed(script, "jaxdl", "train", "--config", "digi") == ["digits"]
-    assert completed(script, "jaxdl", "train", "--exp") == ["--explain"]
+    assert completed(script, "jaxdl", "train", "--expl") == ["--explain"]
     assert "--batch-size" in completed(script, "jaxdl", "train", "--explain", "")
 
 

@@ -65,7 +65,7 @@ def call(command: Sequence[str]) -> str:
     """What a command prints on stdout. Raises Unanswered, and ConfigError if it is not installed."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, encoding="utf-8", errors="replace", timeout=_CALL_SEC, env=environment(),
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=_CALL_SEC, env=environment(),
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except FileNotFoundError:
