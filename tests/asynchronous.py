@@ -119,6 +119,12 @@ class Running:
         thread.start()
         return learner
 
+    def wait_for_merges(self, number):
+        """Waits until the syncer has merged so many times more."""
+        end = self.syncer._centre.standing.version + number
+        while self.syncer._centre.standing.version < end:
+            time.sleep(0.01)
+
     def wait(self, timeout_sec=30.0):
         """The syncer's result. Fails when the run hangs."""
         self.threads[0].join(timeout_sec)

@@ -166,16 +166,11 @@ def test_a_syncer_that_is_killed_goes_on_from_its_last_state(tmp_path):
     with Running(tmp_path, policy, OUTER, save_sec=0.05) as running:
         for number in range(3):
             running.learner(number, Softmax(number, delay_sec=0.001))
-
-        def wait_for_merge(number):
-            while running.syncer._centre.standing.version < number:
-                time.sleep(0.01)
-
-        wait_for_merge(5)
+        running.wait_for_merges(5)
         # As SIGKILL would: nothing is saved or said, the connections break, half a line is left on the tape.
         running.syncer._save = lambda wait: None
         running.syncer._saver.wait()
-        wait_for_merge(running.syncer._centre.standing.version + 3)  # Which no state has.
+        running.wait_for_merges(3)  # Which no state has.
         running.syncer._tape.close = lambda: None
         running.syncer.stop()
         running.wait()
