@@ -77,7 +77,10 @@ class Predictor:
 
     def predict(self, inputs: Any) -> list[Any]:
         """The name of the class of each example, or its number; of what has no classes the outputs."""
-        outputs = self.probabilities(inputs)
+        return self.named(self.probabilities(inputs))
+
+    def named(self, outputs: np.ndarray) -> list[Any]:
+        """What `predict` returns, by the outputs of the function."""
         names = self.about["classes"]
         if self.preparation["kind"] == "columns" and not names:
             return outputs.reshape(-1).tolist()
@@ -317,7 +320,7 @@ def main() -> None:
     elif given.files and predictor.preparation["kind"] not in ("columns", "images"):
         parser.error(f"{given.files[0]}: give .npy or .npz with arrays, or --text")
     outputs = predictor.probabilities(inputs)
-    for name, row in zip(predictor.predict(inputs), outputs.tolist(), strict=True):
+    for name, row in zip(predictor.named(outputs), outputs.tolist(), strict=True):
         json.dump({"prediction": name if isinstance(name, str | int | float) else row, "outputs": row}, sys.stdout)
         print()
 
