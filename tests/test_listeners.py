@@ -334,7 +334,7 @@ def test_strangers_get_no_thread_of_a_spark_driver():
 
 
 def test_a_false_driver_is_not_obeyed(capsys):
-    """It cannot prove that it knows the secret, so it cannot stop a process."""
+    """It cannot prove that it knows the secret, so it cannot stop a process, and hears nothing of it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         heard = []
 
@@ -344,17 +344,20 @@ def test_a_false_driver_is_not_obeyed(capsys):
                 connection.sendall(json.dumps({"nonce": "a" * 32}).encode() + b"\n")
                 heard.append(connection.recv(4000))
                 connection.sendall(json.dumps(Go(go=True, proof="b" * 64).to_json()).encode() + b"\nstop\n")
-                connection.recv(1)
+                heard.append(connection.recv(1))
 
         thread = threading.Thread(target=answer)
         thread.start()
         driver = ToDriver(f"127.0.0.1:{server.getsockname()[1]}", SECRET, 0, "one")
         driver.wait_to_go(20)
         assert not driver.is_asked_to_stop
-        assert driver._socket is not None
-        driver._socket.close()
+        driver.line("a loss that is nobody else's business", error=False)
         thread.join(20)
     assert SECRET.encode() not in heard[0]
+    assert heard[1] == b"", "it gets no line, and the connection ends"
+    out, err = capsys.readouterr()
+    assert out == "a loss that is nobody else's business\n"
+    assert "has not proved to be the driver" in err
 
 
 @pytest.mark.parametrize("name", ["rendezvous", "spark", "syncer"])

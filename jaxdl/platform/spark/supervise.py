@@ -103,15 +103,17 @@ class ToDriver:
 
     def _listen(self) -> None:
         connection = self._socket
-        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-            lines = connection.makefile("rb") if connection is not None else None
-            if lines is not None and self._is_go(json.loads(lines.readline(_READ_BYTES))):
-                self._may_go.set()
-                while line := lines.readline(_READ_BYTES):
-                    self.is_asked_to_stop = self.is_asked_to_stop or line == STOP
-        if not self._may_go.is_set():  # Who answers has not proved to be the driver: it gets no line.
-            with self._lock:
-                self._socket = None
+        if connection is not None:
+            with contextlib.suppress(OSError, ValueError, TypeError, RecursionError), connection.makefile("rb") as lines:
+                if self._is_go(json.loads(lines.readline(_READ_BYTES))):
+                    self._may_go.set()
+                    while line := lines.readline(_READ_BYTES):
+                        self.is_asked_to_stop = self.is_asked_to_stop or line == STOP
+            if not self._may_go.is_set():
+                with self._lock:
+                    self._socket = None
+                connection.close()
+                print("what answers has not proved to be the driver; lines stay here", file=sys.stderr, flush=True)
         self._may_go.set()
 
     def _is_go(self, fields: Any) -> bool:
