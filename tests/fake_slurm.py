@@ -1,7 +1,7 @@
 """Stands for sinfo, squeue, sbatch, scancel, scontrol and sacct: jobs are in a file, and a test says what they become.
 
 Run under one of these names, in a folder with `jobs.json` and `nodes`; what was called is in `calls`. `said` there
-makes the command of its first word fail with the rest.
+makes the command of its first word fail with the rest; "late" makes sbatch fail when it has submitted the job.
 """
 
 import json
@@ -75,6 +75,9 @@ def main(program, args):
         given = dict(word.removeprefix("--").split("=", 1) for word in args if "=" in word)
         made = {"state": "PENDING", "reason": "Priority", "num": int(given["nodes"].split("-")[0]), "nodes": ""}
         jobs.append({**made, "script": args[-1], "options": args[:-1]})
+        if said[0] == "late":
+            file.write_text(json.dumps(jobs))
+            sys.exit(f"sbatch: error: {said[1]}")
         print(len(jobs))
     elif program == "scancel" and "--batch" not in args:
         job = jobs[int(args[-1]) - 1]

@@ -183,6 +183,7 @@ def test_what_waits_is_cancelled_by_hold_and_runs_again(cluster, fleet):
         ("FAILED", "limit", 143, True, 0, "its time limit was reached"),
         ("FAILED", "limit", 143, False, 2, "its time limit was reached"),
         ("FAILED", "preempted", 143, True, 0, "its nodes were taken for another job"),
+        ("FAILED", "preempted", 143, False, 1, "its nodes were taken for another job"),
         ("PREEMPTED", "", None, True, 1, "its nodes were taken for another job"),
         ("NODE_FAIL", "", 143, True, 0, "a node failed (n1)"),
         ("TIMEOUT", "", None, True, 2, "killed at its time limit, before it had saved"),

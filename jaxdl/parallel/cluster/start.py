@@ -40,8 +40,9 @@ from jaxdl.parallel.cluster.token import run_token
 if TYPE_CHECKING:
     from jaxdl.parallel.mesh import MeshConfig
 
-_SHUTDOWN_SEC = 120
-"""How long JAX waits in a normal shutdown for the other processes, which may still be drawing curves."""
+_SHUTDOWN_SEC = 24 * 3600
+"""How long JAX waits in a normal shutdown for the other processes, before it aborts all: longer than process 0 may
+export the network, or upload it. One that is lost meanwhile is noticed by its heartbeats."""
 
 
 class ClusterConfig(Config):

@@ -28,9 +28,6 @@ from jaxdl.platform.launch.netns import check_possible, parse_rate
 PIDS_FILE = "pids.json"
 LOST = -1
 """In place of the exit code of an attempt that is gone without one, because it was killed with its keeper."""
-TAKEN = -2
-"""In place of the exit code of an attempt that has no fault in its end: what runs the nodes took them, or it never
-began."""
 engines: dict[str, type[Engine]] = {}
 """Name -> kind of engine."""
 
@@ -89,7 +86,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def poll(self, run: Submission, attempt: int) -> int | None:
-        """The exit code of an attempt, `LOST` or `TAKEN` without one; None while it lives, or that is not known."""
+        """The exit code of an attempt, `LOST` without one; None while it lives, or that is not known."""
 
     def waits(self, run: Submission, attempt: int) -> str:
         """Why a started attempt has no nodes yet, such as its place in a queue; "" where it has, or none waits."""
@@ -105,7 +102,10 @@ class Engine(abc.ABC):
         return True
 
     def explain_end(self, run: Submission, attempt: int) -> tuple[str, bool]:
-        """(What the cluster says of the end of an attempt, whether that is no failure of the run); "" for nothing."""
+        """(What the cluster says of the end of an attempt, whether it took the nodes, so that the run has not failed).
+
+        "" where it says nothing.
+        """
         del run, attempt
         return "", False
 
@@ -126,6 +126,14 @@ def exit_code(path: Path) -> int:
         return int(json.loads(path.read_text(encoding="utf-8"))["code"])
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return LOST
+
+
+def exit_reason(path: Path) -> str:
+    """Why an attempt has ended, as its file says; empty without."""
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8")).get("why", ""))
+    except (OSError, ValueError, AttributeError):
+        return ""
 
 
 def _keeper_of(folder: Path) -> int | None:

@@ -25,7 +25,7 @@ from jaxdl.core.errors import ConfigError
 from jaxdl.core.files import replace_file
 from jaxdl.parallel.cluster import exits
 from jaxdl.platform.fleet import kubernetes_state as state
-from jaxdl.platform.fleet.engine import LOST, TAKEN, Engine, exit_code
+from jaxdl.platform.fleet.engine import LOST, Engine, exit_code, exit_reason
 from jaxdl.platform.fleet.journal import sync_folder
 from jaxdl.platform.fleet.keeper import EXIT_FILE, OUTPUT_FILE
 from jaxdl.platform.fleet.pod import BEGUN_FILE, code_of, codes_in
@@ -42,6 +42,8 @@ _FRESH_SEC, _SETTLED_SEC = 1.0, 5.0
 """How long the number of nodes is kept (a turn of the server asks for it several times); how long there must be fewer,
 since the parts of what a queue says are not of one moment."""
 _LEAST_GRACE_SEC, _TERMINATED = 10.0, 128 + signal.SIGTERM
+_TAKEN = "taken"
+"""Why an attempt has ended, in its file: the cluster took its nodes, or never gave it any."""
 _SPARE_SEC = 30
 """What pods may take longer than the server waits, which then says that they did."""
 
@@ -223,7 +225,7 @@ class OnKubernetes(Engine):
                 self._cluster.kill_pods({**self._labels(run), ATTEMPT: str(attempt)})
 
     def poll(self, run: Submission, attempt: int) -> int | None:
-        """The exit code of an attempt, `LOST` or `TAKEN` without one; None while anything of it is there."""
+        """The exit code of an attempt, `LOST` without one; None while anything of it is there."""
         if (run.name, attempt) in self._starting:
             self._create(run, attempt)
         if (run.name, attempt) in self._starting:
@@ -257,10 +259,20 @@ class OnKubernetes(Engine):
                 self._cluster.delete(*one.path, self._name(run))
         return exit_code(folder / EXIT_FILE)
 
+    def explain_end(self, run: Submission, attempt: int) -> tuple[str, bool]:
+        """That the cluster took the nodes of an attempt, or never gave it any."""
+        taken = exit_reason(self._attempt_folder(run, attempt) / EXIT_FILE) == _TAKEN
+        return ("the cluster took its nodes", True) if taken else ("", False)
+
     def waits(self, run: Submission, attempt: int) -> str:
         """What Kueue, or else Kubernetes, says of an attempt whose pods do not run."""
         if (run.name, attempt) in self._starting:
             return "it is started when the API server answers"
+        if run.name not in self._waits:  # A server that only says what it would decide does not poll.
+            with contextlib.suppress(Unreachable):
+                found = self._cluster.get(*self._kinds[0].path, self._name(run))
+                if found is not None and _attempt_of(found) == attempt:
+                    self._waits[run.name] = self._why_waiting(run, found)
         return self._waits.get(run.name, "")
 
     def _why_waiting(self, run: Submission, found: Mapping[str, Any]) -> str:
@@ -284,15 +296,14 @@ class OnKubernetes(Engine):
         code = code_of(codes, range(max(size, len(by_kubernetes), 1)), LOST)
         begun = (folder / BEGUN_FILE).exists() or bool(by_kubernetes)
         others = gone and code == _TERMINATED and run.name not in self._told
-        if code and (state.were_taken(pods) or not begun or others):
-            code = TAKEN
-        self._end(folder, code, "")
+        taken = code and (state.were_taken(pods) or not begun or others)
+        self._end(folder, code, "", why=_TAKEN if taken else "")
 
-    def _end(self, folder: Path, code: int, said: str) -> None:
+    def _end(self, folder: Path, code: int, said: str, why: str = "") -> None:
         if said:
             with (folder / OUTPUT_FILE).open("a", encoding="utf-8", errors="backslashreplace") as output:
                 output.write(f"fleet: {said}\n")
-        replace_file(folder / EXIT_FILE, json.dumps({"code": code, "at": time.time()}).encode())
+        replace_file(folder / EXIT_FILE, json.dumps({"code": code, "at": time.time(), "why": why}).encode())
 
     def _name(self, run: Submission) -> str:
         return f"jaxdl-{self._id}-{run.name}"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxdl.parallel.cluster import exits
-from jaxdl.platform.fleet.engine import LOST, TAKEN, Engine
+from jaxdl.platform.fleet.engine import LOST, Engine
 from jaxdl.platform.fleet.member import (
     CANCELLED,
     COMPLETED,
@@ -116,7 +116,7 @@ class Server:
 
     @property
     def active(self) -> Mapping[str, Member]:
-        """The runs that have not ended, in their order."""
+        """Those that have not ended, in their order."""
         return self.known.active
 
     @property
@@ -134,6 +134,9 @@ class Server:
         self.known.read()
         for member in self.active.values():
             self._look(member)
+            if member.alive:
+                follow(member, self.engine, self.known)
+                member.waits = self.engine.waits(member.submission, member.attempt)
         self._obey()
         for member in list(self.active.values()):
             if member.state == STOPPING:
@@ -178,21 +181,20 @@ class Server:
     def _handle_end(self, member: Member, code: int, speed: float | None) -> None:
         """An attempt has ended with a code; `speed` is what it reached."""
         lost = self.engine.out_of_service(member.here)
-        said, blameless = self.engine.explain_end(member.submission, member.attempt)
+        said, taken = self.engine.explain_end(member.submission, member.attempt)
+        pause = _FIRST_PAUSE_SEC if taken and not lost else 0.0  # The cluster may not know yet what it has left.
         if code == 0:
             self._end(member, COMPLETED, code, speed, "finished")
         elif code == exits.HALTED:
             self._end(member, HALTED, code, speed, "halted by the file in its workdir; `resume` lets it run again")
         elif code in exits.DELIBERATE:
             self._end(member, FAILED, code, speed, f"exit code {code}: it would fail again")
-        elif member.state == STOPPING and (code in (*_SAVED, TAKEN) or self.known.order(member) in ("hold", "cancel")):
+        elif member.state == STOPPING and (code in _SAVED or taken or self.known.order(member) in ("hold", "cancel")):
             self._leave(member, code, speed, member.reason, failures=0 if code in _SAVED else member.failures)
-        elif blameless and member.begun:  # Without a step it would go on like that forever.
-            saved = code in _SAVED
-            self._leave(member, code, speed, f"{said}: starts again", failures=0 if saved else member.failures)
-        elif lost or code == TAKEN:  # That is no failure of the run.
-            why = f"{', '.join(sorted(lost))} is out of service" if lost else "the cluster took its nodes"
-            pause = 0.0 if lost else _FIRST_PAUSE_SEC
+        elif code in _SAVED and member.begun:  # At a time limit, say. Without a step it would go on like that forever.
+            self._leave(member, code, speed, f"{said or 'it was stopped, and saved'}: starts again", pause_sec=pause)
+        elif lost or taken:  # That is no failure of the run.
+            why = f"{said}: starts again" if taken else f"{', '.join(sorted(lost))} is out of service"
             self._leave(member, code, speed, why, failures=member.failures, pause_sec=pause)
         else:
             # One that was asked to stop and has not saved has lasted, but may have come no further than the one before.

@@ -30,10 +30,16 @@ _OVER = _ENDS.keys() | {"COMPLETED", "FAILED"}
 _MIB = 2**20
 _UNSET = re.compile("SLURM_|SQUEUE_|SINFO_|SACCT_")
 """Variables that change what the commands print, or that are of the job in which the server is."""
+_CUT = re.compile("timed out|Zero Bytes", re.IGNORECASE)
+"""What Slurm's commands say when slurmctld may have taken a request, and its answer did not come."""
 
 
 class Unanswered(Exception):
     """A command of Slurm has failed, or not answered; the message is what it said."""
+
+
+class Unsure(Unanswered):
+    """Slurm has not answered, so that what it was asked to do may be done, now or in a while."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +80,11 @@ def call(command: Sequence[str]) -> str:
             "submitted."
         ) from None
     except subprocess.TimeoutExpired:
-        raise Unanswered(f"{command[0]}: no answer within {_CALL_SEC:g} s") from None
+        raise Unsure(f"{command[0]}: no answer within {_CALL_SEC:g} s") from None
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise Unanswered(f"{command[0]}: {said.removeprefix(f'{command[0]}: ')}")
+        kind = Unsure if _CUT.search(said) else Unanswered
+        raise kind(f"{command[0]}: {said.removeprefix(f'{command[0]}: ')}")
     return done.stdout
 
 
@@ -144,5 +151,5 @@ def resize_waiting(number: str, num_nodes: int) -> None:
 
 
 def describe_end(state: str) -> tuple[str, bool]:
-    """(How Slurm says that a job ended, whether that is no failure of its run); "" if it says nothing of interest."""
+    """(How Slurm says that a job ended, whether it took the job's nodes); "" if it says nothing of interest."""
     return _ENDS.get(state, ("", False))

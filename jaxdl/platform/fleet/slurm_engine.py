@@ -24,13 +24,14 @@ from jaxdl.core.errors import ConfigError
 from jaxdl.core.files import replace_file
 from jaxdl.parallel.cluster import exits
 from jaxdl.parallel.lease import IN_USE
-from jaxdl.platform.fleet.engine import LOST, Engine, exit_code
+from jaxdl.platform.fleet.engine import LOST, Engine, exit_code, exit_reason
 from jaxdl.platform.fleet.journal import sync_folder
 from jaxdl.platform.fleet.keeper import EXIT_FILE, OUTPUT_FILE
 from jaxdl.platform.fleet.resources import Amounts
 from jaxdl.platform.fleet.slurm_calls import (
     SlurmJob,
     Unanswered,
+    Unsure,
     call,
     describe_end,
     names_of,
@@ -49,6 +50,8 @@ _ASKED_TO_END, _TAIL_BYTES = 143, 4096
 _SAVED = (_ASKED_TO_END, 130)
 _LEAST_GRACE_SEC = 10.0
 """What a job has to save and end after Slurm has taken the request."""
+_UNSURE_SEC = 300.0
+"""How long a job that Slurm may have taken, without an answer, is waited for."""
 _LIMIT, _PREEMPTED = "limit", "preempted"
 _WHY: Mapping[str, str] = {_LIMIT: "its time limit was reached", _PREEMPTED: "its nodes were taken for another job"}
 
@@ -87,6 +90,8 @@ class OnSlurm(Engine):
         self._asked: dict[tuple[str, str], float] = {}
         self._told: dict[str, float] = {}
         """Job -> when Slurm first took the request to stop it."""
+        self._unsure: dict[tuple[str, int], float] = {}
+        """(run, attempt) -> when Slurm was asked for its job, and did not answer."""
         self._read()
         if not self._known:
             where = f"--partition {partition}" if partition else "the default partition"
@@ -163,6 +168,10 @@ class OnSlurm(Engine):
             return self._refuse(folder, exits.MISTAKE, "--needs: on Slurm a run has whole nodes. Submit it without.")
         try:
             number = call(self._submission(job, run, folder)).strip().split(";")[0]
+        except Unsure as error:
+            print(f"warning: {error}", file=sys.stderr, flush=True)
+            self._unsure[run.name, attempt] = time.monotonic()
+            return True
         except Unanswered as error:
             return self._refuse(folder, 1, str(error))
         self._jobs[run.name, attempt] = SlurmJob(number, "PENDING", "", str(len(nodes)), "", folder / SCRIPT_FILE)
@@ -243,7 +252,7 @@ class OnSlurm(Engine):
     def poll(self, run: Submission, attempt: int) -> int | None:
         """The exit code of an attempt, `LOST` without one; None while its job has not ended."""
         job = self._jobs.get((run.name, attempt))
-        if job is not None and job.alive:
+        if (job is not None and job.alive) or (job is None and self._may_come(run, attempt)):
             return None
         code = exit_code(self._attempt(run.name, attempt) / EXIT_FILE)
         if code == exits.MISTAKE and self._in_use(run.name, attempt):
@@ -254,23 +263,35 @@ class OnSlurm(Engine):
         began = job.nodes != ""
         return {"COMPLETED": 0, "CANCELLED": LOST if began else _ASKED_TO_END}.get(job.state, LOST)
 
+    def _may_come(self, run: Submission, attempt: int) -> bool:
+        """Whether Slurm may still have a job that it was asked for, and did not answer."""
+        asked = self._unsure.get((run.name, attempt))
+        if asked is None:
+            return False
+        if time.monotonic() - asked < _UNSURE_SEC:
+            return True
+        del self._unsure[run.name, attempt]
+        said = f"Slurm did not answer when it was asked for the job, and has none after {_UNSURE_SEC:.0f} s."
+        self._refuse(self._attempt(run.name, attempt), 1, said)
+        return False
+
     def explain_end(self, run: Submission, attempt: int) -> tuple[str, bool]:
-        """What Slurm, or the script, says of the end of an attempt, and whether that is no failure of the run."""
+        """What Slurm, or the script, says of the end of an attempt, and whether Slurm took its nodes."""
         path = self._attempt(run.name, attempt) / EXIT_FILE
-        said = _read_exit(path)
+        said = exit_reason(path)
         if why := _WHY.get(said):
-            saved = said != _LIMIT or exit_code(path) in _SAVED
-            return (why, True) if saved else (f"{why}, and it did not save", False)
+            saved = exit_code(path) in _SAVED
+            return why if saved else f"{why}, and it did not save", said == _PREEMPTED
         if self._in_use(run.name, attempt):
             return "what ran on a lost node still trains in its workdir", False
         job = self._jobs.get((run.name, attempt))
         state = job.state if job else ""
         if job is None and (number := self._number(run.name, attempt)):
             state = state_in_accounts(number)
-        what, blameless = describe_end(state)
-        if job is not None and job.nodes and blameless:
+        what, taken = describe_end(state)
+        if job is not None and job.nodes and taken:
             what = f"{what} ({job.nodes})"
-        return what or said, blameless
+        return what or said, taken
 
     def nodes_of(self, run: Submission, attempt: int) -> tuple[str, ...]:
         """Where Slurm has placed an attempt; empty while it waits."""
@@ -280,6 +301,8 @@ class OnSlurm(Engine):
     def waits(self, run: Submission, attempt: int) -> str:
         """Why the job of an attempt waits, by the word that Slurm has for it; empty if it does not."""
         job = self._jobs.get((run.name, attempt))
+        if job is None and (run.name, attempt) in self._unsure:
+            return "Slurm has not said whether it took the job"
         if job is None or not job.waits:
             return ""
         reason = f", {job.reason}" if job.reason not in ("", "None") else ""
@@ -314,14 +337,6 @@ class OnSlurm(Engine):
             return PurePath((self._attempt(name, attempt) / "job").read_text(encoding="utf-8").strip()).name
         except (OSError, ValueError):
             return ""
-
-
-def _read_exit(path: Path) -> str:
-    """Why an attempt has ended, as its file says; empty without."""
-    try:
-        return str(json.loads(path.read_text(encoding="utf-8")).get("why", ""))
-    except (OSError, ValueError, AttributeError):
-        return ""
 
 
 def _script(job: slurm.SlurmJob, run: Submission, attempt: int, folder: Path) -> str:

@@ -104,7 +104,10 @@ class ToDriver:
     def _listen(self) -> None:
         connection = self._socket
         if connection is not None:
-            with contextlib.suppress(OSError, ValueError, TypeError, RecursionError), connection.makefile("rb") as lines:
+            with (
+                contextlib.suppress(OSError, ValueError, TypeError, RecursionError),
+                connection.makefile("rb") as lines,
+            ):
                 if self._is_go(json.loads(lines.readline(_READ_BYTES))):
                     self._may_go.set()
                     while line := lines.readline(_READ_BYTES):
