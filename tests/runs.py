@@ -31,6 +31,8 @@ from jaxdl.training.step import StepConfig
 from jaxdl.training.tasks import Classification, Translation
 
 ROOT = Path(__file__).resolve().parents[1]
+WORKER = ROOT / "tests" / "step_worker.py"
+"""A program that counts steps, as a run on an engine."""
 ONE_DEVICE = MeshConfig(replica=1, fsdp=1, tensor=1)
 MESHES = {
     "replica 8": MeshConfig(replica=8, fsdp=1, tensor=1),

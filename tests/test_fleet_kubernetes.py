@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from runs import WORKER
 from test_fleet_processes import lines, wait_for
 
 from benchmarks.fleet.api_server import ApiServer, Problem
@@ -24,33 +25,6 @@ from jaxdl.platform.fleet.store import Store
 pytest.importorskip("kubernetes", reason="needs the client of Kubernetes: pip install 'jaxdl[kubernetes]'")
 
 CRDS = Path(os.environ.get("JAXDL_TEST_DATA_DIR", "/nonexistent")) / "crds"
-# 60 steps, each a line: the step, the number of nodes, the process. SIGTERM ends it between two steps.
-WORKER = """
-import os, signal, sys, time
-path = sys.argv[1]
-rank, nodes = os.environ["JAX_PROCESS_ID"], os.environ["JAX_NUM_PROCESSES"]
-going = True
-def stop(*_):
-    global going
-    going = False
-signal.signal(signal.SIGTERM, stop)
-def over():
-    return os.path.exists(sys.argv[1]) and open(sys.argv[1]).read().count("\\n") >= 60
-if rank != "0":
-    while going and not over():
-        time.sleep(0.02)
-    sys.exit(0 if going else 143)
-with open(path, "a+") as file:
-    file.seek(0)
-    step = len(file.read().splitlines())
-    while going and step < 60:
-        file.write(f"{step} {nodes} {os.getpid()}\\n")
-        file.flush()
-        step += 1
-        time.sleep(0.05)
-print("made", step, "steps")
-sys.exit(0 if step == 60 else 143)
-"""
 
 
 class Here:
@@ -65,8 +39,7 @@ class Here:
         self.cluster = Cluster(self.api, 3, tmp_path / "logs", python_path)
         self.api.write_config(tmp_path / "kubeconfig")
         monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
-        self.store, self.script, self.path = Store(self.folder), tmp_path / "worker.py", tmp_path
-        self.script.write_text(WORKER)
+        self.store, self.path = Store(self.folder), tmp_path
         self.options = {"image": "jaxdl:1", "gpus_per_node": 0, "volume": f"files:{tmp_path}", "api": api}
         if queue:
             self.cluster.make_queue(3)
@@ -82,7 +55,7 @@ class Here:
 
     def submit(self, name, sizes, command=None, **options):
         out = self.path / f"{name}.txt"
-        words = command or ["python", str(self.script), str(out)]
+        words = command or ["python", str(WORKER), str(out), "60", "0.05"]
         return self.store.submit(words, sizes, **options), out
 
     def until(self, condition, what, sec=60):

@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from runs import ROOT
+from runs import ROOT, WORKER
 from test_fleet_processes import lines, running, wait_for
 
 from jaxdl.core.errors import ConfigError
@@ -21,34 +21,6 @@ from jaxdl.platform.fleet.store import Store
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'jaxdl[ray]'")
 
 pytestmark = pytest.mark.slow
-
-# 120 steps, each a line: the step, the nodes, the Ray node of its process. SIGTERM ends it between two steps.
-WORKER = """
-import os, signal, sys, time
-path = sys.argv[1]
-rank, nodes = os.environ["JAX_PROCESS_ID"], os.environ["JAX_NUM_PROCESSES"]
-going = True
-def stop(*_):
-    global going
-    going = False
-signal.signal(signal.SIGTERM, stop)
-def over():
-    return os.path.exists(sys.argv[1]) and open(sys.argv[1]).read().count("\\n") >= 120
-if rank != "0":
-    path += "." + rank
-with open(path, "a+") as file:
-    file.seek(0)
-    lines = file.read().splitlines()
-    step = int(lines[-1].split()[0]) + 1 if lines and rank == "0" else 0
-    while rank != "0" and going and not over():
-        time.sleep(0.05)
-    while rank == "0" and going and step < 120:
-        file.write(f"{step} {nodes} {os.environ['JAXDL_HOST']} {os.getpid()}\\n")
-        file.flush()
-        step += 1
-        time.sleep(0.1)
-sys.exit(0 if going else 143)
-"""
 
 
 @pytest.mark.long("four starts of training and two whole runs, on a cluster of its own")
@@ -80,8 +52,7 @@ def cluster():
 
 
 def test_a_run_is_resized_outlives_its_server_and_is_killed(cluster, tmp_path):
-    script, folder = tmp_path / "worker.py", tmp_path / "fleet"
-    script.write_text(WORKER)
+    folder = tmp_path / "fleet"
     folder.mkdir()
     store, out = Store(folder), [tmp_path / f"steps{number}.txt" for number in range(2)]
     settings = Settings(Rules(1.0, 1.0), between_sec=0.0, failures=3, grace_sec=60.0)
@@ -89,7 +60,7 @@ def test_a_run_is_resized_outlives_its_server_and_is_killed(cluster, tmp_path):
     def serve():
         return Server(store, OnRay(store, 2), settings)
 
-    first = store.submit(["python", str(script), str(out[0])], [1, 2])
+    first = store.submit(["python", str(WORKER), str(out[0]), "120", "0.1"], [1, 2])
     server = serve()
     names = server.engine.nodes()
     assert len(names) == 2
@@ -100,13 +71,13 @@ def test_a_run_is_resized_outlives_its_server_and_is_killed(cluster, tmp_path):
 
     wait_for(lambda: turned(lambda: len(lines(out[0])) > 3), "the run makes steps on two nodes", 120)
     assert lines(out[0])[-1].split()[1] == "2"
-    second = store.submit(["python", str(script), str(out[1])], [1])
+    second = store.submit(["python", str(WORKER), str(out[1]), "120", "0.1"], [1])
     wait_for(lambda: turned(lambda: lines(out[0])[-1].split()[1] == "1" and lines(out[1])), "it is resized", 120)
-    assert {lines(path)[-1].split()[2] for path in out} == set(names)  # STRICT_SPREAD, each on its own node.
+    assert {lines(path)[-1].split()[3] for path in out} == set(names)  # STRICT_SPREAD, each on its own node.
     assert server.members[first.name].resized == 1
     server = serve()  # Another server knows the same, and starts nothing twice.
     assert server.engine.start(second, 2, names[:1]) is False
-    pid = int(lines(out[1])[-1].split()[3])
+    pid = int(lines(out[1])[-1].split()[2])
     os.kill(pid, signal.SIGKILL)  # A process of a run: it starts again.
     wait_for(lambda: turned(lambda: server.idle), "all runs end", 180)
     for path in out:

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from runs import ROOT
+from runs import ROOT, WORKER
 from test_fleet_processes import lines, wait_for
 
 from benchmarks.fleet.slurm_cluster import missing, slurm_cluster
@@ -17,29 +17,6 @@ from jaxdl.platform.fleet.store import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
 
-# So many steps, each a line: the step, the nodes, the process. SIGTERM ends it between two steps.
-WORKER = """
-import os, signal, sys, time
-path, steps = sys.argv[1], int(sys.argv[2])
-rank, nodes = os.environ["JAX_PROCESS_ID"], os.environ["JAX_NUM_PROCESSES"]
-going = True
-def stop(*_):
-    global going
-    going = False
-signal.signal(signal.SIGTERM, stop)
-def made():
-    return open(path).read().splitlines() if os.path.exists(path) else []
-while rank != "0" and going and len(made()) < steps:
-    time.sleep(0.1)
-step = len(made())
-while rank == "0" and going and step < steps:
-    with open(path, "a") as file:
-        file.write(f"{step} {nodes} {os.getpid()}\\n")
-    step += 1
-    time.sleep(0.1)
-sys.exit(0 if going else 143)
-"""
-
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
@@ -50,14 +27,13 @@ def cluster(tmp_path_factory):
 @pytest.fixture
 def fleet(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(slurm_engine, "_LOOK_SEC", 0.2)
-    folder, script = tmp_path / "fleet", tmp_path / "worker.py"
+    folder = tmp_path / "fleet"
     folder.mkdir()
-    script.write_text(WORKER)
     store = Store(folder)
     settings = Settings(Rules(1.0, 1.0), between_sec=0.0, failures=3, grace_sec=60.0)
 
     def submit(out, steps, sizes):
-        return store.submit(["python", str(script), str(out), str(steps)], sizes).name
+        return store.submit(["python", str(WORKER), str(out), str(steps), "0.1"], sizes).name
 
     return submit, lambda: Server(store, OnSlurm(store, 2, partition="main"), settings)
 
@@ -119,10 +95,8 @@ def test_jobs_that_wait_behind_others_get_other_sizes(cluster, fleet, tmp_path):
 
 def submit_file(cluster, folder, *options, steps):
     """The number of a job of a printed job file."""
-    script = folder / "worker.py"
-    script.write_text(WORKER)
     command = [sys.executable, "-m", "jaxdl.launch", "slurm", "--nodes", "2", "--gpus-per-node", "0", *options, "--"]
-    command += [sys.executable, str(script), str(folder / "steps"), str(steps)]
+    command += [sys.executable, str(WORKER), str(folder / "steps"), str(steps), "0.1"]
     printed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     (folder / "job.sbatch").write_text(printed.stdout)
     return cluster.submit(f"--chdir={folder}", str(folder / "job.sbatch"))
@@ -133,7 +107,7 @@ def check_once(cluster, folder, job, steps):
     wait_for(lambda: (job, "jaxdl", "COMPLETED") in cluster.jobs(), "it ends", 180)
     made = [line.split() for line in lines(folder / "steps")]
     assert [int(step) for step, *_ in made] == list(range(steps))
-    assert len({pid for *_, pid in made}) >= 2
+    assert len({pid for _, _, pid, _ in made}) >= 2
 
 
 def test_a_job_file_goes_on_after_its_time_limit(cluster, tmp_path):

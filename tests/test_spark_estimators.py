@@ -10,6 +10,7 @@ import os
 import time
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 import jaxdl
@@ -181,9 +182,10 @@ def test_a_fit_with_words_is_what_score_says(place, houses, tmp_path):
     assert accuracy == pytest.approx(model.metrics["accuracy"], abs=1e-6)
     tables = [word for path in paths for word in ("--table", path)]
     score(["--workdir", str(place / "kinds"), *tables, "--to", str(tmp_path / "scores.json")])
-    [result] = json.loads((tmp_path / "scores.json").read_text())["tables"].values() if len(paths) == 1 else [None]
-    if result is not None:
-        assert result["accuracy"] == pytest.approx(model.metrics["accuracy"])
+    results = list(json.loads((tmp_path / "scores.json").read_text())["tables"].values())
+    rows = [pyarrow.parquet.read_metadata(path).num_rows for path in paths]
+    accuracies = [result["accuracy"] for result in results]
+    assert np.average(accuracies, weights=rows) == pytest.approx(model.metrics["accuracy"])
 
 
 def test_weights_count_as_in_sparks_evaluators(place, houses):
@@ -214,6 +216,34 @@ def test_rows_that_cannot_be_trained_on_are_counted_and_named(place, houses):
     assert model.transform(rows).count() == ROWS - gaps
     kept = model.copy({model.handleInvalid: "keep"}).transform(rows).select("i", "area", "prediction").collect()
     assert [row.i for row in kept if np.isnan(row.prediction)] == [row.i for row in kept if row.area is None]
+
+
+def test_a_run_stops_early_and_its_best_checkpoint_scores(place, houses):
+    """Its rate is far too high for the network with which it begins: it soon gets worse."""
+    rows = houses.withColumn("y", (F.col("kind") == "dear").cast("int")).na.fill(0.0).na.fill(0)
+    columns = {"featuresCol": ["area", "rooms"], "labelCol": "y"}
+    first = JaxdlClassifier(**of_config(place, "numbers", "first", **columns)).fit(rows)
+    begun = of_config(place, "numbers", "begun", **columns, initFrom=str(place / "first"))
+    still = JaxdlClassifier(**begun, overrides={"steps": 1, "optimizer.learning_rate": 1e-9}).fit(rows)
+    assert still.metrics["loss"] == pytest.approx(first.metrics["loss"], rel=1e-4)
+    overrides = {"steps": 500, "evaluation.every_steps": 5, "optimizer.learning_rate": 2.0}
+    values = begun | {"workdir": str(place / "stops"), "earlyStoppingRounds": 3, "overrides": overrides}
+    model = JaxdlClassifier(**values).fit(rows)
+    measured = [json.loads(line) for line in (place / "stops" / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [row for row in measured if "eval/accuracy" in row]
+    best = int(np.argmax([row["eval/accuracy"] for row in evaluated]))
+    assert len(evaluated) == best + 4, "three evaluations after the best"
+    assert measured[-1]["step"] < 500
+    held = rows.filter("held").orderBy("i")
+    scores = {}
+    for which in ("best", "newest"):
+        given = JaxdlClassifierModel(workdir=str(place / "stops"), featuresCol=["area", "rooms"], checkpoint=which)
+        scores[which] = [row.probability for row in given.transform(held).collect()]
+    assert [row.probability for row in model.transform(held).collect()] == scores["best"] != scores["newest"]
+    assert model.metrics["accuracy"] == pytest.approx(evaluated[best]["eval/accuracy"])
+    truth = [row.y for row in held.select("y").collect()]
+    found = -np.mean(np.log([p[y] for p, y in zip(scores["best"], truth, strict=True)]))
+    assert found == pytest.approx(evaluated[best]["eval/loss"], rel=1e-4)
 
 
 @pytest.fixture(scope="module")
