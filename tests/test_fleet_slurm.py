@@ -123,6 +123,10 @@ def test_slurm_may_choose_other_nodes_than_were_counted(cluster, fleet):
     cluster.set(2, state="RUNNING", nodes="n2")
     turns(server)
     assert [server.members[name].nodes for name in names] == [("n3", "n4"), ("n2",)]
+    cluster.set(1, state="COMPLETING", nodes="n3")  # All that is left of it, while Slurm clears up.
+    turns(server)
+    assert server.members[names[0]].nodes == ("n3", "n4")
+    cluster.set(1, nodes="n[3-4]")
     # A node of the first run goes down: it ends there; the other one stays.
     cluster.set_nodes([line.replace("idle", "down*") if line.startswith("n4") else line for line in NODES])
     end(cluster, store, 1, names[0], 1, None, state="NODE_FAIL")

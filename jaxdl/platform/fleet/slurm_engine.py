@@ -52,6 +52,7 @@ _LEAST_GRACE_SEC = 10.0
 """What a job has to save and end after Slurm has taken the request."""
 _UNSURE_SEC = 300.0
 """How long a job that Slurm may have taken, without an answer, is waited for."""
+_ENDS_NOW = "COMPLETING"
 _LIMIT, _PREEMPTED = "limit", "preempted"
 _WHY: Mapping[str, str] = {_LIMIT: "its time limit was reached", _PREEMPTED: "its nodes were taken for another job"}
 
@@ -293,9 +294,11 @@ class OnSlurm(Engine):
             what = f"{what} ({job.nodes})"
         return what or said, taken
 
-    def nodes_of(self, run: Submission, attempt: int) -> tuple[str, ...]:
-        """Where Slurm has placed an attempt; empty while it waits."""
+    def nodes_of(self, run: Submission, attempt: int) -> tuple[str, ...] | None:
+        """Where Slurm has placed an attempt; empty while it waits, None (as it was) while it ends."""
         job = self._jobs.get((run.name, attempt))
+        if job is not None and job.state == _ENDS_NOW:  # Only the nodes where something has not ended are named.
+            return None
         return self._places.get(job.nodes, ()) if job is not None and job.alive else ()
 
     def waits(self, run: Submission, attempt: int) -> str:
