@@ -23,7 +23,13 @@ from pyspark.errors import PythonException
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator, RegressionEvaluator
 from pyspark.ml.feature import StringIndexer
-from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuilder, TrainValidationSplitModel
+from pyspark.ml.tuning import (
+    CrossValidator,
+    CrossValidatorModel,
+    ParamGridBuilder,
+    TrainValidationSplit,
+    TrainValidationSplitModel,
+)
 from pyspark.sql import functions as F
 from spark_session import session
 
@@ -182,7 +188,7 @@ def test_a_fit_with_words_is_what_score_says(place, houses, tmp_path):
     assert accuracy == pytest.approx(model.metrics["accuracy"], abs=1e-6)
     tables = [word for path in paths for word in ("--table", path)]
     score(["--workdir", str(place / "kinds"), *tables, "--to", str(tmp_path / "scores.json")])
-    results = list(json.loads((tmp_path / "scores.json").read_text())["tables"].values())
+    results = list(json.loads((tmp_path / "scores.json").read_text())["table"].values())
     rows = [pyarrow.parquet.read_metadata(path).num_rows for path in paths]
     accuracies = [result["accuracy"] for result in results]
     assert np.average(accuracies, weights=rows) == pytest.approx(model.metrics["accuracy"])
@@ -226,7 +232,7 @@ def test_a_run_stops_early_and_its_best_checkpoint_scores(place, houses):
     begun = of_config(place, "numbers", "begun", **columns, initFrom=str(place / "first"))
     still = JaxdlClassifier(**begun, overrides={"steps": 1, "optimizer.learning_rate": 1e-9}).fit(rows)
     assert still.metrics["loss"] == pytest.approx(first.metrics["loss"], rel=1e-4)
-    overrides = {"steps": 500, "evaluation.every_steps": 5, "optimizer.learning_rate": 2.0}
+    overrides = {"steps": 500, "evaluation.every_steps": 5, "optimizer.learning_rate": 0.3}
     values = begun | {"workdir": str(place / "stops"), "earlyStoppingRounds": 3, "overrides": overrides}
     model = JaxdlClassifier(**values).fit(rows)
     measured = [json.loads(line) for line in (place / "stops" / "metrics.jsonl").read_text().splitlines()]
@@ -310,10 +316,12 @@ def test_a_tuned_pipeline_is_saved_and_loaded(place, houses):
     found = [[row.probability for row in one.transform(houses).orderBy("i").collect()] for one in (fitted, again)]
     assert found[0] == found[1]
     assert isinstance(again.bestModel.stages[1], JaxdlClassifierModel)
-    split = TrainValidationSplitModel(fitted.bestModel, fitted.avgMetrics)
+    options = {"estimator": crossed.getEstimator(), "estimatorParamMaps": grid[1:], "evaluator": evaluator, "seed": 1}
+    split = TrainValidationSplit(**options).fit(houses)
     split.write().overwrite().save(str(place / "split"))
     loaded = TrainValidationSplitModel.load(str(place / "split"))
-    assert loaded.bestModel.stages[1].getWorkdir() == fitted.bestModel.stages[1].getWorkdir()
+    assert loaded.validationMetrics == split.validationMetrics
+    assert loaded.bestModel.stages[1].getWorkdir() == fitted.bestModel.stages[1].getWorkdir(), "it is the same fit"
 
 
 @pytest.mark.parametrize(

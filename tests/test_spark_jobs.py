@@ -319,6 +319,10 @@ def test_a_workdir_of_another_config_or_other_rows(tiny_run, tmp_path):
         check_workdir(tiny_run.workdir, own.replaced({"data.num_train": 7}), with_data=True)
     assert metrics_of(tiny_run.workdir) == tiny_run.metrics
     assert metrics_of(tmp_path) == {}
+    step = jaxdl.restore(tiny_run.workdir, step="best").step
+    assert metrics_of(tiny_run.workdir, "best") == metrics_of(tiny_run.workdir, step) == tiny_run.metrics
+    with pytest.raises(ConfigError, match="there is no checkpoint of step 999"):
+        metrics_of(tiny_run.workdir, 999)
     path = write_experiment(tmp_path, own)
     assert jaxdl.load(path) == own
 

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxdl.core.config import ConfigError
-from jaxdl.core.files import CONFIG_FILE, SPARK_FOLDER, SUMMARY_FILE
+from jaxdl.core.files import CHECKPOINTS_FOLDER, CONFIG_FILE, METRICS_FILE, SPARK_FOLDER, SUMMARY_FILE
+from jaxdl.core.runs import Which, check_checkpoint
 from jaxdl.data import Data, LabelledTexts, ParquetImages, ParquetPhotos, Photos, Table, Tabular
 from jaxdl.parallel.cluster.consistency import flat
 from jaxdl.platform.spark.invalid import Form
 from jaxdl.report import replace_file
+from jaxdl.report.status import read_record
+from jaxdl.training.checkpoint.retention import Best
 from jaxdl.training.experiment import Experiment, identity
 
 EXPERIMENT_FILE, ROWS_FILE = "experiment.json", "rows.json"
@@ -174,10 +177,29 @@ def counts_of(workdir: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: it cannot be read ({error}).") from None
 
 
-def metrics_of(workdir: str | Path) -> dict[str, Any]:
-    """The last evaluation of the run in a workdir; empty when it has none yet. Raises ConfigError."""
+def metrics_of(workdir: str | Path, which: Which = "newest") -> dict[str, Any]:
+    """The last evaluation of the run in a workdir, or that of a checkpoint; empty without one. Raises ConfigError."""
     path = Path(workdir) / SUMMARY_FILE
+    if which != "newest":
+        return _metrics_at(Path(workdir), which)
     try:
         return json.loads(path.read_text(encoding="utf-8"))["metrics"] if path.exists() else {}
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{path}: it cannot be read ({error}).") from None
+
+
+def _metrics_at(workdir: Path, which: Which) -> dict[str, Any]:
+    """The evaluation at the step of a checkpoint. Raises ConfigError."""
+    steps, path = check_checkpoint(workdir, which), workdir / METRICS_FILE
+    if which == "best":
+        record = read_record(workdir)
+        best = Best(workdir / CHECKPOINTS_FOLDER, 1, "min" if record and record.best_mode == "min" else "max")
+        steps = best.order(steps)
+    step = which if isinstance(which, int) else next(iter(steps), None)
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        found = [row for row in rows if row.get("step") == step and any(name.startswith("eval/") for name in row)]
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path}: it cannot be read ({error}).") from None
+    last = found[-1] if found else {}
+    return {name.removeprefix("eval/"): value for name, value in last.items() if name.startswith("eval/")}

@@ -43,8 +43,8 @@ class JaxdlModel(Model, ScoringParams, DefaultParamsReadable, DefaultParamsWrita
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The last evaluation of the run: loss, accuracy... on the held-out rows."""
-        return metrics_of(self.getWorkdir())
+        """The evaluation of the checkpoint that scores: loss, accuracy... on the held-out rows; empty without one."""
+        return metrics_of(self.getWorkdir(), self.getCheckpoint())
 
     @property
     def rows(self) -> dict[str, Any]:
