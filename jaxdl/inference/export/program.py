@@ -99,8 +99,10 @@ class Predictor:
         return reader(inputs)
 
     def _of_images(self, images: Any) -> dict[str, np.ndarray]:
-        """Grey levels uint8 [image, height, width, channel]; or paths of photographs, which are cropped."""
+        """Grey levels uint8 [image, height, width, channel], or a list of arrays; or paths of photographs."""
         name = self.about["inputs"][0]["name"]
+        if not isinstance(images, np.ndarray) and images and all(isinstance(one, np.ndarray) for one in images):
+            images = np.stack(images)
         if isinstance(images, np.ndarray):
             return {name: images if images.ndim == 4 else images[..., None]}
         from PIL import Image, ImageOps
