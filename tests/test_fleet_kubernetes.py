@@ -163,6 +163,10 @@ def test_a_run_that_never_begins_waits_and_is_cancelled(here):
     shown = next(one for one in here.server.view()["runs"] if one["run"] == run.name)
     assert reason in shown["reason"]
     assert here.member(run).state == "running"
+    engine = make_engine("kubernetes", here.store, 3, **here.options)
+    planned = Server(here.store, engine, here.server.settings, read_only=True)
+    planned.propose()
+    assert reason in planned.members[run.name].told, "also what would be decided knows that it waits"
     here.store.ask(run.name, "cancel")
     here.until(lambda: here.server.idle, "it is cancelled")
     assert here.member(run).state == "cancelled"

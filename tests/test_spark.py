@@ -296,7 +296,11 @@ def test_scoring_no_rows_and_nulls(fitted, tuned, digits, points):
         ({"featuresCol": "picture"}, {}, r"featuresCol='picture': the DataFrame has no such column; it has image"),
         ({"labelCol": "class"}, {}, r"labelCol='class': the DataFrame has no such column"),
         ({"labelCol": "name"}, {}, r"labelCol='name': it holds string, not whole numbers from 0.*StringIndexer"),
-        ({"featuresCol": "name"}, {}, r"featuresCol='name': its type is string\. Give images"),
+        (
+            {"featuresCol": "name"},
+            {},
+            r"featuresCol=name: it holds words or dates, but model resnet .* reads images",
+        ),
         ({}, {"number": "if(number = 3, null, number)"}, r"labelCol: the label 'number' is null in a row"),
         ({}, {"number": "number + 0.5"}, r"labelCol: the label 'number' is \d\.5 in a row"),
         ({}, {"image": "if(number = 3, null, image)"}, r"column 'image': a row has null"),

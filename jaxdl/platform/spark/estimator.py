@@ -34,6 +34,7 @@ from jaxdl.platform.spark.invalid import Form
 from jaxdl.platform.spark.model import MODEL_DEFAULTS, JaxdlModel
 from jaxdl.platform.spark.params import EstimatorParams
 from jaxdl.platform.spark.rows import SPLITS, Columns, Written
+from jaxdl.platform.spark.scoring import modality_of_form
 from jaxdl.platform.spark.udf import check_batch_size
 from jaxdl.training.experiment import Experiment, load
 
@@ -116,7 +117,7 @@ class JaxdlEstimator(Estimator, EstimatorParams, DefaultParamsReadable, DefaultP
         self.getRowGroupRows()
         check_batch_size(self.getBatchSize())
         handling, features = self.getHandleInvalid(), self.features
-        form = self._form(dataset, experiment.data)
+        form, model = self._form(dataset, experiment.data), experiment.model
         check_columns(dataset, [self.getLabelCol()], "labelCol")
         columns = Columns(
             tuple(features),
@@ -129,6 +130,12 @@ class JaxdlEstimator(Estimator, EstimatorParams, DefaultParamsReadable, DefaultP
             handling != "error",
         )
         check_overrides(self.getOverrides(), experiment, self._data(experiment.data, columns, (), (), None))
+        if model.modality not in (None, modality_of_form(form)):
+            held = "words or dates" if form == "table" else form
+            raise ConfigError(
+                f"featuresCol={', '.join(features)}: it holds {held}, but model {model.kind} of the config reads "
+                f"{model.modality}. Give other columns, or a config for these."
+            )
         return columns
 
     def _data(

@@ -41,6 +41,11 @@ def form_of_spec(spec: DataSpec) -> Form:
     return _FORMS.get(spec.modality, "numbers")
 
 
+def modality_of_form(form: Form) -> str:
+    """The inverse of `form_of_spec`."""
+    return next(modality for modality, held in _FORMS.items() if held == form)
+
+
 class CheckpointId(NamedTuple):
     """A checkpoint of a run; another one, of a new run in the same folder, is not equal to it."""
 
