@@ -186,7 +186,8 @@ def test_a_network_trained_in_bfloat16_says_how_far_the_function_is_from_it(tmp_
     images = np.random.default_rng(1).integers(0, 256, (5, 8, 8, 1)).astype(np.uint8)
     outside = Outside(tmp_path / "to")
     difference = np.abs(outside.probabilities(images) - run.predict(images)).max()
-    np.testing.assert_array_equal(outside.probabilities(list(images)), outside.probabilities(images))
+    for given in (list(images), iter(images), jax.numpy.asarray(images)):
+        np.testing.assert_array_equal(outside.probabilities(given), outside.probabilities(images))
     assert difference <= 10 * about["differences"]["stablehlo"] + 1e-2
     assert "differ from the network's by" in (tmp_path / "to" / "README.md").read_text()
 

@@ -193,6 +193,7 @@ def test_what_waits_is_cancelled_by_hold_and_runs_again(cluster, fleet):
         ("TIMEOUT", "", None, True, 2, "killed at its time limit, before it had saved"),
         ("OUT_OF_MEMORY", "", 137, True, 2, "killed for its use of memory"),
         ("CANCELLED", "", None, True, 2, "cancelled by scancel"),
+        ("CANCELLED", "", 143, True, 2, "cancelled by scancel"),
         ("FAILED", "", 75, True, 2, "exit code 75"),
     ],
 )

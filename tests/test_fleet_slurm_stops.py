@@ -1,9 +1,10 @@
 """Runs on Slurm that fail, and that are stopped while Slurm does not answer; with stand-ins for its programs."""
 
-import itertools
-
+import pytest
 from fleet_engine import states
 from test_fleet_slurm import cluster, end, fleet, submit, turns  # noqa: F401
+
+from jaxdl.platform.fleet.slurm_engine import UNSURE_FILE
 
 
 def test_a_run_that_fails_where_the_fleet_has_no_more_nodes_has_failed(cluster, fleet):  # noqa: F811
@@ -34,34 +35,71 @@ def test_a_job_that_could_not_be_asked_to_save_is_asked_before_it_is_killed(clus
     assert told == ["--state=RUNNING --batch --signal=USR2 1"]
 
 
-def test_a_job_that_slurm_took_without_an_answer_is_the_job_of_the_attempt(cluster, fleet):  # noqa: F811
+@pytest.fixture
+def unsure(cluster, fleet):  # noqa: F811
+    """A server and a run whose job Slurm has taken, did not say so, and does not show yet."""
     store, make = fleet
     cluster.fail("late", "Batch job submission failed: Socket timed out on send/recv operation")
     server, name = make(), submit(store, (1,))
     server.turn()
     cluster.heal()
+    cluster.set(1, forgotten=True)
     turns(server)
-    cluster.set(1, state="RUNNING", nodes="n3")
+    assert server.members[name].told.endswith("Slurm has not said whether it took the job")
+    return store, server, name
+
+
+def asked_long_ago(store, name):
+    (store.path_of(name) / "attempts" / "1" / UNSURE_FILE).write_text("1000.0\n")
+
+
+def test_a_job_that_slurm_took_without_an_answer_is_the_job_of_the_attempt(cluster, fleet, unsure):  # noqa: F811
+    store, server, name = unsure
+    server = fleet[1]()  # Also of one that follows a killed server.
     turns(server)
-    assert states(server) == {name: "running"}
+    assert server.members[name].failures == 0
+    cluster.set(1, forgotten=False, state="RUNNING", nodes="n3")
+    turns(server)
     assert server.members[name].here == ("n3",)
-    assert [len(cluster.jobs()), server.members[name].failures] == [1, 0]
+    asked_long_ago(store, name)
+    (store.path_of(name) / "attempts" / "1" / "job").write_text("1\n")
+    end(cluster, store, 1, name, 1, 0, state="COMPLETED")
+    cluster.set(1, forgotten=True)
+    turns(server)
+    assert states(server) == {name: "completed"}
+    assert len(cluster.jobs()) == 1
 
 
-def test_a_job_that_does_not_come_is_asked_for_again(cluster, fleet, monkeypatch):  # noqa: F811
+def test_a_job_that_does_not_come_is_asked_for_again_and_ended_if_it_comes(cluster, unsure):  # noqa: F811
+    store, server, name = unsure
+    asked_long_ago(store, name)
+    turns(server)
+    assert [server.members[name].attempt, server.members[name].failures] == [2, 0]
+    assert len(cluster.jobs()) == 2
+    cluster.set(1, forgotten=False, state="RUNNING", nodes="n1")
+    turns(server)
+    assert cluster.calls("scancel")[-1] == "--state=RUNNING --batch --signal=USR2 1"
+    assert states(server) == {name: "running"}
+
+
+def test_a_job_that_was_not_shown_is_no_longer_waited_for_when_its_run_is_stopped(cluster, unsure):  # noqa: F811
+    store, server, name = unsure
+    store.ask(name, "hold")
+    turns(server)
+    assert states(server) == {name: "held"}
+    assert server.members[name].failures == 0
+    cluster.set(1, forgotten=False)
+    turns(server)
+    assert cluster.jobs()[0]["state"] == "CANCELLED"
+
+
+@pytest.mark.parametrize("said", ["Unable to contact slurm controller (receive failure)", "Zero Bytes were received"])
+def test_an_answer_that_was_cut_says_nothing_of_the_job(cluster, fleet, said):  # noqa: F811
     store, make = fleet
-    cluster.fail("sbatch", "Batch job submission failed: Socket timed out on send/recv operation")
+    cluster.fail("sbatch", said)
     server, name = make(), submit(store, (1,))
-    server.turn()
-    cluster.heal()
-    turns(server)
-    assert "Slurm has not said whether it took the job" in server.members[name].told
-    assert cluster.jobs() == []
-    later = itertools.count(1e9, 100.0)
-    monkeypatch.setattr("jaxdl.platform.fleet.slurm_engine.time.monotonic", lambda: next(later))
-    turns(server)
-    assert [job["state"] for job in cluster.jobs()] == ["PENDING"]
-    assert server.members[name].attempt == 2
+    turns(server, 3)
+    assert [server.members[name].attempt, server.members[name].failures] == [1, 0]
 
 
 def test_what_would_be_decided_knows_what_waits_in_slurms_queue(cluster, fleet):  # noqa: F811

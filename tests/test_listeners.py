@@ -357,7 +357,28 @@ def test_a_false_driver_is_not_obeyed(capsys):
     assert heard[1] == b"", "it gets no line, and the connection ends"
     out, err = capsys.readouterr()
     assert out == "a loss that is nobody else's business\n"
-    assert "has not proved to be the driver" in err
+    assert "no driver that has proved to be one" in err
+
+
+def test_a_driver_that_proves_nothing_hears_nothing(capsys):
+    """It greets, and says no more."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        made = []
+        thread = threading.Thread(target=lambda: made.append(ToDriver(address, SECRET, 0, "one")))
+        thread.start()
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(json.dumps({"nonce": "a" * 32}).encode() + b"\n")
+            thread.join(20)
+            made[0].wait_to_go(0.2)
+            made[0].line("a loss that is nobody else's business", error=False)
+            assert not made[0].send({"ended": 0})
+            connection.settimeout(0.5)
+            assert connection.recv(4000).count(b"\n") == 1, "its own greeting"
+            with pytest.raises(TimeoutError):
+                connection.recv(1)
+        assert capsys.readouterr().out == "a loss that is nobody else's business\n"
 
 
 @pytest.mark.parametrize("name", ["rendezvous", "spark", "syncer"])

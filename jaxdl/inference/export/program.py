@@ -101,8 +101,12 @@ class Predictor:
     def _of_images(self, images: Any) -> dict[str, np.ndarray]:
         """Grey levels uint8 [image, height, width, channel], or a list of arrays; or paths of photographs."""
         name = self.about["inputs"][0]["name"]
-        if not isinstance(images, np.ndarray) and images and all(isinstance(one, np.ndarray) for one in images):
-            images = np.stack(images)
+        if not isinstance(images, np.ndarray):
+            images = list(images)
+            if images and all(hasattr(one, "shape") for one in images):
+                if len({one.shape for one in images}) > 1:
+                    raise SystemExit("the images have several sizes: give arrays of the size that the network reads")
+                images = np.stack(images)
         if isinstance(images, np.ndarray):
             return {name: images if images.ndim == 4 else images[..., None]}
         from PIL import Image, ImageOps

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from jaxdl.core.errors import ConfigError
 from jaxdl.core.files import replace_file
@@ -28,6 +28,19 @@ from jaxdl.platform.launch.netns import check_possible, parse_rate
 PIDS_FILE = "pids.json"
 LOST = -1
 """In place of the exit code of an attempt that is gone without one, because it was killed with its keeper."""
+
+
+class Ending(NamedTuple):
+    """What a cluster says of the end of an attempt."""
+
+    said: str = ""
+    """In words; "" for nothing."""
+    taken: bool = False
+    """Whether the cluster took its nodes, or never gave it any: no failure of the run."""
+    in_time: bool = False
+    """Whether its time was over, and it had saved before: no failure of a run that has made steps."""
+
+
 engines: dict[str, type[Engine]] = {}
 """Name -> kind of engine."""
 
@@ -101,13 +114,14 @@ class Engine(abc.ABC):
         """Called before each turn of the server; False: the cluster does not answer now, and nothing is decided."""
         return True
 
-    def explain_end(self, run: Submission, attempt: int) -> tuple[str, bool]:
-        """(What the cluster says of the end of an attempt, whether it took the nodes, so that the run has not failed).
-
-        "" where it says nothing.
-        """
+    def explain_end(self, run: Submission, attempt: int) -> Ending:
+        """What the cluster says of the end of an attempt."""
         del run, attempt
-        return "", False
+        return Ending()
+
+    def end_others(self, attempts: Collection[tuple[str, int]]) -> None:
+        """Ends what runs of other attempts (run, attempt) than these, which alone may run. Called in each turn."""
+        del attempts
 
     def nodes_of(self, run: Submission, attempt: int) -> Sequence[str] | None:
         """The nodes that an attempt has been given, none while it waits; None where the policy's choice is kept."""

@@ -25,7 +25,7 @@ from jaxdl.core.errors import ConfigError
 from jaxdl.core.files import replace_file
 from jaxdl.parallel.cluster import exits
 from jaxdl.platform.fleet import kubernetes_state as state
-from jaxdl.platform.fleet.engine import LOST, Engine, exit_code, exit_reason
+from jaxdl.platform.fleet.engine import LOST, Ending, Engine, exit_code, exit_reason
 from jaxdl.platform.fleet.journal import sync_folder
 from jaxdl.platform.fleet.keeper import EXIT_FILE, OUTPUT_FILE
 from jaxdl.platform.fleet.pod import BEGUN_FILE, code_of, codes_in
@@ -259,10 +259,10 @@ class OnKubernetes(Engine):
                 self._cluster.delete(*one.path, self._name(run))
         return exit_code(folder / EXIT_FILE)
 
-    def explain_end(self, run: Submission, attempt: int) -> tuple[str, bool]:
+    def explain_end(self, run: Submission, attempt: int) -> Ending:
         """That the cluster took the nodes of an attempt, or never gave it any."""
         taken = exit_reason(self._attempt_folder(run, attempt) / EXIT_FILE) == _TAKEN
-        return ("the cluster took its nodes", True) if taken else ("", False)
+        return Ending("the cluster took its nodes", taken=True) if taken else Ending()
 
     def waits(self, run: Submission, attempt: int) -> str:
         """What Kueue, or else Kubernetes, says of an attempt whose pods do not run."""

@@ -162,6 +162,7 @@ class Server:
             if waits != member.waits:
                 member.waits = waits
                 self.known.changed.add(member.submission.name)
+        self.engine.end_others({(name, member.attempt) for name, member in self.active.items() if member.alive})
 
     def _look(self, member: Member) -> float | None:
         """Reads what an attempt reports: its speed, None where there is none yet, and whether it has made a step."""
@@ -181,7 +182,7 @@ class Server:
     def _handle_end(self, member: Member, code: int, speed: float | None) -> None:
         """An attempt has ended with a code; `speed` is what it reached."""
         lost = self.engine.out_of_service(member.here)
-        said, taken = self.engine.explain_end(member.submission, member.attempt)
+        said, taken, in_time = self.engine.explain_end(member.submission, member.attempt)
         pause = _FIRST_PAUSE_SEC if taken and not lost else 0.0  # The cluster may not know yet what it has left.
         if code == 0:
             self._end(member, COMPLETED, code, speed, "finished")
@@ -191,8 +192,8 @@ class Server:
             self._end(member, FAILED, code, speed, f"exit code {code}: it would fail again")
         elif member.state == STOPPING and (code in _SAVED or taken or self.known.order(member) in ("hold", "cancel")):
             self._leave(member, code, speed, member.reason, failures=0 if code in _SAVED else member.failures)
-        elif code in _SAVED and member.begun:  # At a time limit, say. Without a step it would go on like that forever.
-            self._leave(member, code, speed, f"{said or 'it was stopped, and saved'}: starts again", pause_sec=pause)
+        elif (taken or in_time) and code in _SAVED and member.begun:
+            self._leave(member, code, speed, f"{said}: starts again", pause_sec=pause)
         elif lost or taken:  # That is no failure of the run.
             why = f"{said}: starts again" if taken else f"{', '.join(sorted(lost))} is out of service"
             self._leave(member, code, speed, why, failures=member.failures, pause_sec=pause)
@@ -393,7 +394,7 @@ class Server:
         }
         runs = [self._view_of(member) for member in self.active.values()]
         free = {node: left for node, left in room.left.items() if left}
-        about = {"at": self._now(), "gives_gpus": self.engine.gives_gpus, "has": has, "network": self.settings.network}
-        about["shares"] = self.engine.shares_nodes
-        troubles = {"problems": self.known.problems, "engine": self.engine.problems()}
-        return {**about, "nodes": nodes, "free": free, "lost": lost, **troubles, "runs": runs}
+        engine = self.engine
+        about = {"at": self._now(), "gives_gpus": engine.gives_gpus, "shares": engine.shares_nodes, "has": has}
+        about |= {"network": self.settings.network, "nodes": nodes, "free": free, "lost": lost, "runs": runs}
+        return about | {"problems": self.known.problems, "engine": engine.problems()}

@@ -30,7 +30,7 @@ _OVER = _ENDS.keys() | {"COMPLETED", "FAILED"}
 _MIB = 2**20
 _UNSET = re.compile("SLURM_|SQUEUE_|SINFO_|SACCT_")
 """Variables that change what the commands print, or that are of the job in which the server is."""
-_CUT = re.compile("timed out|Zero Bytes", re.IGNORECASE)
+_CUT = re.compile("timed out|Zero Bytes|(receive|send|shutdown) failure", re.IGNORECASE)
 """What Slurm's commands say when slurmctld may have taken a request, and its answer did not come."""
 
 

@@ -24,7 +24,7 @@ from jaxdl.core.errors import ConfigError
 from jaxdl.core.files import replace_file
 from jaxdl.parallel.cluster import exits
 from jaxdl.parallel.lease import IN_USE
-from jaxdl.platform.fleet.engine import LOST, Engine, exit_code, exit_reason
+from jaxdl.platform.fleet.engine import LOST, Ending, Engine, exit_code, exit_reason
 from jaxdl.platform.fleet.journal import sync_folder
 from jaxdl.platform.fleet.keeper import EXIT_FILE, OUTPUT_FILE
 from jaxdl.platform.fleet.resources import Amounts
@@ -43,7 +43,9 @@ from jaxdl.platform.fleet.slurm_calls import (
 from jaxdl.platform.fleet.store import Store, Submission
 from jaxdl.platform.launch.jobs import slurm
 
-SCRIPT_FILE, REFUSED_FILE = "job.sh", "refused.txt"
+SCRIPT_FILE, REFUSED_FILE, JOB_FILE = "job.sh", "refused.txt", "job"
+UNSURE_FILE = "unanswered"
+"""In the folder of an attempt for whose job Slurm was asked, and did not answer: when that was."""
 _LOOK_SEC, _STOP_AGAIN_SEC = 5.0, 30.0
 """How often Slurm is asked what there is, and to stop a job that it was asked to stop: it serves others too."""
 _ASKED_TO_END, _TAIL_BYTES = 143, 4096
@@ -91,8 +93,6 @@ class OnSlurm(Engine):
         self._asked: dict[tuple[str, str], float] = {}
         self._told: dict[str, float] = {}
         """Job -> when Slurm first took the request to stop it."""
-        self._unsure: dict[tuple[str, int], float] = {}
-        """(run, attempt) -> when Slurm was asked for its job, and did not answer."""
         self._read()
         if not self._known:
             where = f"--partition {partition}" if partition else "the default partition"
@@ -171,7 +171,7 @@ class OnSlurm(Engine):
             number = call(self._submission(job, run, folder)).strip().split(";")[0]
         except Unsure as error:
             print(f"warning: {error}", file=sys.stderr, flush=True)
-            self._unsure[run.name, attempt] = time.monotonic()
+            replace_file(folder / UNSURE_FILE, f"{time.time()}\n".encode())
             return True
         except Unanswered as error:
             return self._refuse(folder, 1, str(error))
@@ -207,6 +207,17 @@ class OnSlurm(Engine):
         job = self._jobs.get((run.name, attempt))
         if job is not None and job.alive and self._is_due("stop", job):
             self._ask_to_save(job)
+        elif self._is_unsure(run, attempt):  # If Slurm has it after all, `end_others` ends it.
+            self._refuse(self._attempt(run.name, attempt), _ASKED_TO_END, "stopped before Slurm has shown its job")
+
+    def end_others(self, attempts: Collection[tuple[str, int]]) -> None:
+        """Ends jobs of attempts that are over: of one that Slurm took without an answer nobody may have known."""
+        for attempt, job in self._jobs.items():
+            if attempt not in attempts and job.alive and job.state != _ENDS_NOW and self._is_due("stop", job):
+                print(
+                    f"warning: Slurm has a job of an attempt that is over; it is ended: {job.script}", file=sys.stderr
+                )
+                self._end(job)
 
     def _ask_to_save(self, job: SlurmJob) -> None:
         if self._end(job):
@@ -253,7 +264,7 @@ class OnSlurm(Engine):
     def poll(self, run: Submission, attempt: int) -> int | None:
         """The exit code of an attempt, `LOST` without one; None while its job has not ended."""
         job = self._jobs.get((run.name, attempt))
-        if (job is not None and job.alive) or (job is None and self._may_come(run, attempt)):
+        if (job is not None and job.alive) or self._may_come(run, attempt):
             return None
         code = exit_code(self._attempt(run.name, attempt) / EXIT_FILE)
         if code == exits.MISTAKE and self._in_use(run.name, attempt):
@@ -264,27 +275,34 @@ class OnSlurm(Engine):
         began = job.nodes != ""
         return {"COMPLETED": 0, "CANCELLED": LOST if began else _ASKED_TO_END}.get(job.state, LOST)
 
-    def _may_come(self, run: Submission, attempt: int) -> bool:
-        """Whether Slurm may still have a job that it was asked for, and did not answer."""
-        asked = self._unsure.get((run.name, attempt))
-        if asked is None:
-            return False
-        if time.monotonic() - asked < _UNSURE_SEC:
-            return True
-        del self._unsure[run.name, attempt]
-        said = f"Slurm did not answer when it was asked for the job, and has none after {_UNSURE_SEC:.0f} s."
-        self._refuse(self._attempt(run.name, attempt), 1, said)
-        return False
+    def _is_unsure(self, run: Submission, attempt: int) -> bool:
+        """Whether Slurm was asked for a job, did not answer, and has not shown it or any of its files."""
+        folder = self._attempt(run.name, attempt)
+        known = (run.name, attempt) in self._jobs or (folder / EXIT_FILE).exists() or (folder / JOB_FILE).exists()
+        return not known and (folder / UNSURE_FILE).exists()
 
-    def explain_end(self, run: Submission, attempt: int) -> tuple[str, bool]:
-        """What Slurm, or the script, says of the end of an attempt, and whether Slurm took its nodes."""
+    def _may_come(self, run: Submission, attempt: int) -> bool:
+        """Whether Slurm may soon show a job of which it is unsure."""
+        if not self._is_unsure(run, attempt):
+            return False
+        try:
+            asked = float((self._attempt(run.name, attempt) / UNSURE_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return time.time() - asked < _UNSURE_SEC
+
+    def explain_end(self, run: Submission, attempt: int) -> Ending:
+        """What Slurm, or the script, says of the end of an attempt."""
         path = self._attempt(run.name, attempt) / EXIT_FILE
         said = exit_reason(path)
         if why := _WHY.get(said):
             saved = exit_code(path) in _SAVED
-            return why if saved else f"{why}, and it did not save", said == _PREEMPTED
+            text = why if saved else f"{why}, and it did not save"
+            return Ending(text, taken=said == _PREEMPTED, in_time=said == _LIMIT and saved)
         if self._in_use(run.name, attempt):
-            return "what ran on a lost node still trains in its workdir", False
+            return Ending("what ran on a lost node still trains in its workdir")
+        if self._is_unsure(run, attempt):
+            return Ending("Slurm did not answer when it was asked for the job, and has shown none", taken=True)
         job = self._jobs.get((run.name, attempt))
         state = job.state if job else ""
         if job is None and (number := self._number(run.name, attempt)):
@@ -292,7 +310,7 @@ class OnSlurm(Engine):
         what, taken = describe_end(state)
         if job is not None and job.nodes and taken:
             what = f"{what} ({job.nodes})"
-        return what or said, taken
+        return Ending(what or said, taken)
 
     def nodes_of(self, run: Submission, attempt: int) -> tuple[str, ...] | None:
         """Where Slurm has placed an attempt; empty while it waits, None (as it was) while it ends."""
@@ -304,7 +322,7 @@ class OnSlurm(Engine):
     def waits(self, run: Submission, attempt: int) -> str:
         """Why the job of an attempt waits, by the word that Slurm has for it; empty if it does not."""
         job = self._jobs.get((run.name, attempt))
-        if job is None and (run.name, attempt) in self._unsure:
+        if self._may_come(run, attempt):
             return "Slurm has not said whether it took the job"
         if job is None or not job.waits:
             return ""
@@ -337,7 +355,7 @@ class OnSlurm(Engine):
     def _number(self, name: str, attempt: int) -> str:
         """The number of a job that Slurm may have forgotten, as its script has written it; empty without."""
         try:
-            return PurePath((self._attempt(name, attempt) / "job").read_text(encoding="utf-8").strip()).name
+            return PurePath((self._attempt(name, attempt) / JOB_FILE).read_text(encoding="utf-8").strip()).name
         except (OSError, ValueError):
             return ""
 

@@ -17,9 +17,9 @@ from jaxdl.data import Data, LabelledTexts, ParquetImages, ParquetPhotos, Photos
 from jaxdl.parallel.cluster.consistency import flat
 from jaxdl.platform.spark.invalid import Form
 from jaxdl.report import replace_file
-from jaxdl.report.status import read_record
+from jaxdl.report.status.rows import parse_row
 from jaxdl.training.checkpoint.retention import Best
-from jaxdl.training.experiment import Experiment, identity
+from jaxdl.training.experiment import Experiment, identity, read_experiment
 
 EXPERIMENT_FILE, ROWS_FILE = "experiment.json", "rows.json"
 FITS_FOLDER = "fits"
@@ -190,16 +190,12 @@ def metrics_of(workdir: str | Path, which: Which = "newest") -> dict[str, Any]:
 
 def _metrics_at(workdir: Path, which: Which) -> dict[str, Any]:
     """The evaluation at the step of a checkpoint. Raises ConfigError."""
-    steps, path = check_checkpoint(workdir, which), workdir / METRICS_FILE
+    steps = check_checkpoint(workdir, which)
     if which == "best":
-        record = read_record(workdir)
-        best = Best(workdir / CHECKPOINTS_FOLDER, 1, "min" if record and record.best_mode == "min" else "max")
-        steps = best.order(steps)
-    step = which if isinstance(which, int) else next(iter(steps), None)
-    try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        found = [row for row in rows if row.get("step") == step and any(name.startswith("eval/") for name in row)]
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path}: it cannot be read ({error}).") from None
-    last = found[-1] if found else {}
-    return {name.removeprefix("eval/"): value for name, value in last.items() if name.startswith("eval/")}
+        steps = Best(workdir / CHECKPOINTS_FOLDER, 1, read_experiment(workdir).task.resolved_mode).order(steps)
+    step, found = which if isinstance(which, int) else next(iter(steps), None), {}
+    with contextlib.suppress(FileNotFoundError), (workdir / METRICS_FILE).open("rb") as file:
+        for row in map(parse_row, file):
+            if row is not None and row["step"] == step and any(name.startswith("eval/") for name in row):
+                found = row
+    return {name.removeprefix("eval/"): value for name, value in found.items() if name.startswith("eval/")}

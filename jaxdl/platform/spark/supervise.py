@@ -46,7 +46,7 @@ class ToDriver:
     def __init__(self, address: str, secret: str, process: int, start: str) -> None:
         """`start` is equal in all processes that are started together."""
         self.is_asked_to_stop = False
-        self._may_go, self._lock = threading.Event(), threading.Lock()
+        self._may_go, self._lock, self._is_proved = threading.Event(), threading.Lock(), False
         self._socket: socket.socket | None = None
         self._handshake: Handshake | None = None
         host, _, port = address.rpartition(":")
@@ -77,10 +77,13 @@ class ToDriver:
         ).to_json()
         self._socket = line.detach()
         self._socket.settimeout(None)
-        self.send(hello | {"proof": self._handshake.proof("guest", hello)})
+        self._send(hello | {"proof": self._handshake.proof("guest", hello)})
 
     def send(self, fields: dict[str, Any]) -> bool:
-        """Sends a message, one line of JSON; whether that worked."""
+        """Sends a message, one line of JSON, to what has proved to be the driver; whether that worked."""
+        return self._is_proved and self._send(fields)
+
+    def _send(self, fields: dict[str, Any]) -> bool:
         with self._lock:
             if self._socket is None:
                 return False
@@ -109,14 +112,15 @@ class ToDriver:
                 connection.makefile("rb") as lines,
             ):
                 if self._is_go(json.loads(lines.readline(_READ_BYTES))):
+                    self._is_proved = True
                     self._may_go.set()
                     while line := lines.readline(_READ_BYTES):
                         self.is_asked_to_stop = self.is_asked_to_stop or line == STOP
-            if not self._may_go.is_set():
+            if not self._is_proved:
                 with self._lock:
                     self._socket = None
                 connection.close()
-                print("what answers has not proved to be the driver; lines stay here", file=sys.stderr, flush=True)
+                print("no driver that has proved to be one; lines stay here", file=sys.stderr, flush=True)
         self._may_go.set()
 
     def _is_go(self, fields: Any) -> bool:
