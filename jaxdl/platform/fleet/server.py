@@ -138,9 +138,8 @@ class Server:
                 follow(member, self.engine, self.known)
                 member.waits = self.engine.waits(member.submission, member.attempt)
         self._obey()
-        for member in list(self.active.values()):
-            if member.state == STOPPING:
-                self._leave(member, _SAVED[0], None, member.reason)
+        for member in [one for one in self.active.values() if one.state == STOPPING]:
+            self._leave(member, _SAVED[0], None, member.reason)
         self._obey()
         return self._decision(self._runs(), self.engine.resources(), self.settings.rules)
 
