@@ -153,6 +153,11 @@ def test_a_regression_is_measured_as_spark_does(priced, place, houses):
     rest = np.average((price - prediction) ** 2, weights=weights)
     spread = np.average((price - np.average(price, weights=weights)) ** 2, weights=weights)
     assert 0.5 < model.metrics["r2"] == pytest.approx(1 - rest / spread, rel=1e-4)
+    best = jaxdl.restore(place / "prices", step="best").step
+    measured = [json.loads(line) for line in (place / "prices" / "metrics.jsonl").read_text().splitlines()]
+    errors = {row["step"]: row["eval/rmse"] for row in measured if "eval/rmse" in row}
+    assert len(errors) > 1
+    assert model.copy({model.checkpoint: "best"}).metrics["rmse"] == errors[best]
     predictor = jaxdl.restore(place / "prices")
     assert model.rows["heldOut"] == ROWS // 4
     every = np.concatenate([predictor.predict(path) for path in files_of(place, "prices", "test")])

@@ -46,6 +46,8 @@ def feature_numbers(column: Any, where: Where) -> np.ndarray:
     import pyarrow.compute
 
     compute: Any = pyarrow.compute  # It makes its functions when it is imported: type checkers do not see them.
+    if str(column.type) == "null":  # Where all are, Arrow may not know what they would be.
+        _check_null(column, where, "is null")
     if not holds_numbers(column.type):
         advice = _advice(column.type)
         raise ConfigError(

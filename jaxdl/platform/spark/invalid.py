@@ -20,7 +20,7 @@ NOT_USED: dict[str, str] = {
     "table": "{!r}",
 }
 """Form -> why a row is not used that `invalid_of` says a column has no value in."""
-_VECTOR = {"type", "size", "indices", "values"}
+VECTOR = {"type", "size", "indices", "values"}
 """The fields of a vector of `pyspark.ml` in Arrow; type 1 is dense, and 0 sparse."""
 
 
@@ -113,7 +113,7 @@ def _mask(chosen: np.ndarray) -> Any:
 def _is_vector(kind: Any) -> bool:
     import pyarrow.types as types
 
-    return types.is_struct(kind) and {kind.field(place).name for place in range(kind.num_fields)} == _VECTOR
+    return types.is_struct(kind) and {kind.field(place).name for place in range(kind.num_fields)} == VECTOR
 
 
 def _lists(vectors: Any) -> Any:

@@ -14,6 +14,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import DataType, IntegralType, TimestampType
 
 from jaxdl.core.errors import ConfigError
+from jaxdl.platform.spark.invalid import VECTOR
 
 HAS_ARROW = hasattr(F, "arrow_udf")
 """Whether functions of columns may get Arrow: since Spark 4.1."""
@@ -78,7 +79,14 @@ def _arrow_of(values: Any, with_times: bool) -> Any:
 
     if hasattr(values, "columns"):  # A row of which nothing is known is null.
         rows = values.astype(object).where(values.notna(), None).to_dict("records")
-        return pyarrow.array([row if any(x is not None for x in row.values()) else None for row in rows])
+        known = [row if any(x is not None for x in row.values()) else None for row in rows]
+        if set(values.columns) != VECTOR:
+            return pyarrow.array(known)
+        # Among nulls whole numbers are floating-point ones here, and a batch of nulls has no type of its own.
+        kinds = {"type": pyarrow.int8(), "size": pyarrow.int32()}
+        lists = {"indices": pyarrow.list_(pyarrow.int32()), "values": pyarrow.list_(pyarrow.float64())}
+        whole = [row and row | {name: None if row[name] is None else int(row[name]) for name in kinds} for row in known]
+        return pyarrow.array(whole, pyarrow.struct(list((kinds | lists).items())))
     if not with_times and values.dtype.kind == "M":
         raise ConfigError(
             f"{values.name}: times have no time zone in this version of Spark. Use transform, or cast them to strings."
