@@ -38,6 +38,7 @@ from jaxdl.report.status import (
 )
 from jaxdl.report.status.__main__ import main
 from jaxdl.report.status.record import SILENT_SEC
+from jaxdl.report.status.rows import parse_row
 from jaxdl.report.status.table import for_terminal, metric_columns, note, plain, sort_rows
 
 HERE = this_process()
@@ -361,3 +362,14 @@ def test_only_the_newest_failures_are_kept_and_none_is_written_twice(tmp_path):
     assert kept["last_metrics"] == [{"step": 5, "train/loss": 3.0}]
     (tmp_path / "file").write_text("")
     keep_failure(tmp_path / "file", 1, {})  # Raises nothing.
+
+
+@pytest.mark.parametrize(
+    "odd", ['{"step": 3', '{"step": 3}, {"step": 4}', '{"a": [{}', "{}", '{"step": "3"}', "[3]", "{,}"]
+)
+def test_rows_that_are_read_together_are_those_that_are_read_alone(tmp_path, odd):
+    lines = ['{"step": 1, "train/loss": 2.5}', odd, '{"step": 12345678901234567890, "event": "x"}', '{"step": 5} ']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    alone = [row for line in lines if (row := parse_row(line.encode())) is not None]
+    assert tail_rows(tmp_path / "metrics.jsonl") == alone
+    assert [row["step"] for row in alone] == [1, 5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,12 @@ def why_not_read(path: Path, inside: Path, most: int | None = None) -> str:
 
     Empty too without the file, or the right to read it: who reads it says so.
     """
+    try:
+        found = os.lstat(path)
+    except (OSError, ValueError):
+        return ""
+    if stat.S_ISREG(found.st_mode) and os.path.dirname(path) == os.fspath(inside):  # No link, so it leads nowhere else.
+        return "" if most is None or found.st_size <= most else too_large(found.st_size, most)
     if not os.access(path, os.R_OK):
         return ""
     try:

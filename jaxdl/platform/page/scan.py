@@ -47,11 +47,11 @@ def check_given(given: Sequence[str]) -> None:
 
 def scan(given: Sequence[str]) -> Found:
     """What is in folders and patterns, `DEPTH` folders deep. Raises nothing: a folder that is gone has no runs."""
-    found, workdirs = Found(), dict[Path, None]()
+    found, workdirs = Found(), dict[str, Path]()  # By text: the hash of a path is slow.
     for name in given:
         for path in sorted([Path(name)] if os.path.exists(name) else find_paths(name)):
-            workdirs |= dict.fromkeys(_search(path, DEPTH, found))
-    kept = sorted(workdirs)[:MOST_RUNS]
+            workdirs |= {os.fspath(one): one for one in _search(path, DEPTH, found)}
+    kept = sorted(workdirs.values())[:MOST_RUNS]
     found.left_out = len(workdirs) - len(kept)
     found.workdirs = {address_of_folder(path): path for path in kept}
     return found

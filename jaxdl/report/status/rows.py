@@ -6,6 +6,7 @@ made it, also what else says how it stands.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -266,10 +267,20 @@ def tail_rows(path: Path, num_rows: int = 40) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     whole = [line for line in lines if line.strip()][-num_rows - 1 :]
-    rows = [row for row in map(parse_row, whole) if row is not None]
+    rows = _parse_rows(whole)
     if len(whole) > 1 and not rows:
         raise ValueError("it has no rows of metrics")
     return rows[-num_rows:]
+
+
+def _parse_rows(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    """The rows in lines of metrics.jsonl, without what is none."""
+    if all(line.startswith(b"{") and line.rstrip().endswith(b"}") for line in lines):
+        with contextlib.suppress(ValueError):  # In one text: the page reads the ends of thousands of files.
+            values = parse_json(b"[" + b",".join(lines) + b"]")
+            if len(values) == len(lines):
+                return [value for value in values if _is_row(value)]
+    return [row for row in map(parse_row, lines) if row is not None]
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
@@ -278,4 +289,8 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
         row = parse_json(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+    return row if _is_row(row) else None
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, dict) and type(value.get("step")) is int
