@@ -1,5 +1,7 @@
 """Runs on Slurm that fail, and that are stopped while Slurm does not answer; with stand-ins for its programs."""
 
+import json
+
 import pytest
 from fleet_engine import states
 from test_fleet_slurm import cluster, end, fleet, submit, turns  # noqa: F401
@@ -80,6 +82,9 @@ def test_a_job_that_does_not_come_is_asked_for_again_and_ended_if_it_comes(clust
     turns(server)
     assert cluster.calls("scancel")[-1] == "--state=RUNNING --batch --signal=USR2 1"
     assert states(server) == {name: "running"}
+    server.engine.grace_sec = 0.0  # It does not end.
+    turns(server)
+    assert cluster.calls("scancel")[-1] == "1"
 
 
 def test_a_job_that_was_not_shown_is_no_longer_waited_for_when_its_run_is_stopped(cluster, unsure):  # noqa: F811
@@ -91,6 +96,28 @@ def test_a_job_that_was_not_shown_is_no_longer_waited_for_when_its_run_is_stoppe
     cluster.set(1, forgotten=False)
     turns(server)
     assert cluster.jobs()[0]["state"] == "CANCELLED"
+
+
+def test_only_jobs_of_attempts_that_are_over_are_ended(cluster, fleet):  # noqa: F811
+    store, make = fleet
+    server, name = make(), submit(store, (1,))
+    turns(server)
+    cluster.set(1, state="RUNNING", nodes="n1")
+    turns(server)
+    # A server that took over has started the next attempt; and the folder of the fleet is away for a while.
+    folder = store.path_of(name).parent
+    jobs = cluster.jobs()
+    later = jobs[0] | {"script": jobs[0]["script"].replace("attempts/1/", "attempts/2/")}
+    (cluster.folder / "jobs.json").write_text(json.dumps([*jobs, later]))
+    server.engine.look()
+    server.engine.end_strays(server.members)
+    folder.rename(folder.with_name("away"))
+    server.engine.end_strays({})
+    folder.with_name("away").rename(folder)
+    assert cluster.calls("scancel") == []
+    store.path_of(name).rename(store.folder / "removed")
+    server.engine.end_strays({})
+    assert {words.split()[-1] for words in cluster.calls("scancel")} == {"1", "2"}
 
 
 @pytest.mark.parametrize("said", ["Unable to contact slurm controller (receive failure)", "Zero Bytes were received"])

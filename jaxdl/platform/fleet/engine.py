@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from jaxdl.core.errors import ConfigError
 from jaxdl.core.files import replace_file
@@ -24,6 +24,9 @@ from jaxdl.platform.fleet.keeper import EXIT_FILE, KEEPER_FILE, OUTPUT_FILE
 from jaxdl.platform.fleet.resources import Amounts, parse_nodes
 from jaxdl.platform.fleet.store import Store, Submission
 from jaxdl.platform.launch.netns import check_possible, parse_rate
+
+if TYPE_CHECKING:
+    from jaxdl.platform.fleet.member import Member
 
 PIDS_FILE = "pids.json"
 LOST = -1
@@ -119,9 +122,9 @@ class Engine(abc.ABC):
         del run, attempt
         return Ending()
 
-    def end_others(self, attempts: Collection[tuple[str, int]]) -> None:
-        """Ends what runs of other attempts (run, attempt) than these, which alone may run. Called in each turn."""
-        del attempts
+    def end_strays(self, runs: Mapping[str, Member]) -> None:
+        """Ends what runs of attempts that are over, by what is known of all runs. Called in each turn."""
+        del runs
 
     def nodes_of(self, run: Submission, attempt: int) -> Sequence[str] | None:
         """The nodes that an attempt has been given, none while it waits; None where the policy's choice is kept."""

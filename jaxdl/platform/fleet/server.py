@@ -161,7 +161,7 @@ class Server:
             if waits != member.waits:
                 member.waits = waits
                 self.known.changed.add(member.submission.name)
-        self.engine.end_others({(name, member.attempt) for name, member in self.active.items() if member.alive})
+        self.engine.end_strays(self.members)
 
     def _look(self, member: Member) -> float | None:
         """Reads what an attempt reports: its speed, None where there is none yet, and whether it has made a step."""

@@ -19,6 +19,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 
 from jaxdl.core.errors import ConfigError
 from jaxdl.core.files import replace_file
@@ -40,23 +41,26 @@ from jaxdl.platform.fleet.slurm_calls import (
     resize_waiting,
     state_in_accounts,
 )
+from jaxdl.platform.fleet.slurm_script import ASKED_TO_END, JOB_FILE, LIMIT, PREEMPTED, script_of
 from jaxdl.platform.fleet.store import Store, Submission
 from jaxdl.platform.launch.jobs import slurm
 
-SCRIPT_FILE, REFUSED_FILE, JOB_FILE = "job.sh", "refused.txt", "job"
+if TYPE_CHECKING:
+    from jaxdl.platform.fleet.member import Member
+
+SCRIPT_FILE = "job.sh"
 UNSURE_FILE = "unanswered"
 """In the folder of an attempt for whose job Slurm was asked, and did not answer: when that was."""
 _LOOK_SEC, _STOP_AGAIN_SEC = 5.0, 30.0
 """How often Slurm is asked what there is, and to stop a job that it was asked to stop: it serves others too."""
-_ASKED_TO_END, _TAIL_BYTES = 143, 4096
-_SAVED = (_ASKED_TO_END, 130)
+_TAIL_BYTES = 4096
+_SAVED = (ASKED_TO_END, 130)
 _LEAST_GRACE_SEC = 10.0
 """What a job has to save and end after Slurm has taken the request."""
 _UNSURE_SEC = 300.0
 """How long a job that Slurm may have taken, without an answer, is waited for."""
 _ENDS_NOW = "COMPLETING"
-_LIMIT, _PREEMPTED = "limit", "preempted"
-_WHY: Mapping[str, str] = {_LIMIT: "its time limit was reached", _PREEMPTED: "its nodes were taken for another job"}
+_WHY: Mapping[str, str] = {LIMIT: "its time limit was reached", PREEMPTED: "its nodes were taken for another job"}
 
 
 class OnSlurm(Engine):
@@ -157,14 +161,15 @@ class OnSlurm(Engine):
             return False
         earlier = [job for (name, _), job in self._jobs.items() if name == run.name and job.alive]
         for job in earlier:  # Its attempt counts as over: a killed server had it on its way to Slurm.
-            self._end(job)
+            if self._is_due("stop", job):
+                self._ask_to_save(job)
         if earlier:
             return False
         folder.mkdir(parents=True, exist_ok=True)
         sync_folder(folder.parent)
         gpus = int(min((has.get("gpus", 0) for has in self._known.values()), default=0))
         job = slurm.SlurmJob(nodes=len(nodes), gpus_per_node=gpus, save_sec=max(1, round(self.grace_sec)))
-        replace_file(folder / SCRIPT_FILE, _script(job, run, attempt, folder).encode())
+        replace_file(folder / SCRIPT_FILE, script_of(job, run, attempt, folder).encode())
         if run.needs:
             return self._refuse(folder, exits.MISTAKE, "--needs: on Slurm a run has whole nodes. Submit it without.")
         try:
@@ -207,17 +212,28 @@ class OnSlurm(Engine):
         job = self._jobs.get((run.name, attempt))
         if job is not None and job.alive and self._is_due("stop", job):
             self._ask_to_save(job)
-        elif self._is_unsure(run, attempt):  # If Slurm has it after all, `end_others` ends it.
-            self._refuse(self._attempt(run.name, attempt), _ASKED_TO_END, "stopped before Slurm has shown its job")
+        elif self._is_unsure(run, attempt):  # If Slurm has it after all, `end_strays` ends it.
+            self._refuse(self._attempt(run.name, attempt), ASKED_TO_END, "stopped before Slurm has shown its job")
 
-    def end_others(self, attempts: Collection[tuple[str, int]]) -> None:
+    def end_strays(self, runs: Mapping[str, Member]) -> None:
         """Ends jobs of attempts that are over: of one that Slurm took without an answer nobody may have known."""
-        for attempt, job in self._jobs.items():
-            if attempt not in attempts and job.alive and job.state != _ENDS_NOW and self._is_due("stop", job):
-                print(
-                    f"warning: Slurm has a job of an attempt that is over; it is ended: {job.script}", file=sys.stderr
-                )
-                self._end(job)
+        for (name, attempt), job in self._jobs.items():
+            if not job.alive or job.state == _ENDS_NOW or not self._is_over(name, attempt, runs.get(name)):
+                continue
+            told = self._told.get(job.number)
+            if told is not None and time.monotonic() - told >= self.grace_sec:
+                if self._is_due("kill", job):
+                    self._tell("scancel", job.number)
+            elif self._is_due("stop", job):
+                print(f"warning: the job of an attempt that is over is ended: {job.script}", file=sys.stderr)
+                self._ask_to_save(job)
+
+    def _is_over(self, name: str, attempt: int, known: Member | None) -> bool:
+        """Whether it is certain that an attempt is over; of a run that is not known, if its folder was removed."""
+        if known is not None:  # A later attempt may be of a server that has taken over.
+            return attempt < known.attempt or (attempt == known.attempt and not known.alive)
+        runs = self._folder / "runs"
+        return runs.is_dir() and not (runs / name).exists()
 
     def _ask_to_save(self, job: SlurmJob) -> None:
         if self._end(job):
@@ -273,7 +289,7 @@ class OnSlurm(Engine):
             return code
         # The script did not begin, was killed, or could not write.
         began = job.nodes != ""
-        return {"COMPLETED": 0, "CANCELLED": LOST if began else _ASKED_TO_END}.get(job.state, LOST)
+        return {"COMPLETED": 0, "CANCELLED": LOST if began else ASKED_TO_END}.get(job.state, LOST)
 
     def _is_unsure(self, run: Submission, attempt: int) -> bool:
         """Whether Slurm was asked for a job, did not answer, and has not shown it or any of its files."""
@@ -289,7 +305,7 @@ class OnSlurm(Engine):
             asked = float((self._attempt(run.name, attempt) / UNSURE_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return False
-        return time.time() - asked < _UNSURE_SEC
+        return abs(time.time() - asked) < _UNSURE_SEC
 
     def explain_end(self, run: Submission, attempt: int) -> Ending:
         """What Slurm, or the script, says of the end of an attempt."""
@@ -298,11 +314,12 @@ class OnSlurm(Engine):
         if why := _WHY.get(said):
             saved = exit_code(path) in _SAVED
             text = why if saved else f"{why}, and it did not save"
-            return Ending(text, taken=said == _PREEMPTED, in_time=said == _LIMIT and saved)
+            return Ending(text, taken=said == PREEMPTED, in_time=said == LIMIT and saved)
         if self._in_use(run.name, attempt):
             return Ending("what ran on a lost node still trains in its workdir")
         if self._is_unsure(run, attempt):
-            return Ending("Slurm did not answer when it was asked for the job, and has shown none", taken=True)
+            again = (self._attempt(run.name, attempt - 1) / UNSURE_FILE).exists()
+            return Ending("Slurm did not answer when it was asked for the job, and has shown none", taken=not again)
         job = self._jobs.get((run.name, attempt))
         state = job.state if job else ""
         if job is None and (number := self._number(run.name, attempt)):
@@ -358,37 +375,3 @@ class OnSlurm(Engine):
             return PurePath((self._attempt(name, attempt) / JOB_FILE).read_text(encoding="utf-8").strip()).name
         except (OSError, ValueError):
             return ""
-
-
-def _script(job: slurm.SlurmJob, run: Submission, attempt: int, folder: Path) -> str:
-    """The script of the job of an attempt, for any number of nodes: it may change while the job waits."""
-    python, *rest = run.command
-    # Of the server, as its other files: the nodes share them.
-    words = [sys.executable if python in ("python", "python3") else python, *rest]
-    variables = {} if job.gpus_per_node else {"JAX_NUM_CPU_DEVICES": "1"}
-    environment = slurm.environment_text(job) + slurm.exports(variables)
-    return f"""\
-#!/bin/bash
-# Attempt {attempt} of run {run.name} of the fleet in {folder.parents[3].as_posix()!r}.
-set -uo pipefail
-folder={shlex.quote(str(folder))}
-echo "$SLURM_JOB_ID" > "$folder/job"
-rm -f "$folder/{EXIT_FILE}"
-finish() {{
-    printf '{{"code": %d, "at": %d, "why": "%s"}}' "$1" "$(date +%s)" "$2" > "$folder/{EXIT_FILE}.new"
-    mv "$folder/{EXIT_FILE}.new" "$folder/{EXIT_FILE}"
-    exit "$1"
-}}
-{slurm.SIGNALS}
-{environment}
-words=(
-{"".join(f"    {shlex.quote(word)}{chr(10)}" for word in words)})
-words=("${{words[@]//\\{{nodes\\}}/$SLURM_JOB_NUM_NODES}}")
-export JAXDL_RESTART={attempt - 1} JAXDL_RESTART_REASON=""
-if [[ $ending ]]; then finish {_ASKED_TO_END} "$ending"; fi
-srun {slurm.step_options(job.save_sec)} --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \\
-    bash -c {shlex.quote(slurm.TASK + 'exec "$@"')} task "${{words[@]}}" &
-await_step
-if [[ ! $ending ]] && preempted; then ending={_PREEMPTED}; fi
-finish "$code" "$ending"
-"""

@@ -194,8 +194,12 @@ def _metrics_at(workdir: Path, which: Which) -> dict[str, Any]:
     if which == "best":
         steps = Best(workdir / CHECKPOINTS_FOLDER, 1, read_experiment(workdir).task.resolved_mode).order(steps)
     step, found = which if isinstance(which, int) else next(iter(steps), None), {}
-    with contextlib.suppress(FileNotFoundError), (workdir / METRICS_FILE).open("rb") as file:
-        for row in map(parse_row, file):
-            if row is not None and row["step"] == step and any(name.startswith("eval/") for name in row):
-                found = row
+    path = workdir / METRICS_FILE
+    try:
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            for row in map(parse_row, file):
+                if row is not None and row["step"] == step and any(name.startswith("eval/") for name in row):
+                    found = row
+    except OSError as error:
+        raise ConfigError(f"{path}: it cannot be read ({error}).") from None
     return {name.removeprefix("eval/"): value for name, value in found.items() if name.startswith("eval/")}

@@ -38,6 +38,8 @@ STOP = b"stop\n"
 _POLL_SEC = 0.1
 _READ_BYTES = 1 << 16
 _CONNECT_SEC = 10.0
+_END_SEC = 120.0
+"""How long the end of a process waits for a driver that has not said yet that it may go."""
 
 
 class ToDriver:
@@ -218,9 +220,10 @@ def main(args: Sequence[str] | None = None) -> None:
     supervised = Supervised(given.command, driver, given.grace_sec)
     code, told = supervised.wait(given.parent)
     outcome = {"code": code, "told": told, "end": [*supervised.ends]}
-    driver.send({"ended": code, "told": told, "end": outcome["end"]})
     with contextlib.suppress(OSError):  # The task that would read it may be gone, with its folder.
         given.report.write_text(json.dumps(outcome), encoding="utf-8")
+    driver.wait_to_go(_END_SEC)
+    driver.send({"ended": code, "told": told, "end": outcome["end"]})
 
 
 if __name__ == "__main__":

@@ -274,7 +274,7 @@ def tail_rows(path: Path, num_rows: int = 40) -> list[dict[str, Any]]:
 
 
 def _parse_rows(lines: Sequence[bytes]) -> list[dict[str, Any]]:
-    """The rows in lines of metrics.jsonl, without what is none."""
+    """The rows in lines of metrics.jsonl, without what is none. It need not hold for lines made up to deceive it."""
     if all(line.startswith(b"{") and line.rstrip().endswith(b"}") for line in lines):
         with contextlib.suppress(ValueError):  # In one text: the page reads the ends of thousands of files.
             values = parse_json(b"[" + b",".join(lines) + b"]")
