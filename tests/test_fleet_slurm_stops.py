@@ -9,6 +9,17 @@ from test_fleet_slurm import cluster, end, fleet, submit, turns  # noqa: F401
 from jaxdl.platform.fleet.slurm_engine import UNSURE_FILE
 
 
+@pytest.fixture
+def running(cluster, fleet):  # noqa: F811
+    """The store, a server, and a run whose job has a node."""
+    store, make = fleet
+    server, name = make(), submit(store, (1,))
+    turns(server)
+    cluster.set(1, state="RUNNING", nodes="n1")
+    turns(server)
+    return store, server, name
+
+
 def test_a_run_that_fails_where_the_fleet_has_no_more_nodes_has_failed(cluster, fleet):  # noqa: F811
     store, make = fleet
     server, name = make(between_sec=1e9, num_nodes=2), submit(store, (1,))
@@ -21,12 +32,8 @@ def test_a_run_that_fails_where_the_fleet_has_no_more_nodes_has_failed(cluster, 
     assert states(server) == {name: "failed"}, "n4 is beyond --nodes 2, and not out of service"
 
 
-def test_a_job_that_could_not_be_asked_to_save_is_asked_before_it_is_killed(cluster, fleet):  # noqa: F811
-    store, make = fleet
-    server, name = make(), submit(store, (1,))
-    turns(server)
-    cluster.set(1, state="RUNNING", nodes="n1")
-    turns(server)
+def test_a_job_that_could_not_be_asked_to_save_is_asked_before_it_is_killed(cluster, running):  # noqa: F811
+    store, server, name = running
     cluster.fail("scancel", "Unable to contact slurm controller")
     store.ask(name, "hold")
     turns(server, 40)  # Longer than it may take to save.
@@ -98,12 +105,8 @@ def test_a_job_that_was_not_shown_is_no_longer_waited_for_when_its_run_is_stoppe
     assert cluster.jobs()[0]["state"] == "CANCELLED"
 
 
-def test_only_jobs_of_attempts_that_are_over_are_ended(cluster, fleet):  # noqa: F811
-    store, make = fleet
-    server, name = make(), submit(store, (1,))
-    turns(server)
-    cluster.set(1, state="RUNNING", nodes="n1")
-    turns(server)
+def test_only_jobs_of_attempts_that_are_over_are_ended(cluster, running):  # noqa: F811
+    store, server, name = running
     # A server that took over has started the next attempt; and the folder of the fleet is away for a while.
     folder = store.path_of(name).parent
     jobs = cluster.jobs()

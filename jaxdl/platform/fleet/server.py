@@ -116,7 +116,7 @@ class Server:
 
     @property
     def active(self) -> Mapping[str, Member]:
-        """Those that have not ended, in their order."""
+        """The runs that have not ended, in their order."""
         return self.known.active
 
     @property

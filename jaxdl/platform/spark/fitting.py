@@ -179,9 +179,9 @@ def counts_of(workdir: str | Path) -> dict[str, Any]:
 
 def metrics_of(workdir: str | Path, which: Which = "newest") -> dict[str, Any]:
     """The last evaluation of the run in a workdir, or that of a checkpoint; empty without one. Raises ConfigError."""
-    path = Path(workdir) / SUMMARY_FILE
     if which != "newest":
         return _metrics_at(Path(workdir), which)
+    path = Path(workdir) / SUMMARY_FILE
     try:
         return json.loads(path.read_text(encoding="utf-8"))["metrics"] if path.exists() else {}
     except (OSError, ValueError, KeyError) as error:
